@@ -1,0 +1,1 @@
+"""Everything needed to run a generative policy, and nothing else."""

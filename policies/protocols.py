@@ -1,0 +1,226 @@
+"""The words every policy, process and algorithm shares: data carried between them, and protocols.
+
+Legend: B batch, K denoising steps, S recorded steps, To observation history, Th predicted horizon,
+Ta executed steps, Do and Da observation and action widths, C condition width.
+
+Sampling time `t` runs from noise (t = 0) to action (t = 1); denoising step `k = 0 … K-1` counts in the
+order of execution. Everything here lives in normalised space unless a name says `physical`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+
+Kind = Literal["eps", "x0", "v", "velocity", "score"]
+"""What a network output means: noise, clean action, VP velocity (alpha eps - sigma x0), dx/dt in package
+time, or the score of the noisy density."""
+
+Reduction = Literal["none", "step", "sample", "mean"]
+"""(B, Th, Da) | (B, Th) | (B,) | scalar."""
+
+Observation = Mapping[str, Tensor]
+"""`state` (B, To, Do) and, for goal-conditioned policies, `goal` (B, Dg); physical units."""
+
+BoundField = Callable[[int, Tensor], Tensor]
+"""`bound(k, x)` evaluates a backbone at its k-th bound time for its bound condition; (B, Th, Da)."""
+
+
+@dataclass(frozen=True)
+class ChunkSpec:
+    """Horizons of an action chunk.
+
+    Rows `[action_start : action_start + act_steps]` of the predicted chunk are executed. `action_start`
+    is `obs_steps - 1` for windows that begin at the oldest observation (Diffusion Policy) and 0 for
+    windows that begin at the newest (DPPO); the two agree for a history of one.
+
+    Raises:
+        ConfigError: If the executed rows do not fit into the horizon.
+    """
+
+    action_dim: int
+    horizon: int = 4
+    act_steps: int = 4
+    obs_steps: int = 1
+    action_start: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that the executed rows exist."""
+        for name in ("action_dim", "horizon", "act_steps", "obs_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"chunk.{name} must be at least 1; got {getattr(self, name)}.")
+        if not 0 <= self.action_start <= self.horizon - self.act_steps:
+            raise ConfigError(
+                f"chunk.action_start + chunk.act_steps must fit into chunk.horizon={self.horizon}; got "
+                f"{self.action_start} + {self.act_steps}. Lower chunk.act_steps or raise chunk.horizon."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(Th, Da)."""
+        return (self.horizon, self.action_dim)
+
+    @property
+    def executed(self) -> slice:
+        """The rows of a chunk that are executed."""
+        return slice(self.action_start, self.action_start + self.act_steps)
+
+
+@dataclass(frozen=True)
+class Cond:
+    """An encoded observation: what the backbone is conditioned on. `vec` is (B, C)."""
+
+    vec: Tensor
+
+    def __len__(self) -> int:
+        """Return the batch size."""
+        return self.vec.shape[0]
+
+    def repeat(self, n: int) -> Cond:
+        """Repeat every row n times, row-major: (B, C) -> (B n, C)."""
+        return Cond(self.vec.repeat_interleave(n, dim=0))
+
+    def rows(self, index: Tensor) -> Cond:
+        """Select rows by an index tensor (M,)."""
+        return Cond(self.vec.index_select(0, index))
+
+
+@dataclass(frozen=True)
+class TE:
+    """Draws of a matching loss: sampling times `t` (B,) and noise `eps` (B, Th, Da)."""
+
+    t: Tensor
+    eps: Tensor
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A recorded denoising trajectory.
+
+    Shapes:
+        x: (B, S+1, Th, Da); x[:, s] is the input of recorded step s, x[:, -1] the action chunk.
+        log_prob: (B, S, Th, Da) log-density of each element of x[:, s+1], unreduced and unclamped.
+    """
+
+    x: Tensor
+    log_prob: Tensor
+
+    @property
+    def action(self) -> Tensor:
+        """The denoised chunk (B, Th, Da), normalised."""
+        return self.x[:, -1]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a hook may know about the denoising step it is called in."""
+
+    k: int
+    num_steps: int
+    t: float
+    t_next: float
+    cond: Cond
+
+
+class SampleHook(Protocol):
+    """Changes a running denoising loop: guidance, inpainting, composition, warm start."""
+
+    def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (x0, eps) to use instead of the network's; both (B, Th, Da)."""
+        ...
+
+    def on_state(self, step: Step, x: Tensor) -> Tensor:
+        """Return the state to continue from after the step; (B, Th, Da)."""
+        ...
+
+
+@runtime_checkable
+class NoiseDecoder(Protocol):
+    """Turns noise into action chunks, deterministically given the noise."""
+
+    noise_sensitive: bool
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """(Th, Da) for a deterministic sampler, (K+1, Th, Da) for a stochastic one (start, then steps)."""
+        ...
+
+    def encode(self, obs: Observation) -> Cond:
+        """Encode physical observations once per action."""
+        ...
+
+    def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw noise (n, *noise_shape)."""
+        ...
+
+    def decode(
+        self,
+        cond: Cond,
+        noise: Tensor,
+        *,
+        grad: bool = False,
+        start: tuple[Tensor, float] | None = None,
+        hooks: Sequence[SampleHook] = (),
+    ) -> Tensor:
+        """Return the normalised chunk (B, Th, Da).
+
+        `start` = (x, t) begins from a state (B, Th, Da) at sampling time t instead of from the noise
+        (warm start); `grad` keeps the graph.
+        """
+        ...
+
+
+@runtime_checkable
+class MatchingLoss(Protocol):
+    """Trains by regression towards corrupted actions."""
+
+    def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
+        """Draw the times and the noise of n rows."""
+        ...
+
+    def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
+        """Return the loss of normalised actions (B, Th, Da), reduced as named."""
+        ...
+
+
+@runtime_checkable
+class ChainPolicy(Protocol):
+    """Acts through a stochastic denoising chain whose transitions have densities."""
+
+    def sample_chain(
+        self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Chain:
+        """Sample chunks and record the fine-tuned transitions; noise is (B, K+1, Th, Da)."""
+        ...
+
+    def chain_log_prob(self, cond: Cond, x: Tensor, *, steps: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Score a chain x (B, S+1, Th, Da), all recorded steps or the columns `steps` (L,).
+
+        Returns unreduced (log_prob, entropy), each (B, S or L, Th, Da).
+        """
+        ...
+
+    def transition_log_prob(
+        self, cond: Cond, x: Tensor, x_next: Tensor, step: Tensor, cond_row: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Score single transitions: x, x_next (M, Th, Da), step (M,) recorded-step index.
+
+        `cond_row` (M,) maps transitions to rows of `cond`, so that an observation shared by many
+        transitions is encoded and projected once. Returns unreduced (log_prob, entropy), (M, Th, Da).
+        """
+        ...
+
+
+@runtime_checkable
+class Field(Protocol):
+    """Evaluates the denoiser at any state and time, in any parametrisation."""
+
+    def predict(self, x: Tensor, t: Tensor, cond: Cond, *, kind: Kind) -> Tensor:
+        """Return the prediction at x (B, Th, Da), sampling time t (B,), as `kind`."""
+        ...

@@ -1,0 +1,108 @@
+"""Names for the parts a configuration may choose: one registry, filled by scanning modules.
+
+A part is a dataclass (its configuration *is* its public face) registered under a group and a name::
+
+    @register("process", "flow")
+    @dataclass(frozen=True)
+    class RectifiedFlow: ...
+
+Loading a saved policy looks names up here and nowhere else, so that a downloaded directory can never
+name a Python path to import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import asdict, fields, is_dataclass
+from importlib.metadata import entry_points
+from types import ModuleType
+from typing import Any, TypeVar
+
+from policies.errors import ConfigError
+
+T = TypeVar("T", bound=type)
+
+PLUGIN_GROUP = "burnish.plugins"
+_PARTS: dict[str, dict[str, type]] = {}
+
+
+def register(group: str, name: str) -> Callable[[T], T]:
+    """Register a dataclass as the part `name` of `group`.
+
+    Raises:
+        TypeError: If the decorated object is not a dataclass.
+        ConfigError: If the name is already taken by another class.
+    """
+
+    def decorate(cls: T) -> T:
+        if not is_dataclass(cls):
+            raise TypeError(f"@register needs a dataclass; got {cls!r}. Put @dataclass below it.")
+        taken = _PARTS.setdefault(group, {}).get(name)
+        if taken is not None and taken.__qualname__ != cls.__qualname__:
+            raise ConfigError(f"{group}={name} is already registered by {taken.__module__}.{taken.__qualname__}.")
+        _PARTS[group][name] = cls
+        return cls
+
+    return decorate
+
+
+def parts(group: str) -> dict[str, type]:
+    """Return the registered classes of a group by name, sorted."""
+    return dict(sorted(_PARTS.get(group, {}).items()))
+
+
+def lookup(group: str, name: str) -> type:
+    """Return the class registered under a name.
+
+    Raises:
+        ConfigError: If there is no such name; the message lists the choices.
+    """
+    try:
+        return _PARTS[group][name]
+    except KeyError:
+        raise ConfigError(f"unknown {group} '{name}'; choose one of: {', '.join(parts(group)) or '(none)'}.") from None
+
+
+def name_of(group: str, part: object) -> str:
+    """Return the registered name of an instance (or class) of a part."""
+    cls = part if isinstance(part, type) else type(part)
+    for name, registered in _PARTS.get(group, {}).items():
+        if registered is cls:
+            return name
+    raise ConfigError(f"{cls.__qualname__} is not registered as a {group}.")
+
+
+def to_json(group: str, part: Any) -> dict[str, Any]:
+    """Describe a part by its registered name and field values (JSON types only)."""
+    return {"name": name_of(group, part), **asdict(part)}
+
+
+def from_json(group: str, data: dict[str, Any]) -> Any:
+    """Build a part from `to_json`'s description.
+
+    Raises:
+        ConfigError: If the name or a field is unknown.
+    """
+    values = dict(data)
+    if "name" not in values:
+        raise ConfigError(f"a {group} description needs the key 'name'; got keys {sorted(values)}.")
+    cls = lookup(group, str(values.pop("name")))
+    known = {f.name for f in fields(cls)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise ConfigError(f"unknown {group} keys {unknown} for {cls.__name__}; it has {sorted(known)}.")
+    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+
+
+def scan(package: ModuleType) -> None:
+    """Import every module below a package, so that its parts register themselves."""
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+
+
+def load_plugins() -> None:
+    """Import the modules that other distributions announce in the `burnish.plugins` entry points."""
+    for entry in entry_points(group=PLUGIN_GROUP):
+        entry.load()

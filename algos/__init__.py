@@ -1,0 +1,1 @@
+"""Learning: one file per algorithm and the parts they share."""

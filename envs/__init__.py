@@ -1,0 +1,1 @@
+"""The world: simulators, datasets, demonstrators, rollouts, evaluation."""

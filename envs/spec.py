@@ -1,0 +1,49 @@
+"""What an environment is, before any simulator is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from envs.vector import VectorEnv
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """Names, sizes, units and rules of one task.
+
+    `obs_names` and `action_names` carry the unit in brackets, e.g. `torso height [m]`.
+    """
+
+    name: str
+    family: str
+    obs_dim: int
+    action_dim: int
+    action_low: tuple[float, ...]
+    action_high: tuple[float, ...]
+    max_episode_steps: int
+    control_hz: float
+    obs_names: tuple[str, ...]
+    action_names: tuple[str, ...]
+    success_rule: str = ""  # in words; empty where the task has a return but no success
+    reference_scores: tuple[float, float] | None = None  # D4RL (random, expert) returns
+    goal_dim: int = 0
+    episode_metrics: tuple[str, ...] = ()  # extra per-episode rows, e.g. "mode" of `avoid`
+
+
+class EnvConfig(Protocol):
+    """A registered configuration (group `env`); simulators are imported in `make_vector`, not before."""
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task without importing its simulator."""
+        ...
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> VectorEnv:
+        """Build the exact in-process engine.
+
+        Raises:
+            MissingExtraError: If the simulator is not installed; names the extra.
+        """
+        ...

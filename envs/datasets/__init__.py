@@ -1,0 +1,1 @@
+"""Datasets of episodes: readers, writers, windows and reference scores."""

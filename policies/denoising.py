@@ -1,0 +1,178 @@
+"""Denoising policies: diffusion and flow on one backbone, through one loop.
+
+Legend: B batch, K denoising steps, S recorded (fine-tuned) steps, Th predicted horizon, Da action width.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from policies.errors import CapabilityError, ConfigError
+from policies.fields import SwitchedField
+from policies.policy import Policy, PolicyConfig, reduce_elements
+from policies.protocols import TE, Chain, Cond, Kind, Reduction, SampleHook
+from policies.samplers import StepTable, denoise, gaussian_log_prob, transition
+
+
+class DenoisingPolicy(Policy):
+    """A policy that turns noise into a chunk by a few evaluations of one network.
+
+    Attributes:
+        field: The backbone; a `SwitchedField` after fine-tuning the last steps.
+        sampler: How the network is integrated; replaced, not mutated (`with_sampler`).
+        tuned_steps: S, the last denoising steps whose transitions are recorded and scored.
+        log_prob_min_std: Floor on the deviation in densities, normalised action units.
+    """
+
+    def __init__(self, config: PolicyConfig, *, obs_dim: int, action_dim: int, goal_dim: int = 0) -> None:
+        super().__init__(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim)
+        self.process = config.process
+        self.field = config.backbone.build(self.chunk.shape, self.encoder.cond_dim)
+        self._use_sampler(config.sampler, tuned_steps=None, log_prob_min_std=None)
+
+    # -- choosing how to sample -------------------------------------------------------------------
+
+    def _use_sampler(self, sampler: Any, *, tuned_steps: int | None, log_prob_min_std: float | None) -> None:
+        self.sampler = sampler
+        self.table: StepTable = sampler.table(self.process)
+        self.log_prob_min_std = sampler.min_std if log_prob_min_std is None else log_prob_min_std
+        steps = self.table.num_steps
+        self.tuned_steps = steps if tuned_steps is None else tuned_steps
+        if not 1 <= self.tuned_steps <= steps:
+            raise ConfigError(
+                f"tuned_steps must lie in 1..{steps}, the number of denoising steps; got {self.tuned_steps}. "
+                f"Lower it, or raise the sampler's steps."
+            )
+
+    def with_sampler(
+        self, sampler: Any, *, tuned_steps: int | None = None, log_prob_min_std: float | None = None
+    ) -> Self:
+        """Return a view of this policy (same weights) that samples differently."""
+        view = copy.copy(self)
+        view._use_sampler(sampler, tuned_steps=tuned_steps, log_prob_min_std=log_prob_min_std)
+        return view
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the chunk depends on the start noise alone."""
+        return self.table.is_deterministic
+
+    # -- NoiseDecoder ---------------------------------------------------------------------------------
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """(Th, Da) for a deterministic sampler, else (K+1, Th, Da): start, then one draw per step."""
+        return self.chunk.shape if self.is_deterministic else (self.table.num_steps + 1, *self.chunk.shape)
+
+    def decode(
+        self,
+        cond: Cond,
+        noise: Tensor,
+        *,
+        grad: bool = False,
+        start: tuple[Tensor, float] | None = None,
+        hooks: Sequence[SampleHook] = (),
+    ) -> Tensor:
+        """Denoise `noise` (B, *noise_shape) to a normalised chunk (B, Th, Da).
+
+        Args:
+            cond: Encoded observations.
+            noise: Start noise, or the whole tape of a stochastic sampler.
+            grad: Keep the graph (to weights, noise and start).
+            start: (x, t): begin at state x (B, Th, Da) and the first step whose sampling time is >= t.
+            hooks: Changes to the loop.
+        """
+        first = 0
+        if start is not None:
+            x, t = start
+            first = self.table.step_at(t)
+            noise = torch.cat([x.unsqueeze(1), noise[:, 1:]], dim=1) if noise.dim() == 4 else x
+        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            bound = self.field.bind(cond, self.table.net_time.to(self.device, self.dtype))
+            return denoise(bound, self.table, noise, hooks=hooks, cond=cond, first_step=first).action
+
+    # -- MatchingLoss ---------------------------------------------------------------------------------
+
+    def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
+        """Draw the times (n,) and the noise (n, Th, Da) of a matching loss."""
+        t = self.process.sample_time(n, generator=generator, device=self.device, dtype=self.dtype)
+        return TE(t, self._randn((n, *self.chunk.shape), generator))
+
+    def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
+        """Squared error of the network's output; `action` (B, Th, Da) normalised."""
+        x = self.process.corrupt(action, te.eps, te.t)
+        pred = self.field(x, self.process.net_time(te.t), cond)
+        return reduce_elements((pred - self.process.target(action, te.eps, te.t)).square(), reduce)
+
+    # -- ChainPolicy ----------------------------------------------------------------------------------
+
+    @property
+    def scored_net(self) -> torch.nn.Module:
+        """The network of the recorded steps: the fine-tuned copy where there is one."""
+        return self.field.tuned if isinstance(self.field, SwitchedField) else self.field
+
+    def sample_chain(
+        self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Chain:
+        """Sample chunks and record the last S transitions with their densities.
+
+        Shapes:
+            noise: (B, K+1, Th, Da) standard normals before clipping.
+        """
+        self._require_density()
+        if noise is None:
+            noise = self._randn((len(cond), *self.noise_shape), generator)
+        first = self.table.num_steps - self.tuned_steps
+        bound = self.field.bind(cond, self.table.net_time.to(self.device, self.dtype))
+        out = denoise(bound, self.table, noise, cond=cond, record_from=first)
+        assert out.chain is not None and out.mean is not None
+        return Chain(out.chain, gaussian_log_prob(out.chain[:, 1:], out.mean, self._recorded_std(None)))
+
+    def chain_log_prob(self, cond: Cond, x: Tensor, *, steps: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Score a chain x (B, S+1, Th, Da); see `ChainPolicy`."""
+        batch, device = x.shape[0], x.device
+        columns = torch.arange(self.tuned_steps, device=device) if steps is None else steps
+        step = columns.repeat(batch)
+        row = torch.arange(batch, device=device).repeat_interleave(len(columns))
+        log_prob, entropy = self.transition_log_prob(cond, x[row, step], x[row, step + 1], step, row)
+        shape = (batch, len(columns), *self.chunk.shape)
+        return log_prob.view(shape), entropy.view(shape)
+
+    def transition_log_prob(
+        self, cond: Cond, x: Tensor, x_next: Tensor, step: Tensor, cond_row: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Score single transitions under the fine-tuned network; see `ChainPolicy`."""
+        self._require_density()
+        first = self.table.num_steps - self.tuned_steps
+        times = self.table.net_time[first:].to(x.device, x.dtype)
+        pred = self.scored_net(x, times, cond, cond_row=cond_row, time_row=step)
+        mean = transition(self.table, step + first, x, pred)
+        std = self._recorded_std(step)
+        entropy = torch.log(std) + 0.5 * (1.0 + torch.log(torch.tensor(2.0 * torch.pi)))
+        return gaussian_log_prob(x_next, mean, std), entropy.expand_as(x)
+
+    def _recorded_std(self, step: Tensor | None) -> Tensor:
+        """Deviation of the density of recorded steps, (S, 1, 1|Da), or of the given ones (M, 1, 1|Da)."""
+        first = self.table.num_steps - self.tuned_steps
+        std = self.table.schedule_std[first:].clamp(min=self.log_prob_min_std).to(self.device, self.dtype)
+        std = std.reshape(self.tuned_steps, 1, -1)
+        return std if step is None else std.index_select(0, step)
+
+    def _require_density(self) -> None:
+        if self.is_deterministic or self.log_prob_min_std <= 0 and bool((self.table.schedule_std <= 0).any()):
+            raise CapabilityError(
+                f"sampler '{type(self.sampler).__name__}' of this policy is deterministic, so its chain has no "
+                f"density. Use a stochastic sampler (ddpm, or ddim with eta > 0) with a positive noise floor."
+            )
+
+    # -- Field ----------------------------------------------------------------------------------------
+
+    def predict(self, x: Tensor, t: Tensor, cond: Cond, *, kind: Kind) -> Tensor:
+        """Evaluate the network at x (B, Th, Da) and sampling time t (B,), as `kind`."""
+        pred = self.field(x, self.process.net_time(t), cond)
+        return self.process.convert(x, t, pred, self.process.kind, kind)

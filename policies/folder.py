@@ -1,0 +1,195 @@
+"""Policy directories: what is shipped, loaded and shared.
+
+    config.json         the parts by registered name, horizons, sizes, provenance; no code, no paths
+    model.safetensors   weights and normaliser statistics
+    README.md           a model card rendered from the facts above
+
+A directory is written aside and then renamed, so a reader never sees half of it. Loading looks names up
+in the registry and executes nothing from the directory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from policies import registry
+from policies.errors import CheckpointError, ConfigError
+from policies.fields import SwitchedField
+from policies.policy import Policy, PolicyConfig, build_policy
+
+FORMAT = 1
+CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+_PART_GROUPS = ("process", "backbone", "sampler")
+
+
+def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return everything needed to rebuild a policy around its weights; JSON types only."""
+    config = policy.config
+    field = getattr(policy, "field", None)
+    return {
+        "format": FORMAT,
+        "parts": {group: registry.to_json(group, getattr(policy, group, getattr(config, group))) for group in _PART_GROUPS},
+        "switch_time": field.switch_time if isinstance(field, SwitchedField) else None,
+        "obs_dim": policy.obs_dim,
+        "goal_dim": policy.goal_dim,
+        "action_dim": policy.chunk.action_dim,
+        "obs_steps": config.obs_steps,
+        "horizon": config.horizon,
+        "act_steps": config.act_steps,
+        "action_start": config.action_start,
+        "normalizer": dict(policy.normalizer.modes),
+        "provenance": dict(provenance or {}),
+    }
+
+
+def save_policy(policy: Policy, directory: str | Path, *, provenance: Mapping[str, Any] | None = None) -> Path:
+    """Write a policy directory atomically and return its path.
+
+    Args:
+        policy: The policy, with the sampler it should be run with.
+        directory: Where to; an existing policy directory is replaced.
+        provenance: Facts for the model card (task, algorithm, dataset, versions, results); JSON types.
+
+    Raises:
+        CheckpointError: If `directory` exists and is not a policy directory.
+    """
+    target = Path(directory)
+    if target.exists() and not (target / CONFIG).exists() and any(target.iterdir()):
+        raise CheckpointError(f"{target} exists and is not a policy directory; choose another place.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
+    aside.mkdir()
+    try:
+        description = describe(policy, provenance)
+        (aside / CONFIG).write_text(json.dumps(description, indent=2, sort_keys=True) + "\n")
+        state = {k: v.detach().cpu().contiguous().clone() for k, v in policy.state_dict().items()}
+        save_file(state, aside / WEIGHTS)
+        (aside / CARD).write_text(model_card(policy, description))
+        _sync(aside)
+        _swap(aside, target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return target
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """Return the contents of config.json.
+
+    Raises:
+        CheckpointError: If it is missing, is not JSON, or has another format version.
+    """
+    path = Path(directory) / CONFIG
+    if not path.is_file():
+        raise CheckpointError(f"{directory} is not a policy directory: it has no {CONFIG}.")
+    try:
+        data = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}).") from None
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise CheckpointError(f"{path} must have format {FORMAT}; got {found}.")
+    return data
+
+
+def load_policy(directory: str | Path) -> Policy:
+    """Load a policy directory; needs no dataset and no simulator, and runs no code from it.
+
+    Raises:
+        CheckpointError: If a file is missing or damaged, or weights and configuration disagree.
+    """
+    data = read_config(directory)
+    try:
+        parts = {group: registry.from_json(group, data["parts"][group]) for group in _PART_GROUPS}
+        names = ("obs_steps", "horizon", "act_steps", "action_start")
+        modes = {"state": "limits", "goal": "limits", "action": "limits"} | data["normalizer"]
+        config = PolicyConfig(**parts, **{name: data[name] for name in names}, normalizer=modes)
+        sizes = {name: int(data[name]) for name in ("obs_dim", "action_dim", "goal_dim")}
+        policy = build_policy(config, **sizes)
+    except (ConfigError, KeyError, TypeError, ValueError) as error:
+        reason = f"missing key {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"{Path(directory) / CONFIG} does not describe a policy: {reason}") from error
+    if data.get("switch_time") is not None:
+        policy.field = SwitchedField(policy.field, policy.clone().field, float(data["switch_time"]))
+    _load_weights(policy, Path(directory) / WEIGHTS)
+    return policy.eval()
+
+
+def _load_weights(policy: Policy, path: Path) -> None:
+    """Load weights strictly: every name and shape must agree."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing.")
+    try:
+        state = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from None
+    own = policy.state_dict()
+    missing, unknown = sorted(set(own) - set(state)), sorted(set(state) - set(own))
+    if missing or unknown:
+        raise CheckpointError(f"{path} does not fit {CONFIG}: missing {missing[:4]}, unexpected {unknown[:4]}.")
+    for name, value in state.items():
+        if value.shape != own[name].shape:
+            raise CheckpointError(
+                f"{path}: '{name}' must have shape {tuple(own[name].shape)}; got {tuple(value.shape)}."
+            )
+    policy.load_state_dict(state)
+
+
+def model_card(policy: Policy, description: Mapping[str, Any]) -> str:
+    """Render README.md from facts."""
+    parts, facts = description["parts"], description["provenance"]
+    count = sum(p.numel() for p in policy.parameters())
+    lines = [
+        "---",
+        "library_name: burnish",
+        "tags: [robotics, imitation-learning]",
+        "---",
+        f"# {facts.get('name', 'policy')}",
+        "",
+        f"A {parts['process']['name']} policy ({count:,} parameters) made with burnish.",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {group} | `{json.dumps(parts[group])}` |" for group in _PART_GROUPS),
+        f"| observation | {description['obs_steps']} × {description['obs_dim']} |",
+        f"| action chunk | predicts {description['horizon']}, executes {description['act_steps']}, "
+        f"{description['action_dim']} wide |",
+        *(f"| {key} | {value} |" for key, value in sorted(facts.items())),
+        "",
+        "```python",
+        "import burnish",
+        'policy = burnish.load_policy("<this directory>")',
+        f"actions = policy.act(observations)  # (B, {description['obs_steps']}, {description['obs_dim']}) -> "
+        f"(B, {description['act_steps']}, {description['action_dim']})",
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _sync(directory: Path) -> None:
+    """Flush the files of a directory to the disk."""
+    for path in [*directory.iterdir(), directory]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _swap(aside: Path, target: Path) -> None:
+    """Put `aside` in the place of `target`."""
+    if not target.exists():
+        os.rename(aside, target)
+        return
+    old = target.parent / f".{target.name}.old.{uuid.uuid4().hex[:8]}"
+    os.rename(target, old)
+    os.rename(aside, target)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,119 @@
+"""The Gaussian policy: the baseline that every denoising policy is compared with.
+
+It speaks the same protocols: its chain has one step, so the same PPO core fine-tunes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policies.heads import GaussianHead, GaussianHeadConfig
+from policies.policy import Policy, PolicyConfig, reduce_elements
+from policies.protocols import TE, Chain, Cond, Reduction, SampleHook
+from policies.registry import register
+from policies.samplers import gaussian_log_prob
+
+
+@register("process", "gaussian")
+@dataclass(frozen=True)
+class GaussianProcess:
+    """One normal distribution per element of the chunk.
+
+    Source: DPPO (arXiv 2409.00588), Gaussian baseline.
+    """
+
+    init_std: float = 0.1  # deviation at the start, normalised action units
+    min_std: float = 0.01
+    max_std: float = 0.2
+    learn_std: bool = True  # one learned deviation per element of the chunk row
+
+    def policy_class(self) -> type[Policy]:
+        """Return the class that runs this process."""
+        return GaussianPolicy
+
+    def default_sampler(self) -> Mean:
+        """Return the evaluation sampler."""
+        return Mean()
+
+
+@register("sampler", "mean")
+@dataclass(frozen=True)
+class Mean:
+    """Act with the mean of the Gaussian; deterministic."""
+
+
+class GaussianPolicy(Policy):
+    """Acts with the mean; explores with the learned deviation."""
+
+    noise_sensitive = False
+    tuned_steps = 1
+
+    def __init__(self, config: PolicyConfig, *, obs_dim: int, action_dim: int, goal_dim: int = 0) -> None:
+        super().__init__(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim)
+        self.process: GaussianProcess = config.process
+        self.sampler = config.sampler
+        head = GaussianHeadConfig.from_parts(config.backbone, config.process)
+        self.head: GaussianHead = head.build(self.chunk.shape, self.encoder.cond_dim)
+
+    @property
+    def is_deterministic(self) -> bool:
+        """The mean is always the same."""
+        return True
+
+    def decode(
+        self,
+        cond: Cond,
+        noise: Tensor,
+        *,
+        grad: bool = False,
+        start: tuple[Tensor, float] | None = None,
+        hooks: Sequence[SampleHook] = (),
+    ) -> Tensor:
+        """Return the mean chunk (B, Th, Da); the noise has no influence."""
+        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            return self.head(cond.vec)[0]
+
+    def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
+        """Return empty draws: the likelihood needs none."""
+        return TE(torch.zeros(n, device=self.device), torch.zeros(n, *self.chunk.shape, device=self.device))
+
+    def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
+        """Negative log-likelihood of normalised actions (B, Th, Da)."""
+        mean, std = self.head(cond.vec)
+        return reduce_elements(-gaussian_log_prob(action, mean, std), reduce)
+
+    def sample_chain(
+        self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Chain:
+        """Draw chunks; the chain starts at zero and has one transition. Noise is (B, 2, Th, Da)."""
+        if noise is None:
+            noise = self._randn((len(cond), 2, *self.chunk.shape), generator)
+        mean, std = self.head(cond.vec)
+        action = mean + std * noise[:, 1]
+        x = torch.stack([torch.zeros_like(action), action], dim=1)
+        return Chain(x, gaussian_log_prob(action, mean, std).unsqueeze(1))
+
+    def chain_log_prob(self, cond: Cond, x: Tensor, *, steps: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Score chunks x[:, 1] (B, Th, Da)."""
+        log_prob, entropy = self.transition_log_prob(cond, x[:, 0], x[:, 1], torch.zeros(0))
+        return log_prob.unsqueeze(1), entropy.unsqueeze(1)
+
+    def transition_log_prob(
+        self, cond: Cond, x: Tensor, x_next: Tensor, step: Tensor, cond_row: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Score chunks x_next (M, Th, Da); there is one step only."""
+        mean, std = self.head(cond.vec)
+        std = std.expand_as(mean)
+        if cond_row is not None:
+            mean, std = mean.index_select(0, cond_row), std.index_select(0, cond_row)
+        entropy = torch.log(std) + 0.5 * (1.0 + torch.log(torch.tensor(2.0 * torch.pi)))
+        return gaussian_log_prob(x_next, mean, std), entropy
+
+    def with_sampler(self, sampler: Any, **_: Any) -> GaussianPolicy:
+        """Return self: there is one way to sample."""
+        return self

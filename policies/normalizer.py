@@ -1,0 +1,105 @@
+"""Normalisation: the one place where physical units become model units and back.
+
+Every feature has a mode, and statistics that are saved with the policy. A feature without statistics is
+an error; leaving a feature as it is (`identity`) must be asked for by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from policies.errors import ConfigError
+
+MODES = ("limits", "gaussian", "identity")
+SMALLEST_RANGE = 1e-4
+"""Below this range (or standard deviation) a feature counts as constant and keeps scale 1."""
+
+Statistics = Mapping[str, Mapping[str, Tensor]]
+"""Per feature: `min`, `max`, `mean`, `std`, each (D,), in physical units."""
+
+
+def affine(mode: str, stats: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return (scale, offset), each (D,) float32, of `y = scale * x + offset`.
+
+    `limits` maps [min, max] to [-1, 1]; `gaussian` maps to zero mean and unit (unbiased) deviation.
+    Constant features keep scale 1 and are only shifted.
+
+    Source: Diffusion Policy (arXiv 2303.04137), reference normaliser.
+    """
+    low, high = stats["min"].double(), stats["max"].double()
+    if mode == "identity":
+        scale, offset = torch.ones_like(low), torch.zeros_like(low)
+    elif mode == "limits":
+        constant = (high - low) < SMALLEST_RANGE
+        scale = torch.where(constant, 1.0, 2.0 / (high - low).clamp(min=SMALLEST_RANGE))
+        offset = torch.where(constant, -low, -1.0 - scale * low)
+    elif mode == "gaussian":
+        mean, std = stats["mean"].double(), stats["std"].double()
+        scale = torch.where(std < SMALLEST_RANGE, 1.0, 1.0 / std.clamp(min=SMALLEST_RANGE))
+        offset = -mean * scale
+    else:
+        raise ConfigError(f"normalizer mode must be one of {', '.join(MODES)}; got '{mode}'.")
+    return scale.float(), offset.float()
+
+
+class Normalizer(nn.Module):
+    """Affine maps of named features; scale and offset are buffers.
+
+    Args:
+        modes: Mode of each feature.
+        dims: Width D of each feature.
+    """
+
+    def __init__(self, modes: Mapping[str, str], dims: Mapping[str, int]) -> None:
+        super().__init__()
+        self.modes = dict(modes)
+        for name, mode in self.modes.items():
+            if mode not in MODES:
+                raise ConfigError(f"normalizer mode of '{name}' must be one of {', '.join(MODES)}; got '{mode}'.")
+            self.register_buffer(f"{name}_scale", torch.ones(dims[name]))
+            self.register_buffer(f"{name}_offset", torch.zeros(dims[name]))
+
+    def fit(self, statistics: Statistics) -> Normalizer:
+        """Set the maps from statistics and return self.
+
+        Raises:
+            ConfigError: If a feature has no statistics, they are not finite, or widths disagree.
+        """
+        for name, mode in self.modes.items():
+            scale_buffer, offset_buffer = self._buffers_of(name)
+            if mode == "identity":
+                continue
+            if name not in statistics:
+                raise ConfigError(
+                    f"feature '{name}' has no statistics (there are: {', '.join(sorted(statistics)) or 'none'}). "
+                    f"Fit them on a dataset, or ask for identity on purpose."
+                )
+            scale, offset = affine(mode, statistics[name])
+            if scale.shape != scale_buffer.shape:
+                raise ConfigError(
+                    f"statistics of '{name}' must have shape {tuple(scale_buffer.shape)}; got {tuple(scale.shape)}."
+                )
+            if not (scale.isfinite().all() and offset.isfinite().all()):
+                raise ConfigError(f"statistics of '{name}' are not finite. Check the dataset for NaN or inf.")
+            with torch.no_grad():
+                scale_buffer.copy_(scale)
+                offset_buffer.copy_(offset)
+        return self
+
+    def encode(self, name: str, x: Tensor) -> Tensor:
+        """Physical -> normalised; x is (..., D)."""
+        scale, offset = self._buffers_of(name)
+        return torch.addcmul(offset, x, scale)
+
+    def decode(self, name: str, y: Tensor) -> Tensor:
+        """Normalised -> physical; y is (..., D)."""
+        scale, offset = self._buffers_of(name)
+        return (y - offset) / scale
+
+    def _buffers_of(self, name: str) -> tuple[Tensor, Tensor]:
+        if name not in self.modes:
+            raise ConfigError(f"this policy has no feature '{name}' (it has: {', '.join(self.modes)}).")
+        return getattr(self, f"{name}_scale"), getattr(self, f"{name}_offset")

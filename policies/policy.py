@@ -1,0 +1,202 @@
+"""The policy object: one thing from cloning through fine-tuning and evaluation to export.
+
+A policy is an encoder, a normaliser, a network, what the network's output means (process) and how it is
+integrated (sampler), plus the horizons of its chunk. Everything here is in normalised units except
+what is called `physical`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from policies.encoders import StateEncoder
+from policies.errors import CapabilityError, ConfigError
+from policies.normalizer import Normalizer, Statistics
+from policies.protocols import Chain, ChunkSpec, Cond, Observation, Reduction, SampleHook, TE
+
+
+@dataclass
+class PolicyConfig:
+    """What a policy is made of; `process`, `backbone` and `sampler` are registered parts."""
+
+    process: Any = None  # None: VP diffusion with its defaults
+    backbone: Any = None  # None: the residual MLP with its defaults
+    sampler: Any = None  # None: the process's own
+    obs_steps: int = 1  # To
+    horizon: int = 4  # Th
+    act_steps: int = 4  # Ta
+    action_start: int = 0  # first executed row; obs_steps - 1 for windows that begin at the oldest observation
+    normalizer: dict[str, str] = field(
+        default_factory=lambda: {"state": "limits", "goal": "limits", "action": "limits"}
+    )
+
+    def chunk(self, action_dim: int) -> ChunkSpec:
+        """Return the horizons for an action width."""
+        return ChunkSpec(action_dim, self.horizon, self.act_steps, self.obs_steps, self.action_start)
+
+
+class Policy(nn.Module):
+    """The part that all policies share: observation in, executed actions out.
+
+    Args:
+        config: What the policy is made of (complete: no None left).
+        obs_dim: Do, width of one observation.
+        action_dim: Da.
+        goal_dim: Dg, 0 without goals.
+    """
+
+    noise_sensitive = True
+
+    def __init__(self, config: PolicyConfig, *, obs_dim: int, action_dim: int, goal_dim: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.chunk = config.chunk(action_dim)
+        self.encoder = StateEncoder(obs_dim, config.obs_steps, goal_dim)
+        dims = {"state": obs_dim, "goal": goal_dim, "action": action_dim}
+        self.normalizer = Normalizer({k: config.normalizer[k] for k, d in dims.items() if d}, dims)
+
+    @property
+    def obs_dim(self) -> int:
+        """Do."""
+        return self.encoder.obs_dim
+
+    @property
+    def goal_dim(self) -> int:
+        """Dg."""
+        return self.encoder.goal_dim
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.normalizer.action_scale.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type of the weights."""
+        return self.normalizer.action_scale.dtype
+
+    def observation(self, obs: Any) -> Observation:
+        """Bring an observation (array, tensor, or mapping of them) to tensors of the policy's type."""
+        items = obs if isinstance(obs, Mapping) else {"state": obs}
+        return {k: torch.as_tensor(v, dtype=self.dtype, device=self.device) for k, v in items.items()}
+
+    def encode(self, obs: Observation) -> Cond:
+        """Encode physical observations: `state` (B, To, Do)."""
+        return self.encoder(obs, self.normalizer)
+
+    def normalize_action(self, action: Tensor) -> Tensor:
+        """Physical -> normalised; (..., Da)."""
+        return self.normalizer.encode("action", action)
+
+    def physical(self, chunk: Tensor) -> Tensor:
+        """Normalised -> physical; (..., Da)."""
+        return self.normalizer.decode("action", chunk)
+
+    def executed(self, chunk: Tensor) -> Tensor:
+        """Return the rows of a normalised chunk (B, Th, Da) that are executed, physical, (B, Ta, Da)."""
+        return self.physical(chunk[:, self.chunk.executed])
+
+    @torch.no_grad()
+    def act(
+        self, obs: Any, *, noise: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Choose actions: observations (B, To, Do) in physical units -> actions (B, Ta, Da), physical.
+
+        Args:
+            obs: Tensor, array, or mapping with `state` and, for goal-conditioned policies, `goal`.
+            noise: (B, *noise_shape); makes the call deterministic.
+            generator: Source of the noise when none is given.
+        """
+        cond = self.encode(self.observation(obs))
+        if noise is None:
+            noise = self.sample_noise(len(cond), generator=generator)
+        return self.executed(self.decode(cond, noise))
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """Shape of one row of noise; see `NoiseDecoder`."""
+        return self.chunk.shape
+
+    def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw standard-normal noise (n, *noise_shape)."""
+        return self._randn((n, *self.noise_shape), generator)
+
+    def decode(
+        self,
+        cond: Cond,
+        noise: Tensor,
+        *,
+        grad: bool = False,
+        start: tuple[Tensor, float] | None = None,
+        hooks: Sequence[SampleHook] = (),
+    ) -> Tensor:
+        """Return the normalised chunk (B, Th, Da); see `NoiseDecoder`."""
+        raise CapabilityError(f"{type(self).__name__} cannot decode noise.")
+
+    def clone(self) -> Self:
+        """Return an independent copy."""
+        return copy.deepcopy(self)
+
+    def _randn(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        device = self.device if generator is None else generator.device
+        return torch.randn(shape, generator=generator, device=device, dtype=self.dtype).to(self.device)
+
+
+def reduce_elements(x: Tensor, how: Reduction) -> Tensor:
+    """Average (B, Th, Da) to what the reduction names: `none`, `step` (B, Th), `sample` (B,) or `mean`."""
+    match how:
+        case "none":
+            return x
+        case "step":
+            return x.mean(dim=-1)
+        case "sample":
+            return x.mean(dim=(-2, -1))
+        case "mean":
+            return x.mean()
+    raise ConfigError(f"reduce must be none, step, sample or mean; got '{how}'.")
+
+
+def build_policy(
+    config: PolicyConfig,
+    *,
+    obs_dim: int,
+    action_dim: int,
+    goal_dim: int = 0,
+    statistics: Statistics | None = None,
+    seed: int = 0,
+) -> Policy:
+    """Make a policy with fresh weights.
+
+    Args:
+        config: Parts; a part that is None takes its default.
+        obs_dim: Do.
+        action_dim: Da.
+        goal_dim: Dg, 0 without goals.
+        statistics: Per-feature statistics (`state`, `goal`, `action`); None leaves the maps at identity,
+            for weights that will be loaded.
+        seed: Seeds the initial weights; the global random state is left untouched.
+    """
+    config = complete(config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        policy = config.process.policy_class()(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim)
+    if statistics is not None:
+        policy.normalizer.fit(statistics)
+    return policy
+
+
+def complete(config: PolicyConfig) -> PolicyConfig:
+    """Fill the parts that are None with their defaults."""
+    from policies.backbones.mlp import MlpConfig
+    from policies.processes.diffusion import VPDiffusion
+
+    process = config.process if config.process is not None else VPDiffusion()
+    backbone = config.backbone if config.backbone is not None else MlpConfig()
+    sampler = config.sampler if config.sampler is not None else process.default_sampler()
+    return replace(config, process=process, backbone=backbone, sampler=sampler)

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from envs.datasets.checks import check_dataset, check_episode
 from policies.errors import DatasetError
 from policies.protocols import ChunkSpec
 
@@ -46,6 +47,25 @@ class Episode:
     def __len__(self) -> int:
         """Return the number of actions."""
         return len(self.actions)
+
+
+@dataclass(frozen=True, eq=False)
+class Transitions:
+    """Single steps for offline reinforcement learning.
+
+    Shapes:
+        observations, next_observations: (M, Do).
+        actions: (M, Da).
+        rewards, terminated: (M,); values bootstrap from `next_observations` unless `terminated`.
+        frames: (M,) int64, the frame of the dataset each transition comes from.
+    """
+
+    observations: Tensor
+    actions: Tensor
+    rewards: Tensor
+    next_observations: Tensor
+    terminated: Tensor
+    frames: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,10 +107,7 @@ class EpisodeDataset:
 
     def __post_init__(self) -> None:
         """Check everything once, before anything is trained."""
-        self._check_index()
-        self._check_frames()
-        self._check_finite()
-        self._check_ends()
+        check_dataset(self)
 
     @classmethod
     def from_arrays(
@@ -137,7 +154,7 @@ class EpisodeDataset:
         if not episodes:
             raise DatasetError(f"{source}: expected at least one episode; got none.")
         for number, episode in enumerate(episodes):
-            _check_episode(episode, episodes[0], f"{source}, episode {number}")
+            check_episode(episode, episodes[0], f"{source}, episode {number}")
         lengths = np.array([len(episode) for episode in episodes])
         start = np.concatenate([[0], np.cumsum(lengths)])
         ends = {key: np.zeros(start[-1], dtype=bool) for key in ("terminated", "truncated")}
@@ -256,6 +273,42 @@ class EpisodeDataset:
             keys["goal"] = self.extras["goal"]
         return {key: _moments(value) for key, value in keys.items()}
 
+    def returns_to_go(self, discount: float = 1.0) -> Tensor:
+        """Return the discounted sum of rewards from every frame to the end of its episode, (N,) float32."""
+        value = torch.zeros(self.num_episodes, dtype=torch.float64)
+        rewards, total = self.rewards.double().cpu(), torch.empty(self.num_frames, dtype=torch.float64)
+        start, lengths = self.episode_start.cpu()[:-1], self.lengths.cpu()
+        for step in range(int(lengths.max()) - 1, -1, -1):
+            alive = lengths > step
+            frame = start[alive] + step
+            value[alive] = rewards[frame] + discount * value[alive]
+            total[frame] = value[alive]
+        return total.float().to(self.rewards.device)
+
+    def transitions(self) -> Transitions:
+        """Return the transitions with a known successor, or with none to know because the task ended.
+
+        The successor is `next_observations` where the source has it, else the next frame of the episode. The
+        last frame of an episode without a recorded successor is a transition only if it terminated (its
+        successor, which values never look at, is then its own observation).
+        """
+        last = torch.zeros_like(self.terminated)
+        last[self.episode_start[1:] - 1] = True
+        if self.next_observations is not None:
+            successor, known = self.next_observations, torch.ones_like(last)
+        else:
+            following = torch.arange(1, self.num_frames + 1, device=last.device) - last.long()
+            successor, known = self.observations[following], ~last | self.terminated
+        frames = known.nonzero().squeeze(1)
+        return Transitions(
+            observations=self.observations[frames],
+            actions=self.actions[frames],
+            rewards=self.rewards[frames],
+            next_observations=successor[frames],
+            terminated=self.terminated[frames],
+            frames=frames,
+        )
+
     def windows(self, chunk: ChunkSpec, pad: bool = True) -> Windows:
         """Return the training windows of this dataset (see `envs.datasets.windows.Windows`)."""
         from envs.datasets.windows import Windows
@@ -282,78 +335,6 @@ class EpisodeDataset:
             episode_extras={key: episodes(value) for key, value in self.episode_extras.items()},
         )
 
-    def _check_index(self) -> None:
-        start, frames = self.episode_start, len(self.observations)
-        if frames == 0:
-            raise DatasetError(f"{self.source}: key 'observations' is empty; expected at least one frame.")
-        if start.ndim != 1 or len(start) < 2 or int(start[0]) != 0 or int(start[-1]) != frames:
-            raise DatasetError(
-                f"{self.source}: key 'episode_start' must run from 0 to the number of frames {frames}; got "
-                f"shape {tuple(start.shape)}, first {start.flatten()[:1].tolist()}, last "
-                f"{start.flatten()[-1:].tolist()}."
-            )
-        if bool((start.diff() < 1).any()):
-            first = int((start.diff() < 1).nonzero()[0])
-            raise DatasetError(
-                f"{self.source}: key 'episode_start' must increase (no empty episodes); got "
-                f"{int(start[first + 1])} after {int(start[first])} at position {first + 1}."
-            )
-
-    def _check_frames(self) -> None:
-        num, width = self.observations.shape[0], self.observations.shape[-1]
-        expected: dict[str, tuple[Tensor, tuple[int | str, ...]]] = {
-            "observations": (self.observations, (num, "Do")),
-            "actions": (self.actions, (num, "Da")),
-            "rewards": (self.rewards, (num,)),
-            "terminated": (self.terminated, (num,)),
-            "truncated": (self.truncated, (num,)),
-        }
-        if self.next_observations is not None:
-            expected["next_observations"] = (self.next_observations, (num, width))
-        for key, (value, shape) in expected.items():
-            if value.ndim != len(shape) or any(
-                want != got for want, got in zip(shape, value.shape, strict=True) if isinstance(want, int)
-            ):
-                raise DatasetError(
-                    f"{self.source}: key '{key}' must have shape ({', '.join(map(str, shape))}); "
-                    f"got {tuple(value.shape)}."
-                )
-        for extras, size, what in (
-            (self.extras, num, "frames"),
-            (self.episode_extras, self.num_episodes, "episodes"),
-        ):
-            for key, value in extras.items():
-                if value.ndim < 1 or len(value) != size:
-                    raise DatasetError(
-                        f"{self.source}: key '{key}' must have one row for each of the {size} {what}; "
-                        f"got shape {tuple(value.shape)}."
-                    )
-
-    def _check_finite(self) -> None:
-        keys = {"observations": self.observations, "actions": self.actions, "rewards": self.rewards}
-        if self.next_observations is not None:
-            keys["next_observations"] = self.next_observations
-        for key, value in {**keys, **self.extras, **self.episode_extras}.items():
-            if not value.is_floating_point() or bool(torch.isfinite(value).all()):
-                continue
-            bad = (~torch.isfinite(value)).nonzero()
-            at = bad[0].tolist()
-            raise DatasetError(
-                f"{self.source}: key '{key}' must be finite; got {value[tuple(at)].item()} at index {at} "
-                f"({len(bad)} such entries). Remove or repair the affected episodes."
-            )
-
-    def _check_ends(self) -> None:
-        inside = torch.ones(self.num_frames, dtype=torch.bool, device=self.terminated.device)
-        inside[self.episode_start[1:] - 1] = False
-        for key, flags in (("terminated", self.terminated), ("truncated", self.truncated)):
-            early = (flags & inside).nonzero()
-            if len(early):
-                raise DatasetError(
-                    f"{self.source}: key '{key}' may be set on the last frame of an episode only; it is set "
-                    f"on frame {int(early[0])} inside one ({len(early)} such frames)."
-                )
-
 
 def _tensor(values: ArrayLike, dtype: torch.dtype | None = None) -> Tensor:
     """Copy-free where possible; arrays that torch cannot share are copied."""
@@ -375,26 +356,3 @@ def _moments(values: Tensor) -> dict[str, Tensor]:
         "std": (wide - mean).square().mean(0).sqrt(),
     }
     return {key: value.float() for key, value in moments.items()}
-
-
-def _check_episode(episode: Episode, first: Episode, source: str) -> None:
-    frames = len(episode.actions)
-    if frames == 0:
-        raise DatasetError(f"{source}: expected at least one action; the episode is empty.")
-    expected = {
-        "observations": (np.shape(episode.observations), (frames + 1, np.shape(first.observations)[-1])),
-        "actions": (np.shape(episode.actions), (frames, np.shape(first.actions)[-1])),
-        "rewards": (np.shape(episode.rewards), (frames,)),
-    }
-    for key, (got, want) in expected.items():
-        if got != want:
-            raise DatasetError(f"{source}: key '{key}' must have shape {want}; got {got}.")
-    if set(episode.extras) != set(first.extras):
-        raise DatasetError(
-            f"{source}: expected the extra keys {sorted(first.extras)} of the first episode; got "
-            f"{sorted(episode.extras)}."
-        )
-    for key, value in episode.extras.items():
-        if len(value) != frames or np.shape(value)[1:] != np.shape(first.extras[key])[1:]:
-            want = (frames, *np.shape(first.extras[key])[1:])
-            raise DatasetError(f"{source}: key '{key}' must have shape {want}; got {np.shape(value)}.")

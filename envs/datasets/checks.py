@@ -1,0 +1,135 @@
+"""What has to hold before a dataset may train anything; every failure is one `DatasetError`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from policies.errors import DatasetError
+
+if TYPE_CHECKING:
+    from envs.datasets.episodes import Episode, EpisodeDataset
+
+
+def check_dataset(dataset: EpisodeDataset) -> None:
+    """Check index, shapes, values and end flags.
+
+    Raises:
+        DatasetError: Naming the source, the key, what was expected and what was found.
+    """
+    _check_index(dataset)
+    _check_shapes(dataset)
+    _check_rows(dataset)
+    _check_finite(dataset)
+    _check_ends(dataset)
+
+
+def check_episode(episode: Episode, first: Episode, source: str) -> None:
+    """Check one episode by itself and against the first of its collection.
+
+    Raises:
+        DatasetError: Naming the source, the key, what was expected and what was found.
+    """
+    frames = len(episode.actions)
+    if frames == 0:
+        raise DatasetError(f"{source}: expected at least one action; the episode is empty.")
+    if set(episode.extras) != set(first.extras):
+        raise DatasetError(
+            f"{source}: expected the extra keys {sorted(first.extras)} of the first episode; got "
+            f"{sorted(episode.extras)}."
+        )
+    expected = {
+        "observations": (episode.observations, (frames + 1, *np.shape(first.observations)[1:])),
+        "actions": (episode.actions, (frames, *np.shape(first.actions)[1:])),
+        "rewards": (episode.rewards, (frames,)),
+    }
+    for key, value in episode.extras.items():
+        expected[key] = (value, (frames, *np.shape(first.extras[key])[1:]))
+    for key, (got, want) in expected.items():
+        if np.shape(got) != want:
+            raise DatasetError(f"{source}: key '{key}' must have shape {want}; got {np.shape(got)}.")
+
+
+def _check_index(data: EpisodeDataset) -> None:
+    start, frames = data.episode_start, len(data.observations)
+    if frames == 0:
+        raise DatasetError(f"{data.source}: key 'observations' is empty; expected at least one frame.")
+    if start.ndim != 1 or len(start) < 2 or int(start[0]) != 0 or int(start[-1]) != frames:
+        raise DatasetError(
+            f"{data.source}: key 'episode_start' must run from 0 to the number of frames {frames}; got "
+            f"shape {tuple(start.shape)}, first {start.flatten()[:1].tolist()}, last "
+            f"{start.flatten()[-1:].tolist()}."
+        )
+    empty = (start.diff() < 1).nonzero()
+    if len(empty):
+        at = int(empty[0])
+        raise DatasetError(
+            f"{data.source}: key 'episode_start' must increase (no empty episodes); got "
+            f"{int(start[at + 1])} after {int(start[at])} at position {at + 1}."
+        )
+
+
+def _check_shapes(data: EpisodeDataset) -> None:
+    num, width = data.observations.shape[0], data.observations.shape[-1]
+    expected: dict[str, tuple[Tensor | None, tuple[int | str, ...]]] = {
+        "observations": (data.observations, (num, "Do")),
+        "actions": (data.actions, (num, "Da")),
+        "rewards": (data.rewards, (num,)),
+        "terminated": (data.terminated, (num,)),
+        "truncated": (data.truncated, (num,)),
+        "next_observations": (data.next_observations, (num, width)),
+    }
+    for key, (value, shape) in expected.items():
+        if value is None:
+            continue
+        fits = value.ndim == len(shape) and all(
+            want == got or want in ("Do", "Da") for want, got in zip(shape, value.shape, strict=True)
+        )
+        if not fits or 0 in value.shape:
+            raise DatasetError(
+                f"{data.source}: key '{key}' must have shape ({', '.join(map(str, shape))}); "
+                f"got {tuple(value.shape)}."
+            )
+
+
+def _check_rows(data: EpisodeDataset) -> None:
+    for extras, size, what in (
+        (data.extras, data.num_frames, "frames"),
+        (data.episode_extras, data.num_episodes, "episodes"),
+    ):
+        for key, value in extras.items():
+            if value.ndim < 1 or len(value) != size:
+                raise DatasetError(
+                    f"{data.source}: key '{key}' must have one row for each of the {size} {what}; "
+                    f"got shape {tuple(value.shape)}."
+                )
+
+
+def _check_finite(data: EpisodeDataset) -> None:
+    keys = {"observations": data.observations, "actions": data.actions, "rewards": data.rewards}
+    if data.next_observations is not None:
+        keys["next_observations"] = data.next_observations
+    for key, value in {**keys, **data.extras, **data.episode_extras}.items():
+        if not value.is_floating_point() or bool(torch.isfinite(value).all()):
+            continue
+        bad = (~torch.isfinite(value)).nonzero()
+        at = tuple(bad[0].tolist())
+        raise DatasetError(
+            f"{data.source}: key '{key}' must be finite; got {float(value[at])} at index {list(at)} "
+            f"({len(bad)} such entries). Remove or repair the affected episodes."
+        )
+
+
+def _check_ends(data: EpisodeDataset) -> None:
+    inside = torch.ones(data.num_frames, dtype=torch.bool, device=data.terminated.device)
+    inside[data.episode_start[1:] - 1] = False
+    for key, flags in (("terminated", data.terminated), ("truncated", data.truncated)):
+        early = (flags & inside).nonzero()
+        if len(early):
+            raise DatasetError(
+                f"{data.source}: key '{key}' may be set on the last frame of an episode only; it is set "
+                f"on frame {int(early[0])} inside one ({len(early)} such frames)."
+            )

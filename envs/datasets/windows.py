@@ -1,0 +1,156 @@
+"""Training windows, resident on the device: one strided view and one gather per batch.
+
+Legend: N frames, E episodes, W windows, B batch, To observation history, Th horizon, Do and Da widths.
+A window belongs to a frame i, the newest observation the policy sees. Its observations are frames
+i-To+1 … i and its actions frames i-s … i-s+Th-1, where s is `ChunkSpec.action_start`: 0 for chunks that
+begin at the newest observation (DPPO), To-1 for chunks that begin at the oldest (Diffusion Policy).
+
+Every episode is stored with copies of its first and last rows around it, so that each window is one
+contiguous stretch of memory: row r of `as_strided(x, (M-T+1, T*d), (d, 1))` is the window starting at r,
+without any copy until a batch is gathered.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from envs.datasets.episodes import EpisodeDataset
+from policies.errors import DatasetError
+from policies.protocols import ChunkSpec
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Windows of a batch, in physical units.
+
+    Shapes:
+        obs: (B, To, Do), oldest first.
+        action: (B, Th, Da).
+        mask: (B, Th) bool, True where the action was recorded, False where it is padding.
+    """
+
+    obs: Tensor
+    action: Tensor
+    mask: Tensor
+
+
+class Windows:
+    """All windows of a dataset, on the dataset's device.
+
+    Args:
+        dataset: Episodes; move it to the device first.
+        chunk: Horizons.
+        pad_end: True: every frame has a window, and what lies behind the episode's end repeats its last
+            action (masked). False (DPPO): only windows whose actions end inside the episode.
+
+    Attributes:
+        num: W.
+        frames: (W,) int64, frame of the newest observation of every window.
+        steps: (W,) int64, that frame's number within its episode.
+        short_episodes: Numbers of the episodes too short to give a window (`pad_end=False` only).
+
+    Raises:
+        DatasetError: If the action widths differ or there is no window at all.
+    """
+
+    def __init__(self, dataset: EpisodeDataset, chunk: ChunkSpec, *, pad_end: bool = True) -> None:
+        if chunk.action_dim != dataset.action_dim:
+            raise DatasetError(
+                f"{dataset.source}: key 'actions' must be {chunk.action_dim} wide for this task; got "
+                f"{dataset.action_dim}. Use a dataset of the same task."
+            )
+        self.chunk = chunk
+        self.obs_dim = dataset.obs_dim
+        history, before, behind = chunk.obs_steps - 1, chunk.action_start, chunk.horizon - 1
+        obs, _ = _padded(dataset, dataset.observations, history, 0)
+        action, real = _padded(dataset, dataset.actions, before, behind)
+        self._obs = _rows(obs, chunk.obs_steps)
+        self._action = _rows(action, chunk.horizon)
+        self._real = _rows(real.unsqueeze(1), chunk.horizon)
+        self._index(dataset, pad_end)
+        # Frame i of episode e is row i + e*(copies per episode) + (copies before) of a padded store; a
+        # window starts as many rows earlier as there are copies before the episode.
+        episode = self._episode[self.frames]
+        self._obs_row = (self.frames + episode * history).int()
+        self._action_row = (self.frames + episode * (before + behind)).int()
+        del self._episode
+
+    @property
+    def num(self) -> int:
+        """W."""
+        return self.frames.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the windows live."""
+        return self._obs.device
+
+    def __len__(self) -> int:
+        """Return the number of windows."""
+        return self.num
+
+    def gather(self, index: Tensor) -> Batch:
+        """Return the windows `index` (B,), integers in 0..W-1 on the windows' device."""
+        rows = self._action_row.index_select(0, index)
+        obs = self._obs.index_select(0, self._obs_row.index_select(0, index))
+        return Batch(
+            obs=obs.view(-1, self.chunk.obs_steps, self.obs_dim),
+            action=self._action.index_select(0, rows).view(-1, *self.chunk.shape),
+            mask=self._real.index_select(0, rows),
+        )
+
+    def sample(self, size: int, *, generator: torch.Generator | None = None) -> Batch:
+        """Draw windows uniformly with replacement; the generator lives on the windows' device."""
+        return self.gather(torch.randint(self.num, (size,), generator=generator, device=self.device))
+
+    def _index(self, dataset: EpisodeDataset, pad_end: bool) -> None:
+        """Find the frames that have a window."""
+        frames = torch.arange(dataset.num_frames, device=dataset.episode_start.device)
+        episodes = torch.arange(dataset.num_episodes, device=frames.device)
+        self._episode = torch.repeat_interleave(episodes, dataset.lengths)
+        step = frames - dataset.episode_start[self._episode]
+        end = step - self.chunk.action_start + self.chunk.horizon
+        valid = (
+            torch.ones_like(frames, dtype=torch.bool) if pad_end else end <= dataset.lengths[self._episode]
+        )
+        self.frames, self.steps = frames[valid], step[valid]
+        counts = torch.bincount(self._episode[valid], minlength=dataset.num_episodes)
+        self.short_episodes: list[int] = (counts == 0).nonzero().squeeze(1).tolist()
+        if len(self.short_episodes) == dataset.num_episodes:
+            raise DatasetError(
+                f"{dataset.source}: no episode holds a whole chunk of {self.chunk.horizon} actions (longest: "
+                f"{int(dataset.lengths.max())}). Lower the horizon or pad the end."
+            )
+        if self.short_episodes:
+            _log.warning(
+                "%s: %d of %d episodes are too short for a chunk of %d actions and give no window.",
+                dataset.source,
+                len(self.short_episodes),
+                dataset.num_episodes,
+                self.chunk.horizon,
+            )
+
+
+def _padded(dataset: EpisodeDataset, values: Tensor, before: int, behind: int) -> tuple[Tensor, Tensor]:
+    """Repeat the first and the last row of every episode; also tell real rows (M,) from copies."""
+    if before == behind == 0:
+        return values.contiguous(), torch.ones_like(dataset.terminated)
+    lengths, start = dataset.lengths, dataset.episode_start[:-1]
+    sizes = lengths + before + behind
+    offset = sizes.cumsum(0) - sizes + before
+    local = torch.arange(int(sizes.sum()), device=start.device) - offset.repeat_interleave(sizes)
+    last = (lengths - 1).repeat_interleave(sizes)
+    frame = torch.minimum(local.clamp(min=0), last) + start.repeat_interleave(sizes)
+    return values.index_select(0, frame), (local >= 0) & (local <= last)
+
+
+def _rows(values: Tensor, steps: int) -> Tensor:
+    """View a contiguous store (M, d) as all stretches of `steps` rows, (M-steps+1, steps*d)."""
+    num, width = values.shape
+    return values.as_strided((num - steps + 1, steps * width), (width, 1))

@@ -1,0 +1,67 @@
+"""Names for environments: every family registers itself, and simulators load only when they are used."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import fields
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+from envs.spec import EnvConfig
+from policies.errors import ConfigError, MissingExtraError
+from policies.registry import load_plugins, lookup, parts, scan
+
+
+def env(name: str, **options: Any) -> EnvConfig:
+    """Return the configuration of a registered environment.
+
+    Args:
+        name: One of `list_envs()`.
+        **options: Fields of its configuration, e.g. `max_episode_steps`.
+
+    Raises:
+        ConfigError: If the name or an option is unknown.
+
+    Example:
+        >>> env("hopper", max_episode_steps=200).spec.max_episode_steps
+        200
+    """
+    _scan()
+    cls = lookup("env", name)
+    known = [f.name for f in fields(cls)]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise ConfigError(f"env={name} has no option {unknown}; it has {known}.")
+    config: EnvConfig = cls(**options)
+    return config
+
+
+def list_envs() -> list[str]:
+    """Return the names of all environments, installed or not."""
+    _scan()
+    return list(parts("env"))
+
+
+def require(module: str, *, extra: str) -> ModuleType:
+    """Import an optional package.
+
+    Raises:
+        MissingExtraError: If it is not importable; the message names the extra and the reason.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"this needs the package '{module.partition('.')[0]}', which cannot be imported ({error}): "
+            f"pip install 'burnish[{extra}]'."
+        ) from error
+
+
+@cache
+def _scan() -> None:
+    """Import every environment module once, so that it registers."""
+    import envs
+
+    scan(envs)
+    load_plugins()

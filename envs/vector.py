@@ -1,0 +1,394 @@
+"""Vectors of environments that execute action chunks, and the bookkeeping all of them share.
+
+A `Stepper` knows one simulator and advances some of its N environments by one control step. `ChunkVector`
+adds what does not depend on the simulator: observation history, chunks that stop where their episode
+ends, time limits, seeds, and saving. Nothing resets by itself: an episode that ended hands out its true
+last observation, and the caller starts the next one with a seed of its choice.
+
+Legend: N environments, M of them addressed, To observation history, Ta executed steps, Do and Da widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from envs.spec import EnvSpec
+from policies.errors import CapabilityError, CheckpointError, ConfigError, TrainingError
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class ChunkStep:
+    """What the execution of one chunk led to.
+
+    Shapes:
+        obs: (N, To, Do) float64, history up to the last executed step; the true final one at an end.
+        rewards: (N, Ta) float64, per control step, zero past `length`.
+        length: (N,) executed control steps; 0 for environments that were not active.
+        terminated: (N,) the task ended the episode; values are zero from here.
+        truncated: (N,) a time limit cut the episode; values bootstrap from `obs`. Both flags can be true.
+        success: (N,) the success rule held after some executed step.
+        path: (N, Ta, Do) float64, newest observation after each executed step, zero past `length`.
+        metrics: task-specific quantities of the running episode, (N,) each.
+    """
+
+    obs: Array
+    rewards: Array
+    length: Array
+    terminated: Array
+    truncated: Array
+    success: Array
+    path: Array
+    metrics: dict[str, Array] = field(default_factory=dict)
+
+    @property
+    def done(self) -> Array:
+        """(N,) the episode is over, for either reason."""
+        return self.terminated | self.truncated
+
+
+class VectorEnv(Protocol):
+    """N environments of one task in this process."""
+
+    spec: EnvSpec
+    num_envs: int
+    obs_steps: int
+
+    @property
+    def can_save(self) -> bool:
+        """Whether `state_dict` continues bit-exactly."""
+        ...
+
+    def reset(self, seeds: Sequence[int], rows: Sequence[int] | Array | None = None) -> Array:
+        """Start episodes from seeds in the given rows (default: all); returns (n, To, Do)."""
+        ...
+
+    def step_chunk(self, actions: Array, active: Array | None = None) -> ChunkStep:
+        """Execute chunks (N, Ta, Da), clipped to the action box, where `active` (N,) is true."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything the next steps depend on."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        ...
+
+    def close(self) -> None:
+        """Release the simulators."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One control step of M environments.
+
+    Shapes:
+        obs: (M, Do) float64. reward: (M,) float64. terminated, truncated, success: (M,) bool, where
+        `truncated` is a limit that the simulator itself applies.
+    """
+
+    obs: Array
+    reward: Array
+    terminated: Array
+    truncated: Array
+    success: Array
+
+
+class Stepper(Protocol):
+    """One simulator: advances chosen environments by one control step."""
+
+    num_envs: int
+
+    @property
+    def can_save(self) -> bool:
+        """Whether `get_state` and `set_state` continue bit-exactly."""
+        ...
+
+    def reset(self, row: int, seed: int) -> Array:
+        """Start an episode in one row; returns the observation (Do,)."""
+        ...
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, Da), which lie in the action box."""
+        ...
+
+    def metrics(self) -> dict[str, Array]:
+        """Return the task's own quantities of the running episodes, (N,) each."""
+        ...
+
+    def get_state(self) -> Any:
+        """Return the simulators' state."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Continue from `get_state`."""
+        ...
+
+    def close(self) -> None:
+        """Release the simulators."""
+        ...
+
+
+class ChunkVector:
+    """Executes chunks on a stepper and keeps what every vector of environments must keep.
+
+    Args:
+        spec: The task; its action box clips, its `max_episode_steps` truncates.
+        stepper: The simulator.
+        obs_steps: Length To of the observation history; a reset repeats the first observation.
+        paper_compat: Reproduce published chunk wrappers: a limit that the simulator reports counts as
+            terminated *and* truncated, and a finished environment may be stepped on without a reset.
+    """
+
+    def __init__(
+        self, spec: EnvSpec, stepper: Stepper, *, obs_steps: int = 1, paper_compat: bool = False
+    ) -> None:
+        if obs_steps < 1:
+            raise ConfigError(f"obs_steps must be at least 1; got {obs_steps}.")
+        self.spec = spec
+        self.stepper = stepper
+        self.num_envs = stepper.num_envs
+        self.obs_steps = obs_steps
+        self.paper_compat = paper_compat
+        self._low = np.asarray(spec.action_low, np.float32)  # as a gymnasium box holds them
+        self._high = np.asarray(spec.action_high, np.float32)
+        self._history = np.zeros((self.num_envs, obs_steps, spec.obs_dim))
+        self._elapsed = np.zeros(self.num_envs, np.int64)
+        self._finished = np.ones(self.num_envs, bool)
+
+    @property
+    def can_save(self) -> bool:
+        """Whether `state_dict` continues bit-exactly."""
+        return self.stepper.can_save
+
+    def reset(self, seeds: Sequence[int], rows: Sequence[int] | Array | None = None) -> Array:
+        """Start one episode per seed in `rows` (indices or an (N,) mask; default: all).
+
+        Returns:
+            (n, To, Do) the first observation of each episode, repeated To times.
+
+        Raises:
+            ConfigError: If the number of seeds is not the number of rows.
+        """
+        index = np.arange(self.num_envs) if rows is None else np.asarray(rows)
+        index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
+        if len(seeds) != len(index):
+            raise ConfigError(f"reset needs one seed per row; got {len(seeds)} seeds for {len(index)} rows.")
+        for row, seed in zip(index.tolist(), seeds, strict=True):
+            self._history[row] = self.stepper.reset(row, int(seed))
+        self._elapsed[index] = 0
+        self._finished[index] = False
+        return self._history[index]
+
+    def step_chunk(self, actions: Array, active: Array | None = None) -> ChunkStep:
+        """Execute chunks (N, Ta, Da), clipped to the action box, where `active` (N,) is true.
+
+        Every environment stops at the end of its episode; the rest of its chunk is dropped.
+
+        Raises:
+            ConfigError: If the shape is wrong or a finished environment was not reset.
+            TrainingError: If an action is not finite.
+        """
+        running = np.ones(self.num_envs, bool) if active is None else np.array(active, bool)
+        actions = self._checked(actions, running)
+        n, num_steps = actions.shape[:2]
+        rewards = np.zeros((n, num_steps))
+        path = np.zeros((n, num_steps, self.spec.obs_dim))
+        length = np.zeros(n, np.int64)
+        terminated, truncated, success = np.zeros((3, n), bool)
+        for j in range(num_steps):
+            rows = np.flatnonzero(running)
+            if rows.size == 0:
+                break
+            step = self.stepper.step(rows, actions[rows, j])
+            self._remember(rows, step.obs)
+            path[rows, j] = step.obs
+            rewards[rows, j] = step.reward
+            length[rows] += 1
+            terminated[rows] = step.terminated | step.truncated if self.paper_compat else step.terminated
+            truncated[rows] = step.truncated | (self._elapsed[rows] >= self.spec.max_episode_steps)
+            success[rows] |= step.success
+            running &= ~(terminated | truncated)
+        self._finished |= terminated | truncated
+        obs = self._history.copy()
+        return ChunkStep(obs, rewards, length, terminated, truncated, success, path, self.stepper.metrics())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything the next steps depend on.
+
+        Raises:
+            CapabilityError: If the simulator cannot save its state.
+        """
+        if not self.can_save:
+            raise CapabilityError(f"environment '{self.spec.name}' cannot save its state.")
+        return {
+            "simulator": self.stepper.get_state(),
+            "history": self._history.copy(),
+            "elapsed": self._elapsed.copy(),
+            "finished": self._finished.copy(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            CheckpointError: If the state has other shapes.
+        """
+        history = np.asarray(state["history"])
+        if history.shape != self._history.shape:
+            raise CheckpointError(
+                f"saved environments have observations {history.shape} (N, To, Do); "
+                f"'{self.spec.name}' now has {self._history.shape}. Use the saved num_envs and obs_steps."
+            )
+        self._history = history.copy()
+        self._elapsed = np.array(state["elapsed"], np.int64)
+        self._finished = np.array(state["finished"], bool)
+        self.stepper.set_state(state["simulator"])
+
+    def close(self) -> None:
+        """Release the simulators."""
+        self.stepper.close()
+
+    def _checked(self, actions: Array, active: Array) -> Array:
+        """Return actions clipped to the box, in their own floating-point type."""
+        actions = np.asarray(actions)
+        if actions.ndim != 3 or actions.shape[::2] != (self.num_envs, self.spec.action_dim):
+            raise ConfigError(
+                f"actions of '{self.spec.name}' must be ({self.num_envs}, Ta, {self.spec.action_dim}) "
+                f"= (num_envs, executed steps, action_dim); got {actions.shape}."
+            )
+        if not np.isfinite(actions).all() and not np.isfinite(actions[active]).all():
+            bad = np.flatnonzero(active & ~np.isfinite(actions).all(axis=(1, 2)))
+            raise TrainingError(f"actions of '{self.spec.name}' must be finite; rows {bad.tolist()} are not.")
+        if not self.paper_compat and (self._finished & active).any():
+            rows = np.flatnonzero(self._finished & active).tolist()
+            raise ConfigError(f"environments {rows} of '{self.spec.name}' are finished; reset them first.")
+        return np.clip(actions, self._low, self._high)
+
+    def _remember(self, rows: Array, obs: Array) -> None:
+        """Push observations (M, Do) into the history of rows (M,)."""
+        if self.obs_steps > 1:
+            self._history[rows, :-1] = self._history[rows, 1:]
+        self._history[rows, -1] = obs
+        self._elapsed[rows] += 1
+
+
+def _flat_observation(obs: Any) -> Array:
+    """Return an array observation as flat float64."""
+    return np.asarray(obs, np.float64).reshape(-1)
+
+
+def _reported_success(info: Mapping[str, Any]) -> bool:
+    """Read the two usual names of success."""
+    return bool(info.get("success", info.get("is_success", False)))
+
+
+class SerialStepper:
+    """Steps gymnasium-API environments one after the other.
+
+    Args:
+        envs: Objects with `reset(seed=, options=)` and `step(action)` as in gymnasium.
+        observe: Turns an observation into a flat array (Do,).
+        succeeded: Reads success from the info of a step.
+        options: `options` of a reset, from its seed.
+        metric_names: Keys of `info` that become per-episode metrics (NaN where absent).
+
+    The state can be saved if every environment offers `get_state()` and `set_state(state)`.
+    """
+
+    def __init__(
+        self,
+        envs: Sequence[Any],
+        *,
+        observe: Callable[[Any], Array] = _flat_observation,
+        succeeded: Callable[[Mapping[str, Any]], bool] = _reported_success,
+        options: Callable[[int], dict[str, Any] | None] | None = None,
+        metric_names: Sequence[str] = (),
+    ) -> None:
+        self.envs = list(envs)
+        self.num_envs = len(self.envs)
+        self._observe = observe
+        self._succeeded = succeeded
+        self._options = options
+        self._metrics = {name: np.full(self.num_envs, np.nan) for name in metric_names}
+
+    @property
+    def can_save(self) -> bool:
+        """Whether every environment offers get_state and set_state."""
+        return all(hasattr(env, "get_state") and hasattr(env, "set_state") for env in self.envs)
+
+    def reset(self, row: int, seed: int) -> Array:
+        """Start an episode in one row; returns the observation (Do,)."""
+        if self._options is None:
+            obs, info = self.envs[row].reset(seed=seed)
+        else:
+            obs, info = self.envs[row].reset(seed=seed, options=self._options(seed))
+        for values in self._metrics.values():
+            values[row] = np.nan
+        self._note(row, info)
+        return self._observe(obs)
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, Da)."""
+        obs, reward, terminated, truncated, success = [], [], [], [], []
+        for row, action in zip(rows.tolist(), actions, strict=True):
+            o, r, end, cut, info = self.envs[row].step(action)
+            obs.append(self._observe(o))
+            reward.append(float(r))
+            terminated.append(bool(end))
+            truncated.append(bool(cut))
+            success.append(self._succeeded(info))
+            self._note(row, info)
+        flags = (np.array(flag, bool) for flag in (terminated, truncated, success))
+        return StepResult(np.stack(obs), np.array(reward), *flags)
+
+    def metrics(self) -> dict[str, Array]:
+        """Return the chosen keys of the latest infos, (N,) each."""
+        return {name: values.copy() for name, values in self._metrics.items()}
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the environments' own states and the metrics."""
+        return {"envs": [env.get_state() for env in self.envs], "metrics": self.metrics()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `get_state`."""
+        for env, saved in zip(self.envs, state["envs"], strict=True):
+            env.set_state(saved)
+        self._metrics = {name: np.array(values) for name, values in state["metrics"].items()}
+
+    def close(self) -> None:
+        """Close every environment."""
+        for env in self.envs:
+            env.close()
+
+    def _note(self, row: int, info: Mapping[str, Any]) -> None:
+        for name, values in self._metrics.items():
+            if name in info:
+                values[row] = float(info[name])
+
+
+class SerialVector(ChunkVector):
+    """A vector over a list of gymnasium-API environments; keyword arguments as in `SerialStepper`."""
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        envs: Sequence[Any],
+        *,
+        obs_steps: int = 1,
+        paper_compat: bool = False,
+        observe: Callable[[Any], Array] = _flat_observation,
+        succeeded: Callable[[Mapping[str, Any]], bool] = _reported_success,
+        options: Callable[[int], dict[str, Any] | None] | None = None,
+    ) -> None:
+        stepper = SerialStepper(
+            envs, observe=observe, succeeded=succeeded, options=options, metric_names=spec.episode_metrics
+        )
+        super().__init__(spec, stepper, obs_steps=obs_steps, paper_compat=paper_compat)

@@ -37,3 +37,7 @@ class TrainingError(BurnishError, RuntimeError):
 
 class WorkerError(BurnishError, RuntimeError):
     """A worker process failed; the message carries its traceback."""
+
+
+class ExportError(BurnishError, RuntimeError):
+    """An exported model could not be made, or does not reproduce the policy."""

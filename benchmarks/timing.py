@@ -1,0 +1,62 @@
+"""Interleaved timing: variants take turns, so that a noisy machine is noisy for all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One ratio against a peer. Times are medians over rounds, in seconds per call."""
+
+    case: str
+    ours: str
+    peer: str
+    ours_s: float
+    peer_s: float
+    floor: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster ours is."""
+        return self.peer_s / self.ours_s
+
+    @property
+    def ok(self) -> bool:
+        """Whether the ratio reaches its floor."""
+        return self.ratio >= self.floor
+
+    def row(self) -> dict[str, object]:
+        """Return the figure as JSON types."""
+        return asdict(self) | {"ratio": self.ratio, "ok": self.ok}
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], object]], *, rounds: int = 9, slot_s: float = 0.05
+) -> dict[str, float]:
+    """Return the median time per call of each variant, in seconds.
+
+    Args:
+        variants: Functions to time.
+        rounds: Turns each variant gets.
+        slot_s: Least time of one turn; short calls are repeated to fill it.
+    """
+    calls = {name: _calls_per_slot(run, slot_s) for name, run in variants.items()}
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(rounds):
+        for name, run in variants.items():
+            start = time.perf_counter()
+            for _ in range(calls[name]):
+                run()
+            times[name].append((time.perf_counter() - start) / calls[name])
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _calls_per_slot(run: Callable[[], object], slot_s: float) -> int:
+    run()
+    start = time.perf_counter()
+    run()
+    return max(1, int(slot_s / max(time.perf_counter() - start, 1e-7)))

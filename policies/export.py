@@ -1,0 +1,288 @@
+"""Export: one ONNX graph with normaliser, network and the whole sampler inside, noise as an input.
+
+An export is a folder that needs nothing of ours to run:
+
+    policy.onnx       (observation[, goal], noise) -> action, dynamic batch
+    signature.json    names, shapes, types, units, horizons of inputs and outputs
+    sample.npz        one input/output pair
+    report.json       parity on random inputs, latency
+    README.md         how to run it with numpy and onnxruntime
+
+An export that does not reproduce the policy is an error, not a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import logging
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from policies.errors import ExportError, MissingExtraError
+from policies.policy import Policy
+
+MODEL, SIGNATURE, SAMPLE, REPORT, CARD = "policy.onnx", "signature.json", "sample.npz", "report.json", "README.md"
+OPSET = 18
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written and how well it agrees.
+
+    `parity` rows: batch, max_abs_difference (physical action units, relative to the largest magnitude
+    where that exceeds 1). `latency` rows: batch, eager_ms, onnx_ms (medians, one thread).
+    """
+
+    directory: str
+    opset: int
+    tolerance: float
+    parity: list[dict[str, float]]
+    latency: list[dict[str, float]]
+
+    @property
+    def worst(self) -> float:
+        """Largest difference over all batch sizes."""
+        return max(row["max_abs_difference"] for row in self.parity)
+
+
+class SampledPolicy(nn.Module):
+    """The function that is exported: physical observations and noise to physical actions."""
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, observation: Tensor, noise: Tensor, goal: Tensor | None = None) -> Tensor:
+        """(B, To, Do), (B, *noise_shape)[, (B, Dg)] -> (B, Ta, Da)."""
+        obs = {"state": observation} if goal is None else {"state": observation, "goal": goal}
+        return self.policy.executed(self.policy.decode(self.policy.encode(obs), noise))
+
+
+def export_onnx(
+    policy: Policy,
+    directory: str | Path,
+    *,
+    batch_sizes: Sequence[int] = (1, 2, 7),
+    latency_batches: Sequence[int] = (1, 40),
+    tolerance: float = 1e-5,
+    seed: int = 0,
+) -> ExportReport:
+    """Export a policy, with the sampler it carries, and check the result.
+
+    Args:
+        policy: The policy; its sampler and steps are unrolled into the graph.
+        directory: Where the folder is written.
+        batch_sizes: Batches of random inputs on which graph and policy are compared.
+        latency_batches: Batches for the latency table; empty skips it.
+        tolerance: Largest difference allowed, see `ExportReport`.
+        seed: Seed of the random inputs.
+
+    Raises:
+        MissingExtraError: If onnx or onnxruntime are not installed.
+        ExportError: If the policy cannot be traced, or the graph does not reproduce it.
+    """
+    for name in ("onnx", "onnxscript", "onnxruntime"):
+        _require(name)
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    model = SampledPolicy(policy.clone().float().cpu().eval())
+    _write_graph(model, target / MODEL, seed)
+    session = open_session(target / MODEL)
+    generator = torch.Generator().manual_seed(seed)
+    parity = [_parity(model, session, batch, generator) for batch in batch_sizes]
+    latency = [_latency(model, session, batch, generator) for batch in latency_batches]
+    report = ExportReport(str(target), OPSET, tolerance, parity, latency)
+    _write_facts(model, session, target, report, generator)
+    if not report.worst <= tolerance:
+        raise ExportError(
+            f"the exported graph differs from the policy by {report.worst:.2e}, more than {tolerance:.0e}; "
+            f"see {target / REPORT}."
+        )
+    return report
+
+
+def open_session(path: str | Path, *, threads: int = 1) -> Any:
+    """Open an ONNX file with onnxruntime on the CPU."""
+    runtime = _require("onnxruntime")
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def random_inputs(policy: Policy, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Draw observations inside the range of the statistics, and noise."""
+
+    def feature(name: str, *shape: int) -> Tensor:
+        return policy.normalizer.decode(name, 0.7 * torch.randn(batch, *shape, generator=generator))
+
+    inputs = {
+        "observation": feature("state", policy.chunk.obs_steps, policy.obs_dim),
+        "noise": torch.randn(batch, *policy.noise_shape, generator=generator),
+    }
+    if policy.goal_dim:
+        inputs["goal"] = feature("goal", policy.goal_dim)
+    return inputs
+
+
+def signature(policy: Policy) -> dict[str, Any]:
+    """Describe inputs and outputs of the graph; `B` is the dynamic batch."""
+    chunk = policy.chunk
+    inputs: dict[str, Any] = {
+        "observation": {"shape": ["B", chunk.obs_steps, policy.obs_dim], "dtype": "float32", "units": "physical"},
+        "noise": {"shape": ["B", *policy.noise_shape], "dtype": "float32", "units": "standard normal"},
+    }
+    if policy.goal_dim:
+        inputs["goal"] = {"shape": ["B", policy.goal_dim], "dtype": "float32", "units": "physical"}
+    action = {"shape": ["B", chunk.act_steps, chunk.action_dim], "dtype": "float32", "units": "physical"}
+    return {
+        "inputs": inputs,
+        "outputs": {"action": action},
+        "obs_steps": chunk.obs_steps,
+        "act_steps": chunk.act_steps,
+        "noise_changes_action": policy.noise_sensitive,
+        "opset": OPSET,
+    }
+
+
+def _write_graph(model: SampledPolicy, path: Path, seed: int) -> None:
+    """Trace the model with a dynamic batch and write the graph, weights included."""
+    inputs = random_inputs(model.policy, 3, torch.Generator().manual_seed(seed))
+    batch = torch.export.Dim("batch", min=1, max=65536)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), _quiet("torch.onnx"), torch.no_grad():
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                model,
+                (),
+                str(path),
+                kwargs=inputs,
+                dynamic_shapes={name: {0: batch} for name in inputs},
+                input_names=list(inputs),
+                output_names=["action"],
+                opset_version=OPSET,
+                external_data=False,
+                dynamo=True,
+            )
+    except Exception as error:
+        raise ExportError(f"the policy could not be traced to ONNX: {error}") from error
+
+
+@torch.no_grad()
+def _parity(model: SampledPolicy, session: Any, batch: int, generator: torch.Generator) -> dict[str, float]:
+    inputs = random_inputs(model.policy, batch, generator)
+    expected = model(**inputs).numpy()
+    difference = np.abs(_run(session, inputs) - expected).max() / max(1.0, np.abs(expected).max())
+    return {"batch": batch, "max_abs_difference": float(difference)}
+
+
+@torch.no_grad()
+def _latency(model: SampledPolicy, session: Any, batch: int, generator: torch.Generator) -> dict[str, float]:
+    inputs = random_inputs(model.policy, batch, generator)
+    feed = _feed(session, inputs)
+    eager_s = _median_s(lambda: model(**inputs))
+    onnx_s = _median_s(lambda: session.run(None, feed))
+    return {"batch": batch, "eager_ms": 1e3 * eager_s, "onnx_ms": 1e3 * onnx_s}
+
+
+def _median_s(call: Callable[[], object], rounds: int = 30) -> float:
+    call()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+def _feed(session: Any, inputs: dict[str, Tensor]) -> dict[str, np.ndarray]:
+    """Keep what the graph uses (a policy may ignore its noise) as arrays."""
+    used = {node.name for node in session.get_inputs()}
+    return {name: value.numpy() for name, value in inputs.items() if name in used}
+
+
+def _run(session: Any, inputs: dict[str, Tensor]) -> np.ndarray:
+    return session.run(None, _feed(session, inputs))[0]
+
+
+@torch.no_grad()
+def _write_facts(
+    model: SampledPolicy, session: Any, target: Path, report: ExportReport, generator: torch.Generator
+) -> None:
+    """Write signature, sample, report and README."""
+    facts = signature(model.policy)
+    (target / SIGNATURE).write_text(json.dumps(facts, indent=2) + "\n")
+    inputs = random_inputs(model.policy, 2, generator)
+    np.savez(target / SAMPLE, **_feed(session, inputs), action=_run(session, inputs))
+    (target / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")
+    (target / CARD).write_text(_card(facts, report))
+
+
+def _card(facts: dict[str, Any], report: ExportReport) -> str:
+    inputs = "\n".join(
+        f"| `{name}` | {facts_of['shape']} | {facts_of['units']} |" for name, facts_of in facts["inputs"].items()
+    )
+    parity = "\n".join(f"| {row['batch']} | {row['max_abs_difference']:.1e} |" for row in report.parity)
+    latency = "\n".join(
+        f"| {row['batch']} | {row['eager_ms']:.2f} | {row['onnx_ms']:.2f} |" for row in report.latency
+    )
+    return f"""# Exported policy
+
+`{MODEL}` maps observations and noise to `act_steps` = {facts["act_steps"]} actions, in physical units. Normaliser,
+network and the whole sampler are inside; opset {report.opset}.
+
+| input | shape | units |
+|---|---|---|
+{inputs}
+
+```python
+import numpy as np, onnxruntime
+session = onnxruntime.InferenceSession("{MODEL}")
+sample = np.load("{SAMPLE}")
+feed = {{node.name: sample[node.name] for node in session.get_inputs()}}
+action = session.run(None, feed)[0]          # equals sample["action"]
+```
+
+Largest difference to the original on random inputs (tolerance {report.tolerance:.0e}):
+
+| batch | difference |
+|---|---|
+{parity}
+
+Median latency, one thread, on the machine that exported:
+
+| batch | eager [ms] | onnx [ms] |
+|---|---|---|
+{latency}
+"""
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Any:
+    """Silence a chatty logger for the duration."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _require(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise MissingExtraError(f"export needs '{name}': pip install 'burnish[export]'.") from None

@@ -1,0 +1,245 @@
+"""D4RL HDF5 files, read with h5py alone.
+
+`read_d4rl` gives correct episodes: time-outs are truncations and keep their transition where the file
+stores the true successor, a terminal on a time-out step stays a terminal, and the unfinished end of the
+file is a truncated episode. `d4rl_compat=True` gives exactly the transitions of
+`d4rl.qlearning_dataset`, and `qlearning_dataset` and `sequence_dataset` reproduce the two official
+conversions bit for bit, with these properties:
+
+- the last row of the file never becomes a transition, and successors are `observations[i+1]` even across
+  episodes;
+- a step flagged as time-out is dropped, also when it is a terminal; with `terminate_on_end` it is kept
+  with done = False although its successor belongs to the next episode;
+- without `timeouts`, the step counter starts at 1 after a terminal (transitions) or after any end
+  (episodes), so that limits are met one step early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.hdf5 import read_hdf5
+from policies.errors import DatasetError
+
+_REQUIRED = ("observations", "actions", "rewards", "terminals")
+_JUMP = 1e-6  # a successor further than this from the next row's observation marks the end of an episode
+
+Arrays = dict[str, Any]
+"""Slash-separated key -> array, or scalar for scalar datasets."""
+
+
+class FrameKeyError(DatasetError, IndexError):
+    """A key has no row for every step of the file."""
+
+
+def is_d4rl(file: h5py.File) -> bool:
+    """Tell whether an open HDF5 file has the D4RL layout."""
+    return "observations" in file and "actions" in file and "data" not in file
+
+
+def load_d4rl(path: str | Path) -> Arrays:
+    """Read every dataset of a file under its slash path; (N, 1) rewards and terminals become (N,).
+
+    Raises:
+        DatasetError: If the file is unreadable, lacks a required key, or keys disagree in length.
+    """
+    arrays: Arrays = {}
+    with read_hdf5(path) as file:
+        file.visititems(
+            lambda key, item: arrays.update({key: item}) if isinstance(item, h5py.Dataset) else None
+        )
+        arrays = {key: item[()] for key, item in arrays.items()}
+    missing = [key for key in _REQUIRED if key not in arrays]
+    if missing:
+        raise DatasetError(
+            f"{path}: expected the keys {list(_REQUIRED)}; missing {missing}, found {sorted(arrays)}."
+        )
+    for key in ("rewards", "terminals", "timeouts"):
+        if key in arrays and np.shape(arrays[key])[1:] == (1,):
+            arrays[key] = arrays[key][:, 0]
+    num = len(arrays["observations"])
+    for key in (*_REQUIRED, "timeouts", "next_observations"):
+        if key in arrays and len(arrays[key]) != num:
+            raise DatasetError(
+                f"{path}: key '{key}' must have one row for each of the {num} observations; got "
+                f"{len(arrays[key])}."
+            )
+    return arrays
+
+
+def qlearning_dataset(
+    arrays: Mapping[str, Any], *, terminate_on_end: bool = False, max_episode_steps: int | None = None
+) -> dict[str, np.ndarray]:
+    """Reproduce `d4rl.qlearning_dataset`: (M, ·) float32 arrays and bool `terminals`.
+
+    Args:
+        arrays: From `load_d4rl`.
+        terminate_on_end: Keep time-out steps (their successors are wrong; see the module).
+        max_episode_steps: Needed for files without `timeouts`.
+    """
+    rows, _ = _official_rows(arrays, terminate_on_end, max_episode_steps)
+    return {
+        "observations": arrays["observations"][rows].astype(np.float32),
+        "actions": arrays["actions"][rows].astype(np.float32),
+        "next_observations": arrays["observations"][rows + 1].astype(np.float32),
+        "rewards": arrays["rewards"][rows].astype(np.float32),
+        "terminals": arrays["terminals"][rows].astype(bool),
+    }
+
+
+def sequence_dataset(
+    arrays: Mapping[str, Any], *, max_episode_steps: int | None = None
+) -> Iterator[dict[str, np.ndarray]]:
+    """Reproduce `d4rl.sequence_dataset`: one dictionary of arrays per closed episode.
+
+    Raises:
+        FrameKeyError: If a key has fewer rows than there are steps, such as policy weights under `metadata/`.
+    """
+    num = len(arrays["rewards"])
+    short = sorted(key for key, value in arrays.items() if np.ndim(value) == 0 or len(value) < num)
+    if short:
+        raise FrameKeyError(
+            f"expected keys with {num} rows, one per step; got {short}. Remove those keys first."
+        )
+    final = _official_ends(arrays, max_episode_steps, after_terminal=1, after_limit=1)
+    start = 0
+    for end in (np.flatnonzero(final | arrays["terminals"].astype(bool)) + 1).tolist():
+        yield {key: value[start:end] for key, value in arrays.items()}
+        start = end
+
+
+def read_d4rl(
+    path: str | Path, *, max_episode_steps: int | None = None, d4rl_compat: bool = False, infos: bool = True
+) -> EpisodeDataset:
+    """Read a D4RL file as episodes.
+
+    Args:
+        path: HDF5 file.
+        max_episode_steps: Time limit in steps; only files without `timeouts` need it.
+        d4rl_compat: Reproduce the official transitions instead of correct ones (see the module).
+        infos: Also keep what lies under `infos/` and has one row per frame or per episode.
+
+    Raises:
+        DatasetError: If the file does not hold a usable dataset; names file and key.
+    """
+    arrays = load_d4rl(path)
+    meta = {"source": str(path), "format": "d4rl"}
+    meta |= {key: _plain(value) for key, value in arrays.items() if np.ndim(value) == 0}
+    if d4rl_compat:
+        return _official_episodes(arrays, max_episode_steps, meta | {"d4rl_compat": True})
+    terminated = arrays["terminals"].astype(bool)
+    ends = _episode_ends(arrays, max_episode_steps)
+    start = np.concatenate([[0], np.flatnonzero(ends) + 1])
+    timeouts = arrays.get("timeouts", np.zeros_like(terminated)).astype(bool)
+    extras, episode_extras = _split_infos(arrays, len(terminated), len(start) - 1) if infos else ({}, {})
+    return EpisodeDataset.from_arrays(
+        arrays["observations"],
+        arrays["actions"],
+        arrays["rewards"],
+        terminated,
+        ends & (timeouts | ~terminated),
+        start,
+        next_observations=arrays.get("next_observations"),
+        extras=extras,
+        episode_extras=episode_extras,
+        meta=meta,
+    )
+
+
+def _episode_ends(arrays: Arrays, limit: int | None) -> np.ndarray:
+    """Mark last rows: terminal, time-out, a successor that is not the next row, the limit, end of file."""
+    ends = arrays["terminals"].astype(bool)
+    if "timeouts" in arrays:
+        ends = ends | arrays["timeouts"].astype(bool)
+    elif "next_observations" in arrays:
+        gap = arrays["next_observations"][:-1].astype(np.float64) - arrays["observations"][1:]
+        ends[:-1] |= np.linalg.norm(gap.reshape(len(gap), -1), axis=1) > _JUMP
+    ends[-1] = True
+    if "timeouts" not in arrays and limit is not None:
+        ends = ends | _limit_steps(ends, limit, after_end=0, after_limit=0)
+    return ends
+
+
+def _limit_steps(ends: np.ndarray, limit: int, *, after_end: int, after_limit: int) -> np.ndarray:
+    """Mark the rows at which a step counter reaches limit - 1.
+
+    The counter starts at 0 and continues with `after_end` behind rows in `ends`, with `after_limit` behind
+    rows it marks itself.
+    """
+    marks = np.zeros(len(ends), dtype=bool)
+    stops = np.append(np.flatnonzero(ends), len(ends))
+    row, counter = 0, 0
+    while row < len(ends):
+        end, full = stops[np.searchsorted(stops, row)], row + limit - 1 - counter
+        if full <= min(end, len(ends) - 1):
+            marks[full] = True
+            row, counter = full + 1, after_limit
+        else:
+            row, counter = end + 1, after_end
+    return marks
+
+
+def _official_ends(
+    arrays: Mapping[str, Any], limit: int | None, *, after_terminal: int, after_limit: int
+) -> np.ndarray:
+    """Mark what the official loops take for the last step of an episode at its time limit."""
+    if "timeouts" in arrays:
+        return arrays["timeouts"].astype(bool)
+    if limit is None:
+        raise DatasetError("a D4RL file without the key 'timeouts' needs max_episode_steps; got None.")
+    return _limit_steps(
+        arrays["terminals"].astype(bool), limit, after_end=after_terminal, after_limit=after_limit
+    )
+
+
+def _official_rows(
+    arrays: Mapping[str, Any], terminate_on_end: bool, limit: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the kept rows (M,) and, for every row of the file, whether an episode ends there (N,)."""
+    final = _official_ends(arrays, limit, after_terminal=1, after_limit=int(terminate_on_end))
+    keep = np.ones(len(final), dtype=bool) if terminate_on_end else ~final
+    keep[-1] = False
+    return np.flatnonzero(keep), final | arrays["terminals"].astype(bool)
+
+
+def _official_episodes(arrays: Arrays, limit: int | None, meta: dict[str, Any]) -> EpisodeDataset:
+    """Cut the official transitions into episodes, so that `transitions()` returns exactly them."""
+    rows, ends = _official_rows(arrays, False, limit)
+    official = qlearning_dataset(arrays, max_episode_steps=limit)
+    number = np.concatenate([[0], np.cumsum(ends)[:-1]])[rows]
+    last = np.append(number[1:] != number[:-1], True)
+    return EpisodeDataset.from_arrays(
+        official["observations"],
+        official["actions"],
+        official["rewards"],
+        official["terminals"],
+        last & ~official["terminals"],
+        np.concatenate([[0], np.flatnonzero(last) + 1]),
+        next_observations=official["next_observations"],
+        meta=meta,
+    )
+
+
+def _split_infos(arrays: Arrays, num_frames: int, num_episodes: int) -> tuple[Arrays, Arrays]:
+    """Sort what lies under `infos/` into per-frame and per-episode values."""
+    numeric = {
+        key: value
+        for key, value in arrays.items()
+        if key.split("/")[0] == "infos" and np.ndim(value) > 0 and value.dtype.kind in "biuf"
+    }
+    frames = {key: value for key, value in numeric.items() if len(value) == num_frames}
+    episodes = {key: v for key, v in numeric.items() if len(v) == num_episodes and key not in frames}
+    return frames, episodes
+
+
+def _plain(value: Any) -> Any:
+    """Turn an HDF5 scalar into a plain Python value."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return value.item() if isinstance(value, np.generic) else value

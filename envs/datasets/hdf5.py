@@ -1,0 +1,52 @@
+"""Opening HDF5 files so that every way of being unreadable ends in one clear error."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import h5py
+
+from policies.errors import DatasetError
+
+
+@contextmanager
+def read_hdf5(path: str | Path) -> Iterator[h5py.File]:
+    """Open a file for reading; what goes wrong while reading becomes a `DatasetError` naming the file.
+
+    Raises:
+        DatasetError: If the file is missing, is not HDF5, or is truncated or damaged.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DatasetError(f"{path}: expected an HDF5 file; there is no such file. Check the path.")
+    try:
+        with h5py.File(path, "r") as file:
+            yield file
+    except DatasetError:
+        raise
+    except (OSError, RuntimeError, KeyError) as error:
+        raise DatasetError(
+            f"{path}: expected a readable HDF5 file; reading failed with '{error}'. The file is truncated, "
+            f"damaged, or of another kind: copy or download it again."
+        ) from error
+
+
+@contextmanager
+def write_hdf5(path: str | Path) -> Iterator[h5py.File]:
+    """Write a file under a temporary name and move it into place when everything is on disk."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, draft = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
+    os.close(descriptor)
+    try:
+        with h5py.File(draft, "w") as file:
+            yield file
+        with open(draft, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(draft, path)
+    finally:
+        Path(draft).unlink(missing_ok=True)

@@ -1,0 +1,135 @@
+"""How far a run is, for the person who waits: a live bar on a terminal, plain log lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+_log = logging.getLogger(__name__)
+
+SECONDS_BETWEEN_LINES = 10.0
+_INTERESTING = (
+    "eval/success",
+    "eval/return",
+    "rollout/success",
+    "rollout/return",
+    "policy/loss",
+    "critic/loss",
+)
+
+
+class Display(Protocol):
+    """Shows the progress of a run."""
+
+    def show(self, done: int, values: Mapping[str, float]) -> None:
+        """Show the units done and the newest numbers."""
+        ...
+
+    def close(self) -> None:
+        """Leave the terminal as it was found."""
+        ...
+
+
+def open_display(title: str, unit: str, total: int, done: int, *, bar: bool | None) -> Display:
+    """Return a bar, or lines when `bar` is False or (None) there is no terminal."""
+    if bar is None:
+        bar = sys.stderr.isatty()
+    return Bar(title, unit, total, done) if bar else Lines(title, unit, total, done)
+
+
+def key_numbers(values: Mapping[str, float], count: int = 3) -> str:
+    """Format the numbers a person looks at first."""
+    names = [name for name in _INTERESTING if name in values]
+    names += [name for name in values if name not in names and not name.startswith("time/")]
+    return "  ".join(f"{name} {values[name]:.4g}" for name in names[:count])
+
+
+class _Rate(ProgressColumn):
+    """Units per second."""
+
+    def render(self, task: Task) -> Text:
+        """Return the rate over the last updates."""
+        speed = task.finished_speed or task.speed
+        return Text(f"{format_rate(speed)}/s" if speed else "-/s", style="progress.data.speed")
+
+
+def format_rate(speed: float) -> str:
+    """Format a rate with three digits: 7.31, 73.1, 731, 7.31k."""
+    return f"{speed / 1000:.3g}k" if speed >= 1000 else f"{speed:.3g}"
+
+
+class Bar:
+    """A live bar with rate, time left and key numbers."""
+
+    def __init__(self, title: str, unit: str, total: int, done: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn(f"{{task.completed:,}}/{{task.total:,}} {unit.replace('_', ' ')}"),
+            _Rate(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task(title, total=total, completed=done, numbers="")
+        self._values: dict[str, float] = {}
+        self._progress.start()
+
+    def show(self, done: int, values: Mapping[str, float]) -> None:
+        """See `Display`."""
+        self._values |= values
+        self._progress.update(self._task, completed=done, numbers=key_numbers(self._values))
+
+    def close(self) -> None:
+        """See `Display`."""
+        self._progress.stop()
+
+
+class Lines:
+    """Log lines, at most one in `SECONDS_BETWEEN_LINES`, and always the last."""
+
+    def __init__(self, title: str, unit: str, total: int, done: int) -> None:
+        self._title, self._unit, self._total = title, unit.replace("_", " "), total
+        self._first, self._start = done, time.monotonic()
+        self._last = float("-inf")
+        self._values: dict[str, float] = {}
+
+    def show(self, done: int, values: Mapping[str, float]) -> None:
+        """See `Display`."""
+        self._values |= values
+        now = time.monotonic()
+        if done < self._total and now - self._last < SECONDS_BETWEEN_LINES:
+            return
+        self._last = now
+        rate = (done - self._first) / max(now - self._start, 1e-9)
+        left = f"{(self._total - done) / rate:.0f} s left" if rate > 0 else "? left"
+        _log.info(
+            "%s: %d/%d %s, %s/s, %s, %s",
+            self._title,
+            done,
+            self._total,
+            self._unit,
+            format_rate(rate),
+            left,
+            key_numbers(self._values),
+        )
+
+    def close(self) -> None:
+        """See `Display`."""

@@ -1,0 +1,370 @@
+"""The run directory: what a training run leaves behind, and what it resumes from.
+
+    <root>/<date>/<name>/
+      config.yaml  overrides.txt  environment.json  metrics.jsonl  eval/*.json
+      checkpoints/<step>/policy/                    what is shipped (see policies.folder)
+      checkpoints/<step>/training_state/state.pt    what is resumed from: tensors and plain values
+      checkpoints/last -> <step>
+
+A checkpoint is written aside, flushed to the disk and renamed: the rename is the moment it exists, so a
+kill at any instant leaves either the whole checkpoint or none of it. Checkpoints are never rewritten.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import pickle
+import platform
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from algos.metrics import append_jsonl, truncate_jsonl
+from algos.plain import from_plain, to_plain
+from policies.errors import CheckpointError, ConfigError
+from policies.folder import save_policy
+from policies.policy import Policy
+
+STATE_FORMAT = 1
+_CONFIG, _OVERRIDES, _ENVIRONMENT, _METRICS = (
+    "config.yaml",
+    "overrides.txt",
+    "environment.json",
+    "metrics.jsonl",
+)
+_CHECKPOINTS, _LAST, _ASIDE = "checkpoints", "last", ".aside-"
+_STATE_FILE = Path("training_state") / "state.pt"
+_PACKAGES = ("burnish", "torch", "numpy", "mujoco", "gymnasium", "hydra-core", "safetensors", "ogbench")
+
+
+class RunDirectory:
+    """One training run on the disk.
+
+    Reading needs nothing; writing checkpoints and metrics belongs to whoever holds `claim`.
+
+    Args:
+        path: An existing run directory; see `create` and `open`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+
+    @classmethod
+    def create(
+        cls,
+        root: str | Path,
+        name: str,
+        config: Mapping[str, Any],
+        overrides: Sequence[str] = (),
+        *,
+        day: str | None = None,
+    ) -> RunDirectory:
+        """Make `<root>/<day>/<name>` (`-2`, `-3`, ... where the name is taken) and describe the run in it.
+
+        Args:
+            root: Folder of all runs.
+            name: Folder name of this run.
+            config: The fully resolved configuration.
+            overrides: What the user changed, one override per line.
+            day: Name of the folder between; today as YYYY-MM-DD when None.
+
+        Raises:
+            ConfigError: If the name is not a plain folder name.
+        """
+        if not name or name.startswith(".") or Path(name).name != name:
+            raise ConfigError(f"the name of a run must be a plain folder name; got '{name}'.")
+        path = _make_new(Path(root) / (day or date.today().isoformat()), name)
+        (path / _CHECKPOINTS).mkdir()
+        (path / "eval").mkdir()
+        _write_text(path / _OVERRIDES, "".join(f"{line}\n" for line in overrides))
+        _write_text(path / _ENVIRONMENT, json.dumps(describe_environment(), indent=2) + "\n")
+        _write_text(path / _CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(config)), resolve=True))
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDirectory:
+        """Open an existing run.
+
+        Raises:
+            CheckpointError: If this is not a run directory.
+        """
+        if not (Path(path) / _CONFIG).is_file():
+            raise CheckpointError(f"{path} is not a run directory: it has no {_CONFIG}. Check resume=<run>.")
+        return cls(path)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration that the run was started with."""
+        return OmegaConf.to_container(OmegaConf.load(self.path / _CONFIG))  # type: ignore[return-value]
+
+    @property
+    def overrides(self) -> list[str]:
+        """The overrides that the run was started with."""
+        return (self.path / _OVERRIDES).read_text().splitlines()
+
+    @property
+    def metrics_path(self) -> Path:
+        """The metrics file (it may not exist yet)."""
+        return self.path / _METRICS
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Hold the run for writing; leftovers of an earlier kill are removed first.
+
+        Raises:
+            CheckpointError: If another process holds it.
+        """
+        (self.path / _CHECKPOINTS).mkdir(exist_ok=True)
+        with (self.path / ".lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise CheckpointError(
+                    f"{self.path} is being written by another process. Wait for it, or start another run."
+                ) from None
+            self._clean()
+            yield
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[int]:
+        """Return the steps of the complete checkpoints, ascending."""
+        folder = self.path / _CHECKPOINTS
+        if not folder.is_dir():
+            return []
+        return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and not p.is_symlink())
+
+    def latest(self) -> int | None:
+        """Return the step of the newest checkpoint, None without one."""
+        steps = self.checkpoints()
+        return steps[-1] if steps else None
+
+    def checkpoint_path(self, step: int | None = None) -> Path:
+        """Return the directory of a checkpoint (the newest by default).
+
+        Raises:
+            CheckpointError: If there is none; lists what there is.
+        """
+        steps = self.checkpoints()
+        if not steps:
+            raise CheckpointError(f"{self.path} has no checkpoint yet. Start the run again from its config.")
+        if step is not None and step not in steps:
+            raise CheckpointError(f"{self.path} has no checkpoint {step}; it has {steps}.")
+        return self.path / _CHECKPOINTS / str(steps[-1] if step is None else step)
+
+    def policy_path(self, step: int | None = None) -> Path:
+        """Return the policy directory of a checkpoint (the newest by default)."""
+        return self.checkpoint_path(step) / "policy"
+
+    def save_checkpoint(
+        self,
+        step: int,
+        policy: Policy,
+        training_state: Mapping[str, Any],
+        *,
+        keep: int | None = None,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write a checkpoint atomically, point `last` at it and return its directory.
+
+        Args:
+            step: Units done.
+            policy: What is shipped.
+            training_state: What is resumed from; see `algos.plain`.
+            keep: Number of newest checkpoints that stay, at least 1; all when None.
+            provenance: Facts for the model card.
+
+        Raises:
+            CheckpointError: If this checkpoint exists already or the state cannot be expressed.
+        """
+        folder = self.path / _CHECKPOINTS
+        if (folder / str(step)).exists():
+            raise CheckpointError(f"{folder / str(step)} exists already; a checkpoint is never rewritten.")
+        state = to_plain({"format": STATE_FORMAT, "step": step, **training_state}, "training_state")
+        aside = folder / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
+        try:
+            aside.mkdir()
+            save_policy(
+                policy,
+                aside / "policy",
+                provenance={"run": self.path.name, "step": step, **(provenance or {})},
+            )
+            (aside / _STATE_FILE).parent.mkdir()
+            torch.save(state, aside / _STATE_FILE)
+            _sync_tree(aside)
+            os.rename(aside, folder / str(step))
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        _sync(folder)
+        self._point_last(step)
+        if keep is not None:
+            for old in self.checkpoints()[: -max(keep, 1)]:
+                self._remove(old)
+        return folder / str(step)
+
+    def load_training_state(self, step: int | None = None) -> dict[str, Any]:
+        """Return the training state of a checkpoint (the newest by default), on the CPU.
+
+        Raises:
+            CheckpointError: If it is missing, damaged, or of another format.
+        """
+        path = self.checkpoint_path(step) / _STATE_FILE
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing: this checkpoint can be run but not resumed.")
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
+        if not isinstance(state, dict) or state.get("format") != STATE_FORMAT:
+            found = state.get("format") if isinstance(state, dict) else type(state).__name__
+            raise CheckpointError(f"{path} must have format {STATE_FORMAT}; got {found}.")
+        return from_plain(state)
+
+    def rewind(self, step: int | None, *, metrics_bytes: int = 0) -> None:
+        """Forget everything after a checkpoint: later checkpoints and metrics rows.
+
+        Args:
+            step: The checkpoint that is continued from; None forgets the whole past.
+            metrics_bytes: `metrics_bytes` at the time of that checkpoint.
+        """
+        later = [s for s in self.checkpoints() if step is None or s > step]
+        if step is not None:
+            self._point_last(step)
+        else:
+            (self.path / _CHECKPOINTS / _LAST).unlink(missing_ok=True)
+        for old in reversed(later):
+            self._remove(old)
+        truncate_jsonl(self.metrics_path, metrics_bytes)
+
+    # -- numbers ----------------------------------------------------------------------------------
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Append a row to metrics.jsonl."""
+        append_jsonl(self.metrics_path, values, step)
+
+    @property
+    def metrics_bytes(self) -> int:
+        """Size of metrics.jsonl now; saved with a checkpoint, so that resuming cuts later rows exactly."""
+        return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
+
+    def write_eval(self, name: str, content: Mapping[str, Any]) -> Path:
+        """Write `eval/<name>.json` and return its path; an earlier one is replaced."""
+        path = self.path / "eval" / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        _write_text(path, json.dumps(content, indent=2) + "\n")
+        return path
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _clean(self) -> None:
+        """Remove what a kill left behind and repair `last`."""
+        for path in (self.path / _CHECKPOINTS).glob(f"{_ASIDE}*"):
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+        if (newest := self.latest()) is not None:
+            self._point_last(newest)
+
+    def _point_last(self, step: int) -> None:
+        """Replace the link `last` in one atomic step."""
+        folder = self.path / _CHECKPOINTS
+        aside = folder / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
+        os.symlink(str(step), aside)
+        os.replace(aside, folder / _LAST)
+        _sync(folder)
+
+    def _remove(self, step: int) -> None:
+        """Take a checkpoint away in one atomic step, then delete it."""
+        aside = self.path / _CHECKPOINTS / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
+        os.rename(self.path / _CHECKPOINTS / str(step), aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return versions, platform, threads and source commit: what a number may depend on."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "packages": {name: v for name in _PACKAGES if (v := _version(name)) is not None},
+        "commit": _commit(),
+        "command": Path(sys.argv[0]).name if sys.argv else None,
+    }
+
+
+def _version(package: str) -> str | None:
+    """Return the installed version of a package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout this code runs from (`-dirty` with local changes), if it is one."""
+    here = Path(__file__).resolve().parents[1]
+    if not (here / ".git").exists():
+        return None
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() or None
+
+
+def _make_new(folder: Path, name: str) -> Path:
+    """Make a folder that did not exist; counts up where the name is taken."""
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 1
+    while True:
+        path = folder / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            number += 1
+
+
+def _write_text(path: Path, text: str) -> None:
+    """Write a file aside, flush it and rename it."""
+    aside = path.with_name(f"{_ASIDE}{path.name}")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def _sync_tree(root: Path) -> None:
+    """Flush every file and folder below (and with) `root` to the disk."""
+    for folder, _, files in os.walk(root, topdown=False):
+        for name in files:
+            _sync(Path(folder) / name)
+        _sync(Path(folder))
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,308 @@
+"""The training loop of every algorithm: advance, log, checkpoint, evaluate, and stop cleanly."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from algos.base import Algorithm
+from algos.metrics import Scalars, TensorBoardWriter, Writer, broken, read_out
+from algos.plain import capture_global_rng, restore_global_rng
+from algos.progress import Display, open_display
+from algos.state import RunDirectory
+from policies.errors import BurnishError, CheckpointError, ConfigError, TrainingError
+from policies.policy import Policy
+
+_log = logging.getLogger(__name__)
+
+Evaluator = Callable[[Policy, int], Mapping[str, float]]
+"""Evaluates the policy of a step; names without a component are logged as `eval/<name>`."""
+
+
+class Interrupted(SystemExit):
+    """A run was stopped by SIGINT or SIGTERM after its checkpoint was written; exits with 128 + signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
+@dataclass
+class TrainerSettings:
+    """When to log, to save and to evaluate; counts are units of the algorithm (see `Algorithm.unit`)."""
+
+    log_every: int = 0  # units between rows of metrics.jsonl; 0: after every iteration
+    checkpoint_every: int | None = None  # None: a tenth of the run; 0: at the end only
+    eval_every: int | None = None  # None: a tenth of the run; 0: at the end only
+    eval_first: bool = False  # also evaluate before the first iteration
+    keep_checkpoints: int | None = None  # newest checkpoints that stay; None: all
+    tensorboard: bool = False  # also write TensorBoard event files
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("log_every", "checkpoint_every", "eval_every"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"trainer.{name} must be 0 or more; got {value}.")
+        if self.keep_checkpoints is not None and self.keep_checkpoints < 1:
+            raise ConfigError(
+                f"trainer.keep_checkpoints must be 1 or more, or null; got {self.keep_checkpoints}."
+            )
+
+
+def train(
+    algorithm: Algorithm,
+    run: RunDirectory,
+    settings: TrainerSettings | None = None,
+    *,
+    evaluator: Evaluator | None = None,
+    progress: bool | None = None,
+    provenance: Mapping[str, Any] | None = None,
+) -> None:
+    """Train to the end, from the newest checkpoint of the run where there is one.
+
+    A continued run takes the same steps, bit for bit on the CPU, as one that was never stopped. The first
+    SIGINT or SIGTERM lets the iteration finish, writes a checkpoint and raises `Interrupted`; the second
+    stops at once. The algorithm is left open; whoever built it closes it.
+
+    Args:
+        algorithm: Built from the configuration of the run.
+        run: Where everything is written.
+        settings: Intervals.
+        evaluator: Called with the policy that would be shipped, after the checkpoint of its step.
+        progress: True shows a bar, False log lines, None decides by the terminal.
+        provenance: Facts for the model card of every checkpoint.
+
+    Raises:
+        TrainingError: If a loss, a norm or a weight is not finite; earlier checkpoints are untouched.
+        CheckpointError: If the run is held by another process, or its checkpoint does not fit.
+        Interrupted: After a signal.
+    """
+    with run.claim():
+        session = _Session(algorithm, run, settings or TrainerSettings(), evaluator, dict(provenance or {}))
+        with session.opened(progress), _StopSignals() as stop:
+            while True:
+                session.stop_if(stop)
+                session.checkpoint_if_due()
+                session.evaluate_if_due(stop)
+                if algorithm.progress >= algorithm.total:
+                    return
+                session.advance()
+
+
+class _Session:
+    """One process's share of a run: what was last logged, saved and evaluated."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        run: RunDirectory,
+        settings: TrainerSettings,
+        evaluator: Evaluator | None,
+        provenance: dict[str, Any],
+    ) -> None:
+        self.algorithm, self.run, self.settings = algorithm, run, settings
+        self.evaluator, self.provenance = evaluator, provenance
+        self.writers: list[Writer] = []
+        self.display: Display | None = None
+        self.elapsed_s, self.started = 0.0, time.monotonic()
+        self.evaluated = -1 if settings.eval_first else 0
+        self.saved = 0
+        self._resume()
+
+    def _resume(self) -> None:
+        """Continue from the newest checkpoint; without one, forget what an earlier attempt left."""
+        step = self.run.latest()
+        if step is None:
+            self.run.rewind(None)
+            return
+        state = self.run.load_training_state(step)
+        try:
+            self.algorithm.load_state_dict(state["algorithm"])
+            restore_global_rng(state["global_rng"])
+            trainer = state["trainer"]
+            self.evaluated, self.elapsed_s = trainer["evaluated"], trainer["elapsed_s"]
+            threads, metrics_bytes = trainer["torch_threads"], trainer["metrics_bytes"]
+        except (KeyError, ValueError, TypeError, RuntimeError) as error:
+            if isinstance(error, BurnishError):
+                raise
+            raise CheckpointError(
+                f"checkpoint {step} of {self.run.path} does not fit this configuration: {error}. "
+                f"Resume with the configuration and data that the run was started with."
+            ) from error
+        if threads != torch.get_num_threads():
+            _log.warning(
+                "this run used %d torch threads, now there are %d: results may differ in the last bits.",
+                threads,
+                torch.get_num_threads(),
+            )
+        self.saved = step
+        self.run.rewind(step, metrics_bytes=metrics_bytes)
+
+    @contextmanager
+    def opened(self, progress: bool | None) -> Iterator[None]:
+        """Hold the display and the writers open."""
+        algorithm, name = self.algorithm, self.run.path.name
+        if self.settings.tensorboard:
+            self.writers.append(
+                TensorBoardWriter(self.run.path / "tensorboard", first_step=algorithm.progress)
+            )
+        self.display = open_display(name, algorithm.unit, algorithm.total, algorithm.progress, bar=progress)
+        try:
+            yield
+        finally:
+            self.display.close()
+            for writer in self.writers:
+                writer.close()
+
+    def advance(self) -> None:
+        """Do one iteration and report it."""
+        before = self.algorithm.progress
+        values = read_out(self.algorithm.advance())
+        now, bad = self.algorithm.progress, broken(values)
+        if bad or _due(before, now, self.settings.log_every or 1, self.algorithm.total):
+            self._record(values)
+        if bad:
+            raise TrainingError(
+                f"{', '.join(bad)} must be finite; got {', '.join(str(values[name]) for name in bad)} after "
+                f"{now} {self.algorithm.unit}. {self._last_good()} Lower the learning rate or clip gradients."
+            )
+
+    def stop_if(self, stop: _StopSignals) -> None:
+        """After a signal: save and leave."""
+        if stop.number is not None:
+            self._checkpoint()
+            raise Interrupted(stop.number)
+
+    def checkpoint_if_due(self) -> None:
+        """Save at the multiples of `checkpoint_every` and at the end."""
+        algorithm = self.algorithm
+        if _due(self.saved, algorithm.progress, self._tenth(self.settings.checkpoint_every), algorithm.total):
+            self._checkpoint()
+
+    def evaluate_if_due(self, stop: _StopSignals) -> None:
+        """Evaluate at the multiples of `eval_every` and at the end; a signal breaks an evaluation off."""
+        algorithm = self.algorithm
+        every = self._tenth(self.settings.eval_every)
+        if self.evaluator is None or not _due(self.evaluated, algorithm.progress, every, algorithm.total):
+            return
+        try:
+            with stop.immediate():
+                result = self.evaluator(algorithm.snapshot(), algorithm.progress)
+        except Interrupted:
+            self._checkpoint()
+            raise
+        self.evaluated = algorithm.progress
+        named = {name if "/" in name else f"eval/{name}": value for name, value in result.items()}
+        self._record(read_out(named))
+
+    def _checkpoint(self) -> None:
+        """Save the present state, unless it is saved already or there is nothing to save."""
+        algorithm, step = self.algorithm, self.algorithm.progress
+        if step == self.saved:
+            return
+        policy = algorithm.snapshot()
+        if not all_finite(policy):
+            raise TrainingError(
+                f"the weights must be finite; they are not after {step} {algorithm.unit}. "
+                f"{self._last_good()} Lower the learning rate or clip gradients."
+            )
+        state = {
+            "algorithm": algorithm.state_dict(),
+            "global_rng": capture_global_rng(),
+            "trainer": {
+                "evaluated": self.evaluated,
+                "elapsed_s": self._elapsed(),
+                "torch_threads": torch.get_num_threads(),
+                "metrics_bytes": self.run.metrics_bytes,
+            },
+        }
+        facts = {"unit": algorithm.unit, **self.provenance}
+        self.run.save_checkpoint(step, policy, state, keep=self.settings.keep_checkpoints, provenance=facts)
+        self.saved = step
+
+    def _record(self, values: Scalars) -> None:
+        """Write a row everywhere."""
+        row, step = {**values, "time/elapsed_s": self._elapsed()}, self.algorithm.progress
+        self.run.log(row, step)
+        for writer in self.writers:
+            writer.write(row, step)
+        if self.display is not None:
+            self.display.show(step, row)
+
+    def _elapsed(self) -> float:
+        """Seconds of training so far, over all attempts."""
+        return self.elapsed_s + time.monotonic() - self.started
+
+    def _tenth(self, every: int | None) -> int:
+        """Fill in the default interval."""
+        return max(self.algorithm.total // 10, 1) if every is None else every
+
+    def _last_good(self) -> str:
+        """Say what can be continued from."""
+        if self.saved == 0:
+            return "There is no earlier checkpoint."
+        return f"The last good checkpoint is {self.run.checkpoint_path(self.saved)}."
+
+
+def all_finite(policy: Policy) -> bool:
+    """Whether every weight and statistic of a policy is finite."""
+    tensors: Sequence[torch.Tensor] = [v for v in policy.state_dict().values() if v.is_floating_point()]
+    return bool(torch.stack([v.isfinite().all() for v in tensors]).all()) if tensors else True
+
+
+def _due(before: int, now: int, every: int, total: int) -> bool:
+    """Whether a multiple of `every` (0: none) or the end was reached after `before`."""
+    if now <= before:
+        return False
+    return now >= total or (every > 0 and now // every > before // every)
+
+
+class _StopSignals:
+    """Remembers the first SIGINT or SIGTERM; the second one acts as it would without us."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._immediate = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+    @contextmanager
+    def immediate(self) -> Iterator[None]:
+        """Raise `Interrupted` at once inside this block."""
+        self._immediate = True
+        try:
+            if self.number is not None:
+                raise Interrupted(self.number)
+            yield
+        finally:
+            self._immediate = False
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        self._restore()
+        if self._immediate:
+            raise Interrupted(number)
+        _log.warning("stopping after this iteration, then saving; a second signal stops at once.")
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

@@ -1,0 +1,175 @@
+"""DPPO: policy-gradient fine-tuning of a diffusion policy through its denoising chain.
+
+Two decision processes, one inside the other: every environment step contains the last S denoising steps as
+actions with Gaussian densities; the environment's advantage, discounted towards noisier steps, is given to
+each of them. The noisier steps keep the frozen initial network, a copy is tuned for the last S.
+
+Legend: K denoising steps, S tuned ones (`tuned_steps`), inner step s = 0 (noisiest) … S-1, tau level.
+
+Source:
+    Ren et al., Diffusion Policy Policy Optimization, arXiv 2409.00588, section 4, and its reference
+    implementation for what the paper leaves open (mean-reduced clamped log-densities, clip range growing
+    over s, noise floors, running reward scaling).
+
+Deviations from the reference:
+    * Values bootstrap through truncation from the true final observation and advantages never cross an
+      episode's end; a time limit is not a terminal state. `paper_compat` restores the reference's rule.
+    * One tuned step is allowed (its clip range is `clip_range`).
+    * Learning rates may not rise over training (min_lr > lr) unless `paper_compat`.
+    * Evaluation does not replace training iterations, and every finished episode counts.
+    * Old log-densities come from the sampler's own scoring; the frozen network runs only where it is used.
+    * When all steps are tuned, the frozen network is dropped.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from algos.base import Setup
+from algos.functional import clip_ranges, denoising_discounts
+from algos.onpolicy import OnPolicy, check_setup
+from algos.ppo import PpoConfig
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError, ConfigError
+from policies.fields import SwitchedField
+from policies.policy import Policy
+from policies.processes.diffusion import VPDiffusion
+from policies.registry import register
+from policies.samplers import DDIM, DDPM
+
+SAMPLERS = ("ddpm", "ddim")
+
+
+@register("algo", "dppo")
+@dataclass
+class DppoConfig(PpoConfig):
+    """DPPO with the published hyper-parameters of Hopper, Walker2d and HalfCheetah."""
+
+    batch_size: int = 50_000  # rows of a minibatch; a row is one (environment step, denoising step)
+    tuned_steps: int = 10  # S
+    sampler: str = "ddpm"  # ddpm | ddim
+    denoising_steps: int | None = None  # K; None: ddpm takes every level, ddim as many as the initial policy
+    eta: float = 1.0  # share of the full noise in ddim while exploring; evaluation takes 0
+    gamma_denoising: float = 0.99  # discount per denoising step, towards noisier ones
+    clip_range_base: float = 0.01  # clip range at s = 0; `clip_range` holds at s = S-1
+    clip_range_rate: float = 3.0  # exponential growth between the two
+    min_sampling_std: float = 0.1  # noise floor while exploring, normalised action units, at every step
+    min_log_prob_std: float = 0.1  # floor in densities, normalised action units
+    noise_clip: float = 3.0  # exploration noise is clipped to this many deviations
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        self._require("tuned_steps", self.tuned_steps >= 1, "at least 1")
+        self._require("sampler", self.sampler in SAMPLERS, f"one of {', '.join(SAMPLERS)}")
+        self._require(
+            "denoising_steps", self.denoising_steps is None or self.denoising_steps >= 1, "at least 1"
+        )
+        self._require("eta", 0.0 < self.eta <= 1.0, "in (0, 1]: a deterministic sampler has no density")
+        self._require("gamma_denoising", 0.0 <= self.gamma_denoising <= 1.0, "in [0, 1]")
+        for name in ("clip_range_base", "min_sampling_std", "min_log_prob_std", "noise_clip"):
+            self._require(name, getattr(self, name) > 0, "positive")
+
+    def clip_range_of(self, inner_steps: int) -> Tensor:
+        """Return the clip range of each tuned denoising step, (S,)."""
+        return clip_ranges(
+            inner_steps, base=self.clip_range_base, last=self.clip_range, rate=self.clip_range_rate
+        )
+
+    def discount_of(self, inner_steps: int) -> Tensor:
+        """Return the denoising discount of each tuned step, (S,)."""
+        return denoising_discounts(inner_steps, self.gamma_denoising)
+
+    def build(self, setup: Setup) -> OnPolicy:
+        """Return DPPO on a copy of the diffusion policy `setup.init`.
+
+        Raises:
+            ConfigError: If the policy or the environment is missing, their sizes disagree, or there are
+                fewer denoising steps than tuned ones.
+            CapabilityError: If the policy is not a diffusion policy.
+        """
+        init = require_diffusion(check_setup(setup, "dppo"))
+        explore, evaluate = self.samplers(init)
+        policy = tunable_copy(init, explore, self.tuned_steps).to(setup.device)
+        floors = {"tuned_steps": self.tuned_steps, "log_prob_min_std": float(self.min_log_prob_std)}
+        policy = policy.with_sampler(explore, **floors)
+        frozen = init.clone().to(setup.device).requires_grad_(False).with_sampler(explore, **floors)
+        return OnPolicy.assemble(
+            self,
+            setup,
+            ratio=self.ratio(policy),
+            trained=policy.scored_net,
+            frozen=frozen if self.bc_weight else None,
+            shipped=lambda: policy.with_sampler(evaluate).clone(),
+        )
+
+    def samplers(self, init: DenoisingPolicy) -> tuple[DDPM | DDIM, DDPM | DDIM]:
+        """Return (exploration, evaluation) samplers; what they share is taken from the initial policy.
+
+        Exploration adds the floor at every step, frozen ones and the last one too. Evaluation of ddpm
+        floors at 1e-3 and ends without noise; that of ddim is deterministic.
+        """
+        own, steps = init.sampler, self.denoising_steps
+        noisy = {
+            "min_std": float(self.min_sampling_std),
+            "final_std": None,
+            "noise_clip": float(self.noise_clip),
+        }
+        if self.sampler == "ddpm":
+            ddpm = own if isinstance(own, DDPM) else DDPM(clip_x0=own.clip_x0)
+            ddpm = replace(ddpm, steps=ddpm.steps if steps is None else steps, clip_action=None, **noisy)
+            return ddpm, replace(ddpm, min_std=1e-3, final_std=0.0)
+        ddim = own if isinstance(own, DDIM) else DDIM(clip_x0=own.clip_x0, steps=init.table.num_steps)
+        ddim = replace(
+            ddim, steps=ddim.steps if steps is None else steps, clip_action=None, eta_per_dim=(), **noisy
+        )
+        return replace(ddim, eta=float(self.eta)), replace(ddim, eta=0.0, min_std=0.0)
+
+
+def require_diffusion(policy: Policy) -> DenoisingPolicy:
+    """Return the policy if its denoising steps have densities.
+
+    Raises:
+        CapabilityError: If it is not a diffusion policy.
+    """
+    if isinstance(policy, DenoisingPolicy) and isinstance(policy.process, VPDiffusion):
+        return policy
+    raise CapabilityError(
+        f"algo=dppo needs a policy with process=diffusion, whose denoising steps have densities; got "
+        f"{type(policy).__name__} with process '{type(policy.config.process).__name__}' and sampler "
+        f"'{type(policy.config.sampler).__name__}'. Clone one with process=diffusion; for a Gaussian use "
+        f"algo=ppo."
+    )
+
+
+def tunable_copy(init: DenoisingPolicy, sampler: DDPM | DDIM, tuned_steps: int) -> DenoisingPolicy:
+    """Return a copy whose last steps use a trainable copy of the network; everything else is frozen.
+
+    Raises:
+        ConfigError: If there are fewer denoising steps than tuned ones, or the policy was tuned before with
+            another division of its steps.
+    """
+    times = sampler.table(init.process).net_time
+    first = len(times) - tuned_steps
+    if first < 0:
+        raise ConfigError(
+            f"algo.tuned_steps must not exceed the {len(times)} denoising steps; got {tuned_steps}. "
+            f"Lower it, or raise algo.denoising_steps."
+        )
+    policy = init.clone().requires_grad_(False)
+    switch = float(times[first - 1] + times[first]) / 2 if first else None
+    field = policy.field
+    if isinstance(field, SwitchedField):
+        if switch is None or not times[first] < field.switch_time <= times[first - 1]:
+            raise ConfigError(
+                f"the initial policy was tuned before, below level {field.switch_time:g}; algo.tuned_steps="
+                f"{tuned_steps} divides its steps elsewhere. Use the value it was tuned with."
+            )
+        field.tuned.requires_grad_(True)
+        return policy
+    tuned = copy.deepcopy(field).requires_grad_(True)
+    policy.field = tuned if switch is None else SwitchedField(field, tuned, switch)
+    return policy

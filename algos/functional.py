@@ -1,0 +1,231 @@
+"""Pure mathematics of on-policy learning: advantages, clipping, reward scaling.
+
+Legend: T chunk steps of a rollout, N environments, B rows of a minibatch, S fine-tuned denoising steps
+(inner steps). Inner step s = 0 is the noisiest one, s = S-1 the one whose output is executed.
+
+Implemented: generalised advantage estimation, clipped policy and value losses, the k3 estimate of the KL
+divergence, the clip range and the discount over denoising steps (DPPO, arXiv 2409.00588, section 4 and its
+reference implementation), running scaling of rewards.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policies.errors import CheckpointError
+
+
+def successor_values(
+    value: Tensor, last_value: Tensor, final_value: Tensor | None = None, final_index: Tensor | None = None
+) -> Tensor:
+    """Return the value of the observation that really followed each step.
+
+    Args:
+        value: (T, N) values of the observations acted on.
+        last_value: (N,) values of the observations after the last step.
+        final_value: (M,) values of the last observations of truncated episodes.
+        final_index: (M, 2) their places [t, n].
+
+    Returns:
+        (T, N). Without `final_*`, the value after a truncation is that of the next episode's first
+        observation (the reference implementation's rule, for parity only).
+    """
+    following = torch.cat([value[1:], last_value.unsqueeze(0)])
+    if final_value is not None and final_index is not None and len(final_index):
+        following[final_index[:, 0], final_index[:, 1]] = final_value.to(following.dtype)
+    return following
+
+
+def gae(
+    reward: Tensor,
+    value: Tensor,
+    next_value: Tensor,
+    terminated: Tensor,
+    truncated: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    paper_compat: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Estimate advantages; values bootstrap through truncation, sums stop at every episode end.
+
+    Args:
+        reward: (T, N) of each chunk step.
+        value: (T, N) of the observation acted on.
+        next_value: (T, N) of the observation that really followed (`successor_values`).
+        terminated: (T, N) the episode ended for good: nothing follows.
+        truncated: (T, N) the episode was cut: `next_value` follows, but no further step does.
+        gamma: Discount per chunk step.
+        lam: Weight of longer sums, in [0, 1].
+        paper_compat: Let the lambda-sum run across truncation, as the DPPO reference does.
+
+    Returns:
+        (advantage, return), each (T, N); return = advantage + value.
+
+    Source:
+        Schulman et al., arXiv 1506.02438, equation 16.
+    """
+    alive = 1.0 - terminated.to(value.dtype)
+    carry = alive if paper_compat else alive * (1.0 - truncated.to(value.dtype))
+    delta = reward + gamma * next_value * alive - value
+    advantage = torch.empty_like(delta)
+    running = torch.zeros_like(delta[0])
+    for t in range(len(delta) - 1, -1, -1):
+        running = delta[t] + gamma * lam * carry[t] * running
+        advantage[t] = running
+    return advantage, advantage + value
+
+
+def clip_ranges(num_steps: int, *, base: float, last: float, rate: float) -> Tensor:
+    """Return the clip range of each inner step (S,): from `base` at s = 0, exponentially, to `last`.
+
+    One inner step takes `last`; `rate` 0 grows linearly.
+
+    Source:
+        DPPO reference implementation (clip_ploss_coef_base, _coef, _rate).
+    """
+    if num_steps == 1:
+        return torch.tensor([last])
+    x = torch.linspace(0.0, 1.0, num_steps, dtype=torch.float64)
+    growth = x if rate == 0 else torch.expm1(rate * x) / math.expm1(rate)
+    return (base + (last - base) * growth).float()
+
+
+def denoising_discounts(num_steps: int, gamma: float) -> Tensor:
+    """Return the factor gamma^(S-1-s) of the advantage at each inner step, (S,).
+
+    Source:
+        DPPO (arXiv 2409.00588), section 4.3: the denoising discount; noisier steps weigh less.
+    """
+    power = torch.arange(num_steps - 1, -1, -1, dtype=torch.float64)
+    return torch.pow(torch.tensor(gamma, dtype=torch.float64), power).float()
+
+
+def normalize_advantage(advantage: Tensor, eps: float = 1e-8) -> Tensor:
+    """Shift to zero mean and scale to unit (unbiased) deviation over the rows (B,)."""
+    centred = advantage - advantage.mean()
+    if len(advantage) < 2:
+        return centred
+    return centred / (advantage.std() + eps)
+
+
+def clip_to_quantiles(advantage: Tensor, low: float, high: float) -> Tensor:
+    """Clip (B,) to its own quantiles, linearly interpolated; (0, 1) changes nothing."""
+    if low <= 0.0 and high >= 1.0:
+        return advantage
+    ordered = advantage.sort().values  # torch.quantile refuses more than 16 M rows
+    return advantage.clamp(_quantile(ordered, low), _quantile(ordered, high))
+
+
+def _quantile(ordered: Tensor, q: float) -> Tensor:
+    place = q * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return torch.lerp(ordered[low], ordered[high], place - low)
+
+
+def policy_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Return (-A r, -A clip(r, 1 - c, 1 + c)), each (B,); PPO minimises the mean of their maximum.
+
+    Source:
+        Schulman et al., arXiv 1707.06347, equation 7.
+    """
+    clipped = ratio.clamp(1.0 - clip_range, 1.0 + clip_range)  # type: ignore[arg-type]
+    return -advantage * ratio, -advantage * clipped
+
+
+def value_losses(value: Tensor, target: Tensor, old_value: Tensor, clip: float | None = None) -> Tensor:
+    """Return half the squared error (B,), optionally the larger of it and that of the clipped value."""
+    error = (value - target).square()
+    if clip is not None:
+        clipped = old_value + (value - old_value).clamp(-clip, clip)
+        error = torch.maximum(error, (clipped - target).square())
+    return 0.5 * error
+
+
+def approx_kl(log_ratio: Tensor) -> Tensor:
+    """Estimate the KL divergence of old to new policy per row: r - 1 - log r >= 0 (the k3 estimator)."""
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def explained_variance(value: Tensor, target: Tensor) -> Tensor:
+    """Return 1 - Var(target - value) / Var(target): 1 perfect, 0 as good as the mean, NaN if constant."""
+    variance = target.var(correction=0)
+    unexplained = (target - value).var(correction=0)
+    return torch.where(variance > 0, 1.0 - unexplained / variance, torch.full_like(variance, torch.nan))
+
+
+def merge_moments(mean: Tensor, var: Tensor, count: float, batch: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Merge the moments of `batch` (any shape) into running ones; all float64.
+
+    Source:
+        Chan, Golub, LeVeque 1979; variance divided by count - 1, as in the DPPO reference.
+    """
+    added = float(batch.numel())
+    total = count + added
+    delta = batch.mean() - mean
+    squares = var * count + batch.var(correction=0) * added + delta.square() * (count * added / total)
+    return mean + delta * (added / total), squares / (total - 1.0), total
+
+
+class RewardScaler:
+    """Divides rewards by the running deviation of the discounted return; no mean is subtracted.
+
+    One statistic serves all environments; the discounted return is carried from call to call.
+
+    Args:
+        num_envs: N.
+        gamma: Discount of the return whose spread is measured, per chunk step (0.99 whatever the
+            algorithm's own discount is).
+        clip: Largest absolute scaled reward.
+
+    Source:
+        DPPO reference implementation, running reward scaling.
+    """
+
+    def __init__(self, num_envs: int, *, gamma: float = 0.99, clip: float = 10.0) -> None:
+        self.gamma, self.clip = gamma, clip
+        self.mean = torch.zeros((), dtype=torch.float64)
+        self.var = torch.ones((), dtype=torch.float64)
+        self.count = 1e-4
+        self.carried = torch.zeros(num_envs, dtype=torch.float64)
+
+    def __call__(self, reward: Tensor, first: Tensor) -> Tensor:
+        """Update the statistic with a rollout and scale it.
+
+        Shapes:
+            reward: (T, N) raw rewards. first: (T, N) whether the step begins an episode.
+
+        Returns:
+            (T, N) float64.
+        """
+        reward = reward.double()
+        keep = self.gamma * (1.0 - first.double())
+        returns = torch.empty_like(reward)
+        for t in range(len(reward)):
+            self.carried = reward[t] + keep[t] * self.carried
+            returns[t] = self.carried
+        self.mean, self.var, self.count = merge_moments(self.mean, self.var, self.count, returns)
+        return (reward / torch.sqrt(self.var + 1e-8)).clamp(-self.clip, self.clip)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the statistic and the carried returns."""
+        return {"mean": self.mean, "var": self.var, "count": self.count, "carried": self.carried.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            CheckpointError: If the number of environments differs.
+        """
+        if state["carried"].shape != self.carried.shape:
+            raise CheckpointError(
+                f"the reward scaler holds {len(self.carried)} environments; the training state has "
+                f"{len(state['carried'])}. Resume with the same num_envs."
+            )
+        self.mean, self.var = state["mean"].clone(), state["var"].clone()
+        self.count, self.carried = float(state["count"]), state["carried"].clone()

@@ -1,0 +1,158 @@
+"""Learning rates as pure functions of the step, and averaged weights.
+
+A schedule is never stored or mutated: resuming needs the step count only.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from policies.errors import ConfigError
+from policies.registry import register
+
+
+def warmup_cosine(step: int, *, lr: float, min_lr: float, warmup: int, cycle: int) -> float:
+    """Return the learning rate after `step` scheduler steps.
+
+    Rises linearly from `min_lr` to `lr` over `warmup` steps, falls by a cosine to `min_lr` at the end of the
+    cycle, then starts again. Step 0 is always `min_lr`, also without warm-up. With `min_lr > lr` the
+    "fall" is a rise (some published configurations do that; configurations here refuse it).
+
+    Source:
+        Loshchilov & Hutter, arXiv 1608.03983, equation 5, with the warm-up of the DPPO reference.
+    """
+    if step == 0:
+        return min_lr
+    place = step % cycle
+    if place < warmup:
+        return min_lr + (lr - min_lr) * place / warmup
+    return min_lr + (lr - min_lr) * (1.0 + math.cos(math.pi * (place - warmup) / (cycle - warmup))) / 2.0
+
+
+def check_schedule(name: str, *, lr: float, min_lr: float, warmup: int, cycle: int) -> None:
+    """Refuse a schedule that cannot be meant.
+
+    Raises:
+        ConfigError: If rates are not positive, `min_lr > lr`, or the warm-up does not fit into the cycle.
+    """
+    if lr <= 0 or min_lr < 0:
+        raise ConfigError(f"{name}_lr must be > 0 and {name}_min_lr >= 0; got {lr} and {min_lr}.")
+    if min_lr > lr:
+        raise ConfigError(
+            f"{name}_min_lr must not exceed {name}_lr={lr}; got {min_lr}, so the rate would rise over "
+            f"training. Swap the two, or leave {name}_min_lr empty for a constant rate."
+        )
+    if not 0 <= warmup < cycle:
+        raise ConfigError(f"{name}_lr_warmup must lie in 0..{name}_lr_cycle-1={cycle - 1}; got {warmup}.")
+
+
+class DecayRule(Protocol):
+    """Says how an average follows the weights."""
+
+    def decay(self, count: int) -> float | None:
+        """Return the share of the old average at the `count`-th update (0-based); None leaves it alone."""
+        ...
+
+
+@register("ema", "delayed")
+@dataclass(frozen=True)
+class DelayedDecay:
+    """Copy the weights until `start`, then average; only every `every`-th update counts.
+
+    Source:
+        DPPO (arXiv 2409.00588), reference implementation of pre-training.
+    """
+
+    value: float = 0.995  # share of the old average
+    start: int = 0  # updates before which the weights are copied
+    every: int = 10  # updates between two changes of the average
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0.0 <= self.value < 1.0 or self.every < 1 or self.start < 0:
+            raise ConfigError(
+                f"ema=delayed needs 0 <= value < 1, start >= 0 and every >= 1; got value={self.value}, "
+                f"start={self.start}, every={self.every}."
+            )
+
+    def decay(self, count: int) -> float | None:
+        """See `DecayRule`."""
+        if count % self.every:
+            return None
+        return 0.0 if count < self.start else self.value
+
+
+@register("ema", "power")
+@dataclass(frozen=True)
+class PowerDecay:
+    """Average with decay 1 - (1 + count / inv_gamma)^-power, within limits.
+
+    Source:
+        Diffusion Policy (arXiv 2303.04137), reference implementation.
+    """
+
+    power: float = 0.75
+    inv_gamma: float = 1.0  # updates; larger values follow the weights for longer
+    min_value: float = 0.0
+    max_value: float = 0.9999
+    update_after: int = 0  # updates that only copy
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0.0 <= self.min_value <= self.max_value < 1.0 or self.inv_gamma <= 0:
+            raise ConfigError(
+                f"ema=power needs 0 <= min_value <= max_value < 1 and inv_gamma > 0; got min_value="
+                f"{self.min_value}, max_value={self.max_value}, inv_gamma={self.inv_gamma}."
+            )
+
+    def decay(self, count: int) -> float | None:
+        """See `DecayRule`."""
+        step = count - self.update_after - 1
+        if step <= 0:
+            return 0.0
+        value = 1.0 - (1.0 + step / self.inv_gamma) ** -self.power
+        return min(max(value, self.min_value), self.max_value)
+
+
+class Ema:
+    """A moving average of a module's parameters; buffers are copied.
+
+    Attributes:
+        module: The averaged copy, in evaluation mode and without gradients.
+        count: Updates seen.
+    """
+
+    def __init__(self, module: nn.Module, rule: DecayRule) -> None:
+        self.rule, self.count = rule, 0
+        self.module = copy.deepcopy(module).eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def update(self, module: nn.Module) -> None:
+        """Follow the weights after one gradient step."""
+        decay = self.rule.decay(self.count)
+        self.count += 1
+        if decay is None:
+            return
+        mine, theirs = list(self.module.parameters()), list(module.parameters())
+        if decay == 0.0:
+            torch._foreach_copy_(mine, theirs)
+        else:
+            torch._foreach_lerp_(mine, theirs, 1.0 - decay)
+        for own, other in zip(self.module.buffers(), module.buffers(), strict=True):
+            own.copy_(other)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averaged weights and the count."""
+        weights: dict[str, Tensor] = {k: v.clone() for k, v in self.module.state_dict().items()}
+        return {"count": self.count, "module": weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self.module.load_state_dict(state["module"])
+        self.count = int(state["count"])

@@ -1,0 +1,157 @@
+"""Proximal policy optimisation from vectorised environments, for any policy with a ratio estimator.
+
+One iteration: collect chunk steps, scale rewards, estimate advantages, run epochs of clipped updates. With
+a Gaussian policy this is plain PPO on action chunks; `algos.dppo` runs the same code on denoising chains.
+
+Source:
+    PPO (arXiv 1707.06347), generalised advantages (arXiv 1506.02438), with the recipe of the Gaussian
+    baseline of DPPO (arXiv 2409.00588): mean-reduced log-probabilities, running reward scaling.
+
+Deviations from that reference: values bootstrap through truncation from the true final observation and
+advantages never cross an episode's end (`paper_compat` restores the reference's behaviour); every episode
+that ends during an iteration counts in its statistics; a training state resumes exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from algos.base import Setup
+from algos.onpolicy import OnPolicy, check_setup
+from algos.optim import check_schedule
+from algos.ratios import REDUCTIONS, ChainRatio
+from policies.errors import CapabilityError, ConfigError
+from policies.gaussian import GaussianPolicy
+from policies.heads import CriticConfig
+from policies.registry import register
+
+
+@register("algo", "ppo")
+@dataclass
+class PpoConfig:
+    """Gaussian PPO; also every setting that DPPO shares with it.
+
+    Rates, discounts and clip ranges are dimensionless; a step is a chunk step (Ta environment steps).
+    """
+
+    # budget
+    num_envs: int = 40
+    steps_per_iteration: int = 500  # chunk steps of every environment
+    iterations: int = 1000
+    env_steps: int | None = None  # executed environment steps; replaces `iterations` when set
+    reset_each_iteration: bool = False  # start every iteration from fresh episodes
+    # advantages
+    gamma: float = 0.99  # discount per chunk step
+    gae_lambda: float = 0.95
+    reward_scaling: bool = True  # divide rewards by the running deviation of the discounted return
+    reward_scale_gamma: float = 0.99  # discount of that return, whatever `gamma` is
+    reward_scale_clip: float = 10.0  # largest absolute scaled reward
+    reward_scale_const: float = 1.0  # factor after scaling
+    normalize_advantage: bool = True  # over the minibatch
+    advantage_quantiles: tuple[float, float] = (0.0, 1.0)  # clip normalised advantages to these quantiles
+    # update
+    batch_size: int = 5000  # rows of a minibatch; a row is one (environment step, inner step)
+    update_epochs: int = 5
+    clip_range: float = 0.01  # of the ratio, at the last inner step
+    target_kl: float | None = 1.0  # stop the iteration's updates above this KL estimate
+    value_clip: float | None = None  # largest change of a value per iteration
+    vf_coef: float = 0.5  # weight of the value loss (itself half the squared error)
+    entropy_coef: float = 0.0
+    critic_warmup_iterations: int = 0  # iterations that train the critic only
+    max_grad_norm: float | None = None  # of the actor
+    log_prob_range: tuple[float, float] | None = (-5.0, 2.0)  # clamp of each element's log-density
+    log_prob_reduction: str = "mean"  # mean | per_step | joint, over executed steps and dims
+    bc_weight: float = 0.0  # weight of staying near the initial policy
+    bc_rows: int | None = None  # rows of a minibatch used for that term; None: all
+    # optimisers
+    actor_lr: float = 1e-4
+    actor_min_lr: float | None = None  # None: constant
+    actor_lr_warmup: int = 10  # iterations
+    actor_lr_cycle: int = 1000  # iterations
+    actor_weight_decay: float = 0.0
+    critic_lr: float = 1e-3
+    critic_min_lr: float | None = None
+    critic_lr_warmup: int = 10
+    critic_lr_cycle: int = 1000
+    critic_weight_decay: float = 0.0
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    # execution
+    chunk_rows: int = 2048  # rows per gradient task on a CPU; speed only
+    paper_compat: bool = False  # ignore truncation in advantages, allow min_lr > lr, as the reference does
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name in (
+            "num_envs",
+            "steps_per_iteration",
+            "iterations",
+            "batch_size",
+            "update_epochs",
+            "chunk_rows",
+        ):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("gamma", "gae_lambda", "reward_scale_gamma"):
+            self._require(name, 0.0 <= getattr(self, name) <= 1.0, "in [0, 1]")
+        for name in ("env_steps", "target_kl", "value_clip", "max_grad_norm", "bc_rows"):
+            self._require(name, getattr(self, name) is None or getattr(self, name) > 0, "positive, or empty")
+        for name in ("vf_coef", "bc_weight", "critic_warmup_iterations"):
+            self._require(name, getattr(self, name) >= 0, "at least 0")
+        self._require("clip_range", self.clip_range > 0, "positive")
+        self._require(
+            "log_prob_reduction", self.log_prob_reduction in REDUCTIONS, f"one of {', '.join(REDUCTIONS)}"
+        )
+        low, high = self.advantage_quantiles
+        self._require("advantage_quantiles", 0.0 <= low < high <= 1.0, "two rising numbers in [0, 1]")
+        if self.log_prob_range is not None:
+            self._require(
+                "log_prob_range", self.log_prob_range[0] < self.log_prob_range[1], "rising, or empty"
+            )
+        if not self.paper_compat:
+            for who in ("actor", "critic"):
+                check_schedule(who, **self.schedule(who))
+
+    def _require(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ConfigError(f"algo.{name} must be {rule}; got {getattr(self, name)}.")
+
+    def schedule(self, who: str) -> dict[str, Any]:
+        """Return the learning-rate schedule of `actor` or `critic`, as arguments of `warmup_cosine`."""
+        lr, low = getattr(self, f"{who}_lr"), getattr(self, f"{who}_min_lr")
+        warmup, cycle = getattr(self, f"{who}_lr_warmup"), getattr(self, f"{who}_lr_cycle")
+        return {"lr": lr, "min_lr": lr if low is None else low, "warmup": warmup, "cycle": cycle}
+
+    def clip_range_of(self, inner_steps: int) -> Tensor:
+        """Return the clip range of each inner step, (S,)."""
+        return torch.full((inner_steps,), self.clip_range)
+
+    def discount_of(self, inner_steps: int) -> Tensor:
+        """Return the factor of the advantage at each inner step, (S,)."""
+        return torch.ones(inner_steps)
+
+    def build(self, setup: Setup) -> OnPolicy:
+        """Return PPO on a copy of the Gaussian policy `setup.init`.
+
+        Raises:
+            ConfigError: If the policy or the environment is missing, or their sizes disagree.
+            CapabilityError: If the policy is not Gaussian.
+        """
+        init = check_setup(setup, "ppo")
+        if not isinstance(init, GaussianPolicy):
+            raise CapabilityError(
+                f"algo=ppo needs a Gaussian policy; got {type(init).__name__} with process "
+                f"'{type(init.config.process).__name__}'. Clone one with process=gaussian, or use algo=dppo."
+            )
+        policy = init.clone().to(setup.device)
+        policy.requires_grad_(False).head.requires_grad_(True)
+        frozen = init.clone().to(setup.device).requires_grad_(False) if self.bc_weight else None
+        return OnPolicy.assemble(
+            self, setup, ratio=self.ratio(policy), trained=policy.head, frozen=frozen, shipped=policy.clone
+        )
+
+    def ratio(self, policy: Any) -> ChainRatio:
+        """Return the ratio estimator of a policy."""
+        return ChainRatio(policy, log_prob_range=self.log_prob_range, reduction=self.log_prob_reduction)

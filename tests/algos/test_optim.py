@@ -1,0 +1,83 @@
+"""Laws of schedules and averaged weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from algos.optim import DelayedDecay, Ema, PowerDecay, check_schedule, warmup_cosine
+from policies.errors import ConfigError
+
+
+@given(st.integers(0, 500), st.integers(0, 20), st.integers(21, 200), st.floats(0.01, 1.0), st.floats(0, 1))
+def test_schedule_stays_between_its_limits(
+    step: int, warmup: int, cycle: int, lr: float, share: float
+) -> None:
+    rate = warmup_cosine(step, lr=lr, min_lr=share * lr, warmup=warmup, cycle=cycle)
+    assert share * lr - 1e-12 <= rate <= lr + 1e-12
+
+
+def test_schedule_peaks_after_the_warmup_and_restarts() -> None:
+    def rate(step: int) -> float:
+        return warmup_cosine(step, lr=1.0, min_lr=0.1, warmup=4, cycle=20)
+
+    assert rate(0) == 0.1
+    assert rate(4) == 1.0
+    assert rate(24) == rate(4)
+    assert rate(12) == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"lr": 2e-5, "min_lr": 1e-4, "warmup": 0, "cycle": 10}, "actor_min_lr must not exceed"),
+        ({"lr": 0.0, "min_lr": 0.0, "warmup": 0, "cycle": 10}, "must be > 0"),
+        ({"lr": 1.0, "min_lr": 0.0, "warmup": 10, "cycle": 10}, "actor_lr_warmup"),
+    ],
+)
+def test_schedule_that_cannot_be_meant_is_refused(values: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_schedule("actor", **values)  # type: ignore[arg-type]
+
+
+def test_power_decay_follows_its_formula() -> None:
+    rule = PowerDecay(power=0.75, max_value=0.9)
+    assert [rule.decay(n) for n in (0, 1)] == [0.0, 0.0]
+    assert rule.decay(2) == pytest.approx(1 - 2**-0.75)
+    assert rule.decay(10_000) == 0.9
+
+
+def test_ema_equals_the_closed_form_and_resumes() -> None:
+    g = torch.Generator().manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 1), nn.BatchNorm1d(1))
+    rows = torch.randn(6, 1, 2, generator=g)
+    ema, other = Ema(net, DelayedDecay(value=0.5, start=2, every=1)), None
+    for n, row in enumerate(rows):
+        with torch.no_grad():
+            net[0].weight.copy_(row)
+            net[1].running_mean.fill_(n)
+        if n == 4:
+            other = Ema(net, DelayedDecay(value=0.5, start=2, every=1))
+            other.load_state_dict(ema.state_dict())
+        ema.update(net)
+        if other is not None:
+            other.update(net)
+    expected = rows[1]
+    for row in rows[2:]:
+        expected = 0.5 * expected + 0.5 * row
+    torch.testing.assert_close(ema.module[0].weight, expected)
+    assert other is not None
+    assert torch.equal(other.module[0].weight, ema.module[0].weight)
+    assert ema.module[1].running_mean.item() == 5.0
+    assert not any(p.requires_grad for p in ema.module.parameters())
+
+
+@pytest.mark.parametrize(
+    "rule", [lambda: DelayedDecay(value=1.0), lambda: PowerDecay(min_value=0.9, max_value=0.5)]
+)
+def test_ema_rules_refuse_bad_values(rule: object) -> None:
+    with pytest.raises(ConfigError, match="ema="):
+        rule()  # type: ignore[operator]

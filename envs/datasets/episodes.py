@@ -266,7 +266,7 @@ class EpisodeDataset:
     def statistics(self) -> dict[str, dict[str, Tensor]]:
         """Return `min`, `max`, `mean` and `std` of `state` (Do,), `action` (Da,) and, where recorded, `goal`.
 
-        Over real frames only, accumulated in float64 and returned as float32; `std` is the population's.
+        Over real frames only, accumulated in float64 and returned as float32; `std` is the unbiased one.
         """
         keys = {"state": self.observations, "action": self.actions}
         if "goal" in self.extras:
@@ -353,6 +353,6 @@ def _moments(values: Tensor) -> dict[str, Tensor]:
         "min": values.min(0).values,
         "max": values.max(0).values,
         "mean": mean,
-        "std": (wide - mean).square().mean(0).sqrt(),
+        "std": wide.std(0, correction=min(len(wide) - 1, 1)),
     }
     return {key: value.float() for key, value in moments.items()}

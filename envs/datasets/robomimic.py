@@ -1,0 +1,273 @@
+"""robomimic HDF5 files: what `burnish collect` writes, and what others recorded.
+
+    data/                    attributes: total, env_args (JSON), obs_layout (JSON), meta (JSON)
+      demo_<i>/              attributes: num_samples, terminated, truncated, success, seed, …
+        actions rewards dones states   obs/<key>  next_obs/<key>   extras/<key>
+    mask/<train|valid|…>     names of demonstrations
+
+Observations are stored per key; `obs_layout` lists keys and widths in the order in which they make up the
+flat state. Reading what was written gives the same dataset. A file by another writer says only `dones`: an
+episode whose last step is done counts as terminated, any other as truncated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import torch
+from torch import Tensor
+
+from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.hdf5 import read_hdf5, write_hdf5
+from policies.errors import DatasetError
+
+if TYPE_CHECKING:
+    from envs.spec import EnvConfig
+
+_FLAT = "flat"
+_GYM_TYPE = 2  # robomimic's number for gym-like environments
+_LOW_DIM = [f"robot{i}_{part}" for i in (0, 1) for part in ("eef_pos", "eef_quat", "gripper_qpos")] + [
+    "object"
+]
+_OWN_META = ("source", "format", "env_args", "obs_layout")
+
+
+def is_robomimic(file: h5py.File) -> bool:
+    """Tell whether an open HDF5 file has the robomimic layout."""
+    return isinstance(file.get("data"), h5py.Group) and any(key.startswith("demo_") for key in file["data"])
+
+
+def write_robomimic(
+    path: str | Path,
+    dataset: EpisodeDataset,
+    env: EnvConfig | None = None,
+    *,
+    layout: Mapping[str, int] | None = None,
+    valid_fraction: float = 0.0,
+    seed: int = 0,
+) -> None:
+    """Write a dataset, all or nothing.
+
+    Args:
+        path: Where to; an existing file is replaced when the new one is complete.
+        dataset: Episodes on any device.
+        env: The task they come from, recorded as `env_args`.
+        layout: Widths of the observation's parts by key, in order; None: one key `flat`.
+        valid_fraction: Share of episodes listed under mask/valid, the others under mask/train; 0: no masks.
+        seed: Decides which.
+
+    Raises:
+        DatasetError: If the layout does not add up to the width of the observations.
+    """
+    dataset = dataset.to("cpu")
+    parts = dict(layout or {_FLAT: dataset.obs_dim})
+    if sum(parts.values()) != dataset.obs_dim:
+        raise DatasetError(
+            f"{path}: the layout must add up to the {dataset.obs_dim} observation entries; got {parts}."
+        )
+    with write_hdf5(path) as file:
+        data = file.create_group("data")
+        data.attrs["total"] = dataset.num_frames
+        data.attrs["env_args"] = json.dumps(_env_args(dataset, env))
+        data.attrs["obs_layout"] = json.dumps(list(parts.items()))
+        data.attrs["successors_recorded"] = dataset.next_observations is not None
+        data.attrs["meta"] = json.dumps(
+            {k: v for k, v in dataset.meta.items() if k not in _OWN_META}, default=str
+        )
+        for number in range(dataset.num_episodes):
+            _write_demo(data.create_group(f"demo_{number}"), dataset, number, parts)
+        if valid_fraction:
+            _write_masks(file, dataset.num_episodes, valid_fraction, seed)
+
+
+def read_robomimic(
+    path: str | Path, *, mask: str | None = None, obs_keys: Sequence[str] | None = None
+) -> EpisodeDataset:
+    """Read a low-dimensional robomimic file.
+
+    Args:
+        path: HDF5 file.
+        mask: Read only the demonstrations listed under mask/<mask>.
+        obs_keys: Keys that make up the flat state, in order; None: the recorded layout, else the usual
+            proprioception and `object`, else every vector-valued key in alphabetical order.
+
+    Raises:
+        DatasetError: If the file does not hold a usable dataset; names file and key.
+    """
+    with read_hdf5(path) as file:
+        if not is_robomimic(file):
+            raise DatasetError(f"{path}: expected a group data/demo_0 (robomimic); found {sorted(file)}.")
+        data, names = file["data"], _demo_names(file, path, mask)
+        layout = _layout(data, names[0], path, obs_keys)
+        demos = [_read_demo(data[name], layout, f"{path}: {name}") for name in names]
+        meta = json.loads(data.attrs["meta"]) if "meta" in data.attrs else {}
+        meta |= {"source": str(path), "format": "robomimic", "obs_layout": dict(layout)}
+        if "env_args" in data.attrs:
+            meta["env_args"] = json.loads(data.attrs["env_args"])
+        if not data.attrs.get("successors_recorded", True):
+            for demo in demos:
+                demo.pop("next_observations", None)
+    return _assemble(demos, meta)
+
+
+def _demo_names(file: h5py.File, path: str | Path, mask: str | None) -> list[str]:
+    """List demonstrations by number: demo_2 before demo_10."""
+    names = [name for name in file["data"] if name.startswith("demo_")]
+    if mask is not None:
+        masks = sorted(file.get("mask", {}))
+        if mask not in masks:
+            raise DatasetError(f"{path}: expected the key mask/{mask}; the file has the masks {masks}.")
+        chosen = {name.decode() if isinstance(name, bytes) else str(name) for name in file["mask"][mask][()]}
+        missing = sorted(chosen - set(names))
+        if missing or not chosen:
+            raise DatasetError(
+                f"{path}: mask/{mask} must name demonstrations of the file; got {missing or []}."
+            )
+        names = [name for name in names if name in chosen]
+    return sorted(names, key=lambda name: int(name.removeprefix("demo_")))
+
+
+def _layout(
+    data: h5py.Group, first: str, path: str | Path, obs_keys: Sequence[str] | None
+) -> list[tuple[str, int]]:
+    """Decide which observation keys make up the flat state, in which order."""
+    if "obs" not in data[first]:
+        raise DatasetError(f"{path}: expected the key data/{first}/obs; found {sorted(data[first])}.")
+    obs = data[first]["obs"]
+    widths = {key: item.shape[1] for key, item in obs.items() if len(item.shape) == 2}
+    if obs_keys is None and "obs_layout" in data.attrs:
+        obs_keys = [key for key, _ in json.loads(data.attrs["obs_layout"])]
+    elif obs_keys is None:
+        obs_keys = [key for key in _LOW_DIM if key in widths] if "object" in widths else sorted(widths)
+    missing = [key for key in obs_keys if key not in widths]
+    if missing or not obs_keys:
+        raise DatasetError(
+            f"{path}: expected the vector-valued observation keys {list(obs_keys)}; {first} has {widths}."
+        )
+    return [(key, widths[key]) for key in obs_keys]
+
+
+def _read_demo(demo: h5py.Group, layout: list[tuple[str, int]], source: str) -> dict[str, Any]:
+    """Read one demonstration as arrays by our names."""
+    missing = [key for key in ("actions", "rewards") if key not in demo]
+    if missing:
+        raise DatasetError(f"{source}: expected the keys {missing}; found {sorted(demo)}.")
+    num = len(demo["actions"])
+    done = bool(demo["dones"][-1]) if "dones" in demo and num else False
+    terminated = bool(demo.attrs.get("terminated", done))
+    out: dict[str, Any] = {
+        "observations": _flat(demo["obs"], layout, num, f"{source}/obs"),
+        "actions": demo["actions"][()],
+        "rewards": demo["rewards"][()],
+        "terminated": terminated,
+        "truncated": bool(demo.attrs.get("truncated", not terminated)),
+        "extras": {key: item[()] for key, item in demo.get("extras", {}).items()},
+        "episode_extras": {key: item[()] for key, item in demo.get("episode_extras", {}).items()},
+    }
+    if "next_obs" in demo:
+        out["next_observations"] = _flat(demo["next_obs"], layout, num, f"{source}/next_obs")
+    if "states" in demo:
+        out["extras"]["states"] = demo["states"][()]
+    for key, value in {**out["extras"], "rewards": out["rewards"]}.items():
+        if len(value) != num:
+            raise DatasetError(
+                f"{source}: key '{key}' must have {num} rows as the actions have; got {len(value)}."
+            )
+    return out
+
+
+def _flat(group: h5py.Group, layout: list[tuple[str, int]], num: int, source: str) -> np.ndarray:
+    """Join the parts of the observation."""
+    for key, width in layout:
+        if key not in group or group[key].shape != (num, width):
+            got = group[key].shape if key in group else "nothing"
+            raise DatasetError(f"{source}: key '{key}' must have shape ({num}, {width}); got {got}.")
+    return np.concatenate([group[key][()] for key, _ in layout], axis=1)
+
+
+def _assemble(demos: list[dict[str, Any]], meta: dict[str, Any]) -> EpisodeDataset:
+    """Concatenate demonstrations; optional keys survive if every demonstration has them."""
+    lengths = [len(demo["actions"]) for demo in demos]
+    start = np.concatenate([[0], np.cumsum(lengths)])
+    if 0 in lengths:
+        raise DatasetError(
+            f"{meta['source']}: demonstration number {lengths.index(0)} is empty; expected actions."
+        )
+    flags = {key: np.zeros(start[-1], dtype=bool) for key in ("terminated", "truncated")}
+    for key, flag in flags.items():
+        flag[start[1:] - 1] = [demo[key] for demo in demos]
+    successors = all("next_observations" in demo for demo in demos)
+    join = np.concatenate
+    return EpisodeDataset.from_arrays(
+        join([demo["observations"] for demo in demos]),
+        join([demo["actions"] for demo in demos]),
+        join([demo["rewards"] for demo in demos]),
+        flags["terminated"],
+        flags["truncated"],
+        start,
+        next_observations=join([demo["next_observations"] for demo in demos]) if successors else None,
+        extras={key: join([d["extras"][key] for d in demos]) for key in _shared(demos, "extras")},
+        episode_extras={
+            key: np.stack([d["episode_extras"][key] for d in demos])
+            for key in _shared(demos, "episode_extras")
+        },
+        meta=meta,
+    )
+
+
+def _shared(demos: list[dict[str, Any]], kind: str) -> list[str]:
+    return [key for key in demos[0][kind] if all(key in demo[kind] for demo in demos)]
+
+
+def _write_demo(group: h5py.Group, dataset: EpisodeDataset, number: int, parts: Mapping[str, int]) -> None:
+    """Write one episode."""
+    first, end = dataset.episode_start[number : number + 2].tolist()
+    rows = slice(first, end)
+    terminated, truncated = bool(dataset.terminated[end - 1]), bool(dataset.truncated[end - 1])
+    dones = np.zeros(end - first, dtype=np.int64)
+    dones[-1] = 1
+    obs, following = dataset.observations[rows], dataset.next_observations
+    successor = torch.cat([obs[1:], obs[-1:]]) if following is None else following[rows]
+    group.attrs["num_samples"] = end - first
+    group.attrs["terminated"], group.attrs["truncated"] = terminated, truncated
+    arrays: dict[str, Any] = {
+        "actions": dataset.actions[rows],
+        "rewards": dataset.rewards[rows],
+        "dones": dones,
+    }
+    for name, value in (("obs", obs), ("next_obs", successor)):
+        pieces = value.split(list(parts.values()), dim=1)
+        arrays |= {f"{name}/{key}": piece for key, piece in zip(parts, pieces, strict=True)}
+    for key, value in dataset.extras.items():
+        arrays[key if key == "states" else f"extras/{key}"] = value[rows]
+    for key, value in dataset.episode_extras.items():
+        arrays[f"episode_extras/{key}"] = value[number]
+    for key, value in arrays.items():
+        group.create_dataset(key, data=value.numpy() if isinstance(value, Tensor) else value)
+    for key in ("success", "seed"):
+        if key in dataset.episode_extras:
+            group.attrs[key] = dataset.episode_extras[key][number].item()
+
+
+def _write_masks(file: h5py.File, num_episodes: int, valid_fraction: float, seed: int) -> None:
+    """List training and validation demonstrations."""
+    order = torch.randperm(num_episodes, generator=torch.Generator().manual_seed(seed)).tolist()
+    num_valid = min(max(round(valid_fraction * num_episodes), 1), num_episodes)
+    for name, chosen in (("valid", order[:num_valid]), ("train", order[num_valid:])):
+        names = [f"demo_{number}".encode() for number in sorted(chosen)]
+        file.create_dataset(f"mask/{name}", data=np.array(names, dtype="S"))
+
+
+def _env_args(dataset: EpisodeDataset, env: EnvConfig | None) -> dict[str, Any]:
+    """Describe the task as robomimic does; without a task, keep what the dataset says."""
+    if env is None:
+        known = dataset.meta.get("env_args")
+        return dict(known) if known else {"env_name": "unknown", "type": _GYM_TYPE, "env_kwargs": {}}
+    kwargs: dict[str, Any] = asdict(env) if is_dataclass(env) and not isinstance(env, type) else {}
+    return {"env_name": env.spec.name, "env_version": "1", "type": _GYM_TYPE, "env_kwargs": kwargs}

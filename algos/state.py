@@ -86,8 +86,22 @@ class RunDirectory:
         if not name or name.startswith(".") or Path(name).name != name:
             raise ConfigError(f"the name of a run must be a plain folder name; got '{name}'.")
         path = _make_new(Path(root) / (day or date.today().isoformat()), name)
-        (path / _CHECKPOINTS).mkdir()
-        (path / "eval").mkdir()
+        return cls.create_at(path, config, overrides)
+
+    @classmethod
+    def create_at(
+        cls, path: str | Path, config: Mapping[str, Any], overrides: Sequence[str] = ()
+    ) -> RunDirectory:
+        """Make a run of a folder that somebody else chose (and may have made), and describe it there.
+
+        Raises:
+            CheckpointError: If there is a run already.
+        """
+        path = Path(path)
+        if (path / _CONFIG).exists():
+            raise CheckpointError(f"{path} holds a run already. Continue it with resume={path}, or choose another.")
+        (path / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        (path / "eval").mkdir(exist_ok=True)
         _write_text(path / _OVERRIDES, "".join(f"{line}\n" for line in overrides))
         _write_text(path / _ENVIRONMENT, json.dumps(describe_environment(), indent=2) + "\n")
         _write_text(path / _CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(config)), resolve=True))

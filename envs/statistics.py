@@ -1,0 +1,160 @@
+"""Intervals for evaluations: success rates, means over seeds and episodes, paired differences.
+
+Legend: S seeds (independently trained policies), E episodes of each. All intervals are two-sided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+from policies.errors import ConfigError
+
+IQM_FROM_SEEDS = 5  # with fewer seeds a quartile of them means nothing, and the mean is reported
+_BATCH = 500  # resamples drawn at a time, to bound memory
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and the interval around it."""
+
+    value: float
+    low: float
+    high: float
+    confidence: float = 0.95
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether the interval lies on one side of zero: "clearly different"."""
+        return self.low > 0 or self.high < 0
+
+    @property
+    def half_width(self) -> float:
+        """Half the length of the interval."""
+        return (self.high - self.low) / 2
+
+
+def wilson(successes: int, n: int, *, confidence: float = 0.95) -> Interval:
+    """Return the success rate and its Wilson score interval.
+
+    Args:
+        successes: Number of successes, 0..n.
+        n: Number of episodes, positive.
+        confidence: Coverage.
+
+    Raises:
+        ConfigError: If the counts make no sense.
+
+    Source:
+        Wilson 1927; closed form of the roots of (p - x)^2 = z^2 x (1 - x) / n.
+
+    Example:
+        >>> interval = wilson(50, 100)
+        >>> round(interval.low, 4), round(interval.high, 4)
+        (0.4038, 0.5962)
+    """
+    if n < 1 or not 0 <= successes <= n:
+        raise ConfigError(f"wilson needs 0 <= successes <= n and n >= 1; got {successes} of {n}.")
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    p = successes / n
+    center = (p + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * (p * (1 - p) / n + z * z / (4 * n * n)) ** 0.5
+    low = 0.0 if successes == 0 else center - half  # exact where rounding would leave the unit interval
+    high = 1.0 if successes == n else center + half
+    return Interval(p, low, high, confidence)
+
+
+def iqm(values: np.ndarray) -> float:
+    """Return the interquartile mean: the mean without the lowest and highest quarter (rounded down)."""
+    return float(_iqm_rows(np.asarray(values, np.float64).reshape(1, -1))[0])
+
+
+def bootstrap_mean(
+    values: np.ndarray, *, confidence: float = 0.95, num_resamples: int = 10_000, seed: int = 0
+) -> Interval:
+    """Return the mean of `values` (S, E) with a percentile bootstrap interval.
+
+    Every resample draws seeds with replacement and then, inside each drawn seed, its episodes with
+    replacement, so the interval covers both kinds of luck. With one seed, (E,) or (1, E), it covers the
+    episodes only.
+    """
+    return _bootstrap(values, lambda means: means.mean(axis=1), confidence, num_resamples, seed)
+
+
+def bootstrap_iqm(
+    values: np.ndarray, *, confidence: float = 0.95, num_resamples: int = 10_000, seed: int = 0
+) -> Interval:
+    """Return the interquartile mean over the seeds' means of `values` (S, E), with its interval.
+
+    With fewer than five seeds it is the plain mean.
+    """
+    few = np.atleast_2d(values).shape[0] < IQM_FROM_SEEDS
+    return _bootstrap(
+        values,
+        (lambda means: means.mean(axis=1)) if few else _iqm_rows,
+        confidence,
+        num_resamples,
+        seed,
+    )
+
+
+def paired_difference(
+    before: np.ndarray,
+    after: np.ndarray,
+    *,
+    confidence: float = 0.95,
+    num_resamples: int = 10_000,
+    seed: int = 0,
+) -> Interval:
+    """Return the mean of `after - before` on the same episodes, (S, E) or (E,), with its interval.
+
+    Raises:
+        ConfigError: If the shapes differ.
+    """
+    before, after = np.asarray(before, np.float64), np.asarray(after, np.float64)
+    if before.shape != after.shape:
+        raise ConfigError(
+            f"a paired difference needs the same episodes on both sides; got {before.shape} and {after.shape}."
+        )
+    return bootstrap_mean(after - before, confidence=confidence, num_resamples=num_resamples, seed=seed)
+
+
+def normalized_score(returns: np.ndarray | float, reference: tuple[float, float]) -> np.ndarray:
+    """Return D4RL scores in points: 0 for the random and 100 for the expert reference return."""
+    random, expert = reference
+    return 100.0 * (np.asarray(returns, np.float64) - random) / (expert - random)
+
+
+def _bootstrap(
+    values: np.ndarray,
+    statistic: Callable[[np.ndarray], np.ndarray],
+    confidence: float,
+    num_resamples: int,
+    seed: int,
+) -> Interval:
+    """Percentile interval of a statistic that maps seed means (R, S) to (R,)."""
+    values = np.atleast_2d(np.asarray(values, np.float64))
+    if values.ndim != 2 or values.size == 0 or not np.isfinite(values).all():
+        raise ConfigError(f"a bootstrap needs finite values (S, E); got shape {values.shape}.")
+    rng = np.random.default_rng(seed)
+    num_seeds, num_episodes = values.shape
+    draws = []
+    for start in range(0, num_resamples, _BATCH):
+        size = (min(_BATCH, num_resamples - start), num_seeds)
+        rows = rng.integers(num_seeds, size=size)
+        columns = rng.integers(num_episodes, size=(*size, num_episodes))
+        draws.append(statistic(values[rows[:, :, None], columns].mean(axis=2)))
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(np.concatenate(draws), [tail, 1 - tail])
+    return Interval(float(statistic(values.mean(axis=1)[None])[0]), float(low), float(high), confidence)
+
+
+def _iqm_rows(rows: np.ndarray) -> np.ndarray:
+    """Interquartile means of (R, S) along S."""
+    cut = rows.shape[1] // 4
+    ordered = np.sort(rows, axis=1)
+    means: np.ndarray = ordered[:, cut : rows.shape[1] - cut].mean(axis=1)
+    return means

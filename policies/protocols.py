@@ -119,13 +119,18 @@ class Chain:
 
 @dataclass(frozen=True)
 class Step:
-    """What a hook may know about the denoising step it is called in."""
+    """What a hook may know about the denoising step it is called in.
+
+    `alpha` and `sigma` are the signal and noise amplitudes of the state at t: x = alpha x0 + sigma eps.
+    """
 
     k: int
     num_steps: int
     t: float
     t_next: float
     cond: Cond
+    alpha: float
+    sigma: float
 
 
 class SampleHook(Protocol):

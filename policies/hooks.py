@@ -1,0 +1,77 @@
+"""Hooks of the denoising loop: change predictions and states without touching network or sampler.
+
+Legend: x noisy chunk, x0 predicted clean chunk, eps predicted noise, all (B, Th, Da), normalised units;
+x = alpha x0 + sigma eps. Hooks see the network's own (x0, eps); the sampler clips what they return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from policies.protocols import Cond, Step
+
+
+class Hook:
+    """Changes nothing; derive and override what should change."""
+
+    def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the (x0, eps) to continue with."""
+        return x0, eps
+
+    def on_state(self, step: Step, x: Tensor) -> Tensor:
+        """Return the state to continue from after the step."""
+        return x
+
+
+@dataclass(frozen=True, eq=False)
+class Inpaint(Hook):
+    """Pin a part of the chunk to known values and let the rest follow.
+
+    The known values replace x0, so the next state holds them at its own noise level; after the last
+    step they are exact, also with a sampler that injects noise there.
+
+    Args:
+        known: (B, Th, Da) or broadcastable, normalised.
+        mask: As `known`; 1 pins, 0 leaves free, values between blend.
+
+    Source:
+        Replacement of the clean estimate, as in arXiv 2201.09865 (RePaint) without resampling.
+    """
+
+    known: Tensor
+    mask: Tensor
+
+    def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+        """Blend the known values into x0 and keep the noise."""
+        return x0 + self.mask * (self.known - x0), eps
+
+    def on_state(self, step: Step, x: Tensor) -> Tensor:
+        """Pin the finished chunk."""
+        return x + self.mask * (self.known - x) if step.k == step.num_steps - 1 else x
+
+
+@dataclass(frozen=True, eq=False)
+class Guidance(Hook):
+    """Push every clean estimate down a cost.
+
+    The step is taken in x0, where the cost is defined, and eps follows so that the pair still explains the
+    state: x0 - g, eps + (alpha / sigma) g with g = scale * gradient.
+
+    Args:
+        cost_gradient: (x0 (B, Th, Da), cond) -> gradient of the cost (B, Th, Da), normalised units.
+        scale: Step size.
+
+    Source:
+        Guidance of the clean estimate, arXiv 2302.07121, §3.1 (forward guidance), evaluated at x0.
+    """
+
+    cost_gradient: Callable[[Tensor, Cond], Tensor]
+    scale: float = 1.0
+
+    def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+        """Move x0 against the gradient and eps with it."""
+        move = self.scale * self.cost_gradient(x0, step.cond)
+        return x0 - move, eps + (step.alpha / step.sigma) * move

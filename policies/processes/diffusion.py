@@ -1,0 +1,157 @@
+"""Variance-preserving diffusion with discrete noise levels (DDPM).
+
+Legend: K levels, tau integer level (K-1 noisiest, -1 clean), t sampling time, phi angle of the path.
+The path is a rotation, alpha = cos phi, sigma = sin phi with phi = 0 at t = 1. Between the K trained
+levels phi is interpolated linearly in t, so that alpha and sigma are exact at the levels, finite and
+monotone between them, and the velocity is `dx/dt = phi' v`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.processes.path import convert_with, corrupt_with, express
+from policies.protocols import Kind
+from policies.registry import register
+from policies.schedules import (
+    SCHEDULES,
+    cumulative_alphas,
+    level_of_time,
+    make_betas,
+    time_of_level,
+    wide_dtype,
+)
+
+if TYPE_CHECKING:
+    from policies.policy import Policy
+    from policies.samplers import DDPM
+
+PREDICTIONS: tuple[Kind, ...] = ("eps", "x0", "v")
+
+
+@register("process", "diffusion")
+@dataclass(frozen=True)
+class VPDiffusion:
+    """Denoising diffusion on K levels; the network sees the raw integer level as a float.
+
+    Args:
+        num_levels: K, at least 2.
+        schedule: `cosine`, `linear` or `scaled_linear`.
+        prediction: What the network outputs: `eps`, `x0` or `v`.
+        beta_start: First beta of the linear schedules.
+        beta_end: Last beta of the linear schedules.
+
+    Raises:
+        ConfigError: If a value is unknown or out of range.
+
+    Source:
+        arXiv 2006.11239 (process), 2102.09672 (cosine schedule), 2202.00512 (v prediction).
+    """
+
+    num_levels: int = 20
+    schedule: str = "cosine"
+    prediction: str = "eps"
+    beta_start: float = 1e-4
+    beta_end: float = 0.02
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.num_levels < 2:
+            raise ConfigError(f"process.num_levels must be at least 2; got {self.num_levels}.")
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(
+                f"process.schedule must be one of {', '.join(SCHEDULES)}; got '{self.schedule}'."
+            )
+        if self.prediction not in PREDICTIONS:
+            raise ConfigError(
+                f"process.prediction must be one of {', '.join(PREDICTIONS)}; got '{self.prediction}'. "
+                "For velocities take process=flow."
+            )
+        if not 0 < self.beta_start <= self.beta_end < 1:
+            raise ConfigError(
+                f"process needs 0 < beta_start <= beta_end < 1; got {self.beta_start} and {self.beta_end}."
+            )
+
+    @property
+    def kind(self) -> Kind:
+        """What the network predicts."""
+        return PREDICTIONS[PREDICTIONS.index(self.prediction)]
+
+    def betas(self) -> Tensor:
+        """Return the betas (K,) in float32, cleanest level first."""
+        return make_betas(self.num_levels, self.schedule, beta_start=self.beta_start, beta_end=self.beta_end)
+
+    def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (cos phi, sin phi) at times t, shaped and typed like t."""
+        phi, _ = self._angle(t)
+        return phi.cos().to(t.dtype), phi.sin().to(t.dtype)
+
+    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (d alpha / dt, d sigma / dt); at a level, the slope towards the next cleaner one."""
+        phi, slope = self._angle(t)
+        return (-slope * phi.sin()).to(t.dtype), (slope * phi.cos()).to(t.dtype)
+
+    def corrupt(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Return alpha x0 + sigma eps for chunks (B, Th, Da) and times (B,)."""
+        return corrupt_with(self, x0, eps, t)
+
+    def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Return the regression target (B, Th, Da) of the chosen prediction."""
+        return express(self, x0, eps, t, self.kind)
+
+    def convert(self, x: Tensor, t: Tensor, pred: Tensor, src: Kind, dst: Kind) -> Tensor:
+        """Translate a prediction at (x, t) between kinds; (B, Th, Da)."""
+        return convert_with(self, x, t, pred, src, dst)
+
+    def net_time(self, t: Tensor) -> Tensor:
+        """Return the level tau as a float, typed like t; fractional between levels."""
+        return level_of_time(t, self.num_levels).to(t.dtype)
+
+    def sample_time(
+        self,
+        n: int,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Draw n training times (n,), uniform over the K levels."""
+        source = device if generator is None else generator.device
+        tau = torch.randint(0, self.num_levels, (n,), generator=generator, device=source)
+        return time_of_level(tau.to(device=device, dtype=dtype), self.num_levels)
+
+    def default_sampler(self) -> DDPM:
+        """Return ancestral sampling over all levels, as evaluation uses it."""
+        from policies.samplers import DDPM
+
+        return DDPM()
+
+    def policy_class(self) -> type[Policy]:
+        """Return the class of policies that run this process."""
+        from policies.denoising import DenoisingPolicy
+
+        return DenoisingPolicy
+
+    def _angle(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return phi and d phi / dt at times t, in the device's widest float type."""
+        table = _angles(self, t.device)
+        position = level_of_time(t, self.num_levels) + 1.0  # 0 clean … K noise
+        low = (position.ceil() - 1.0).clamp(min=0.0)
+        index = low.long()
+        start, end = table[index], table[index + 1]
+        return torch.lerp(start, end, position - low), (start - end) * self.num_levels
+
+
+@lru_cache(maxsize=64)
+def _angles(process: VPDiffusion, device: torch.device) -> Tensor:
+    """Return phi (K+1,) from clean to noise, derived from the float32 products."""
+    with torch.inference_mode(False):
+        bar = cumulative_alphas(process.betas()).to(wide_dtype(device))
+        phi = torch.atan2((1.0 - bar).sqrt(), bar.sqrt())
+        return torch.cat([torch.zeros(1, dtype=phi.dtype), phi]).to(device)

@@ -1,0 +1,115 @@
+"""Noise schedules of variance-preserving diffusion, and the two clocks they connect.
+
+Legend: K number of noise levels; `tau` integer level, 0 the cleanest noisy one and K-1 pure noise, -1 clean
+data; `t` sampling time, 0 noise and 1 data. Only this file converts between the clocks:
+
+    t = 1 - (tau + 1) / K        tau = K (1 - t) - 1
+
+Equations: cosine betas (arXiv 2102.09672, eq. 17), linear betas (arXiv 2006.11239, §4), scaled linear betas
+(latent diffusion, released code). Precision follows diffusers and DPPO, so that tables agree bit for bit:
+cosine betas in float64 rounded to float32, the other two in float32, products in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+
+SCHEDULES = ("cosine", "linear", "scaled_linear")
+SPACINGS = ("leading", "trailing", "linspace")
+
+COSINE_OFFSET = 0.008
+MAX_BETA = 0.999
+SNAP = 1e-3
+"""Levels closer than this to an integer are that integer: float32 times carry an error of about 1e-7 K."""
+
+
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the widest float type that a device computes in."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def cosine_betas(num_levels: int) -> Tensor:
+    """Return the squared-cosine betas (K,) in float64.
+
+    Source:
+        arXiv 2102.09672, eq. 17, with betas limited to 0.999; `squaredcos_cap_v2` in diffusers.
+    """
+    grid = [(i / num_levels + COSINE_OFFSET) / (1 + COSINE_OFFSET) for i in range(num_levels + 1)]
+    bar = [math.cos(u * math.pi / 2) ** 2 for u in grid]
+    betas = [min(MAX_BETA, max(0.0, 1 - b / a)) for a, b in pairwise(bar)]
+    return torch.tensor(betas, dtype=torch.float64)
+
+
+def make_betas(
+    num_levels: int, schedule: str = "cosine", *, beta_start: float = 1e-4, beta_end: float = 0.02
+) -> Tensor:
+    """Return the float32 betas (K,) of a named schedule, cleanest level first.
+
+    Args:
+        num_levels: K, at least 1.
+        schedule: One of `SCHEDULES`.
+        beta_start: First beta of the linear schedules.
+        beta_end: Last beta of the linear schedules.
+
+    Raises:
+        ConfigError: If the schedule is unknown.
+    """
+    if schedule == "cosine":
+        return cosine_betas(num_levels).to(torch.float32)
+    if schedule == "linear":
+        return torch.linspace(beta_start, beta_end, num_levels, dtype=torch.float32)
+    if schedule == "scaled_linear":
+        return torch.linspace(beta_start**0.5, beta_end**0.5, num_levels, dtype=torch.float32) ** 2
+    raise ConfigError(f"process.schedule must be one of {', '.join(SCHEDULES)}; got '{schedule}'.")
+
+
+def cumulative_alphas(betas: Tensor) -> Tensor:
+    """Return the running products of 1 - beta (K,), multiplied in the precision of the betas."""
+    return torch.cumprod(1.0 - betas, dim=0)
+
+
+def time_of_level(tau: Tensor, num_levels: int) -> Tensor:
+    """Convert levels `tau` (any shape; -1 is clean) to sampling times, keeping a floating type."""
+    return 1.0 - (tau + 1.0) / num_levels
+
+
+def level_of_time(t: Tensor, num_levels: int) -> Tensor:
+    """Convert sampling times (any shape) to levels in [-1, K-1], exact where an integer is meant."""
+    tau = (1.0 - t.to(wide_dtype(t.device))) * num_levels - 1.0
+    nearest = tau.round()
+    return torch.where((tau - nearest).abs() < SNAP, nearest, tau).clamp(-1.0, num_levels - 1.0)
+
+
+def spaced_levels(num_levels: int, steps: int, spacing: str = "leading") -> list[int]:
+    """Choose the levels that a sampler visits, noisiest first.
+
+    Args:
+        num_levels: K.
+        steps: How many levels to visit, 1 to K.
+        spacing: `leading` takes multiples of K // steps and ends at 0; `trailing` starts at K-1;
+            `linspace` includes both ends.
+
+    Raises:
+        ConfigError: If steps does not fit or the spacing is unknown.
+
+    Source:
+        The timestep spacings of diffusers (arXiv 2305.08891, table 2).
+    """
+    if not 1 <= steps <= num_levels:
+        raise ConfigError(
+            f"sampler.steps must be between 1 and process.num_levels={num_levels}; got {steps}. "
+            "Lower sampler.steps or train with more levels."
+        )
+    if spacing == "leading":
+        return [i * (num_levels // steps) for i in reversed(range(steps))]
+    if spacing == "trailing":
+        return [round(num_levels - i * num_levels / steps) - 1 for i in range(steps)]
+    if spacing == "linspace":
+        return [round(i * (num_levels - 1) / max(steps - 1, 1)) for i in reversed(range(steps))]
+    raise ConfigError(f"sampler.spacing must be one of {', '.join(SPACINGS)}; got '{spacing}'.")

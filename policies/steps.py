@@ -1,0 +1,281 @@
+"""One denoising step: its coefficients, its mean, its density.
+
+Legend: B batch, K denoising steps, k step in the order of execution, M scored transitions, Th horizon,
+Da action width, D = 1 or Da; alpha, sigma signal and noise amplitudes.
+
+Every sampler that evaluates the network once per step is a table of coefficients::
+
+    (x0, eps) = linear in (x, pred)              what the prediction means
+    x0   <- clip(x0, clip_x0), eps <- eps + alpha / sigma (unclipped - clipped x0)   where recomputed
+    eps  <- clip(eps, eps_clip)
+    mean = to_x0 x0 + to_eps eps
+    x'   = mean + std clip(noise, noise_clip)
+
+Tables are built in float64; the loop reads Python floats. The same function computes the mean in the
+loop and when a stored transition is scored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.processes.path import Process
+
+LOG_2PI = math.log(2.0 * math.pi)
+
+
+class Coefficients(NamedTuple):
+    """Numbers of one step (floats), or tensors that broadcast against chunks.
+
+    The first seven spell the step out (module docstring). The others are the same arithmetic with as few
+    passes over the chunk as possible: `y = clip(x + ratio pred, limit)`, proportional to x0, and
+    `mean = mean_y y + mean_x x + mean_pred pred`.
+    """
+
+    x0_x: Any
+    x0_pred: Any
+    eps_x: Any
+    eps_pred: Any
+    slope: Any  # alpha / sigma where eps follows a clipped x0, else 0
+    to_x0: Any
+    to_eps: Any
+    ratio: Any
+    limit: Any
+    mean_y: Any
+    mean_x: Any
+    mean_pred: Any
+
+
+@dataclass(frozen=True, eq=False)
+class StepTable:
+    """A sampler laid out for one process: K steps, each a row of coefficients.
+
+    Shapes:
+        net_time: (K,) float32, what the backbone receives.
+        std: (K, D) float64, deviation of the injected noise.
+        schedule_std: (K, D) float64, the same before floors.
+        coefficients: (12, K, D) float64, in the order of `Coefficients`.
+
+    Attributes:
+        times: K+1 sampling times; `times[k]` is where step k starts.
+        alpha: K signal amplitudes at `times`.
+        sigma: K noise amplitudes at `times`.
+        predicts_x0: Whether the network output is x0 itself.
+        uses_pred: Whether the mean needs the prediction beside the clipped x0.
+    """
+
+    times: tuple[float, ...]
+    net_time: Tensor
+    std: Tensor
+    schedule_std: Tensor
+    coefficients: Tensor
+    alpha: tuple[float, ...]
+    sigma: tuple[float, ...]
+    predicts_x0: bool
+    uses_pred: bool
+    clip_x0: float | None
+    eps_clip: float | None
+    noise_clip: float | None
+    clip_action: float | None
+    rows: tuple[Coefficients, ...] = field(init=False, repr=False)
+    noisy: tuple[bool, ...] = field(init=False, repr=False)
+    _placed: dict[Any, Tensor] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Read the coefficients out as Python floats."""
+        columns = self.coefficients[:, :, 0].T.tolist() if self.coefficients.shape[-1] == 1 else []
+        object.__setattr__(self, "rows", tuple(Coefficients(*column) for column in columns))
+        object.__setattr__(self, "noisy", tuple((self.std > 0).any(dim=-1).tolist()))
+
+    @property
+    def num_steps(self) -> int:
+        """K."""
+        return len(self.times) - 1
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether no step injects noise."""
+        return not any(self.noisy)
+
+    def at(self, k: int | Tensor, x: Tensor) -> Coefficients:
+        """Return the coefficients of step k for chunks x (M, Th, Da): floats, or gathered rows (M, 1, D)."""
+        if isinstance(k, int) and self.rows:
+            return self.rows[k]
+        picked = self._on(x.device, x.dtype)[:, k]
+        return Coefficients(*(picked if isinstance(k, int) else picked.unsqueeze(2)).unbind(0))
+
+    def step_at(self, t: float) -> int:
+        """Return the first step whose sampling time is at least t.
+
+        Raises:
+            ConfigError: If every step starts before t.
+        """
+        for k in range(self.num_steps):
+            if self.times[k] >= t - 1e-6:
+                return k
+        raise ConfigError(
+            f"a start time must be at most {self.times[-2]:.4g}, where the last of {self.num_steps} "
+            f"denoising steps begins; got {t:.4g}. Start earlier or use more steps."
+        )
+
+    def _on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Return the coefficients on a device, placed there once."""
+        key = (device, dtype)
+        if key not in self._placed:
+            with torch.inference_mode(False):
+                self._placed[key] = self.coefficients.to(device=device, dtype=dtype)
+        return self._placed[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRules:
+    """What every sampler may limit.
+
+    Args:
+        clip_x0: Bound on the predicted clean chunk at every step, normalised units; None: no bound.
+        clip_action: Bound on the finished chunk; None: no bound.
+        noise_clip: Bound on standard-normal draws before scaling; None: no bound.
+        min_std: Floor on the noise of every step, normalised units.
+        final_std: Noise of the last step; None: as the schedule and the floor say.
+    """
+
+    clip_x0: float | None = 1.0
+    clip_action: float | None = None
+    noise_clip: float | None = 3.0
+    min_std: float = 0.0
+    final_std: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("clip_x0", "clip_action", "noise_clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"sampler.{name} must be positive or null; got {value}.")
+        for name in ("min_std", "final_std"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"sampler.{name} must not be negative; got {value}.")
+
+
+def lay_out(
+    process: Process,
+    rules: StepRules,
+    times: Sequence[float],
+    to_x0: Tensor,
+    to_eps: Tensor,
+    schedule_std: Tensor,
+    *,
+    recompute: bool = True,
+    eps_clip: float | None = None,
+) -> StepTable:
+    """Work out the coefficients of steps `mean = to_x0 x0 + to_eps eps`.
+
+    Shapes:
+        times: K+1 sampling times. to_x0, to_eps, schedule_std: (K, D) float64.
+
+    Args:
+        process: Gives the meaning of the prediction; asked in float64 at `times`.
+        rules: Clips and floors.
+        times: Where each step starts, and where the last one ends.
+        to_x0: Weight of x0 in the mean.
+        to_eps: Weight of eps in the mean.
+        schedule_std: Noise before floors.
+        recompute: Whether eps follows a clipped x0.
+        eps_clip: Bound on eps.
+    """
+    t = torch.tensor(times[:-1], dtype=torch.float64)
+    zero, one = torch.zeros_like(t), torch.ones_like(t)
+    alpha, sigma = process.alpha_sigma(t)
+    x0_x, eps_x = (process.convert(one, t, zero, process.kind, kind)[:, None] for kind in ("x0", "eps"))
+    x0_pred, eps_pred = (process.convert(zero, t, one, process.kind, kind)[:, None] for kind in ("x0", "eps"))
+    slope = (alpha / sigma)[:, None] if recompute else zero[:, None]
+    predicts_x0 = process.kind == "x0"
+    scale = x0_pred if predicts_x0 else x0_x
+    if rules.clip_x0 is None:
+        y, x, pred = zero[:, None], to_x0 * x0_x + to_eps * eps_x, to_x0 * x0_pred + to_eps * eps_pred
+    elif recompute:
+        y, x, pred = scale * (to_x0 - to_eps * slope), to_eps / sigma[:, None], zero[:, None]
+    else:
+        y, x, pred = scale * to_x0, to_eps * eps_x, to_eps * eps_pred
+    bound = math.inf if rules.clip_x0 is None else rules.clip_x0
+    spelled_out = (x0_x, x0_pred, eps_x, eps_pred, slope, to_x0, to_eps)
+    rows = (*spelled_out, x0_pred / scale, bound / scale, y, x, pred)
+    std = schedule_std.clamp(min=rules.min_std)
+    if rules.final_std is not None:
+        std[-1] = rules.final_std
+    return StepTable(
+        times=tuple(times),
+        net_time=process.net_time(t).to(torch.float32),
+        std=std,
+        schedule_std=schedule_std,
+        coefficients=torch.stack([row.expand_as(std) for row in rows]),
+        alpha=tuple(alpha.tolist()),
+        sigma=tuple(sigma.tolist()),
+        predicts_x0=predicts_x0,
+        uses_pred=bool((pred != 0).any()),
+        clip_x0=rules.clip_x0,
+        eps_clip=eps_clip,
+        noise_clip=rules.noise_clip,
+        clip_action=rules.clip_action,
+    )
+
+
+def transition(
+    table: StepTable, k: int | Tensor, x: Tensor, pred: Tensor, *, plus: Tensor | None = None
+) -> Tensor:
+    """Return the mean of the state after a step, plus a term the caller may hand in (scaled noise).
+
+    Shapes:
+        k: a step, or steps (M,) of one transition each.
+        x: (M, Th, Da) state, pred: (M, Th, Da) network output at (k, x).
+    """
+    if table.eps_clip is not None:
+        mean = merge_prediction(table, k, *split_prediction(table, k, x, pred))
+        return mean if plus is None else plus + mean
+    c = table.at(k, x)
+    if table.clip_x0 is None:
+        mean = c.mean_x * x if plus is None else _axpy(plus, x, c.mean_x)
+        return _axpy(mean, pred, c.mean_pred)
+    y = pred.clamp(-c.limit, c.limit) if table.predicts_x0 else _clamp_(_axpy(x, pred, c.ratio), c.limit)
+    mean = c.mean_y * y if plus is None else _axpy(plus, y, c.mean_y)
+    mean = _axpy(mean, x, c.mean_x)
+    return _axpy(mean, pred, c.mean_pred) if table.uses_pred else mean
+
+
+def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return the log density of each element of x under Normal(mean, std), unreduced."""
+    return -0.5 * ((x - mean) / std).square() - std.log() - 0.5 * LOG_2PI
+
+
+def _axpy(base: Tensor, x: Tensor, factor: float | Tensor) -> Tensor:
+    """Return base + factor x, for one factor or a tensor of them."""
+    return torch.add(base, x, alpha=factor) if isinstance(factor, float) else torch.addcmul(base, x, factor)
+
+
+def _clamp_(x: Tensor, limit: Any) -> Tensor:
+    """Clamp a fresh tensor in place."""
+    return x.clamp_(-limit, limit)
+
+
+def split_prediction(table: StepTable, k: int | Tensor, x: Tensor, pred: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the network's (x0, eps)."""
+    c = table.at(k, x)
+    return c.x0_x * x + c.x0_pred * pred, c.eps_x * x + c.eps_pred * pred
+
+
+def merge_prediction(table: StepTable, k: int | Tensor, x0: Tensor, eps: Tensor) -> Tensor:
+    """Clip (x0, eps) and return the mean of the next state."""
+    c = table.at(k, x0)
+    if table.clip_x0 is not None:
+        clipped = x0.clamp(-table.clip_x0, table.clip_x0)
+        x0, eps = clipped, eps + c.slope * (x0 - clipped)
+    if table.eps_clip is not None:
+        eps = eps.clamp(-table.eps_clip, table.eps_clip)
+    return c.to_x0 * x0 + c.to_eps * eps

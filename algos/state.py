@@ -99,7 +99,9 @@ class RunDirectory:
         """
         path = Path(path)
         if (path / _CONFIG).exists():
-            raise CheckpointError(f"{path} holds a run already. Continue it with resume={path}, or choose another.")
+            raise CheckpointError(
+                f"{path} holds a run already. Continue it with resume={path}, or choose another."
+            )
         (path / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         (path / "eval").mkdir(exist_ok=True)
         _write_text(path / _OVERRIDES, "".join(f"{line}\n" for line in overrides))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,8 +39,7 @@ def write_hdf5(path: str | Path) -> Iterator[h5py.File]:
     """Write a file under a temporary name and move it into place when everything is on disk."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, draft = tempfile.mkstemp(prefix=path.name, suffix=".part", dir=path.parent)
-    os.close(descriptor)
+    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         with h5py.File(draft, "w") as file:
             yield file
@@ -49,4 +47,4 @@ def write_hdf5(path: str | Path) -> Iterator[h5py.File]:
             os.fsync(written.fileno())
         os.replace(draft, path)
     finally:
-        Path(draft).unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from envs.datasets.scores import reference
 from envs.spec import EnvSpec
 from envs.vector import ChunkVector, StepResult
 from policies.errors import ConfigError
@@ -186,10 +187,10 @@ def _spec(
     speeds: tuple[str, ...],
     hz: float,
     limit: int,
-    scores: tuple[float, float],
 ) -> EnvSpec:
     if limit < 1:
         raise ConfigError(f"env.max_episode_steps must be at least 1; got {limit}.")
+    scores = reference(name)
     names = _names((*root, *joints), (*speeds, *joints))
     return EnvSpec(
         name=name,
@@ -202,7 +203,7 @@ def _spec(
         control_hz=hz,
         obs_names=names,
         action_names=tuple(_MOTOR.format(joint) for joint in joints),
-        reference_scores=scores,
+        reference_scores=(scores.min_return, scores.max_return),
     )
 
 
@@ -241,8 +242,7 @@ class Hopper(_Robot):
     @property
     def spec(self) -> EnvSpec:
         """Describe the task."""
-        scores = (-20.272305, 3234.3)
-        return _spec("hopper", _LEG, _ROOT, _SPEEDS, 125.0, self.max_episode_steps, scores)
+        return _spec("hopper", _LEG, _ROOT, _SPEEDS, 125.0, self.max_episode_steps)
 
     def noise(self, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]:
         """Draw uniform noise, positions first."""
@@ -283,8 +283,7 @@ class Walker2d(_Robot):
     def spec(self) -> EnvSpec:
         """Describe the task."""
         joints = (*_LEG, *(f"left {joint}" for joint in _LEG))
-        scores = (1.629008, 4592.3)
-        return _spec("walker2d", joints, _ROOT, _SPEEDS, 125.0, self.max_episode_steps, scores)
+        return _spec("walker2d", joints, _ROOT, _SPEEDS, 125.0, self.max_episode_steps)
 
     def noise(self, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]:
         """Draw uniform noise, positions first."""
@@ -322,8 +321,7 @@ class HalfCheetah(_Robot):
     def spec(self) -> EnvSpec:
         """Describe the task."""
         joints = tuple(f"{end} {joint}" for end in ("back", "front") for joint in ("thigh", "shin", "foot"))
-        scores = (-280.178953, 12135.0)
-        return _spec("halfcheetah", joints, _ROOT, _SPEEDS, 20.0, self.max_episode_steps, scores)
+        return _spec("halfcheetah", joints, _ROOT, _SPEEDS, 20.0, self.max_episode_steps)
 
     def noise(self, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]:
         """Draw uniform noise for positions, then normal noise for velocities."""

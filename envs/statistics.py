@@ -117,15 +117,9 @@ def paired_difference(
     before, after = np.asarray(before, np.float64), np.asarray(after, np.float64)
     if before.shape != after.shape:
         raise ConfigError(
-            f"a paired difference needs the same episodes on both sides; got {before.shape} and {after.shape}."
+            f"a paired difference needs the same episodes twice; got {before.shape} and {after.shape}."
         )
     return bootstrap_mean(after - before, confidence=confidence, num_resamples=num_resamples, seed=seed)
-
-
-def normalized_score(returns: np.ndarray | float, reference: tuple[float, float]) -> np.ndarray:
-    """Return D4RL scores in points: 0 for the random and 100 for the expert reference return."""
-    random, expert = reference
-    return 100.0 * (np.asarray(returns, np.float64) - random) / (expert - random)
 
 
 def _bootstrap(

@@ -1,0 +1,348 @@
+"""Evaluate policies by a written protocol: seeded episodes, rows that are kept, intervals, paired comparison.
+
+Episode i starts from seed `first_seed + i` and draws its sampling noise from a generator of its own; its
+row is the same, bit for bit on a CPU, for any number of environments and workers (see `envs.player`).
+
+Legend: E episodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import numpy as np
+
+from envs.episodes import EpisodeRow
+from envs.player import BLOCK_ROWS, EvaluatedPolicy, Evaluator, Player
+from envs.spec import EnvConfig
+from envs.statistics import Interval, bootstrap_mean, paired_difference, wilson
+from envs.vector import Array
+from envs.workers import start_workers
+from policies.errors import CapabilityError, CheckpointError, ConfigError
+
+_CHOICES = ("random", "zero")
+_VERSIONS = ("mujoco", "gymnasium", "burnish")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Per-episode rows and the protocol that they were made by.
+
+    Attributes:
+        rows: One per episode, in order.
+        protocol: Everything the numbers depend on but the policy; JSON values.
+    """
+
+    rows: tuple[EpisodeRow, ...]
+    protocol: dict[str, Any]
+
+    @property
+    def protocol_hash(self) -> str:
+        """SHA-256 of the canonical JSON of the protocol."""
+        text = json.dumps(self.protocol, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def values(self, quantity: str) -> Array:
+        """Return one number per episode (E,): `success`, `return`, `length`, or a metric of the task."""
+        if quantity == "return":
+            return np.array([row.return_ for row in self.rows])
+        if quantity in ("success", "length"):
+            return np.array([float(getattr(row, quantity)) for row in self.rows])
+        if self.rows and quantity in self.rows[0].metrics:
+            return np.array([row.metrics[quantity] for row in self.rows])
+        known = ["success", "return", "length", *(self.rows[0].metrics if self.rows else ())]
+        raise ConfigError(f"episodes have no quantity '{quantity}'; choose one of {known}.")
+
+    def summary(self) -> dict[str, Any]:
+        """Return means with 95 % intervals; `success` and `d4rl_score` only where defined."""
+        out: dict[str, Any] = {
+            "env": self.protocol["env"]["name"],
+            "episodes": len(self.rows),
+            "protocol_hash": self.protocol_hash,
+        }
+        for quantity in ("return", "length"):
+            out[quantity] = asdict(bootstrap_mean(self.values(quantity)))
+        if self.protocol["env"]["success_rule"]:
+            out["success"] = asdict(wilson(int(self.values("success").sum()), len(self.rows)))
+        if self.protocol["env"]["reference_scores"]:
+            out["d4rl_score"] = asdict(bootstrap_mean(self.d4rl_scores()))
+        return out
+
+    def d4rl_scores(self) -> Array:
+        """Return (E,) scores in points: 0 for the random and 100 for the expert reference return.
+
+        Raises:
+            ConfigError: If the task has no reference returns.
+        """
+        reference = self.protocol["env"]["reference_scores"]
+        if not reference:
+            raise ConfigError(f"env={self.protocol['env']['name']} has no D4RL reference returns.")
+        random, expert = reference
+        return 100.0 * (self.values("return") - random) / (expert - random)
+
+    def to_json(self) -> str:
+        """Return protocol, hash, summary and rows as JSON (without recorded trajectories)."""
+        data = {
+            "protocol": self.protocol,
+            "protocol_hash": self.protocol_hash,
+            "summary": self.summary(),
+            "rows": [_row_to_json(row) for row in self.rows],
+        }
+        return json.dumps(data, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Evaluation:
+        """Read `to_json`.
+
+        Raises:
+            CheckpointError: If the text is no evaluation or its protocol was changed.
+        """
+        try:
+            data = json.loads(text)
+            out = cls(tuple(_row_from_json(row) for row in data["rows"]), data["protocol"])
+            expected = data["protocol_hash"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"this is not the JSON of an evaluation ({error!r}).") from error
+        if out.protocol_hash != expected:
+            raise CheckpointError(
+                f"the protocol of this evaluation does not have the hash stored with it "
+                f"({out.protocol_hash[:12]} instead of {expected[:12]}): the file was edited. Evaluate again."
+            )
+        return out
+
+
+def evaluate(
+    policy: EvaluatedPolicy,
+    env: EnvConfig,
+    *,
+    episodes: int = 100,
+    first_seed: int = 0,
+    num_envs: int = 16,
+    num_workers: int = 0,
+    start_noise: str = "random",
+    sampling_noise: str = "random",
+    steps: int | None = None,
+    noise_seed: int = 0,
+    keep_observations: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Run a policy for a number of seeded episodes.
+
+    Args:
+        policy: The policy; left as it is.
+        env: The task.
+        episodes: E; at least 100 for numbers that are reported.
+        first_seed: Seed of episode 0; episode i has `first_seed + i`.
+        num_envs: Environments in all; does not change the result.
+        num_workers: Processes; 0 stays in this one. Does not change the result.
+        start_noise: `random` or `zero`: the noise that denoising starts from.
+        sampling_noise: `random` or `zero`: the noise of a stochastic sampler's steps.
+        steps: Denoising steps; None: the policy's own.
+        noise_seed: Root of the episodes' noise generators.
+        keep_observations: Keep `observations` and `actions` of every control step in the rows.
+        on_progress: Called with (episodes done, E).
+
+    Raises:
+        ConfigError: If an argument is out of range or the policy does not fit the task.
+        CapabilityError: If `steps` is given and the policy's sampler has no number of steps.
+    """
+    if episodes < 1 or num_envs < 1 or num_workers < 0:
+        raise ConfigError(
+            f"episodes and num_envs must be at least 1, num_workers at least 0; "
+            f"got {episodes}, {num_envs}, {num_workers}."
+        )
+    switches = {"start_noise": start_noise, "sampling_noise": sampling_noise}
+    for name, value in switches.items():
+        if value not in _CHOICES:
+            raise ConfigError(f"{name} must be one of {_CHOICES}; got '{value}'.")
+    _check_fit(policy, env)
+    protocol = {
+        "env": _describe(env),
+        "episodes": episodes,
+        "first_seed": first_seed,
+        **switches,
+        "steps": steps,
+        "noise_seed": noise_seed,
+        "block_rows": BLOCK_ROWS,
+        "engine": "exact",
+        "versions": {name: _version(name) for name in _VERSIONS},
+    }
+    player = Player(
+        with_steps(policy, steps), first_seed, noise_seed, start_noise, sampling_noise, keep_observations
+    )
+    counter = _Counter(episodes, on_progress)
+    rows = _play(player, env, episodes, num_envs, num_workers, counter)
+    return Evaluation(tuple(sorted(rows, key=lambda row: row.episode)), protocol)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A paired difference `after - before` on common episodes."""
+
+    quantity: str
+    before: float
+    after: float
+    difference: Interval
+    episodes: int
+    same_protocol: bool
+
+
+def compare(
+    before: Evaluation | Sequence[Evaluation],
+    after: Evaluation | Sequence[Evaluation],
+    *,
+    quantity: str | None = None,
+) -> Comparison:
+    """Compare two policies on the episodes that both have played.
+
+    Args:
+        before: One evaluation, or one per training seed.
+        after: As many.
+        quantity: See `Evaluation.values`; None: success where the task has it, else the return.
+
+    Raises:
+        ConfigError: If tasks or numbers of evaluations differ, or no episode is common to all.
+    """
+    left = [before] if isinstance(before, Evaluation) else list(before)
+    right = [after] if isinstance(after, Evaluation) else list(after)
+    if len(left) != len(right) or not left:
+        raise ConfigError(
+            f"compare needs as many evaluations before as after; got {len(left)} and {len(right)}."
+        )
+    tasks = [evaluation.protocol["env"] for evaluation in (*left, *right)]
+    if any(task != tasks[0] for task in tasks):
+        raise ConfigError(
+            f"compare needs one task; got {[(task['name'], task['options']) for task in tasks]}."
+        )
+    quantity = quantity or ("success" if tasks[0]["success_rule"] else "return")
+    seeds = sorted(set.intersection(*({row.seed for row in e.rows} for e in (*left, *right))))
+    if not seeds:
+        raise ConfigError(
+            "the evaluations have no episode seed in common; evaluate with the same first_seed."
+        )
+    a, b = (np.stack([_by_seed(e, quantity, seeds) for e in side]) for side in (left, right))
+    return Comparison(
+        quantity,
+        float(a.mean()),
+        float(b.mean()),
+        paired_difference(a, b),
+        a.size,
+        len({evaluation.protocol_hash for evaluation in (*left, *right)}) == 1,
+    )
+
+
+def with_steps(policy: EvaluatedPolicy, steps: int | None) -> EvaluatedPolicy:
+    """Return the policy, denoising in a given number of steps; None leaves it as it is.
+
+    Raises:
+        CapabilityError: If its sampler has no number of steps.
+    """
+    if steps is None:
+        return policy
+    sampler = getattr(policy, "sampler", None)
+    has_steps = is_dataclass(sampler) and any(f.name == "steps" for f in fields(sampler))
+    if not has_steps or not hasattr(policy, "with_sampler"):
+        raise CapabilityError(
+            f"steps={steps} needs a policy whose sampler has a number of steps; {type(policy).__name__} has "
+            f"none. Leave steps out."
+        )
+    view: EvaluatedPolicy = policy.with_sampler(replace(sampler, steps=steps))  # type: ignore[type-var]
+    return view
+
+
+class _Counter:
+    """Adds up the episodes that workers report."""
+
+    def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
+        self._done, self._total, self._on_progress = 0, total, on_progress
+
+    def __call__(self, ended: int) -> None:
+        """Count some more."""
+        self._done += ended
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._total)
+
+
+def _play(
+    player: Player, env: EnvConfig, episodes: int, num_envs: int, num_workers: int, counter: _Counter
+) -> list[EpisodeRow]:
+    """Divide the episodes over workers and collect their rows."""
+    count = min(max(1, num_workers), episodes, num_envs)
+    shares = [part.tolist() for part in np.array_split(np.arange(episodes), count)]
+    widths = [len(part) for part in np.array_split(np.arange(num_envs), count)]
+    policy: Any = player.policy
+    was_training = getattr(policy, "training", False)
+    if was_training:
+        policy.eval()
+    try:
+        sent = pickle.dumps(player, protocol=5) if num_workers else player
+        arguments = [(env, sent, share, width) for share, width in zip(shares, widths, strict=True)]
+        workers = start_workers(Evaluator, arguments, processes=num_workers > 0)
+        try:
+            return [row for rows in workers.call("run", [()] * count, on_message=counter) for row in rows]
+        finally:
+            workers.close()
+    finally:
+        if was_training:
+            policy.train()
+
+
+def _check_fit(policy: EvaluatedPolicy, env: EnvConfig) -> None:
+    """Refuse a policy of other widths before any simulator starts."""
+    pairs = [("action", policy.chunk.action_dim, env.spec.action_dim)]
+    if hasattr(policy, "obs_dim"):
+        pairs.append(("observation", policy.obs_dim, env.spec.obs_dim))
+    for what, has, needs in pairs:
+        if has != needs:
+            raise ConfigError(f"env={env.spec.name} has {what} width {needs}; the policy has {has}.")
+
+
+def _describe(env: EnvConfig) -> dict[str, Any]:
+    """Describe a task by JSON values."""
+    spec = env.spec
+    options: dict[str, Any] = asdict(env) if is_dataclass(env) and not isinstance(env, type) else {}
+    description: dict[str, Any] = json.loads(
+        json.dumps(
+            {
+                "name": spec.name,
+                "options": options,
+                "max_episode_steps": spec.max_episode_steps,
+                "success_rule": spec.success_rule,
+                "reference_scores": spec.reference_scores,
+            }
+        )
+    )
+    return description
+
+
+@cache
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _by_seed(evaluation: Evaluation, quantity: str, seeds: Sequence[int]) -> Array:
+    """Return a quantity (len(seeds),) in the order of the seeds."""
+    values = dict(zip((row.seed for row in evaluation.rows), evaluation.values(quantity), strict=True))
+    return np.array([values[seed] for seed in seeds])
+
+
+def _row_to_json(row: EpisodeRow) -> dict[str, Any]:
+    data = {f.name: getattr(row, f.name) for f in fields(row) if f.compare}
+    data["metrics"] = {name: value if math.isfinite(value) else None for name, value in row.metrics.items()}
+    return data
+
+
+def _row_from_json(data: Mapping[str, Any]) -> EpisodeRow:
+    metrics = {name: math.nan if value is None else value for name, value in data["metrics"].items()}
+    return EpisodeRow(**{**data, "metrics": metrics})

@@ -16,6 +16,9 @@ from envs.rollout import Rollout
 from policies.policy import Policy
 from policies.protocols import Cond
 
+Critic = Callable[[Tensor], Tensor]
+"""Maps normalised observations (B, C) to values (B,)."""
+
 VALUE_ROWS = 4096
 """Rows of one forward pass of the critic outside of training; keeps activations in the cache."""
 
@@ -42,11 +45,11 @@ class Experience:
 
 
 @torch.no_grad()
-def evaluate_rows(critic: Callable[[Cond], Tensor], cond: Cond) -> Tensor:
+def evaluate_rows(critic: Critic, cond: Cond) -> Tensor:
     """Return the critic's values (M,) float64, in cache-sized pieces."""
     if not len(cond):
         return cond.vec.new_zeros(0, dtype=torch.float64)
-    return torch.cat([critic(Cond(rows)) for rows in cond.vec.split(VALUE_ROWS)]).double()
+    return torch.cat([critic(rows) for rows in cond.vec.split(VALUE_ROWS)]).double()
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Appraisal:
     paper_compat: bool
 
     def __call__(
-        self, rollout: Rollout, policy: Policy, critic: Callable[[Cond], Tensor], scaler: RewardScaler | None
+        self, rollout: Rollout, policy: Policy, critic: Critic, scaler: RewardScaler | None
     ) -> Experience:
         """Scale the rewards, evaluate the critic on every observation once, estimate advantages.
 
@@ -86,7 +89,7 @@ class Appraisal:
         return Experience(cond, record, *columns)
 
     def successors(
-        self, rollout: Rollout, policy: Policy, critic: Callable[[Cond], Tensor], value: Tensor
+        self, rollout: Rollout, policy: Policy, critic: Critic, value: Tensor
     ) -> Tensor:
         """Return the values (T, N) of what really followed; the next stored values under `paper_compat`."""
         last = evaluate_rows(critic, encode(policy, rollout.next_obs_last)).cpu()

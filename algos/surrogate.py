@@ -129,7 +129,7 @@ class PpoLearner:
         config: Hyper-parameters.
         ratio: How the new policy's probabilities are compared with the old one's.
         actor: Parameters in training.
-        critic: Maps a condition to values (B,).
+        critic: Maps normalised observations (B, C) to values (B,).
         cloning: Optional term that keeps the policy near the one it started from.
         num_threads: Gradient threads.
 
@@ -303,7 +303,9 @@ class PpoLearner:
     ) -> tuple[Tensor, Tensor]:
         """Return this chunk's share of the value loss; distinct states (U,) count as often as they occur."""
         target, old = experience.target.index_select(0, state), experience.value.index_select(0, state)
-        losses = value_losses(self.critic(experience.cond.rows(state)), target, old, self.config.value_clip)
+        losses = value_losses(
+            self.critic(experience.cond.rows(state).vec), target, old, self.config.value_clip
+        )
         loss = (losses * count).sum() / total
         return self.config.vf_coef * loss, loss
 

@@ -242,7 +242,10 @@ class RunDirectory:
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{path} is damaged: {str(error).splitlines()[0]}") from None
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise CheckpointError(
+                f"{path} is damaged ({reason}). Remove its checkpoint to continue from the one before."
+            ) from None
         if not isinstance(state, dict) or state.get("format") != STATE_FORMAT:
             found = state.get("format") if isinstance(state, dict) else type(state).__name__
             raise CheckpointError(f"{path} must have format {STATE_FORMAT}; got {found}.")

@@ -1,0 +1,323 @@
+"""Behaviour cloning with any process: regression of the matching loss on windows of demonstrations.
+
+Equation: minimise E[ mask * loss(policy, s, a, t, eps) ] / E[mask] over windows (s, a), times t and noise
+eps; the loss is the policy's own (denoising error, velocity error, or negative log-likelihood).
+
+Deviations from the reference implementations of arXiv 2303.04137 and 2409.00588:
+    - padded actions are masked and the loss is averaged over recorded entries (`dp_compat_mean` counts
+      padding like data);
+    - the learning rate follows gradient steps, not epochs;
+    - the average of the weights adapts to the length of the run by default (`ema=delayed` with
+      ema_decay=0.995, ema_every=10 is that of DPPO);
+    - what is shipped, validated and evaluated is always the average, of all parts of the policy.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from algos.base import Metrics, Setup
+from algos.optim import DecayRule, DelayedDecay, Ema, PowerDecay, warmup_cosine
+from algos.plain import capture_generator, restore_generator, seeded_generator
+from algos.sources import Demonstrations, Shuffle, Source
+from algos.validation import Validation, masked_mean
+from envs.datasets.episodes import EpisodeDataset
+from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.policy import Policy, build_policy
+from policies.protocols import MatchingLoss
+from policies.registry import register
+
+_log = logging.getLogger(__name__)
+
+EMA_RULES = ("power", "delayed")
+
+
+@register("algo", "bc")
+@dataclass
+class BcConfig:
+    """Behaviour cloning.
+
+    Source:
+        Diffusion Policy (arXiv 2303.04137) and the pre-training of DPPO (arXiv 2409.00588).
+    """
+
+    steps: int = 20_000  # gradient steps
+    epochs: float | None = None  # passes over the data; replaces `steps`
+    batch_size: int = 256  # windows
+    lr: float = 1e-3  # AdamW, highest rate
+    min_lr: float = 1e-4  # rate at the first and the last step
+    warmup_steps: int = 100  # gradient steps of linear rise
+    weight_decay: float = 1e-6
+    max_grad_norm: float | None = None  # None: gradients are not clipped
+    ema: str = "power"  # power: 1 - (1 + step)^-3/4 up to ema_decay; delayed: ema_decay after ema_start
+    ema_decay: float = 0.9999  # share of the old average (power: the largest)
+    ema_start: int = 0  # gradient steps for which the average only copies the weights
+    ema_every: int = 1  # gradient steps between two changes of the average (delayed)
+    pad_end: bool = True  # windows may reach behind the end of an episode, masked
+    dp_compat_mean: bool = False  # average over padding too, as Diffusion Policy does
+    block_steps: int = 100  # gradient steps between two reports
+    validation_fraction: float = 0.05  # share of the episodes held out, rounded down
+    validation_every: int | None = None  # gradient steps; None: a tenth of the run; 0: at the end only
+    validation_windows: int = 256  # held-out windows that are used, at most
+    validation_samples: int = 4  # chunks sampled for each
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in (
+            "steps",
+            "batch_size",
+            "block_steps",
+            "ema_every",
+            "validation_windows",
+            "validation_samples",
+        ):
+            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+        _require(self.epochs is None or self.epochs > 0, "epochs", "positive, or null", self.epochs)
+        _require(self.lr > 0, "lr", "positive", self.lr)
+        _require(0 <= self.min_lr <= self.lr, "min_lr", f"in 0..lr={self.lr}", self.min_lr)
+        _require(self.warmup_steps >= 0, "warmup_steps", "0 or more", self.warmup_steps)
+        _require(self.weight_decay >= 0, "weight_decay", "0 or more", self.weight_decay)
+        _require(self.ema in EMA_RULES, "ema", f"one of {', '.join(EMA_RULES)}", self.ema)
+        _require(0 <= self.ema_decay < 1, "ema_decay", "in [0, 1)", self.ema_decay)
+        _require(self.ema_start >= 0, "ema_start", "0 or more", self.ema_start)
+        norm, fraction, every = self.max_grad_norm, self.validation_fraction, self.validation_every
+        _require(norm is None or norm > 0, "max_grad_norm", "positive, or null", norm)
+        _require(0 <= fraction < 1, "validation_fraction", "in [0, 1)", fraction)
+        _require(every is None or every >= 0, "validation_every", "0 or more, or null", every)
+
+    def build(self, setup: Setup) -> Bc:
+        """Check the setup and return the algorithm, ready to advance.
+
+        Raises:
+            ConfigError: If there is no dataset, or widths of dataset, environment and policy differ.
+            DatasetError: If the dataset has no window.
+            CapabilityError: If the policy to start from has no matching loss.
+        """
+        return Bc(self, setup)
+
+    def num_steps(self, num_windows: int) -> int:
+        """Return the gradient steps of a run on so many windows."""
+        if self.epochs is None:
+            return self.steps
+        return max(math.ceil(self.epochs * num_windows / self.batch_size), 1)
+
+    def ema_rule(self) -> DecayRule:
+        """Return how the averaged weights follow."""
+        if self.ema == "delayed":
+            return DelayedDecay(self.ema_decay, self.ema_start, self.ema_every)
+        return PowerDecay(max_value=self.ema_decay, update_after=self.ema_start)
+
+
+def _require(holds: bool, name: str, rule: str, value: object) -> None:
+    if not holds:
+        raise ConfigError(f"algo.{name} must be {rule}; got {value}.")
+
+
+class Bc:
+    """A cloning run in progress; see `BcConfig`.
+
+    Attributes:
+        policy: The weights that are trained; what is shipped is their average (`snapshot`).
+    """
+
+    unit = "gradient_steps"
+
+    def __init__(self, config: BcConfig, setup: Setup) -> None:
+        self.config = config
+        dataset = _dataset_of(setup)
+        self.policy = _start_policy(setup, dataset).to(setup.device).train()
+        train, held_out = _hold_out(dataset.to(setup.device), config, setup.seed)
+        self._source = self._windows(train)
+        self._done, self._total = 0, config.num_steps(self._source.num)
+        _require(
+            config.warmup_steps < self._total,
+            "warmup_steps",
+            f"below {self._total} steps",
+            config.warmup_steps,
+        )
+        self._validation = self._validation_on(held_out, setup.seed)
+        self._shuffle = Shuffle(self._source.num, seeded_generator(setup.seed, "windows", setup.device))
+        self._generator = seeded_generator(setup.seed, "matching", setup.device)
+        self._parameters = [p for p in self.policy.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True
+        )
+        self._ema = Ema(self.policy, config.ema_rule())
+
+    @property
+    def progress(self) -> int:
+        """Gradient steps done."""
+        return self._done
+
+    @property
+    def total(self) -> int:
+        """Gradient steps to do."""
+        return self._total
+
+    def advance(self) -> Metrics:
+        """Take a block of gradient steps and report its mean loss; validate when it is due."""
+        before, start = self._done, time.perf_counter()
+        count = min(self.config.block_steps, self._total - before)
+        loss = torch.zeros((), device=self._source.device)
+        for _ in range(count):
+            self._set_lr()
+            loss += self._step(self._source.gather(self._shuffle.take(self.config.batch_size)))
+            self._done += 1
+        metrics: Metrics = {
+            "policy/loss": loss / count,
+            "policy/weight_norm": nn.utils.get_total_norm(self._parameters).detach(),
+            "policy/lr": self._optimizer.param_groups[0]["lr"],
+            "time/steps_per_s": count / (time.perf_counter() - start),
+        }
+        return metrics | self._validate_if_due(before)
+
+    def _step(self, batch: Demonstrations) -> Tensor:
+        """Take one gradient step and return its loss, detached; nothing is read back to the host."""
+        loss = self._loss(batch)
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if self.config.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._parameters, self.config.max_grad_norm, foreach=True)
+        self._optimizer.step()
+        self._ema.update(self.policy)
+        return loss.detach()
+
+    def _loss(self, batch: Demonstrations) -> Tensor:
+        """Return the matching loss, averaged over recorded entries."""
+        policy = self.policy
+        te = policy.sample_te(len(batch.action), generator=self._generator)
+        action = policy.normalize_action(batch.action)
+        if self.config.dp_compat_mean:
+            return policy.matching_loss(policy.encode(batch.obs), action, te, reduce="mean")
+        loss = policy.matching_loss(policy.encode(batch.obs), action, te, reduce="step")  # (B, Th)
+        return masked_mean(loss, batch.mask)
+
+    def _set_lr(self) -> None:
+        """Set the learning rate of the coming step."""
+        c = self.config
+        lr = warmup_cosine(self._done, lr=c.lr, min_lr=c.min_lr, warmup=c.warmup_steps, cycle=self._total)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+
+    def _validate_if_due(self, before: int) -> Metrics:
+        """Validate the averaged weights at the multiples of `validation_every` and at the end."""
+        every = self.config.validation_every
+        every = max(self._total // 10, 1) if every is None else every
+        due = self._done >= self._total or (every > 0 and self._done // every > before // every)
+        if self._validation is None or not due:
+            return {}
+        return self._validation.measure(self._ema.module)
+
+    def snapshot(self) -> Policy:
+        """Return a copy of the averaged policy, in evaluation mode."""
+        return copy.deepcopy(self._ema.module).eval()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a bit-exact continuation needs."""
+        return {
+            "done": self._done,
+            "total": self._total,
+            "policy": self.policy.state_dict(),
+            "ema": self._ema.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "shuffle": self._shuffle.state_dict(),
+            "generator": capture_generator(self._generator),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        if state["total"] != self._total:
+            raise CheckpointError(
+                f"the checkpoint belongs to a run of {state['total']} gradient steps, this one has "
+                f"{self._total}, so learning rates differ. Resume with the same algo.steps, or start a run "
+                f"from its policy (init=<policy directory>)."
+            )
+        self._shuffle.load_state_dict(state["shuffle"])
+        self.policy.load_state_dict(state["policy"])
+        self._ema.load_state_dict(state["ema"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        restore_generator(self._generator, state["generator"])
+        self._done = int(state["done"])
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+    def _windows(self, dataset: EpisodeDataset) -> Source:
+        chunk, pad = self.policy.chunk, self.config.pad_end
+        return Source(dataset, chunk, pad_end=pad, goal_dim=self.policy.goal_dim)
+
+    def _validation_on(self, held_out: EpisodeDataset | None, seed: int) -> Validation | None:
+        if held_out is None:
+            return None
+        windows, samples = self.config.validation_windows, self.config.validation_samples
+        return Validation(self._windows(held_out), num_windows=windows, num_samples=samples, seed=seed)
+
+
+def _dataset_of(setup: Setup) -> EpisodeDataset:
+    """Return the dataset after comparing its widths with those of the environment."""
+    if setup.dataset is None:
+        raise ConfigError("algo=bc needs demonstrations; got none. Give dataset=<file>.")
+    dataset = setup.dataset
+    if setup.env is not None:
+        spec = setup.env.spec
+        _compare(dataset, f"env '{spec.name}'", spec.obs_dim, spec.action_dim)
+    if setup.init is not None:
+        _compare(dataset, "the policy of init", setup.init.obs_dim, setup.init.chunk.action_dim)
+    return dataset
+
+
+def _compare(dataset: EpisodeDataset, other: str, obs_dim: int, action_dim: int) -> None:
+    """Refuse a dataset of another task."""
+    for what, got, want in (
+        ("observation", dataset.obs_dim, obs_dim),
+        ("action", dataset.action_dim, action_dim),
+    ):
+        if got != want:
+            raise ConfigError(
+                f"{other} has {what} width {want}, but {dataset.source} has {what} width {got}. "
+                f"Use a dataset of the same task."
+            )
+
+
+def _start_policy(setup: Setup, dataset: EpisodeDataset) -> Policy:
+    """Return a fresh policy with the dataset's statistics, or a copy of the one to start from."""
+    if setup.init is not None:
+        policy = setup.init.clone().requires_grad_(True)
+    else:
+        policy = build_policy(
+            setup.policy,
+            obs_dim=dataset.obs_dim,
+            action_dim=dataset.action_dim,
+            goal_dim=setup.env.spec.goal_dim if setup.env is not None else 0,
+            statistics=dataset.statistics(),
+            seed=setup.seed,
+        )
+    if not isinstance(policy, MatchingLoss):
+        raise CapabilityError(
+            f"algo=bc needs a policy with a matching loss; {type(policy).__name__} has none. "
+            f"Use process=diffusion, flow or gaussian."
+        )
+    if policy.goal_dim and "goal" not in dataset.extras:
+        raise ConfigError(f"the policy is conditioned on goals; {dataset.source} has no key 'goal'.")
+    return policy
+
+
+def _hold_out(
+    dataset: EpisodeDataset, config: BcConfig, seed: int
+) -> tuple[EpisodeDataset, EpisodeDataset | None]:
+    """Split off whole episodes for validation; none when the share is below one episode."""
+    count = int(config.validation_fraction * dataset.num_episodes)
+    if count == 0:
+        _log.info(
+            "no validation: %.3g of %d episodes is none.", config.validation_fraction, dataset.num_episodes
+        )
+        return dataset, None
+    return dataset.split(count / dataset.num_episodes, seed=seed)

@@ -1,0 +1,87 @@
+"""Numbers on their way to the disk."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from algos.metrics import TensorBoardWriter, append_jsonl, broken, read_jsonl, read_out, truncate_jsonl
+from policies.errors import ConfigError, MissingExtraError
+
+
+def test_read_out_keeps_names_order_and_values() -> None:
+    metrics = {"b/x": torch.tensor([2.0]), "a/y": 1, "c/z": torch.tensor(3), "d/w": torch.tensor(True)}
+    assert list(read_out(metrics).items()) == [("b/x", 2.0), ("a/y", 1.0), ("c/z", 3.0), ("d/w", 1.0)]
+
+
+def test_read_out_refuses_vectors_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"'a/b' must be one number; got shape \(2,\)"):
+        read_out({"a/b": torch.zeros(2)})
+
+
+def test_only_losses_and_norms_can_break_a_run() -> None:
+    nan = math.nan
+    values = {
+        "policy/loss": nan,
+        "critic/value_loss": math.inf,
+        "policy/weight_norm": nan,
+        "rollout/return": nan,
+    }
+    assert broken(values) == ["policy/loss", "critic/value_loss", "policy/weight_norm"]
+    assert broken({"policy/loss": 1.0, "policy/lossless": nan, "normal/x": nan}) == []
+
+
+@given(st.dictionaries(st.text(min_size=1), st.floats(), max_size=5), st.integers(0, 10**12))
+def test_rows_return_and_are_valid_json(
+    tmp_path_factory: pytest.TempPathFactory, values: dict[str, float], step: int
+) -> None:
+    path = tmp_path_factory.mktemp("rows") / "metrics.jsonl"
+    values.pop("step", None)
+    append_jsonl(path, values, step)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    for line in path.read_text().split("\n")[:-1]:
+        json.loads(line, parse_constant=refuse)
+    expected = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    assert read_jsonl(path) == [{"step": step, **expected}]
+
+
+def test_row_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        append_jsonl(path, {"a/b": 1.0}, step)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert [row["step"] for row in read_jsonl(path)] == [1]
+
+
+def test_truncation_cuts_at_the_size_and_drops_partial_rows(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_jsonl(path, {"a/b": 1.0}, 1)
+    size = path.stat().st_size
+    append_jsonl(path, {"a/b": 1.0}, 2)
+    truncate_jsonl(path, size)
+    assert [row["step"] for row in read_jsonl(path)] == [1]
+    with path.open("a") as file:
+        file.write('{"step"')
+    truncate_jsonl(path, 10_000)
+    assert path.stat().st_size == size
+
+
+def test_missing_file_is_empty(tmp_path: Path) -> None:
+    truncate_jsonl(tmp_path / "none", 0)
+    assert read_jsonl(tmp_path / "none") == []
+
+
+def test_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MissingExtraError, match=r"burnish\[tensorboard\]"):
+        TensorBoardWriter(tmp_path)

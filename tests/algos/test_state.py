@@ -1,0 +1,286 @@
+"""The run directory: nothing half-written is ever visible, and nothing that is saved runs code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from random_walk import tiny_policy
+
+import algos.state
+from algos.plain import (
+    capture_generator,
+    capture_global_rng,
+    from_plain,
+    restore_generator,
+    restore_global_rng,
+    seeded_generator,
+    to_plain,
+)
+from algos.state import RunDirectory
+from policies.errors import CheckpointError, ConfigError
+from policies.folder import load_policy
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "demo", {"algo": {"lr": 0.1}}, ["algo.lr=0.1"], day="2025-01-02")
+
+
+def test_new_run_describes_itself(run: RunDirectory, tmp_path: Path) -> None:
+    assert run.path == tmp_path / "2025-01-02" / "demo"
+    assert run.config == {"algo": {"lr": 0.1}}
+    assert run.overrides == ["algo.lr=0.1"]
+    facts = json.loads((run.path / "environment.json").read_text())
+    assert facts["packages"]["torch"] == torch.__version__
+    assert facts["torch_threads"] == torch.get_num_threads()
+
+
+def test_taken_names_are_counted_up(run: RunDirectory, tmp_path: Path) -> None:
+    again = RunDirectory.create(tmp_path, "demo", {}, day="2025-01-02")
+    assert again.path.name == "demo-2"
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden"])
+def test_names_that_leave_the_folder_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="plain folder name"):
+        RunDirectory.create(tmp_path, name, {})
+
+
+def test_something_else_is_not_a_run(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a run directory"):
+        RunDirectory.open(tmp_path)
+
+
+def test_checkpoint_returns_what_was_saved(run: RunDirectory) -> None:
+    policy = tiny_policy()
+    run.save_checkpoint(7, policy, {"algorithm": {"count": 3, "x": np.arange(2.0), "pair": (1, None)}})
+    state = RunDirectory.open(run.path).load_training_state()
+    assert state["algorithm"]["count"] == 3
+    assert state["algorithm"]["pair"] == (1, None)
+    np.testing.assert_array_equal(state["algorithm"]["x"], np.arange(2.0))
+    assert os.readlink(run.path / "checkpoints" / "last") == "7"
+    shipped = load_policy(run.policy_path())
+    torch.testing.assert_close(shipped.state_dict(), policy.state_dict(), rtol=0, atol=0)
+
+
+def test_training_state_loads_without_running_code(run: RunDirectory) -> None:
+    run.save_checkpoint(
+        1, tiny_policy(), {"algorithm": {"numpy": capture_generator(np.random.default_rng(0))}}
+    )
+    path = run.checkpoint_path() / "training_state" / "state.pt"
+    assert torch.load(path, weights_only=True)["step"] == 1
+
+
+def test_objects_are_refused_when_saved_and_leave_nothing(run: RunDirectory) -> None:
+    with pytest.raises(CheckpointError, match=r"\['algorithm'\]\['thing'\].*got object"):
+        run.save_checkpoint(1, tiny_policy(), {"algorithm": {"thing": object()}})
+    assert list((run.path / "checkpoints").iterdir()) == []
+
+
+def test_checkpoint_is_never_rewritten(run: RunDirectory) -> None:
+    run.save_checkpoint(1, tiny_policy(), {})
+    with pytest.raises(CheckpointError, match="never rewritten"):
+        run.save_checkpoint(1, tiny_policy(), {})
+
+
+def test_missing_step_lists_what_there_is(run: RunDirectory) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint yet"):
+        run.load_training_state()
+    run.save_checkpoint(4, tiny_policy(), {})
+    with pytest.raises(CheckpointError, match=r"no checkpoint 5; it has \[4\]"):
+        run.load_training_state(5)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def overwrite(path: Path) -> None:
+    path.write_bytes(b"not a training state")
+
+
+@pytest.mark.parametrize("damage", [truncate, overwrite, lambda path: path.write_bytes(b"")])
+def test_damaged_state_is_one_clear_error(run: RunDirectory, damage: Callable[[Path], None]) -> None:
+    run.save_checkpoint(1, tiny_policy(), {"x": torch.zeros(100)})
+    damage(run.checkpoint_path() / "training_state" / "state.pt")
+    with pytest.raises(CheckpointError, match=r"state.pt is damaged"):
+        run.load_training_state()
+
+
+def test_state_that_would_run_code_is_refused(run: RunDirectory, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple:
+            return (os.mkdir, (str(tmp_path / "ran"),))
+
+    run.save_checkpoint(1, tiny_policy(), {})
+    torch.save({"format": 1, "evil": Evil()}, run.checkpoint_path() / "training_state" / "state.pt")
+    with pytest.raises(CheckpointError, match="damaged"):
+        run.load_training_state()
+    assert not (tmp_path / "ran").exists()
+
+
+class Cut(BaseException):
+    """Stands for the end of the process."""
+
+
+CALLS = ("os.rename", "os.replace", "os.symlink", "os.fsync", "torch.save", "shutil.rmtree")
+
+
+def cut_at(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
+    """Let the process end before its `moment`-th call that touches the disk; clean-up does not run."""
+    count = 0
+
+    def wrap(call: Callable) -> Callable:
+        def wrapped(*args: object, **kwargs: object) -> object:
+            nonlocal count
+            count += 1
+            if count >= moment:
+                raise Cut
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    for name in CALLS:
+        module, attribute = name.split(".")
+        owner = {"os": os, "torch": torch, "shutil": shutil}[module]
+        monkeypatch.setattr(owner, attribute, wrap(getattr(owner, attribute)))
+
+
+def save_cut(run: RunDirectory, moment: int) -> bool:
+    """Save checkpoint 3 over 1 and 2 and end at a moment; return whether the end came."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        cut_at(monkeypatch, moment)
+        try:
+            run.save_checkpoint(3, tiny_policy(3), {"value": 3}, keep=2)
+        except Cut:
+            return True
+    return False
+
+
+def test_an_end_at_any_moment_of_saving_leaves_loadable_checkpoints(tmp_path: Path) -> None:
+    moment, ended = 0, True
+    while ended:
+        moment += 1
+        run = RunDirectory.create(tmp_path, f"run-{moment}", {})
+        for step in (1, 2):
+            run.save_checkpoint(step, tiny_policy(step), {"value": step})
+        ended = save_cut(run, moment)
+        found = RunDirectory.open(run.path)
+        assert found.latest() in (2, 3)
+        for step in found.checkpoints():
+            assert found.load_training_state(step)["value"] == step
+            load_policy(found.policy_path(step))
+        load_policy(run.path / "checkpoints" / "last" / "policy")
+        with found.claim():
+            assert not list((run.path / "checkpoints").glob(".*"))
+            assert os.readlink(run.path / "checkpoints" / "last") == str(found.latest())
+    assert moment > 15
+
+
+def test_second_writer_is_refused_while_the_first_lives(run: RunDirectory) -> None:
+    script = f"""
+from algos.state import RunDirectory
+from policies.errors import CheckpointError
+try:
+    with RunDirectory.open({str(run.path)!r}).claim():
+        pass
+except CheckpointError as error:
+    print(error)
+"""
+    with run.claim():
+        result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert "being written by another process" in result.stdout
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout == ""
+
+
+def test_reading_does_not_disturb_a_writer(run: RunDirectory) -> None:
+    aside = run.path / "checkpoints" / ".aside-half"
+    aside.mkdir()
+    RunDirectory.open(run.path).checkpoints()
+    assert aside.exists()
+    with run.claim():
+        assert not aside.exists()
+
+
+def test_rewinding_forgets_later_checkpoints(run: RunDirectory) -> None:
+    for step in (1, 2, 3):
+        run.save_checkpoint(step, tiny_policy(), {})
+    run.rewind(2)
+    assert run.checkpoints() == [1, 2]
+    assert os.readlink(run.path / "checkpoints" / "last") == "2"
+    run.rewind(None)
+    assert run.checkpoints() == []
+    assert not (run.path / "checkpoints" / "last").is_symlink()
+
+
+def test_evaluations_are_written_and_replaced(run: RunDirectory) -> None:
+    run.write_eval("base", {"success": 0.4})
+    path = run.write_eval("base", {"success": 0.5})
+    assert json.loads(path.read_text()) == {"success": 0.5}
+    assert [p.name for p in path.parent.iterdir()] == ["base.json"]
+
+
+def test_commit_is_absent_outside_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(algos.state, "__file__", str(tmp_path / "algos" / "state.py"))
+    assert algos.state.describe_environment()["commit"] is None
+
+
+@pytest.mark.parametrize("bits", [np.random.PCG64, np.random.Philox, np.random.MT19937, np.random.SFC64])
+def test_numpy_generators_continue(bits: type[np.random.BitGenerator], tmp_path: Path) -> None:
+    generator = np.random.Generator(bits(3))
+    generator.normal(size=5)
+    torch.save(capture_generator(generator), tmp_path / "state")
+    expected = generator.normal(size=5)
+    other = np.random.Generator(bits(4))
+    restore_generator(other, torch.load(tmp_path / "state", weights_only=True))
+    np.testing.assert_array_equal(other.normal(size=5), expected)
+
+
+def test_state_of_another_kind_of_generator_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="random state does not fit"):
+        restore_generator(
+            np.random.Generator(np.random.Philox(0)), capture_generator(np.random.default_rng(0))
+        )
+    with pytest.raises(CheckpointError, match="random state does not fit"):
+        restore_generator(torch.Generator(), torch.zeros(3, dtype=torch.uint8))
+
+
+def test_global_torch_state_continues() -> None:
+    torch.manual_seed(0)
+    state = capture_global_rng()
+    expected = torch.rand(3)
+    torch.rand(2)
+    restore_global_rng(state)
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_streams_of_a_seed_differ_and_repeat() -> None:
+    def draw(seed: int, stream: str) -> torch.Tensor:
+        return torch.rand(4, generator=seeded_generator(seed, stream))
+
+    assert torch.equal(draw(0, "a"), draw(0, "a"))
+    assert not torch.equal(draw(0, "a"), draw(0, "b"))
+    assert not torch.equal(draw(0, "a"), draw(1, "a"))
+
+
+def test_plain_values_return_as_they_were() -> None:
+    value = {"a": [1, 2.5, "x", None, True], 3: (np.float64(2.0), b"\xff"), "m": np.eye(2, dtype=np.float32)}
+    back = from_plain(to_plain(value))
+    np.testing.assert_array_equal(back.pop("m"), np.eye(2, dtype=np.float32))
+    assert back == {"a": [1, 2.5, "x", None, True], 3: (2.0, b"\xff")}
+
+
+@pytest.mark.parametrize("value", [{1.5: 0}, np.array(["text"]), {"deep": [object()]}])
+def test_what_is_not_plain_is_refused(value: object) -> None:
+    with pytest.raises(CheckpointError, match="state"):
+        to_plain(value)

@@ -1,0 +1,243 @@
+"""The loop: what is logged and saved when, what a continuation repeats, and how runs stop."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from random_walk import RandomWalk
+
+from algos.metrics import read_jsonl
+from algos.state import RunDirectory
+from algos.trainer import Interrupted, TrainerSettings, train
+from policies.errors import CheckpointError, ConfigError, TrainingError
+from policies.folder import load_policy
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path, "walk", {"seed": 0})
+
+
+def rows_without_time(run: RunDirectory) -> list[dict]:
+    return [
+        {k: v for k, v in row.items() if not k.startswith("time/")} for row in read_jsonl(run.metrics_path)
+    ]
+
+
+def test_defaults_log_every_iteration_and_save_a_tenth_of_the_run(run: RunDirectory) -> None:
+    train(RandomWalk(20), run, progress=False)
+    assert [row["step"] for row in read_jsonl(run.metrics_path)] == list(range(1, 21))
+    assert run.checkpoints() == list(range(2, 21, 2))
+
+
+def test_intervals_count_units_also_when_an_iteration_steps_over_a_multiple(run: RunDirectory) -> None:
+    settings = TrainerSettings(log_every=10, checkpoint_every=20)
+    train(RandomWalk(50, stride=7), run, settings, progress=False)
+    assert [row["step"] for row in read_jsonl(run.metrics_path)] == [14, 21, 35, 42, 50]
+    assert run.checkpoints() == [21, 42, 50]
+
+
+def test_last_checkpoint_holds_the_final_weights(run: RunDirectory) -> None:
+    walk = RandomWalk(5)
+    train(walk, run, TrainerSettings(checkpoint_every=0), progress=False)
+    assert run.checkpoints() == [5]
+    shipped = load_policy(run.path / "checkpoints" / "last" / "policy")
+    torch.testing.assert_close(
+        dict(shipped.named_parameters()), dict(walk.policy.named_parameters()), rtol=0, atol=0
+    )
+
+
+def test_only_the_newest_checkpoints_are_kept(run: RunDirectory) -> None:
+    train(RandomWalk(10), run, TrainerSettings(checkpoint_every=2, keep_checkpoints=2), progress=False)
+    assert run.checkpoints() == [8, 10]
+
+
+@pytest.mark.parametrize("stop_at", [1, 4, 9])
+def test_interrupted_run_continues_as_if_it_had_never_stopped(tmp_path: Path, stop_at: int) -> None:
+    settings = TrainerSettings(checkpoint_every=4)
+    whole = RunDirectory.create(tmp_path, "whole", {})
+    torch.manual_seed(5)
+    straight = RandomWalk(10)
+    train(straight, whole, settings, progress=False)
+
+    parts = RunDirectory.create(tmp_path, "parts", {})
+    torch.manual_seed(5)
+    first = RandomWalk(10)
+    first.signals[stop_at] = signal.SIGTERM
+    with pytest.raises(Interrupted):
+        train(first, parts, settings, progress=False)
+    assert parts.latest() == stop_at
+    torch.manual_seed(99)
+    second = RandomWalk(10)
+    train(second, parts, settings, progress=False)
+
+    assert torch.equal(second.weights(), straight.weights())
+    assert rows_without_time(parts) == rows_without_time(whole)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signal_lets_the_iteration_finish_then_saves_and_exits(
+    run: RunDirectory, number: signal.Signals, code: int
+) -> None:
+    walk = RandomWalk(10)
+    walk.signals[3] = number
+    before = signal.getsignal(number)
+    with pytest.raises(Interrupted) as stopped:
+        train(walk, run, TrainerSettings(checkpoint_every=0), progress=False)
+    assert stopped.value.code == code
+    assert run.checkpoints() == [3]
+    assert signal.getsignal(number) is before
+
+
+def test_second_signal_stops_at_once_without_a_checkpoint(run: RunDirectory) -> None:
+    class Impatient(RandomWalk):
+        def advance(self) -> dict:
+            if self.progress == 2:
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+            return super().advance()
+
+    with pytest.raises(KeyboardInterrupt):
+        train(Impatient(10), run, TrainerSettings(checkpoint_every=2), progress=False)
+    assert run.checkpoints() == [2]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_loss_stops_and_leaves_the_last_good_checkpoint(run: RunDirectory, bad: float) -> None:
+    walk = RandomWalk(10)
+    walk.losses[6] = bad
+    with pytest.raises(TrainingError, match=r"policy/loss must be finite.*after 6 env_steps.*checkpoints/4"):
+        train(walk, run, TrainerSettings(checkpoint_every=2), progress=False)
+    assert run.checkpoints() == [2, 4]
+    assert read_jsonl(run.metrics_path)[-1]["policy/loss"] is None
+    assert all(p.isfinite().all() for p in load_policy(run.policy_path()).parameters())
+
+
+def test_non_finite_weights_are_never_saved(run: RunDirectory) -> None:
+    class Spoiled(RandomWalk):
+        def advance(self) -> dict:
+            metrics = super().advance()
+            if self.progress == 4:
+                with torch.no_grad():
+                    next(self.policy.parameters()).view(-1)[0] = float("nan")
+            return metrics
+
+    with pytest.raises(TrainingError, match="weights must be finite"):
+        train(Spoiled(10), run, TrainerSettings(checkpoint_every=2), progress=False)
+    assert run.checkpoints() == [2]
+
+
+def test_missing_quantities_do_not_stop_a_run(run: RunDirectory) -> None:
+    walk = RandomWalk(3)
+    walk.metrics["rollout/success"] = float("nan")
+    train(walk, run, progress=False)
+    assert [row["rollout/success"] for row in read_jsonl(run.metrics_path)] == [None] * 3
+
+
+def test_evaluator_sees_the_shipped_policy_after_its_checkpoint(run: RunDirectory) -> None:
+    seen: list[tuple[int, int | None]] = []
+
+    def evaluator(policy: torch.nn.Module, step: int) -> dict[str, float]:
+        assert not policy.training
+        seen.append((step, run.latest()))
+        return {"success": 0.5}
+
+    settings = TrainerSettings(checkpoint_every=2, eval_every=4, eval_first=True)
+    train(RandomWalk(10), run, settings, evaluator=evaluator, progress=False)
+    assert seen == [(0, None), (4, 4), (8, 8), (10, 10)]
+    assert [row["step"] for row in read_jsonl(run.metrics_path) if "eval/success" in row] == [0, 4, 8, 10]
+
+
+def test_signal_breaks_an_evaluation_off_and_resuming_repeats_it(run: RunDirectory) -> None:
+    def interrupted(policy: torch.nn.Module, step: int) -> dict[str, float]:
+        signal.raise_signal(signal.SIGTERM)
+        raise AssertionError("the evaluation went on")
+
+    settings = TrainerSettings(checkpoint_every=0, eval_every=4)
+    with pytest.raises(Interrupted):
+        train(RandomWalk(10), run, settings, evaluator=interrupted, progress=False)
+    assert run.checkpoints() == [4]
+    train(RandomWalk(10), run, settings, evaluator=lambda policy, step: {"success": 1.0}, progress=False)
+    assert [row["step"] for row in read_jsonl(run.metrics_path) if "eval/success" in row] == [4, 8, 10]
+
+
+def test_rows_after_the_checkpoint_are_cut_off_on_resume(run: RunDirectory) -> None:
+    class Dies(RandomWalk):
+        def advance(self) -> dict:
+            if self.progress == 7:
+                raise OSError("power cut")
+            return super().advance()
+
+    with pytest.raises(OSError, match="power cut"):
+        train(Dies(10), run, TrainerSettings(checkpoint_every=5), progress=False)
+    with run.metrics_path.open("a") as file:
+        file.write('{"step": 8, "policy/lo')
+    train(RandomWalk(10), run, TrainerSettings(checkpoint_every=5), progress=False)
+    assert [row["step"] for row in read_jsonl(run.metrics_path)] == list(range(1, 11))
+
+
+def test_run_killed_before_its_first_checkpoint_starts_over(run: RunDirectory) -> None:
+    run.log({"policy/loss": 1.0}, 3)
+    train(RandomWalk(4), run, progress=False)
+    assert [row["step"] for row in read_jsonl(run.metrics_path)] == [1, 2, 3, 4]
+
+
+def test_finished_run_can_be_called_again_and_stays_as_it_is(run: RunDirectory) -> None:
+    train(RandomWalk(4), run, progress=False)
+    before = run.metrics_path.read_text()
+    train(RandomWalk(4), run, progress=False)
+    assert run.metrics_path.read_text() == before
+    assert run.latest() == 4
+
+
+def test_checkpoint_of_another_configuration_is_refused(run: RunDirectory) -> None:
+    class Wider(RandomWalk):
+        def load_state_dict(self, state: dict) -> None:
+            self.policy.load_state_dict({**state["policy"], "more": torch.zeros(1)})
+
+    train(RandomWalk(4), run, progress=False)
+    before = run.metrics_path.read_text()
+    with pytest.raises(CheckpointError, match=r"checkpoint 4 of .* does not fit this configuration"):
+        train(Wider(4), run, progress=False)
+    assert run.metrics_path.read_text() == before
+
+
+def test_tensorboard_files_hold_the_numbers(run: RunDirectory) -> None:
+    pytest.importorskip("tensorboard", reason="the extra 'tensorboard' is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(RandomWalk(3), run, TrainerSettings(tensorboard=True), progress=False)
+    events = EventAccumulator(str(run.path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("policy/loss")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_lines_replace_the_bar_where_there_is_no_terminal(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        train(RandomWalk(3), run, progress=False)
+    assert "walk: 3/3 env steps" in caplog.text
+    assert "policy/loss 3" in caplog.text
+
+
+def test_bar_shows_units_and_key_numbers(
+    run: RunDirectory, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    train(RandomWalk(3), run, progress=True)
+    shown = capfd.readouterr().err
+    assert "3/3 env steps" in shown
+    assert "policy/loss 3" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("log_every", -1), ("checkpoint_every", -1), ("eval_every", -2), ("keep_checkpoints", 0)],
+)
+def test_impossible_settings_are_refused(name: str, value: int) -> None:
+    with pytest.raises(ConfigError, match=f"trainer.{name}"):
+        TrainerSettings(**{name: value})

@@ -1,0 +1,98 @@
+"""Ends that nobody prepared for: a killed or terminated process leaves a run that can be continued."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from clone_run import main
+
+from algos.metrics import read_jsonl
+from algos.state import RunDirectory
+from policies.folder import load_policy
+
+TESTS = Path(__file__).resolve().parents[1]
+PATIENCE_S = 120.0
+"""How long a busy machine may take to start and to reach a checkpoint."""
+
+
+def start(run: RunDirectory, steps: int, checkpoint_every: int) -> subprocess.Popen[bytes]:
+    """Train in a process of its own."""
+    paths = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    command = [
+        sys.executable,
+        str(TESTS / "e2e" / "clone_run.py"),
+        str(run.path),
+        str(steps),
+        str(checkpoint_every),
+    ]
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"})
+
+
+def wait_for_progress(process: subprocess.Popen[bytes], run: RunDirectory, beyond: int) -> None:
+    """Return when the process has written a checkpoint after `beyond`."""
+    deadline = time.monotonic() + PATIENCE_S
+    while (run.latest() or 0) <= beyond:
+        assert process.poll() is None, "training ended before it was killed"
+        assert time.monotonic() < deadline, "training made no progress"
+
+
+def check_loadable(run: RunDirectory) -> int:
+    """Every checkpoint of the run is whole; return the newest."""
+    for step in run.checkpoints():
+        assert run.load_training_state(step)["algorithm"]["done"] == step
+        load_policy(run.policy_path(step))
+    load_policy(run.path / "checkpoints" / "last" / "policy")
+    newest = run.latest()
+    assert newest is not None
+    return newest
+
+
+@pytest.mark.slow
+def test_killed_runs_lose_nothing_before_their_last_checkpoint(tmp_path: Path) -> None:
+    """Killed several times at random moments, with a checkpoint at every step; the end is the same."""
+    steps, moments = 1500, random.Random(0)
+    run, whole = (RunDirectory.create(tmp_path, name, {}) for name in ("killed", "whole"))
+    newest = 0
+    for _ in range(4):
+        process = start(run, steps, 1)
+        wait_for_progress(process, run, newest)
+        end = time.monotonic() + moments.uniform(0.0, 0.25)
+        while time.monotonic() < end and process.poll() is None:
+            pass
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        newest = check_loadable(run)
+    main(str(run.path), steps, 100)
+    main(str(whole.path), steps, 0)
+    assert_same_end(run, whole)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_terminated_run_saves_the_step_it_reached(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    run = RunDirectory.create(tmp_path, "run", {})
+    process = start(run, 1_000_000, 50)
+    wait_for_progress(process, run, 0)
+    process.send_signal(number)
+    assert process.wait(PATIENCE_S) == code
+    newest = check_loadable(run)
+    logged = [row["step"] for row in read_jsonl(run.metrics_path)]
+    assert logged[-1] <= newest < logged[-1] + 5  # rows come every 5 steps, checkpoints every 50
+
+
+def assert_same_end(run: RunDirectory, other: RunDirectory) -> None:
+    """The last checkpoints and the metrics of two runs agree to the last bit."""
+    first, second = (load_policy(r.policy_path()).state_dict() for r in (run, other))
+    assert all(torch.equal(first[name], second[name]) for name in second)
+    rows = [
+        [{k: v for k, v in row.items() if not k.startswith("time/")} for row in read_jsonl(r.metrics_path)]
+        for r in (run, other)
+    ]
+    assert rows[0] == rows[1]

@@ -9,7 +9,6 @@ monotone between them, and the velocity is `dx/dt = phi' v`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from policies.samplers import DDPM
 
 PREDICTIONS: tuple[Kind, ...] = ("eps", "x0", "v")
+_ANGLES: dict[tuple[int | float | str, ...], Tensor] = {}
 
 
 @register("process", "diffusion")
@@ -42,7 +42,8 @@ class VPDiffusion:
 
     Args:
         num_levels: K, at least 2.
-        schedule: `cosine`, `linear` or `scaled_linear`.
+        schedule: `cosine`, `linear` or `scaled_linear`. The linear ones end far from pure noise unless
+            num_levels is near 1000 or beta_end is raised.
         prediction: What the network outputs: `eps`, `x0` or `v`.
         beta_start: First beta of the linear schedules.
         beta_end: Last beta of the linear schedules.
@@ -148,10 +149,12 @@ class VPDiffusion:
         return torch.lerp(start, end, position - low), (start - end) * self.num_levels
 
 
-@lru_cache(maxsize=64)
 def _angles(process: VPDiffusion, device: torch.device) -> Tensor:
-    """Return phi (K+1,) from clean to noise, derived from the float32 products."""
-    with torch.inference_mode(False):
-        bar = cumulative_alphas(process.betas()).to(wide_dtype(device))
-        phi = torch.atan2((1.0 - bar).sqrt(), bar.sqrt())
-        return torch.cat([torch.zeros(1, dtype=phi.dtype), phi]).to(device)
+    """Return phi (K+1,) from clean to noise, derived from the float32 products; one table per device."""
+    key = (process.num_levels, process.schedule, process.beta_start, process.beta_end, str(device))
+    if key not in _ANGLES:
+        with torch.inference_mode(False):  # a table made while sampling must serve training as well
+            bar = cumulative_alphas(process.betas()).to(wide_dtype(device))
+            phi = torch.atan2((1.0 - bar).sqrt(), bar.sqrt())
+            _ANGLES[key] = torch.cat([torch.zeros(1, dtype=phi.dtype), phi]).to(device)
+    return _ANGLES[key]

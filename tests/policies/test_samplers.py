@@ -1,0 +1,341 @@
+"""Samplers: laws of single steps, of whole trajectories, and of recorded chains."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from diffusers import DDIMScheduler
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.hooks import Hook
+from policies.processes import Process, RectifiedFlow, VPDiffusion
+from policies.protocols import Cond
+from policies.registry import from_json, to_json
+from policies.samplers import DDIM, DDPM, Euler, StepTable, denoise, gaussian_log_prob, transition
+
+B, TH, DA = 5, 4, 3
+COND = Cond(torch.zeros(B, 1))
+
+PAIRS = [
+    *((s, VPDiffusion(20, prediction=p)) for p in ("eps", "x0", "v") for s in (
+        DDPM(),
+        DDPM(min_std=0.1, final_std=None, clip_action=0.5),
+        DDPM(steps=5, variance="fixed_large", clip_x0=None, noise_clip=None),
+        DDIM(steps=10),
+        DDIM(steps=5, eta=1.0, min_std=0.1),
+        DDIM(steps=5, eta_per_dim=(0.2, 0.5, 1.0), recompute_eps=False),
+        DDIM(steps=5, eta=0.7, eps_clip=0.8, final_alpha="first"),
+        DDIM(steps=4, recompute_eps=False, eps_clip=0.8),
+        DDIM(steps=7, clip_x0=None, spacing="trailing"),
+    )),
+    *((s, RectifiedFlow()) for s in (Euler(), Euler(steps=4, clip_x0=1.0), Euler(steps=3, min_std=0.1))),
+]  # fmt: skip
+IDS = [f"{type(s).__name__}-{p.kind}-{i}" for i, (s, p) in enumerate(PAIRS)]
+every_pair = pytest.mark.parametrize(("sampler", "process"), PAIRS, ids=IDS)
+
+
+def network(table: StepTable, dtype: torch.dtype = torch.float64) -> Callable[[int, Tensor], Tensor]:
+    """A smooth, per-row nonlinear stand-in, large enough that clips act."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(TH * DA, TH * DA, generator=generator, dtype=torch.float64).to(dtype) / 3
+    return lambda k, x: 1.5 * torch.tanh(x.flatten(1) @ weight + 0.1 * k).view_as(x)
+
+
+def draw(table: StepTable, dtype: torch.dtype = torch.float64, n: int = B) -> Tensor:
+    shape = (n, TH, DA) if table.is_deterministic else (n, table.num_steps + 1, TH, DA)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
+
+
+def gaussian_field(
+    process: Process, table: StepTable, mean: float, std: float
+) -> Callable[[int, Tensor], Tensor]:
+    """The exact predictor for data ~ Normal(mean, std^2)."""
+
+    def bound(k: int, x: Tensor) -> Tensor:
+        alpha, sigma = table.alpha[k], table.sigma[k]
+        eps = sigma * (x - alpha * mean) / (alpha**2 * std**2 + sigma**2)
+        x0 = mean + alpha * std**2 * (x - alpha * mean) / (alpha**2 * std**2 + sigma**2)
+        return {"eps": eps, "x0": x0, "v": alpha * eps - sigma * x0, "velocity": x0 - eps}[process.kind]
+
+    return bound
+
+
+# -- single steps ---------------------------------------------------------------------------------------
+
+
+@every_pair
+def test_the_loop_and_the_scorer_compute_the_same_mean(sampler, process) -> None:
+    table = sampler.table(process)
+    steps = torch.arange(table.num_steps)
+    generator = torch.Generator().manual_seed(0)
+    x, pred = (torch.randn(len(steps), TH, DA, generator=generator, dtype=torch.float64) for _ in range(2))
+    scored = transition(table, steps, x, pred)
+    looped = torch.cat([transition(table, k, x[k : k + 1], pred[k : k + 1]) for k in range(len(steps))])
+    torch.testing.assert_close(scored, looped, rtol=1e-12, atol=1e-12)
+
+
+@every_pair
+def test_a_scored_chain_has_the_density_it_was_drawn_with(sampler, process) -> None:
+    table = sampler.table(process)
+    bound = network(table)
+    out = denoise(bound, table, draw(table), record_from=0)
+    for k in range(table.num_steps):
+        x = out.chain[:, k]
+        step = torch.full((B,), k)
+        std = table.std[k].clamp(min=0.1)
+        drawn = gaussian_log_prob(out.chain[:, k + 1], out.mean[:, k], std)
+        scored = gaussian_log_prob(out.chain[:, k + 1], transition(table, step, x, bound(k, x)), std)
+        ratio = (scored - drawn).mean(dim=(1, 2)).exp()
+        torch.testing.assert_close(ratio, torch.ones(B, dtype=ratio.dtype), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("prediction", ["eps", "x0", "v"])
+@pytest.mark.parametrize("clip", [1.0, None])
+def test_ddim_with_all_ancestral_noise_is_ddpm(prediction: str, clip: float | None) -> None:
+    process = VPDiffusion(20, prediction=prediction)
+    ddpm = DDPM(clip_x0=clip, min_std=0.0).table(process)
+    ddim = DDIM(steps=20, eta=1.0, clip_x0=clip).table(process)
+    torch.testing.assert_close(ddim.std, ddpm.std, rtol=1e-9, atol=1e-9)
+    generator = torch.Generator().manual_seed(0)
+    x, pred = (torch.randn(20, TH, DA, generator=generator, dtype=torch.float64) for _ in range(2))
+    steps = torch.arange(20)
+    torch.testing.assert_close(
+        transition(ddim, steps, x, pred), transition(ddpm, steps, x, pred), rtol=1e-9, atol=1e-9
+    )
+
+
+def test_floors_change_the_noise_and_not_the_mean() -> None:
+    process = VPDiffusion(20)
+    free, floored = DDIM(eta=1.0).table(process), DDIM(eta=1.0, min_std=0.2).table(process)
+    assert torch.equal(free.coefficients, floored.coefficients)
+    assert torch.equal(floored.std, free.schedule_std.clamp(min=0.2))
+    assert torch.equal(floored.schedule_std, free.schedule_std)
+
+
+def test_ddpm_defaults_are_the_evaluation_of_dppo() -> None:
+    table = DDPM().table(VPDiffusion(20))
+    assert table.std[-1] == 0
+    assert table.std[:-1].min() >= 1e-3
+    assert not table.is_deterministic
+    explore = DDPM(min_std=0.1, final_std=None).table(VPDiffusion(20))
+    assert explore.std[-1] == 0.1
+    assert torch.equal(explore.std, table.schedule_std.clamp(min=0.1))
+
+
+def test_the_density_is_that_of_a_normal() -> None:
+    x, mean = torch.randn(7, 2, generator=torch.Generator().manual_seed(0)), torch.full((7, 2), 0.3)
+    std = torch.tensor([0.1, 2.0])
+    want = torch.distributions.Normal(mean, std).log_prob(x)
+    torch.testing.assert_close(gaussian_log_prob(x, mean, std), want)
+
+
+# -- whole trajectories ---------------------------------------------------------------------------------
+
+
+def test_euler_is_exact_on_straight_paths() -> None:
+    goal, start = torch.full((B, TH, DA), 0.4, dtype=torch.float64), draw(Euler().table(RectifiedFlow()))
+    for steps, clip in itertools.product((1, 3, 10), (None, 1.0)):
+        table = Euler(steps=steps, clip_x0=clip).table(RectifiedFlow())
+        out = denoise(lambda k, x: goal - start, table, start).action
+        torch.testing.assert_close(out, goal, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("prediction", ["eps", "x0", "v"])
+def test_ddim_equals_a_live_diffusers_scheduler(prediction: str) -> None:
+    names = {"eps": "epsilon", "x0": "sample", "v": "v_prediction"}
+    scheduler = DDIMScheduler(
+        20, beta_schedule="squaredcos_cap_v2", prediction_type=names[prediction], clip_sample=True
+    )
+    scheduler.set_timesteps(5)
+    table = DDIM(steps=5).table(VPDiffusion(20, prediction=prediction))
+    bound = network(table, torch.float32)
+    start = draw(table, torch.float32)
+    x = start
+    for k, tau in enumerate(scheduler.timesteps):
+        x = scheduler.step(bound(k, x), tau, x, use_clipped_model_output=True).prev_sample
+    torch.testing.assert_close(denoise(bound, table, start).action, x, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("prediction", ["eps", "x0", "v"])
+def test_ddpm_with_the_exact_score_samples_the_data(prediction: str) -> None:
+    process = VPDiffusion(200, prediction=prediction)
+    table = DDPM(clip_x0=None, noise_clip=None, min_std=0.0).table(process)
+    noise = torch.randn(4000, 201, 1, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    action = denoise(gaussian_field(process, table, 0.5, 0.2), table, noise).action
+    assert abs(action.mean() - 0.5) < 0.015
+    assert abs(action.std() - 0.2) < 0.01
+
+
+@pytest.mark.parametrize(
+    ("process", "sampler"),
+    [(VPDiffusion(1000), DDIM), (VPDiffusion(1000, prediction="v"), DDIM), (RectifiedFlow(), Euler)],
+)
+def test_deterministic_samplers_converge_to_the_flow_at_first_order(process, sampler) -> None:
+    mean, std = 0.5, 0.2
+    errors = []
+    for steps in (25, 50, 100):
+        table = sampler(steps=steps, clip_x0=None).table(process)
+        start = torch.linspace(-2, 2, B, dtype=torch.float64).view(B, 1, 1)
+        got = denoise(gaussian_field(process, table, mean, std), table, start).action
+        alpha, sigma = table.alpha[0], table.sigma[0]
+        exact = mean + std * (start - alpha * mean) / math.sqrt(alpha**2 * std**2 + sigma**2)
+        errors.append((got - exact).abs().max().item())
+    assert errors[2] < 0.02
+    assert 1.6 < errors[0] / errors[1] < 2.6
+    assert 1.6 < errors[1] / errors[2] < 2.6
+
+
+@every_pair
+def test_rows_do_not_influence_each_other(sampler, process) -> None:
+    table = sampler.table(process)
+    noise, bound = draw(table), network(table)
+    together = denoise(bound, table, noise).action
+    apart = torch.cat([denoise(bound, table, noise[i : i + 1]).action for i in range(B)])
+    torch.testing.assert_close(together, apart, rtol=1e-11, atol=1e-11)
+
+
+@every_pair
+def test_recording_and_idle_hooks_change_nothing(sampler, process) -> None:
+    table = sampler.table(process)
+    noise, bound = draw(table), network(table)
+    plain = denoise(bound, table, noise)
+    assert plain.chain is None
+    recorded = denoise(bound, table, noise, record_from=1)
+    hooked = denoise(bound, table, noise, hooks=[Hook()], cond=COND, record_from=1)
+    assert recorded.chain.shape == (B, table.num_steps, TH, DA)
+    assert recorded.mean.shape == (B, table.num_steps - 1, TH, DA)
+    torch.testing.assert_close(recorded.action, plain.action, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(hooked.action, plain.action, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(hooked.mean, recorded.mean, rtol=1e-9, atol=1e-9)
+    assert torch.equal(recorded.chain[:, -1], recorded.action)
+
+
+@every_pair
+def test_single_precision_stays_close_to_double(sampler, process) -> None:
+    table = sampler.table(process)
+    wide = denoise(network(table), table, draw(table)).action
+    narrow = denoise(network(table, torch.float32), table, draw(table, torch.float32)).action
+    assert narrow.dtype == torch.float32
+    torch.testing.assert_close(narrow.double(), wide, rtol=0, atol=2e-4 * max(1.0, wide.abs().max().item()))
+
+
+@every_pair
+def test_continuing_a_recorded_chain_reaches_its_action(sampler, process) -> None:
+    table = sampler.table(process)
+    noise, bound = draw(table), network(table)
+    out = denoise(bound, table, noise, record_from=0)
+    entry = out.chain[:, 2]
+    warm = entry if table.is_deterministic else torch.cat([entry[:, None], noise[:, 1:]], dim=1)
+    again = denoise(bound, table, warm, first_step=2)
+    torch.testing.assert_close(again.action, out.action, rtol=1e-11, atol=1e-11)
+
+
+def test_the_inputs_are_left_untouched_and_gradients_flow() -> None:
+    table = DDIM(steps=5).table(VPDiffusion(20))
+    start = (0.3 * draw(table)).requires_grad_()
+    kept = start.detach().clone()
+    bound = network(table)
+    assert torch.autograd.gradcheck(lambda x: denoise(bound, table, x).action, (start,), atol=1e-5)
+    assert torch.equal(start.detach(), kept)
+
+
+def test_a_warm_start_enters_at_the_first_step_that_is_clean_enough() -> None:
+    table = Euler(steps=4).table(RectifiedFlow())
+    assert [table.step_at(t) for t in (0.0, 0.1, 0.25, 0.6, 0.75)] == [0, 1, 1, 3, 3]
+    with pytest.raises(ConfigError, match=r"at most 0\.75, .* got 0\.9"):
+        table.step_at(0.9)
+
+
+@pytest.mark.parametrize("index", [0, 3, 5, 6, -1, -3])
+def test_eager_compiled_and_exported_give_the_same_numbers(index: int) -> None:
+    torch.compiler.reset()
+    sampler, process = PAIRS[index]
+    table = sampler.table(process)
+
+    class Loop(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(TH * DA, TH * DA)
+
+        def forward(self, noise: Tensor) -> Tensor:
+            return denoise(lambda k, x: self.net(x.flatten(1)).view_as(x), table, noise).action
+
+    torch.manual_seed(0)
+    loop = Loop()
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(loop, (draw(table, torch.float32),), dynamic_shapes=({0: batch},))
+    compiled = torch.compile(loop, backend="eager", fullgraph=True)
+    for n in (1, 2, 7):
+        noise = draw(table, torch.float32, n)
+        want = loop(noise)
+        torch.testing.assert_close(program.module()(noise), want, rtol=0, atol=1e-6)
+        torch.testing.assert_close(compiled(noise), want, rtol=0, atol=1e-6)
+
+
+# -- settings -------------------------------------------------------------------------------------------
+
+
+@every_pair
+def test_a_saved_sampler_is_the_same_sampler(sampler, process) -> None:
+    assert from_json("sampler", to_json("sampler", sampler)) == sampler
+
+
+@pytest.mark.parametrize(
+    ("sampler", "process", "message"),
+    [
+        (
+            DDPM(),
+            RectifiedFlow(),
+            r"sampler=ddpm needs process=diffusion; got RectifiedFlow\. Use sampler=euler",
+        ),
+        (DDIM(), RectifiedFlow(), "sampler=ddim needs process=diffusion"),
+        (
+            Euler(),
+            VPDiffusion(),
+            r"sampler=euler needs process=flow; got VPDiffusion\. Use sampler=ddpm or ddim",
+        ),
+        (DDIM(steps=21), VPDiffusion(20), r"between 1 and process\.num_levels=20; got 21"),
+        (DDPM(steps=50), VPDiffusion(20), r"between 1 and process\.num_levels=20; got 50"),
+        (Euler(steps=0), RectifiedFlow(), r"sampler\.steps must be at least 1; got 0"),
+        (DDIM(spacing="even"), VPDiffusion(20), r"sampler\.spacing must be one of leading"),
+    ],
+)
+def test_a_sampler_that_does_not_fit_is_refused(sampler, process, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sampler.table(process)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DDPM(clip_x0=0.0), "clip_x0 must be positive or null; got 0"),
+        (lambda: DDPM(min_std=-0.1), "min_std must not be negative; got -0.1"),
+        (lambda: DDPM(variance="learned"), "variance must be fixed_small or fixed_large"),
+        (lambda: DDIM(eta=1.5), "eta must lie in 0..1; got 1.5"),
+        (lambda: DDIM(final_alpha="zero"), "final_alpha must be one or first"),
+        (lambda: DDIM(eps_clip=-1.0), "eps_clip must be positive"),
+    ],
+)
+def test_bad_settings_are_named(make, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_noise_and_steps_that_do_not_fit_the_table_are_refused() -> None:
+    ddpm, ddim = DDPM().table(VPDiffusion(20)), DDIM(steps=5).table(VPDiffusion(20))
+    with pytest.raises(ConfigError, match=r"must have shape \(B, 21, Th, Da\); got \(5, 4, 3\)"):
+        denoise(network(ddpm), ddpm, torch.zeros(B, TH, DA))
+    with pytest.raises(ConfigError, match=r"must have shape \(B, Th, Da\); got \(5, 6, 4, 3\)"):
+        denoise(network(ddim), ddim, torch.zeros(B, 6, TH, DA))
+    with pytest.raises(ConfigError, match=r"first_step must lie in 0\.\.4; got 5"):
+        denoise(network(ddim), ddim, torch.zeros(B, TH, DA), first_step=5)
+    with pytest.raises(ConfigError, match=r"record_from must lie in 2\.\.4; got 1"):
+        denoise(network(ddim), ddim, torch.zeros(B, TH, DA), first_step=2, record_from=1)
+    wrong = DDIM(steps=5, eta_per_dim=(1.0, 0.5)).table(VPDiffusion(20))
+    with pytest.raises(ConfigError, match="eta_per_dim holds 2 values, but actions have 3"):
+        denoise(network(wrong), wrong, torch.zeros(B, 6, TH, DA))

@@ -1,0 +1,129 @@
+"""The locomotion engine equals gymnasium, stepped one by one, bit for bit."""
+
+from __future__ import annotations
+
+import gymnasium
+import numpy as np
+import pytest
+
+from envs.make import env
+from envs.vector import ChunkVector
+from policies.errors import ConfigError, MissingExtraError
+
+IDS = {"hopper": "Hopper-v5", "walker2d": "Walker2d-v5", "halfcheetah": "HalfCheetah-v5"}
+CHUNK, NUM_ENVS, HISTORY = 4, 4, 2
+
+
+def play(name: str, *, num_chunks: int, limit: int, scale: float, dtype: type) -> dict[str, int]:
+    """Step both sides with the same clipped actions and compare everything; counts what happened."""
+    vector = env(name, max_episode_steps=limit).make_vector(NUM_ENVS, obs_steps=HISTORY)
+    peers = [gymnasium.make(IDS[name], max_episode_steps=limit) for _ in range(NUM_ENVS)]
+    rng = np.random.default_rng(0)
+    seeds = iter(range(10**6))
+    history = np.zeros((NUM_ENVS, HISTORY, vector.spec.obs_dim))
+    count = {"terminated": 0, "truncated": 0, "both": 0}
+
+    def restart(rows: np.ndarray) -> None:
+        chosen = [next(seeds) for _ in rows]
+        obs = vector.reset(chosen, rows)
+        for row, seed in zip(rows.tolist(), chosen, strict=True):
+            history[row] = peers[row].reset(seed=seed)[0]
+        assert (obs == history[rows]).all()
+
+    restart(np.arange(NUM_ENVS))
+    for _ in range(num_chunks // NUM_ENVS):
+        actions = (rng.normal(size=(NUM_ENVS, CHUNK, vector.spec.action_dim)) * scale).astype(dtype)
+        step = vector.step_chunk(actions)
+        for row, peer in enumerate(peers):
+            for j in range(CHUNK):
+                obs, reward, terminated, truncated, _ = peer.step(np.clip(actions[row, j], -1, 1))
+                history[row] = [*history[row, 1:], obs]
+                assert step.rewards[row, j] == reward
+                if terminated or truncated:
+                    break
+            assert step.length[row] == j + 1
+            assert (step.terminated[row], step.truncated[row]) == (terminated, truncated)
+        assert (step.obs == history).all()
+        count["terminated"] += int(step.terminated.sum())
+        count["truncated"] += int(step.truncated.sum())
+        count["both"] += int((step.terminated & step.truncated).sum())
+        restart(np.flatnonzero(step.done))
+    return count
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_thousand_hopper_chunks_equal_gymnasium(dtype: type) -> None:
+    assert play("hopper", num_chunks=1000, limit=1000, scale=1.5, dtype=dtype)["terminated"] > 50
+
+
+@pytest.mark.parametrize("name", sorted(IDS))
+def test_time_limits_equal_gymnasium(name: str) -> None:
+    count = play(name, num_chunks=1000, limit=37, scale=0.3, dtype=np.float32)
+    assert count["truncated"] > 20
+    if name != "halfcheetah":
+        assert count["terminated"] > 5 and count["both"] > 0
+
+
+@pytest.mark.parametrize(("name", "ends"), [("walker2d", "terminated"), ("halfcheetah", "truncated")])
+def test_whole_episodes_equal_gymnasium(name: str, ends: str) -> None:
+    assert play(name, num_chunks=1020, limit=1000, scale=1.0, dtype=np.float32)[ends] >= NUM_ENVS
+
+
+@pytest.mark.parametrize("name", sorted(IDS))
+def test_the_description_fits_the_simulator(name: str) -> None:
+    spec, peer = env(name).spec, gymnasium.make(IDS[name])
+    assert (spec.obs_dim,) == peer.observation_space.shape
+    np.testing.assert_array_equal(spec.action_low, peer.action_space.low)
+    np.testing.assert_array_equal(spec.action_high, peer.action_space.high)
+    assert spec.max_episode_steps == peer.spec.max_episode_steps
+    assert spec.control_hz == pytest.approx(1 / peer.unwrapped.dt)
+
+
+@pytest.mark.parametrize("name", sorted(IDS))
+def test_a_restored_simulator_continues_bit_exactly(name: str) -> None:
+    rng = np.random.default_rng(1)
+    actions = rng.uniform(-1, 1, (12, 3, CHUNK, env(name).spec.action_dim))
+
+    def run(vector: ChunkVector, chunks: np.ndarray) -> list[np.ndarray]:
+        out = []
+        for chunk in chunks:
+            step = vector.step_chunk(chunk)
+            out.append(np.concatenate([step.obs.ravel(), step.rewards.ravel()]))
+            if step.done.any():
+                vector.reset([7] * int(step.done.sum()), step.done)
+        return out
+
+    config = env(name, max_episode_steps=30)
+    whole, resumed = config.make_vector(3), config.make_vector(3)
+    whole.reset([0, 1, 2])
+    run(whole, actions[:5])
+    saved = whole.state_dict()
+    expected = run(whole, actions[5:])
+    resumed.load_state_dict(saved)
+    np.testing.assert_array_equal(run(resumed, actions[5:]), expected)
+
+
+def test_options_change_the_task_and_bad_ones_are_refused() -> None:
+    actions = np.full((1, 1, 3), 0.5)
+    rewards = []
+    for weight in (0.0, 1.0):
+        vector = env("hopper", ctrl_cost_weight=weight).make_vector(1)
+        vector.reset([0])
+        rewards.append(vector.step_chunk(actions).rewards[0, 0])
+    assert rewards[0] - rewards[1] == pytest.approx(0.75)
+    with pytest.raises(ConfigError, match="no option"):
+        env("hopper", gravity=1.0)
+    with pytest.raises(ConfigError, match="max_episode_steps must be at least 1; got 0"):
+        _ = env("hopper", max_episode_steps=0).spec
+    with pytest.raises(ConfigError, match="num_envs must be at least 1; got 0"):
+        env("hopper").make_vector(0)
+
+
+def test_a_replayed_episode_is_photographed() -> None:
+    actions = np.zeros((6, 3), np.float32)
+    try:
+        frames = env("hopper").render_frames(0, actions, every=4, width=64, height=48)  # type: ignore[attr-defined]
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+    assert frames.shape == (3, 48, 64, 3)
+    assert frames.std(axis=(1, 2, 3)).min() > 5  # something is in the picture

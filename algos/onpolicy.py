@@ -105,7 +105,7 @@ class OnPolicy:
         policy: Policy = ratio.policy
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(setup.seed)
-            critic = config.critic.build(policy.encoder.cond_dim).to(setup.device)
+            critic = config.critic.build(policy.encoder.cond_dim).to(setup.device, policy.dtype)
         learner = PpoLearner(
             config,
             ratio=ratio,

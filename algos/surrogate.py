@@ -11,6 +11,7 @@ number of rows. Results do not depend on the number of threads.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -321,11 +322,9 @@ class PpoLearner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the critic and both optimisers."""
-        return {
-            "critic": {name: value.clone() for name, value in self.critic.state_dict().items()},
-            "actor_optimizer": self.actor_optimizer.state_dict(),
-            "critic_optimizer": self.critic_optimizer.state_dict(),
-        }
+        parts = (self.critic, self.actor_optimizer, self.critic_optimizer)
+        names = ("critic", "actor_optimizer", "critic_optimizer")
+        return {name: copy.deepcopy(part.state_dict()) for name, part in zip(names, parts, strict=True)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`."""

@@ -78,7 +78,8 @@ class CubeStepper:
     def __init__(self, task: int, num_envs: int) -> None:
         if num_envs < 1:
             raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
-        self._env = load_cube(task)
+        self._env = load_cube()
+        self._task = task
         import mujoco
 
         self.num_envs = num_envs
@@ -154,30 +155,27 @@ class CubeStepper:
 
     def _bind(self, row: int) -> Any:
         """Let the shared environment work on the simulator of a row."""
-        self._env._data = self.datas[row]
+        self._env._data, self._env._reward_task_id = self.datas[row], self._task
         return self._env
 
 
-@lru_cache(maxsize=NUM_TASKS)
-def load_cube(task: int) -> Any:
-    """Build OGBench's environment once per process and task; compiling its model takes over a second.
+@lru_cache(maxsize=1)
+def load_cube() -> Any:
+    """Build OGBench's environment once per process; compiling its model takes over a second.
+
+    The tasks differ in where a reset puts cube and target, nothing else.
 
     Raises:
         MissingExtraError: If OGBench is not installed.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing the viewer complains about a missing display
-        env = _cube_class()(**_official_options(task))
+        cube = _cube_class()
+        import gymnasium
+
+        env = cube(**gymnasium.spec("cube-single-singletask-task1-v0").kwargs)  # as OGBench registers it
     env.reset(seed=0)
     return env
-
-
-def _official_options(task: int) -> dict[str, Any]:
-    """Return the arguments under which OGBench registers the task."""
-    import gymnasium
-
-    options: dict[str, Any] = gymnasium.spec(f"cube-single-singletask-task{task}-v0").kwargs
-    return options
 
 
 @lru_cache(maxsize=1)

@@ -63,12 +63,15 @@ def load_d4rl(path: str | Path) -> Arrays:
     for key in ("rewards", "terminals", "timeouts"):
         if key in arrays and np.shape(arrays[key])[1:] == (1,):
             arrays[key] = arrays[key][:, 0]
-    num = len(arrays["observations"])
+    num = len(np.atleast_1d(arrays["observations"]))
     for key in (*_REQUIRED, "timeouts", "next_observations"):
-        if key in arrays and len(arrays[key]) != num:
+        value = arrays.get(key)
+        if value is None:
+            continue
+        if np.shape(value)[:1] != (num,) or value.dtype.kind not in "biuf":
+            got = f"shape {np.shape(value)}, type {getattr(value, 'dtype', type(value).__name__)}"
             raise DatasetError(
-                f"{path}: key '{key}' must have one row for each of the {num} observations; got "
-                f"{len(arrays[key])}."
+                f"{path}: key '{key}' must have {num} rows of numbers, one per step; got {got}."
             )
     return arrays
 

@@ -1,0 +1,77 @@
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from envs.collect import collect
+from envs.datasets import Episode, read_dataset, write_robomimic
+from envs.spec import EnvSpec
+from policies.errors import CapabilityError, ConfigError, DatasetError
+
+SPEC = EnvSpec("toy", "toy", 2, 1, (-1.0,), (1.0,), 10, 1.0, ("x", "y"), ("u",))
+
+
+@dataclass(frozen=True)
+class Wobble:
+    noise: float = 0.0
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Succeeds on even seeds."""
+
+    successes: bool = True
+    demonstrator: Wobble = field(default_factory=Wobble)
+    spec = SPEC
+
+    def demonstrate(self, seed):
+        rng = np.random.default_rng(seed)
+        length = 2 + seed % 3
+        actions = self.demonstrator.noise * rng.normal(size=(length, 1))
+        success = self.successes and seed % 2 == 0
+        obs = rng.normal(size=(length + 1, 2))
+        return Episode(obs, actions, np.zeros(length), success, not success, success, seed)
+
+
+@dataclass(frozen=True)
+class NoExpert:
+    spec = SPEC
+
+
+def test_failures_are_dropped_and_counted():
+    seen = []
+    data = collect(Toy(), episodes=3, first_seed=11, progress=lambda kept, tried: seen.append((kept, tried)))
+    assert data.episode_extras["seed"].tolist() == [12, 14, 16]
+    assert bool(data.success.all())
+    assert data.meta["attempts"] == 6
+    assert seen == [(0, 1), (1, 2), (1, 3), (2, 4), (2, 5), (3, 6)]
+
+
+def test_failures_are_kept_on_request():
+    data = collect(Toy(), episodes=4, keep_failures=True)
+    assert data.success.tolist() == [True, False, True, False]
+    assert data.episode_extras["seed"].tolist() == [0, 1, 2, 3]
+
+
+def test_noise_reaches_the_expert():
+    assert collect(Toy(), episodes=2).actions.abs().max() == 0
+    assert collect(Toy(), episodes=2, noise=0.5).actions.abs().max() > 0
+
+
+def test_collected_episodes_survive_a_file(tmp_path):
+    data = collect(Toy(), episodes=3)
+    write_robomimic(tmp_path / "toy.hdf5", data, Toy())
+    back = read_dataset(tmp_path / "toy.hdf5")
+    assert torch.equal(data.next_observations, back.next_observations)
+    assert back.meta["env"] == {"name": "toy", "successes": True, "demonstrator": {"noise": 0.0}}
+    assert back.meta["env_args"]["env_name"] == "toy"
+
+
+def test_what_cannot_be_collected_is_refused():
+    with pytest.raises(CapabilityError, match="env=toy has no expert"):
+        collect(NoExpert(), episodes=1)
+    with pytest.raises(ConfigError, match="episodes must be at least 1; got 0"):
+        collect(Toy(), episodes=0)
+    with pytest.raises(DatasetError, match="succeeded in 0 of 20 attempts; expected 2"):
+        collect(Toy(successes=False), episodes=2)

@@ -1,0 +1,309 @@
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from envs.datasets import Episode, EpisodeDataset, normalized_score, read_d4rl, read_dataset
+from envs.datasets.d4rl import load_d4rl, qlearning_dataset
+from envs.datasets.scores import reference
+from policies.errors import DatasetError
+
+
+def episode(length, seed=0, *, terminated=True, obs_dim=3, action_dim=2):
+    rng = np.random.default_rng(seed)
+    return Episode(
+        observations=rng.normal(size=(length + 1, obs_dim)).astype(np.float32),
+        actions=rng.normal(size=(length, action_dim)).astype(np.float32),
+        rewards=rng.normal(size=length).astype(np.float32),
+        terminated=terminated,
+        truncated=not terminated,
+        success=terminated,
+        seed=seed,
+    )
+
+
+@pytest.fixture
+def dataset():
+    episodes = [episode(n, seed, terminated=seed != 1) for seed, n in enumerate((4, 1, 6, 3))]
+    return EpisodeDataset.from_episodes(episodes)
+
+
+def arrays(num=10):
+    rng = np.random.default_rng(0)
+    ends = np.zeros(num, bool)
+    ends[[3, 9]] = True
+    return {
+        "observations": rng.normal(size=(num, 3)).astype(np.float32),
+        "actions": rng.uniform(-1, 1, (num, 2)).astype(np.float32),
+        "rewards": rng.normal(size=num).astype(np.float32),
+        "terminated": ends & (np.arange(num) == 3),
+        "truncated": ends & (np.arange(num) == 9),
+        "episode_start": np.array([0, 4, 10]),
+    }
+
+
+def write_d4rl(path: Path, **changes):
+    data = arrays()
+    content = {
+        "observations": data["observations"],
+        "actions": data["actions"],
+        "rewards": data["rewards"],
+        "terminals": data["terminated"],
+        "timeouts": data["truncated"],
+    } | changes
+    with h5py.File(path, "w") as file:
+        for key, value in content.items():
+            if value is not None:
+                file.create_dataset(key, data=value)
+    return path
+
+
+def test_episodes_are_concatenated_with_their_ends_and_successors(dataset):
+    assert dataset.lengths.tolist() == [4, 1, 6, 3]
+    assert dataset.terminated.nonzero().squeeze(1).tolist() == [3, 10, 13]
+    assert dataset.truncated.nonzero().squeeze(1).tolist() == [4]
+    assert dataset.success.tolist() == [True, False, True, True]
+    inside = ~(dataset.terminated | dataset.truncated)
+    torch.testing.assert_close(
+        dataset.next_observations[inside], dataset.observations[inside.nonzero().squeeze(1) + 1]
+    )
+    assert dataset.observations.dtype == torch.float32
+
+
+def test_statistics_are_those_of_the_frames(dataset):
+    stats = dataset.statistics()
+    for key, values in (("state", dataset.observations), ("action", dataset.actions)):
+        values = values.numpy().astype(np.float64)
+        np.testing.assert_array_equal(stats[key]["min"], values.min(0).astype(np.float32))
+        np.testing.assert_array_equal(stats[key]["max"], values.max(0).astype(np.float32))
+        np.testing.assert_allclose(stats[key]["mean"], values.mean(0), rtol=1e-6)
+        np.testing.assert_allclose(stats[key]["std"], values.std(0, ddof=1), rtol=1e-6)
+
+
+def test_statistics_do_not_lose_small_spreads_on_large_offsets():
+    values = 1e4 + np.array([[0.0], [1.0], [2.0], [3.0]])
+    data = EpisodeDataset.from_arrays(values, values, np.zeros(4), [0, 0, 0, 1], np.zeros(4), [0, 4])
+    assert data.statistics()["state"]["std"].item() == pytest.approx(values.std(ddof=1), rel=1e-6)
+
+
+def test_returns_are_summed_per_episode_and_to_go_per_frame(dataset):
+    gamma, rewards = 0.9, dataset.rewards.double().numpy()
+    starts = dataset.episode_start.tolist()
+    to_go = np.zeros(len(rewards))
+    for first, end in pairwise(starts):
+        for t in range(first, end):
+            to_go[t] = sum(gamma ** (j - t) * rewards[j] for j in range(t, end))
+    np.testing.assert_allclose(dataset.returns_to_go(gamma), to_go, rtol=1e-6)
+    expected = [rewards[a:b].sum() for a, b in pairwise(starts)]
+    np.testing.assert_allclose(dataset.returns, expected, rtol=1e-12)
+
+
+def test_selected_episodes_keep_everything_that_belongs_to_them(dataset):
+    part = dataset.select([2, 0])
+    assert part.lengths.tolist() == [6, 4]
+    assert part.episode_extras["seed"].tolist() == [2, 0]
+    torch.testing.assert_close(part.actions[:6], dataset.actions[5:11])
+    torch.testing.assert_close(part.next_observations[6:], dataset.next_observations[:4])
+    with pytest.raises(DatasetError, match=r"0\.\.3"):
+        dataset.select([4])
+
+
+def test_splits_are_disjoint_complete_and_decided_by_the_seed(dataset):
+    def seeds(part):
+        return part.episode_extras["seed"].tolist()
+
+    train, valid = dataset.split(0.3, seed=5)
+    assert len(seeds(valid)) == 1
+    assert sorted(seeds(train) + seeds(valid)) == [0, 1, 2, 3]
+    again = dataset.split(0.3, seed=5)
+    assert seeds(again[1]) == seeds(valid)
+    assert len({tuple(seeds(dataset.split(0.3, seed=s)[1])) for s in range(20)}) == 4
+    with pytest.raises(DatasetError, match="at least 2 episodes"):
+        dataset.select([0]).split()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "observations",
+            np.full((10, 3), np.nan),
+            r"'observations' must be finite; got nan at index \[0, 0\]",
+        ),
+        ("actions", np.full((10, 2), np.inf), r"'actions' must be finite; got inf"),
+        ("rewards", np.r_[np.zeros(9), np.nan], r"'rewards' must be finite; got nan at index \[9\] \(1 such"),
+        ("actions", np.zeros((9, 2)), r"'actions' must have shape \(10, Da\); got \(9, 2\)"),
+        ("rewards", np.zeros((10, 1)), r"'rewards' must have shape \(10\); got \(10, 1\)"),
+        ("observations", np.zeros((0, 3)), r"'observations' is empty"),
+        ("episode_start", [0, 4, 4, 10], r"must increase .* got 4 after 4 at position 2"),
+        ("episode_start", [0, 6, 4, 10], r"must increase .* got 4 after 6"),
+        ("episode_start", [0, 4, 9], r"must run from 0 to the number of frames 10"),
+        ("truncated", np.r_[True, np.zeros(9, bool)], r"'truncated' .* set on frame 0 inside one"),
+    ],
+)
+def test_bad_arrays_are_refused_with_key_expected_and_got(key, value, message):
+    with pytest.raises(DatasetError, match=message) as error:
+        EpisodeDataset.from_arrays(**arrays() | {key: value}, meta={"source": "demo.hdf5"})
+    assert str(error.value).startswith("demo.hdf5: ")
+
+
+def test_bad_extras_are_refused():
+    with pytest.raises(DatasetError, match="'states' must have one row for each of the 10 frames"):
+        EpisodeDataset.from_arrays(**arrays(), extras={"states": np.zeros((9, 2))})
+    with pytest.raises(DatasetError, match="'goal' must be finite"):
+        EpisodeDataset.from_arrays(**arrays(), extras={"goal": np.full((10, 2), np.nan)})
+
+
+def test_bad_episodes_are_refused():
+    with pytest.raises(DatasetError, match="at least one episode"):
+        EpisodeDataset.from_episodes([])
+    with pytest.raises(
+        DatasetError, match=r"episode 1: key 'actions' must have shape \(3, 2\); got \(3, 4\)"
+    ):
+        EpisodeDataset.from_episodes([episode(3), episode(3, action_dim=4)])
+
+
+def test_d4rl_file_gives_true_episodes_and_keeps_the_end_of_the_file(tmp_path):
+    timeouts = np.zeros(10, bool)
+    path = write_d4rl(tmp_path / "a.hdf5", timeouts=timeouts, rewards=arrays()["rewards"][:, None])
+    data = read_dataset(path)
+    assert data.lengths.tolist() == [4, 6]
+    assert data.terminated.nonzero().squeeze(1).tolist() == [3]
+    assert data.truncated.nonzero().squeeze(1).tolist() == [9]
+    # No successor is known for the last row: it did not terminate, so it is no transition.
+    assert data.transitions().frames.tolist() == list(range(9))
+
+
+def test_a_terminal_on_a_timeout_step_stays_terminal(tmp_path):
+    timeouts = arrays()["terminated"] | arrays()["truncated"]
+    data = read_d4rl(write_d4rl(tmp_path / "a.hdf5", timeouts=timeouts))
+    assert bool(data.terminated[3])
+    assert 3 in data.transitions().frames.tolist()
+    official = read_d4rl(tmp_path / "a.hdf5", d4rl_compat=True)
+    assert not bool(official.terminated.any())
+
+
+def test_time_limit_cuts_files_without_timeouts_at_every_multiple(tmp_path):
+    path = write_d4rl(tmp_path / "a.hdf5", timeouts=None)
+    data = read_d4rl(path, max_episode_steps=3)
+    assert data.lengths.tolist() == [3, 1, 3, 3]
+    assert read_d4rl(path).lengths.tolist() == [4, 6]
+    with pytest.raises(DatasetError, match="needs max_episode_steps"):
+        read_d4rl(path, d4rl_compat=True)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("terminate_on_end", [False, True])
+def test_official_counter_equals_a_row_by_row_loop(seed, terminate_on_end):
+    rng, num, limit = np.random.default_rng(seed), 60, 5
+    data = {
+        "observations": rng.normal(size=(num, 2)).astype(np.float32),
+        "actions": rng.normal(size=(num, 1)).astype(np.float32),
+        "rewards": rng.normal(size=num).astype(np.float32),
+        "terminals": rng.random(num) < 0.25,
+    }
+    kept, counter = [], 0
+    for i in range(num - 1):
+        final = counter == limit - 1
+        if final and not terminate_on_end:
+            counter = 0
+            continue
+        if data["terminals"][i] or final:
+            counter = 0
+        kept.append(i)
+        counter += 1
+    got = qlearning_dataset(data, terminate_on_end=terminate_on_end, max_episode_steps=limit)
+    np.testing.assert_array_equal(got["observations"], data["observations"][kept])
+
+
+def test_infos_are_kept_by_frame_and_by_episode(tmp_path):
+    path = write_d4rl(
+        tmp_path / "a.hdf5",
+        **{
+            "infos/qpos": np.arange(20.0).reshape(10, 2),
+            "infos/init_qpos": np.ones((2, 4)),
+            "metadata/algorithm": np.bytes_("SAC"),
+        },
+    )
+    data = read_d4rl(path)
+    assert data.extras["infos/qpos"].dtype == torch.float64
+    assert data.episode_extras["infos/init_qpos"].shape == (2, 4)
+    assert data.meta["metadata/algorithm"] == "SAC"
+    assert json.dumps(data.meta)
+
+
+@pytest.mark.parametrize("keep", [0.02, 0.5, 0.95])
+def test_a_truncated_file_is_one_clear_error(tmp_path, keep):
+    big = {"observations": np.random.default_rng(0).normal(size=(10, 2000))}
+    path = write_d4rl(tmp_path / "cut.hdf5", **big)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(keep * len(content))])
+    with pytest.raises(DatasetError, match=r"cut\.hdf5: expected a readable HDF5 file.*truncated"):
+        read_dataset(path)
+
+
+def test_a_damaged_chunk_is_one_clear_error(tmp_path):
+    path = tmp_path / "bad.hdf5"
+    write_d4rl(path, observations=None)
+    with h5py.File(path, "a") as file:
+        values = np.random.default_rng(0).normal(size=(10, 500))
+        file.create_dataset("observations", data=values, compression="gzip")
+        offset = file["observations"].id.get_chunk_info(0).byte_offset
+    content = bytearray(path.read_bytes())
+    content[offset : offset + 200] = bytes(200)
+    path.write_bytes(content)
+    with pytest.raises(DatasetError, match=r"bad\.hdf5"):
+        read_dataset(path)
+
+
+def test_other_unusable_files_are_one_clear_error(tmp_path):
+    with pytest.raises(DatasetError, match="no such file"):
+        read_dataset(tmp_path / "absent.hdf5")
+    text = tmp_path / "text.hdf5"
+    text.write_text("not HDF5")
+    with pytest.raises(DatasetError, match="expected a readable HDF5 file"):
+        read_dataset(text)
+    with h5py.File(tmp_path / "other.hdf5", "w") as file:
+        file["something"] = 1
+    with pytest.raises(DatasetError, match=r"formats robomimic, d4rl .* found the keys \['something'\]"):
+        read_dataset(tmp_path / "other.hdf5")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rewards": None}, r"missing \['rewards'\], found"),
+        (
+            {"actions": np.zeros((9, 2))},
+            r"'actions' must have 10 rows of numbers, one per step; got shape \(9, 2\)",
+        ),
+        ({"actions": np.full((10, 2), np.nan)}, "'actions' must be finite"),
+        ({"observations": np.zeros((10, 3, 2))}, r"'observations' must have shape \(10, Do\)"),
+        ({"observations": np.zeros(())}, r"'observations' must have 1 rows of numbers"),
+        ({"rewards": np.array([b"a"] * 10)}, r"'rewards' must have 10 rows of numbers.*type \|S1"),
+    ],
+)
+def test_bad_d4rl_content_names_file_and_key(tmp_path, changes, message):
+    with pytest.raises(DatasetError, match=message) as error:
+        read_dataset(write_d4rl(tmp_path / "bad.hdf5", **changes))
+    assert "bad.hdf5" in str(error.value)
+
+
+def test_scores_are_zero_at_random_and_hundred_at_expert():
+    np.testing.assert_allclose(normalized_score("hopper-medium-v2", [-20.272305, 3234.3]), [0, 100])
+    assert reference("hopper") == reference("hopper-expert-v0")
+    with pytest.raises(DatasetError, match="hopper-medium-v2"):
+        normalized_score("hopper-medum-v2", 1.0)
+    with pytest.raises(DatasetError, match="maze2d-umaze-"):
+        reference("maze2d-umaze")
+
+
+def test_equal_datasets_load_the_same_twice(tmp_path):
+    path = write_d4rl(tmp_path / "a.hdf5")
+    one, two = load_d4rl(path), load_d4rl(path)
+    for key in one:
+        np.testing.assert_array_equal(one[key], two[key])

@@ -1,0 +1,199 @@
+import json
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from envs.datasets import (
+    Episode,
+    EpisodeDataset,
+    dataset_format,
+    read_dataset,
+    read_robomimic,
+    write_robomimic,
+)
+from policies.errors import DatasetError
+
+
+def episode(length, seed, *, terminated=True):
+    rng = np.random.default_rng(seed)
+    return Episode(
+        observations=rng.normal(size=(length + 1, 5)).astype(np.float32),
+        actions=rng.normal(size=(length, 2)).astype(np.float32),
+        rewards=rng.normal(size=length).astype(np.float32),
+        terminated=terminated,
+        truncated=not terminated,
+        success=seed % 2 == 0,
+        seed=seed,
+        extras={"states": rng.normal(size=(length, 7)), "goal": rng.normal(size=(length, 2))},
+    )
+
+
+@pytest.fixture
+def dataset():
+    # More than ten episodes: demo_10 must not come before demo_2.
+    return EpisodeDataset.from_episodes(
+        [episode(2 + seed % 3, seed, terminated=seed != 4) for seed in range(12)],
+        meta={"source": "here", "attempts": 15},
+    )
+
+
+def assert_same(one, two):
+    for key in ("observations", "actions", "rewards", "terminated", "truncated", "episode_start"):
+        assert torch.equal(getattr(one, key), getattr(two, key)), key
+    assert (one.next_observations is None) == (two.next_observations is None)
+    if one.next_observations is not None:
+        assert torch.equal(one.next_observations, two.next_observations)
+    for kind in ("extras", "episode_extras"):
+        first, second = getattr(one, kind), getattr(two, kind)
+        assert set(first) == set(second)
+        for key, value in first.items():
+            assert value.dtype == second[key].dtype
+            assert torch.equal(value, second[key]), key
+
+
+@pytest.mark.parametrize("layout", [None, {"robot0_eef_pos": 3, "object": 2}, {"z": 1, "a": 4}])
+def test_reading_what_was_written_gives_the_same_dataset(tmp_path, dataset, layout):
+    write_robomimic(tmp_path / "demo.hdf5", dataset, layout=layout)
+    back = read_dataset(tmp_path / "demo.hdf5")
+    assert_same(dataset, back)
+    assert back.meta["attempts"] == 15
+    assert back.meta["obs_layout"] == (layout or {"flat": 5})
+
+
+def test_unknown_successors_stay_unknown(tmp_path, dataset):
+    bare = EpisodeDataset.from_arrays(
+        dataset.observations,
+        dataset.actions,
+        dataset.rewards,
+        dataset.terminated,
+        dataset.truncated,
+        dataset.episode_start,
+    )
+    write_robomimic(tmp_path / "demo.hdf5", bare)
+    assert_same(bare, read_dataset(tmp_path / "demo.hdf5"))
+
+
+def test_file_has_the_schema_other_readers_expect(tmp_path, dataset):
+    write_robomimic(tmp_path / "demo.hdf5", dataset, valid_fraction=0.25)
+    with h5py.File(tmp_path / "demo.hdf5") as file:
+        data = file["data"]
+        assert data.attrs["total"] == dataset.num_frames
+        assert {"env_name", "type", "env_kwargs"} <= set(json.loads(data.attrs["env_args"]))
+        assert len(data) == 12
+        for number, length in enumerate(dataset.lengths.tolist()):
+            demo = data[f"demo_{number}"]
+            assert demo.attrs["num_samples"] == length
+            assert demo["actions"].shape == (length, 2)
+            assert demo["obs/flat"].shape == demo["next_obs/flat"].shape == (length, 5)
+            assert demo["dones"][()].tolist() == [0] * (length - 1) + [1]
+            assert demo["states"].shape == (length, 7)
+        names = {key: {name.decode() for name in file[f"mask/{key}"][()]} for key in ("train", "valid")}
+    assert len(names["valid"]) == 3
+    assert names["train"] | names["valid"] == {f"demo_{i}" for i in range(12)}
+    assert not names["train"] & names["valid"]
+
+
+def test_masks_select_demonstrations(tmp_path, dataset):
+    write_robomimic(tmp_path / "demo.hdf5", dataset, valid_fraction=0.25, seed=3)
+    train = read_dataset(tmp_path / "demo.hdf5", mask="train")
+    valid = read_dataset(tmp_path / "demo.hdf5", mask="valid")
+    seeds = train.episode_extras["seed"].tolist()
+    assert seeds == sorted(seeds)
+    assert sorted(seeds + valid.episode_extras["seed"].tolist()) == list(range(12))
+    with pytest.raises(DatasetError, match=r"mask/test; the file has the masks \['train', 'valid'\]"):
+        read_dataset(tmp_path / "demo.hdf5", mask="test")
+
+
+def write_foreign(path, **changes):
+    rng = np.random.default_rng(0)
+    with h5py.File(path, "w") as file:
+        for number, length in ((2, 4), (10, 3)):
+            demo = file.create_group(f"data/demo_{number}")
+            demo.attrs["num_samples"] = length
+            content = {
+                "actions": rng.normal(size=(length, 7)),
+                "rewards": np.zeros(length),
+                "dones": np.r_[np.zeros(length - 1, int), int(number == 2)],
+                "obs/object": np.full((length, 2), number, float),
+                "obs/robot0_eef_pos": np.full((length, 3), 0.5),
+                "obs/robot0_joint_pos": np.zeros((length, 7)),
+                "obs/agentview_image": np.zeros((length, 4, 4, 3), np.uint8),
+            } | changes
+            for key, value in content.items():
+                if value is not None:
+                    demo.create_dataset(key, data=value)
+    return path
+
+
+def test_foreign_files_give_proprioception_then_object_in_numeric_order(tmp_path):
+    data = read_dataset(write_foreign(tmp_path / "foreign.hdf5"))
+    assert dataset_format(tmp_path / "foreign.hdf5") == "robomimic"
+    assert data.lengths.tolist() == [4, 3]
+    assert data.observations[0].tolist() == [0.5, 0.5, 0.5, 2.0, 2.0]
+    assert data.terminated.nonzero().squeeze(1).tolist() == [3]
+    assert data.truncated.nonzero().squeeze(1).tolist() == [6]
+    assert data.next_observations is None
+    chosen = read_robomimic(tmp_path / "foreign.hdf5", obs_keys=["object", "robot0_joint_pos"])
+    assert chosen.obs_dim == 9
+    with pytest.raises(DatasetError, match=r"keys \['agentview_image'\]"):
+        read_robomimic(tmp_path / "foreign.hdf5", obs_keys=["agentview_image"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"actions": None}, r"demo_2: expected the keys \['actions'\]"),
+        ({"actions": np.full((4, 7), np.nan)}, None),
+        ({"rewards": np.zeros(9)}, r"demo_2: key 'rewards' must have 4 rows as the actions have; got 9"),
+        (
+            {"obs/object": np.zeros((9, 2))},
+            r"demo_2/obs: key 'object' must have shape \(4, 2\); got \(9, 2\)",
+        ),
+    ],
+)
+def test_bad_content_names_file_demonstration_and_key(tmp_path, changes, message):
+    path = write_foreign(tmp_path / "bad.hdf5", **changes)
+    with pytest.raises(DatasetError, match=message) as error:
+        read_dataset(path)
+    assert "bad.hdf5" in str(error.value)
+
+
+def test_nan_in_a_demonstration_is_refused(tmp_path, dataset):
+    write_robomimic(tmp_path / "demo.hdf5", dataset)
+    with h5py.File(tmp_path / "demo.hdf5", "a") as file:
+        file["data/demo_3/actions"][0, 1] = np.nan
+    with pytest.raises(
+        DatasetError, match=r"demo\.hdf5: key 'actions' must be finite; got nan at index \[9, 1\]"
+    ):
+        read_dataset(tmp_path / "demo.hdf5")
+
+
+def test_a_truncated_file_is_refused(tmp_path, dataset):
+    path = tmp_path / "demo.hdf5"
+    write_robomimic(path, dataset)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DatasetError, match="truncated, damaged"):
+        read_dataset(path)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_debris(tmp_path, dataset):
+    path = tmp_path / "demo.hdf5"
+    write_robomimic(path, dataset)
+    before = path.read_bytes()
+    with pytest.raises(DatasetError, match="add up to the 5 observation entries"):
+        write_robomimic(path, dataset, layout={"a": 4})
+    broken = EpisodeDataset.from_episodes([episode(3, 0)])
+    broken.extras["states"] = torch.zeros(3, 2, dtype=torch.bfloat16)  # HDF5 has no such type
+    with pytest.raises(TypeError):
+        write_robomimic(path, broken)
+    assert path.read_bytes() == before
+    assert [item.name for item in tmp_path.iterdir()] == ["demo.hdf5"]
+
+
+def test_the_file_is_as_readable_as_any_other_new_file(tmp_path, dataset):
+    write_robomimic(tmp_path / "demo.hdf5", dataset)
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "demo.hdf5").stat().st_mode == (tmp_path / "plain").stat().st_mode

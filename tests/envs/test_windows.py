@@ -1,0 +1,119 @@
+import logging
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.datasets import EpisodeDataset
+from policies.errors import DatasetError
+from policies.protocols import ChunkSpec
+
+
+def make(lengths, obs_dim=2, action_dim=3):
+    rng = np.random.default_rng(sum(lengths))
+    num, start = sum(lengths), np.concatenate([[0], np.cumsum(lengths)])
+    ends = np.zeros(num, bool)
+    ends[start[1:] - 1] = True
+    obs, action = rng.normal(size=(num, obs_dim)), rng.normal(size=(num, action_dim))
+    return EpisodeDataset.from_arrays(obs, action, np.zeros(num), ends, np.zeros(num), start)
+
+
+def by_item(data, chunk, pad_end):
+    """Build every window one element at a time."""
+    out = []
+    starts = data.episode_start.tolist()
+    for first, end in pairwise(starts):
+        for frame in range(first, end):
+            begin = frame - chunk.action_start
+            if not pad_end and begin + chunk.horizon > end:
+                continue
+            history = [max(first, frame - j) for j in reversed(range(chunk.obs_steps))]
+            rows = range(begin, begin + chunk.horizon)
+            inside = [min(max(row, first), end - 1) for row in rows]
+            mask = [first <= row < end for row in rows]
+            out.append((frame, data.observations[history], data.actions[inside], mask))
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    obs_steps=st.integers(1, 4),
+    horizon=st.integers(1, 6),
+    oldest=st.booleans(),
+    pad_end=st.booleans(),
+)
+def test_every_window_equals_the_one_built_item_by_item(lengths, obs_steps, horizon, oldest, pad_end):
+    data = make(lengths)
+    start = min(obs_steps - 1, horizon - 1) if oldest else 0
+    chunk = ChunkSpec(3, horizon, 1, obs_steps, action_start=start)
+    expected = by_item(data, chunk, pad_end)
+    if not expected:
+        with pytest.raises(DatasetError, match="no episode holds a whole chunk"):
+            data.windows(chunk, pad=pad_end)
+        return
+    windows = data.windows(chunk, pad=pad_end)
+    assert windows.frames.tolist() == [frame for frame, *_ in expected]
+    batch = windows.gather(torch.arange(windows.num))
+    assert torch.equal(batch.obs, torch.stack([obs for _, obs, *_ in expected]))
+    assert torch.equal(batch.action, torch.stack([action for *_, action, _ in expected]))
+    assert batch.mask.tolist() == [mask for *_, mask in expected]
+
+
+def test_gather_follows_the_index_in_any_order_and_with_repeats():
+    windows = make([5, 7]).windows(ChunkSpec(3, 4, 2, 2))
+    everything = windows.gather(torch.arange(windows.num))
+    index = torch.tensor([7, 0, 7, 11, 3])
+    batch = windows.gather(index)
+    for got, expected in ((batch.obs, everything.obs), (batch.action, everything.action)):
+        assert torch.equal(got, expected[index])
+    assert torch.equal(batch.mask, everything.mask[index])
+
+
+def test_no_window_sees_another_episode():
+    # Every frame carries its episode's number, so a window that crosses an edge would show two numbers.
+    data = make([4, 1, 6])
+    number = torch.repeat_interleave(torch.arange(3.0), data.lengths)
+    data = EpisodeDataset.from_arrays(
+        number[:, None], number[:, None], number, data.terminated, data.truncated, data.episode_start
+    )
+    batch = data.windows(ChunkSpec(1, 5, 1, 3, action_start=2)).gather(torch.arange(11))
+    seen = torch.cat([batch.obs, batch.action], dim=1).squeeze(2)
+    assert torch.equal(seen, number[:, None].expand_as(seen))
+
+
+def test_both_conventions_agree_for_a_history_of_one():
+    data = make([6, 3])
+    newest = data.windows(ChunkSpec(3, 4, 4, 1, action_start=0))
+    oldest = data.windows(ChunkSpec(3, 4, 4, 1, action_start=1 - 1))
+    assert torch.equal(newest.gather(newest.frames).action, oldest.gather(oldest.frames).action)
+
+
+def test_episodes_too_short_for_a_chunk_are_reported(caplog):
+    with caplog.at_level(logging.WARNING):
+        windows = make([6, 3, 5, 2]).windows(ChunkSpec(3, 4, 4), pad=False)
+    assert windows.short_episodes == [1, 3]
+    assert "2 of 4 episodes are too short for a chunk of 4 actions" in caplog.text
+
+
+def test_a_dataset_with_another_action_width_is_refused():
+    with pytest.raises(DatasetError, match="'actions' must be 2 wide for this task; got 3"):
+        make([4]).windows(ChunkSpec(2, 4, 4))
+
+
+def test_batches_are_views_of_no_storage_that_training_could_change():
+    data = make([8])
+    windows = data.windows(ChunkSpec(3, 1, 1))
+    before = data.actions.clone()
+    windows.gather(torch.arange(8)).action.zero_()
+    assert torch.equal(data.actions, before)
+
+
+def test_sampled_windows_follow_the_generator():
+    windows = make([9, 9]).windows(ChunkSpec(3, 2, 2))
+    one = windows.sample(5, generator=torch.Generator().manual_seed(3))
+    two = windows.sample(5, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(one.action, two.action)

@@ -14,6 +14,7 @@ from envs.datasets import (
     write_robomimic,
 )
 from policies.errors import DatasetError
+from policies.protocols import ChunkSpec
 
 
 def episode(length, seed, *, terminated=True):
@@ -197,3 +198,35 @@ def test_the_file_is_as_readable_as_any_other_new_file(tmp_path, dataset):
     write_robomimic(tmp_path / "demo.hdf5", dataset)
     (tmp_path / "plain").touch()
     assert (tmp_path / "demo.hdf5").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_robomimic_itself_reads_the_file(tmp_path, dataset):
+    robomimic = pytest.importorskip("robomimic", reason="needs the extra 'robomimic' and its --no-deps step")
+    try:
+        obs_utils = pytest.importorskip("robomimic.utils.obs_utils")
+        sequences = pytest.importorskip("robomimic.utils.dataset")
+    except RuntimeError as error:  # a torchvision that does not match torch
+        pytest.skip(f"robomimic {robomimic.__version__} does not import here: {error}")
+    path = tmp_path / "demo.hdf5"
+    write_robomimic(path, dataset, layout={"robot0_eef_pos": 3, "object": 2}, valid_fraction=0.25)
+    keys = ["robot0_eef_pos", "object"]
+    obs_utils.initialize_obs_utils_with_obs_specs({"obs": {"low_dim": keys, "rgb": []}})
+    loaded = sequences.SequenceDataset(
+        hdf5_path=str(path),
+        obs_keys=keys,
+        dataset_keys=["actions", "rewards", "dones"],
+        frame_stack=2,
+        seq_length=4,
+        hdf5_cache_mode=None,
+        filter_by_attribute="train",
+        load_next_obs=True,
+    )
+    train = read_dataset(path, mask="train")
+    assert len(loaded) == train.num_frames
+    windows = train.windows(ChunkSpec(2, 4, 4, 2))
+    batch = windows.gather(torch.arange(windows.num))
+    for index in range(len(loaded)):
+        item = loaded[index]
+        obs = np.concatenate([item["obs"][key][:2] for key in keys], axis=1)
+        np.testing.assert_array_equal(obs, batch.obs[index])
+        np.testing.assert_array_equal(item["actions"][1:], batch.action[index])

@@ -1,0 +1,193 @@
+"""Gaussian PPO on the shared core."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from point_env import PointEnv
+
+from algos.base import Setup
+from algos.buffers import Appraisal
+from algos.onpolicy import OnPolicy
+from algos.plain import from_plain, to_plain
+from algos.ppo import PpoConfig
+from algos.ratios import Rows, reduce_log_prob
+from algos.surrogate import GeneratorDraws
+from envs.rollout import Rollout
+from policies.backbones.mlp import MlpConfig
+from policies.errors import CapabilityError, ConfigError
+from policies.gaussian import GaussianProcess
+from policies.heads import CriticConfig
+from policies.policy import Policy, PolicyConfig, build_policy
+from policies.processes.diffusion import VPDiffusion
+
+SMALL = PpoConfig(
+    num_envs=4,
+    steps_per_iteration=16,
+    iterations=3,
+    batch_size=32,
+    update_epochs=2,
+    critic=CriticConfig(width=8),
+    chunk_rows=10,
+)
+
+
+def make_init(process: Any = None, **changes: Any) -> Policy:
+    config = PolicyConfig(
+        process=process or GaussianProcess(**changes),
+        backbone=MlpConfig(width=8, activation="mish", time_dim=4),
+        horizon=3,
+        act_steps=2,
+    )
+    limits = {"min": torch.full((2,), -1.0), "max": torch.full((2,), 1.0)}
+    statistics = {
+        name: limits | {"mean": torch.zeros(2), "std": torch.ones(2)} for name in ("state", "action")
+    }
+    return build_policy(config, obs_dim=2, action_dim=2, statistics=statistics, seed=3)
+
+
+def make_run(config: PpoConfig = SMALL, init: Policy | None = None, **setup: Any) -> OnPolicy:
+    values = {
+        "num_workers": 0,
+        "num_threads": 1,
+        "env": PointEnv(),
+        "init": init or make_init(),
+        "seed": 5,
+    } | setup
+    return config.build(Setup(**values))
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.float64, 1e-6)])
+@pytest.mark.parametrize("reduction", ["mean", "per_step", "joint"])
+def test_ratio_is_one_on_fresh_data(dtype: torch.dtype, limit: float, reduction: str) -> None:
+    run = make_run(replace(SMALL, log_prob_reduction=reduction), make_init().to(dtype))
+    experience = run.appraise(run.collect(), run.policy, run.learner.critic, run.scaler)
+    with torch.no_grad():
+        score = run.ratio.score(experience, Rows.sorted_from(torch.arange(len(experience)), 1))
+    assert score.log_ratio.abs().max().item() <= limit
+    assert score.log_ratio.exp().mean().item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_reductions_differ_by_their_counts() -> None:
+    log_prob = torch.randn(5, 3, 2, generator=torch.Generator().manual_seed(0))
+    mean, step, joint = (reduce_log_prob(log_prob, how) for how in ("mean", "per_step", "joint"))
+    torch.testing.assert_close(joint, 6 * mean)
+    torch.testing.assert_close(joint, 3 * step)
+
+
+def test_run_learns_to_stay_near_the_goal() -> None:
+    config = replace(
+        SMALL,
+        num_envs=16,
+        iterations=25,
+        batch_size=64,
+        chunk_rows=64,
+        update_epochs=5,
+        actor_lr=3e-3,
+        clip_range=0.2,
+    )
+    run = make_run(config)
+    returns = [float(run.advance()["rollout/return"]) for _ in range(25)]
+    run.close()
+    assert sum(returns[-3:]) / 3 > sum(returns[:3]) / 3 + 2.0
+
+
+def test_resumed_run_continues_bit_for_bit() -> None:
+    straight, resumed = make_run(), make_run()
+    straight.advance()
+    resumed.load_state_dict(from_plain(to_plain(straight.state_dict())))
+    for run in (straight, resumed):
+        run.advance()
+    ours, theirs = resumed.policy.state_dict(), straight.policy.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_fixed_deviation_stays_and_learned_one_moves() -> None:
+    for learn in (True, False):
+        run = make_run(init=make_init(learn_std=learn))
+        before = run.policy.head.log_var.clone()
+        run.advance()
+        assert torch.equal(before, run.policy.head.log_var) is not learn
+
+
+def test_entropy_bonus_widens_the_policy() -> None:
+    run = make_run(replace(SMALL, entropy_coef=10.0, actor_lr=1e-2))
+    before = run.policy.head.log_var.detach().clone()
+    run.advance()
+    assert (run.policy.head.log_var > before).all()
+
+
+def test_snapshot_acts_with_the_mean_and_is_independent() -> None:
+    run = make_run(replace(SMALL, actor_lr=1e-2))
+    policy, obs = run.snapshot(), torch.zeros(2, 1, 2)
+    before = policy.act(obs)
+    assert torch.equal(before[0], before[1])
+    run.advance()
+    assert torch.equal(policy.act(obs), before)
+
+
+def test_budget_in_environment_steps_replaces_iterations() -> None:
+    run = make_run(replace(SMALL, env_steps=150))
+    assert run.total == 150
+    while run.progress < run.total:
+        run.advance()
+    assert run.iteration == 2
+
+
+def test_values_bootstrap_through_truncation_from_the_true_final_observation() -> None:
+    """Two steps of one environment: the first is cut, the second belongs to another episode."""
+
+    def critic(obs: torch.Tensor) -> torch.Tensor:
+        return obs[:, 0]
+
+    init = build_policy(
+        PolicyConfig(
+            process=GaussianProcess(),
+            backbone=MlpConfig(width=8, time_dim=4),
+            act_steps=2,
+            normalizer=dict.fromkeys(("state", "goal", "action"), "identity"),
+        ),
+        obs_dim=1,
+        action_dim=1,
+    )
+    false = torch.zeros(2, 1, dtype=torch.bool)
+    rollout = Rollout(
+        obs=torch.tensor([1.0, 2.0]).view(2, 1, 1, 1),
+        rewards=torch.tensor([[10.0, 20.0], [30.0, 0.0]]).view(2, 1, 2),
+        length=torch.tensor([[2], [1]]),
+        terminated=false,
+        truncated=torch.tensor([[True], [False]]),
+        first=torch.tensor([[False], [True]]),
+        next_obs_last=torch.tensor([5.0]).view(1, 1, 1),
+        final_obs=torch.tensor([7.0]).view(1, 1, 1),
+        final_index=torch.tensor([[0, 0]]),
+        record={},
+        episodes=[],
+    )
+    correct = Appraisal(0.5, 0.9, 1.0, False)(rollout, init, critic, None)
+    second = 30.0 + 0.5 * 5.0 - 2.0
+    assert correct.advantage.tolist() == pytest.approx([30.0 + 0.5 * 7.0 - 1.0, second])
+    compat = Appraisal(0.5, 0.9, 1.0, True)(rollout, init, critic, None)
+    assert compat.advantage.tolist() == pytest.approx([30.0 + 0.5 * 2.0 - 1.0 + 0.45 * second, second])
+
+
+def test_cloning_term_works_for_a_gaussian() -> None:
+    run = make_run(replace(SMALL, bc_weight=0.5))
+    draws = GeneratorDraws(torch.Generator().manual_seed(0))
+    experience = run.appraise(run.collect(), run.policy, run.learner.critic, run.scaler)
+    _, metrics = run.learner.actor_gradient(experience, torch.arange(64), draws=draws)
+    # Near -E[log N] of a deviation of 0.1: 0.5 log(2 pi e 0.01) per element.
+    assert float(metrics["policy/cloning_loss"]) == pytest.approx(-0.88, abs=0.1)
+
+
+def test_unfit_policies_are_refused() -> None:
+    diffusion = make_init(VPDiffusion(4))
+    with pytest.raises(
+        CapabilityError, match=r"algo=ppo needs a Gaussian policy; got DenoisingPolicy.*VPDiffusion"
+    ):
+        make_run(init=diffusion)
+    with pytest.raises(ConfigError, match="algo=ppo fine-tunes a policy and got none"):
+        SMALL.build(Setup(env=PointEnv()))

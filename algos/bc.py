@@ -19,7 +19,7 @@ import logging
 import math
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,10 @@ from algos.base import Metrics, Setup
 from algos.optim import DecayRule, DelayedDecay, Ema, PowerDecay, warmup_cosine
 from algos.plain import capture_generator, restore_generator, seeded_generator
 from algos.sources import Demonstrations, Shuffle, Source
-from algos.validation import Validation, masked_mean
+from algos.validation import Validation, masked_mean, matching_of
 from envs.datasets.episodes import EpisodeDataset
-from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.errors import CheckpointError, ConfigError
 from policies.policy import Policy, build_policy
-from policies.protocols import MatchingLoss
 from policies.registry import register
 
 _log = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class BcConfig:
     validation_fraction: float = 0.05  # share of the episodes held out, rounded down
     validation_every: int | None = None  # gradient steps; None: a tenth of the run; 0: at the end only
     validation_windows: int = 256  # held-out windows that are used, at most
-    validation_samples: int = 4  # chunks sampled for each
+    validation_samples: int = 8  # chunks sampled for each
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -134,6 +133,7 @@ class Bc:
         self.config = config
         dataset = _dataset_of(setup)
         self.policy = _start_policy(setup, dataset).to(setup.device).train()
+        self._matching = matching_of(self.policy)
         train, held_out = _hold_out(dataset.to(setup.device), config, setup.seed)
         self._source = self._windows(train)
         self._done, self._total = 0, config.num_steps(self._source.num)
@@ -192,12 +192,11 @@ class Bc:
 
     def _loss(self, batch: Demonstrations) -> Tensor:
         """Return the matching loss, averaged over recorded entries."""
-        policy = self.policy
-        te = policy.sample_te(len(batch.action), generator=self._generator)
-        action = policy.normalize_action(batch.action)
+        te = self._matching.sample_te(len(batch.action), generator=self._generator)
+        cond, action = self.policy.encode(batch.obs), self.policy.normalize_action(batch.action)
         if self.config.dp_compat_mean:
-            return policy.matching_loss(policy.encode(batch.obs), action, te, reduce="mean")
-        loss = policy.matching_loss(policy.encode(batch.obs), action, te, reduce="step")  # (B, Th)
+            return self._matching.matching_loss(cond, action, te, reduce="mean")
+        loss = self._matching.matching_loss(cond, action, te, reduce="step")  # (B, Th)
         return masked_mean(loss, batch.mask)
 
     def _set_lr(self) -> None:
@@ -214,11 +213,11 @@ class Bc:
         due = self._done >= self._total or (every > 0 and self._done // every > before // every)
         if self._validation is None or not due:
             return {}
-        return self._validation.measure(self._ema.module)
+        return self._validation.measure(cast(Policy, self._ema.module))
 
     def snapshot(self) -> Policy:
         """Return a copy of the averaged policy, in evaluation mode."""
-        return copy.deepcopy(self._ema.module).eval()
+        return cast(Policy, copy.deepcopy(self._ema.module)).eval()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a bit-exact continuation needs."""
@@ -299,11 +298,6 @@ def _start_policy(setup: Setup, dataset: EpisodeDataset) -> Policy:
             goal_dim=setup.env.spec.goal_dim if setup.env is not None else 0,
             statistics=dataset.statistics(),
             seed=setup.seed,
-        )
-    if not isinstance(policy, MatchingLoss):
-        raise CapabilityError(
-            f"algo=bc needs a policy with a matching loss; {type(policy).__name__} has none. "
-            f"Use process=diffusion, flow or gaussian."
         )
     if policy.goal_dim and "goal" not in dataset.extras:
         raise ConfigError(f"the policy is conditioned on goals; {dataset.source} has no key 'goal'.")

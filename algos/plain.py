@@ -7,7 +7,7 @@ string, a tensor or a container of these is refused when it is saved, not when i
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -79,13 +79,11 @@ def restore_generator(generator: torch.Generator | np.random.Generator, state: A
     Raises:
         CheckpointError: If the state is of another kind of generator.
     """
-    restore: Callable[[], None]
-    if isinstance(generator, torch.Generator):
-        restore = lambda: generator.set_state(state)  # noqa: E731
-    else:
-        restore = lambda: setattr(generator.bit_generator, "state", from_plain(state))  # noqa: E731
     try:
-        restore()
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        else:
+            generator.bit_generator.state = from_plain(state)
     except (TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"a saved random state does not fit a {type(generator).__qualname__}: {error}. "

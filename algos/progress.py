@@ -36,8 +36,8 @@ _INTERESTING = (
 class Display(Protocol):
     """Shows the progress of a run."""
 
-    def show(self, done: int, values: Mapping[str, float]) -> None:
-        """Show the units done and the newest numbers."""
+    def show(self, done: int, total: int, values: Mapping[str, float]) -> None:
+        """Show the units done, how many there will be as far as known now, and the newest numbers."""
         ...
 
     def close(self) -> None:
@@ -49,7 +49,7 @@ def open_display(title: str, unit: str, total: int, done: int, *, bar: bool | No
     """Return a bar, or lines when `bar` is False or (None) there is no terminal."""
     if bar is None:
         bar = sys.stderr.isatty()
-    return Bar(title, unit, total, done) if bar else Lines(title, unit, total, done)
+    return Bar(title, unit, total, done) if bar else Lines(title, unit, done)
 
 
 def key_numbers(values: Mapping[str, float], count: int = 3) -> str:
@@ -92,10 +92,10 @@ class Bar:
         self._values: dict[str, float] = {}
         self._progress.start()
 
-    def show(self, done: int, values: Mapping[str, float]) -> None:
+    def show(self, done: int, total: int, values: Mapping[str, float]) -> None:
         """See `Display`."""
         self._values |= values
-        self._progress.update(self._task, completed=done, numbers=key_numbers(self._values))
+        self._progress.update(self._task, completed=done, total=total, numbers=key_numbers(self._values))
 
     def close(self) -> None:
         """See `Display`."""
@@ -105,26 +105,26 @@ class Bar:
 class Lines:
     """Log lines, at most one in `SECONDS_BETWEEN_LINES`, and always the last."""
 
-    def __init__(self, title: str, unit: str, total: int, done: int) -> None:
-        self._title, self._unit, self._total = title, unit.replace("_", " "), total
+    def __init__(self, title: str, unit: str, done: int) -> None:
+        self._title, self._unit = title, unit.replace("_", " ")
         self._first, self._start = done, time.monotonic()
         self._last = float("-inf")
         self._values: dict[str, float] = {}
 
-    def show(self, done: int, values: Mapping[str, float]) -> None:
+    def show(self, done: int, total: int, values: Mapping[str, float]) -> None:
         """See `Display`."""
         self._values |= values
         now = time.monotonic()
-        if done < self._total and now - self._last < SECONDS_BETWEEN_LINES:
+        if done < total and now - self._last < SECONDS_BETWEEN_LINES:
             return
         self._last = now
         rate = (done - self._first) / max(now - self._start, 1e-9)
-        left = f"{(self._total - done) / rate:.0f} s left" if rate > 0 else "? left"
+        left = f"{(total - done) / rate:.0f} s left" if rate > 0 else "? left"
         _log.info(
             "%s: %d/%d %s, %s/s, %s, %s",
             self._title,
             done,
-            self._total,
+            total,
             self._unit,
             format_rate(rate),
             left,

@@ -19,7 +19,7 @@ from algos.metrics import Scalars, TensorBoardWriter, Writer, broken, read_out
 from algos.plain import capture_global_rng, restore_global_rng
 from algos.progress import Display, open_display
 from algos.state import RunDirectory
-from policies.errors import BurnishError, CheckpointError, ConfigError, TrainingError
+from policies.errors import BurnishError, CheckpointError, ConfigError, TrainingError, WorkerError
 from policies.policy import Policy
 
 _log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def train(
                 session.evaluate_if_due(stop)
                 if algorithm.progress >= algorithm.total:
                     return
-                session.advance()
+                session.advance(stop)
 
 
 class _Session:
@@ -164,10 +164,16 @@ class _Session:
             for writer in self.writers:
                 writer.close()
 
-    def advance(self) -> None:
+    def advance(self, stop: _StopSignals) -> None:
         """Do one iteration and report it."""
         before = self.algorithm.progress
-        values = read_out(self.algorithm.advance())
+        try:
+            values = read_out(self.algorithm.advance())
+        except WorkerError as error:
+            if stop.number is None:
+                raise
+            # The signal reached the workers too: the iteration cannot be finished.
+            raise Interrupted(stop.number) from error
         now, bad = self.algorithm.progress, broken(values)
         if bad or _due(before, now, self.settings.log_every or 1, self.algorithm.total):
             self._record(values)
@@ -237,7 +243,7 @@ class _Session:
         for writer in self.writers:
             writer.write(row, step)
         if self.display is not None:
-            self.display.show(step, row)
+            self.display.show(step, self.algorithm.total, row)
 
     def _elapsed(self) -> float:
         """Seconds of training so far, over all attempts."""

@@ -14,7 +14,9 @@ from torch import Tensor
 from algos.base import Metrics
 from algos.plain import seeded_generator
 from algos.sources import Source
+from policies.errors import CapabilityError
 from policies.policy import Policy
+from policies.protocols import MatchingLoss
 
 
 class Validation:
@@ -46,9 +48,10 @@ class Validation:
         noise = policy.sample_noise(len(cond) * self._num_samples, generator=generator)
         chunk = policy.physical(policy.decode(cond.repeat(self._num_samples), noise))
         error = self._errors(chunk.unflatten(0, (len(cond), self._num_samples)))  # (B, n)
-        te = policy.sample_te(len(cond), generator=generator)
+        matching = matching_of(policy)
+        te = matching.sample_te(len(cond), generator=generator)
         action = policy.normalize_action(self._data.action)
-        loss = policy.matching_loss(cond, action, te, reduce="step")
+        loss = matching.matching_loss(cond, action, te, reduce="step")
         return {
             "validation/action_mse": error.mean(),
             "validation/action_mse_best": error.min(dim=1).values.mean(),
@@ -60,6 +63,20 @@ class Validation:
         per_row = (chunk - self._data.action.unsqueeze(1)).square().mean(dim=-1)  # (B, n, Th)
         mask = self._data.mask.unsqueeze(1).to(per_row.dtype)
         return (per_row * mask).sum(dim=-1) / mask.sum(dim=-1)
+
+
+def matching_of(policy: Policy) -> MatchingLoss:
+    """Return the policy as something that trains by regression.
+
+    Raises:
+        CapabilityError: If it cannot.
+    """
+    if not isinstance(policy, MatchingLoss):
+        raise CapabilityError(
+            f"cloning needs a policy with a matching loss; {type(policy).__name__} has none. "
+            f"Use process=diffusion, flow or gaussian."
+        )
+    return policy
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

@@ -68,7 +68,9 @@ def test_every_process_trains_and_reports(process: object) -> None:
 @pytest.mark.parametrize("process", [RectifiedFlow(), VPDiffusion(num_levels=10, prediction="x0")])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_both_modes_are_learned_within_1500_steps(process: object, seed: int) -> None:
-    config = BcConfig(steps=1500, batch_size=128, lr=3e-3, block_steps=500, validation_fraction=0.1)
+    config = BcConfig(
+        steps=1500, batch_size=128, lr=3e-3, block_steps=500, validation_fraction=0.1, validation_samples=16
+    )
     algorithm = config.build(two_mode_setup(seed, process=process, width=64))
     last = finish(algorithm)[-1]
     x = torch.linspace(-0.9, 0.9, 200)
@@ -353,12 +355,12 @@ def test_nan_in_the_data_is_refused_before_training() -> None:
 
 def test_policy_without_a_matching_loss_is_refused() -> None:
     class Silent(torch.nn.Module):
-        obs_dim, chunk = 2, ChunkSpec(1, 2, 2)
+        obs_dim, goal_dim, chunk = 2, 0, ChunkSpec(1, 2, 2)
 
         def clone(self) -> Silent:
             return self
 
-    with pytest.raises(CapabilityError, match="needs a policy with a matching loss; Silent has none"):
+    with pytest.raises(CapabilityError, match="cloning needs a policy with a matching loss; Silent has none"):
         tiny().build(replace(two_mode_setup(), init=Silent()))  # type: ignore[arg-type]
 
 

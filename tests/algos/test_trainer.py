@@ -13,7 +13,7 @@ from random_walk import RandomWalk
 from algos.metrics import read_jsonl
 from algos.state import RunDirectory
 from algos.trainer import Interrupted, TrainerSettings, train
-from policies.errors import CheckpointError, ConfigError, TrainingError
+from policies.errors import CheckpointError, ConfigError, TrainingError, WorkerError
 from policies.folder import load_policy
 
 
@@ -103,6 +103,20 @@ def test_second_signal_stops_at_once_without_a_checkpoint(run: RunDirectory) -> 
 
     with pytest.raises(KeyboardInterrupt):
         train(Impatient(10), run, TrainerSettings(checkpoint_every=2), progress=False)
+    assert run.checkpoints() == [2]
+
+
+def test_signal_that_also_ends_the_workers_keeps_the_last_checkpoint(run: RunDirectory) -> None:
+    class Alone(RandomWalk):
+        def advance(self) -> dict:
+            if self.progress == 3:
+                signal.raise_signal(signal.SIGTERM)
+                raise WorkerError("worker 0 was killed by signal 15")
+            return super().advance()
+
+    with pytest.raises(Interrupted) as stopped:
+        train(Alone(10), run, TrainerSettings(checkpoint_every=2), progress=False)
+    assert stopped.value.code == 143
     assert run.checkpoints() == [2]
 
 

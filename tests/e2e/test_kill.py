@@ -58,10 +58,10 @@ def check_loadable(run: RunDirectory) -> int:
 @pytest.mark.slow
 def test_killed_runs_lose_nothing_before_their_last_checkpoint(tmp_path: Path) -> None:
     """Killed several times at random moments, with a checkpoint at every step; the end is the same."""
-    steps, moments = 1500, random.Random(0)
+    steps, moments = 600, random.Random(0)
     run, whole = (RunDirectory.create(tmp_path, name, {}) for name in ("killed", "whole"))
     newest = 0
-    for _ in range(4):
+    for _ in range(3):
         process = start(run, steps, 1)
         wait_for_progress(process, run, newest)
         end = time.monotonic() + moments.uniform(0.0, 0.25)
@@ -75,13 +75,12 @@ def test_killed_runs_lose_nothing_before_their_last_checkpoint(tmp_path: Path) -
     assert_same_end(run, whole)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_terminated_run_saves_the_step_it_reached(tmp_path: Path, number: signal.Signals, code: int) -> None:
+def test_terminated_run_saves_the_step_it_reached(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "run", {})
     process = start(run, 1_000_000, 50)
     wait_for_progress(process, run, 0)
-    process.send_signal(number)
-    assert process.wait(PATIENCE_S) == code
+    process.terminate()
+    assert process.wait(PATIENCE_S) == 128 + signal.SIGTERM
     newest = check_loadable(run)
     logged = [row["step"] for row in read_jsonl(run.metrics_path)]
     assert logged[-1] <= newest < logged[-1] + 5  # rows come every 5 steps, checkpoints every 50

@@ -128,10 +128,13 @@ class StepTable:
     def _on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Return the coefficients on a device, placed there once."""
         key = (device, dtype)
-        if key not in self._placed:
-            with torch.inference_mode(False):
-                self._placed[key] = self.coefficients.to(device=device, dtype=dtype)
-        return self._placed[key]
+        placed = self._placed.get(key)
+        if placed is None:
+            with torch.inference_mode(False):  # made while sampling, it must serve training as well
+                placed = self.coefficients.to(device=device, dtype=dtype)
+            if not torch.compiler.is_compiling():  # a traced tensor must not outlive its trace
+                self._placed[key] = placed
+        return placed
 
 
 @dataclass(frozen=True, kw_only=True)

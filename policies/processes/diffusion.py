@@ -152,9 +152,12 @@ class VPDiffusion:
 def _angles(process: VPDiffusion, device: torch.device) -> Tensor:
     """Return phi (K+1,) from clean to noise, derived from the float32 products; one table per device."""
     key = (process.num_levels, process.schedule, process.beta_start, process.beta_end, str(device))
-    if key not in _ANGLES:
-        with torch.inference_mode(False):  # a table made while sampling must serve training as well
+    phi = _ANGLES.get(key)
+    if phi is None:
+        with torch.inference_mode(False):  # made while sampling, it must serve training as well
             bar = cumulative_alphas(process.betas()).to(wide_dtype(device))
             phi = torch.atan2((1.0 - bar).sqrt(), bar.sqrt())
-            _ANGLES[key] = torch.cat([torch.zeros(1, dtype=phi.dtype), phi]).to(device)
-    return _ANGLES[key]
+            phi = torch.cat([torch.zeros(1, dtype=phi.dtype), phi]).to(device)
+        if not torch.compiler.is_compiling():  # a traced tensor must not outlive its trace
+            _ANGLES[key] = phi
+    return phi

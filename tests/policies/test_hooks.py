@@ -93,6 +93,14 @@ def test_guidance_lowers_the_cost_more_the_stronger_it_is(sampler, process) -> N
     assert costs[2] < 0.5 * costs[0]
 
 
+@every_pair
+def test_guidance_keeps_a_pair_that_explains_the_state(sampler, process) -> None:
+    table, witness = sampler.table(process), Witness()
+    hooks = [Guidance(lambda x0, cond: x0 - 0.5, 0.3), witness]
+    denoise(network, table, draw(table), hooks=hooks, cond=COND)
+    assert max(witness.gaps) < 1e-10
+
+
 def test_guidance_may_depend_on_the_condition_of_each_row() -> None:
     table = DDIM(steps=5).table(VPDiffusion(20))
     hook = Guidance(lambda x0, cond: x0 - 0.1 * cond.vec[:, :, None], scale=1.0)

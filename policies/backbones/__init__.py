@@ -1,0 +1,66 @@
+"""Denoising backbones: networks that map (noisy chunk, network time, condition) to a chunk.
+
+A backbone knows nothing about noise schedules. One file per architecture; each registers its
+configuration in the group `backbone`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+from policies.protocols import BoundField, Cond
+
+
+@runtime_checkable
+class Backbone(Protocol):
+    """What processes, samplers and algorithms may ask of a backbone (an `nn.Module`)."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        time: Tensor,
+        cond: Cond,
+        cond_row: Tensor | None = None,
+        time_row: Tensor | None = None,
+    ) -> Tensor:
+        """Evaluate the network.
+
+        Shapes:
+            x: (M, Th, Da). time: (M,), or (K,) with `time_row`. cond: M rows, or any number with `cond_row`.
+            cond_row, time_row: (M,) integer row of `cond` and of `time` that belongs to each row of x.
+
+        Args:
+            x: Noisy chunks.
+            time: Network times.
+            cond: Encoded observations.
+            cond_row: Given when many rows share a condition: it is projected once per distinct row.
+            time_row: Given when many rows share a time: it is embedded once per distinct value.
+
+        Returns:
+            (M, Th, Da)
+        """
+        ...
+
+    def bind(self, cond: Cond, times: Tensor) -> BoundField:
+        """Precompute all that depends on the condition (B rows, or one for all) and the times (K,) only.
+
+        Returns:
+            `bound(k, x)`, equal to the network at x (B, Th, Da) and time `times[k]`; valid as long as the
+            weights stay as they are.
+        """
+        ...
+
+    def parameters(self) -> Iterator[Any]:
+        """Iterate over the weights, as `nn.Module` does."""
+        ...
+
+
+class BackboneConfig(Protocol):
+    """Configuration of a backbone: a registered dataclass."""
+
+    def build(self, chunk_shape: tuple[int, int], cond_dim: int) -> Backbone:
+        """Build a backbone for chunks (Th, Da) and conditions of width `cond_dim`."""
+        ...

@@ -1,0 +1,167 @@
+"""The multilayer perceptron of DPPO as a denoising backbone, evaluated without repeating known work.
+
+Its input is [flattened chunk, time embedding, condition or encoded condition], its body a trunk
+(`policies/trunk.py`). The first layer is linear in its three parts, z = Wx x + (We e + b) + Ws s: `forward`
+projects a part once per distinct row where rows are shared, and `bind` makes the bracket a table over
+denoising steps (kept until a weight changes) and Ws s once per action. Both are exact.
+
+Legend: M rows, B batch, K times, H' width of the first layer (see `Fold`), C condition width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from policies.embeddings import TimeEmbedding
+from policies.errors import ConfigError
+from policies.protocols import BoundField, Cond
+from policies.registry import register
+from policies.trunk import Fold, PlainTrunk, TrunkConfig, official_plain_keys
+from policies.weight_cache import WeightCache
+
+_FEW_NUMBERS = 1 << 17
+"""Up to this many numbers the first layer's offsets of all steps are laid out before the loop."""
+
+
+@register("backbone", "mlp")
+@dataclass(frozen=True)
+class MlpConfig(TrunkConfig):
+    """Residual or plain MLP over the flattened chunk.
+
+    Attributes:
+        time_dim: Width of the time embedding, even, at least 4.
+        cond_dims: Widths of a plain encoder of the condition (the last is its output); empty for none.
+    """
+
+    time_dim: int = 16
+    cond_dims: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.time_dim < 4 or self.time_dim % 2:
+            raise ConfigError(f"backbone.time_dim must be even and at least 4; got {self.time_dim}.")
+        if any(dim < 1 for dim in self.cond_dims):
+            raise ConfigError(f"backbone.cond_dims must all be at least 1; got {tuple(self.cond_dims)}.")
+
+    def build(self, chunk_shape: tuple[int, int], cond_dim: int) -> MlpBackbone:
+        """Build the backbone for chunks (Th, Da) and conditions of width `cond_dim`."""
+        return MlpBackbone(self, chunk_shape, cond_dim)
+
+    def official_keys(self) -> dict[str, str]:
+        """Map the parameter names of DPPO's released `DiffusionMLP` to ours."""
+        time = {
+            f"time_embedding.{index}.{kind}": f"time_embedding.{name}.{kind}"
+            for index, name in ((1, "linear1"), (3, "linear2"))
+            for kind in ("weight", "bias")
+        }
+        cond = official_plain_keys(len(self.cond_dims), "cond_mlp.", "cond_encoder.")
+        return time | cond | self.official_trunk_keys("mlp_mean.", "trunk.")
+
+
+class _Plan(NamedTuple):
+    """What `bind` computes from the weights and the times alone.
+
+    Shapes:
+        table: (K, H'), time projections plus bias. chunk: (Th Da, H'), contiguous. cond: (C, H').
+    """
+
+    table: Tensor
+    chunk: Tensor
+    cond: Tensor
+    fold: Fold
+
+
+class MlpBackbone(nn.Module):
+    """See `MlpConfig`; satisfies `policies.backbones.Backbone`.
+
+    Source:
+        DPPO (arXiv 2409.00588), `DiffusionMLP` of the released code; equal up to rounding.
+    """
+
+    def __init__(self, config: MlpConfig, chunk_shape: tuple[int, int], cond_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.chunk_shape = tuple(chunk_shape)
+        chunk = chunk_shape[0] * chunk_shape[1]
+        self.time_embedding = TimeEmbedding(config.time_dim)
+        cond_dims = (cond_dim, *config.cond_dims)
+        self.cond_encoder = PlainTrunk(cond_dims, config.activation) if config.cond_dims else nn.Identity()
+        self.part_dims = (chunk, config.time_dim, cond_dims[-1])
+        self.trunk = config.build_trunk(sum(self.part_dims), chunk)
+        self._cache: WeightCache[_Plan] = WeightCache()
+
+    def forward(
+        self,
+        x: Tensor,
+        time: Tensor,
+        cond: Cond,
+        cond_row: Tensor | None = None,
+        time_row: Tensor | None = None,
+    ) -> Tensor:
+        """Evaluate the network; see `policies.backbones.Backbone`.
+
+        Shapes:
+            x: (M, Th, Da) -> (M, Th, Da). time: (M,), or (K,) with time_row (M,).
+            cond.vec: (M, C), or any number of rows with cond_row (M,).
+        """
+        fold = self.trunk.fold()
+        parts = (x.flatten(1), self.time_embedding(time), self.cond_encoder(cond.vec))
+        if time_row is None and cond_row is None:
+            z = F.linear(torch.cat(parts, dim=1), fold.weight, fold.bias)
+        else:
+            chunk, *columns = fold.weight.split(self.part_dims, dim=1)
+            offset = self._offset(parts[1:], columns, fold.bias, (time_row, cond_row))
+            z = torch.addmm(offset, parts[0], chunk.t())
+        return self.trunk.finish_of(fold)(z).view(-1, *self.chunk_shape)
+
+    @staticmethod
+    def _offset(
+        parts: tuple[Tensor, ...], columns: list[Tensor], bias: Tensor, rows: tuple[Tensor | None, ...]
+    ) -> Tensor:
+        """Return We e + Ws s + b of each row, every part projected before its rows are repeated; (M, H')."""
+        time, cond = F.linear(parts[0], columns[0], bias), F.linear(parts[1], columns[1])
+        time = time if rows[0] is None else time.index_select(0, rows[0])
+        return time + (cond if rows[1] is None else cond.index_select(0, rows[1]))
+
+    def bind(self, cond: Cond, times: Tensor) -> BoundField:
+        """Precompute all that depends on the condition and the times only; see `policies.backbones.Backbone`.
+
+        Pass the same `times` tensor every time: the table of time projections is kept for it.
+
+        Shapes:
+            cond.vec: (B, C) or (1, C). times: (K,).
+        """
+        plan = self._cache.get((*self.parameters(), times), lambda: self._plan(times))
+        finish, chunk = self.trunk.finish_of(plan.fold), plan.chunk
+        shape, width = self.chunk_shape, self.part_dims[0]
+        offset = _offsets(plan.table, self.cond_encoder(cond.vec) @ plan.cond)
+
+        def bound(k: int, x: Tensor) -> Tensor:
+            return finish(torch.addmm(offset(k), x.reshape(-1, width), chunk)).view(-1, *shape)
+
+        return bound
+
+    def _plan(self, times: Tensor) -> _Plan:
+        fold = self.trunk.fold()
+        chunk, time, cond = fold.weight.split(self.part_dims, dim=1)
+        table = F.linear(self.time_embedding(times), time, fold.bias)
+        return _Plan(table, chunk.t().contiguous(), cond.t().contiguous(), fold)
+
+
+def _offsets(table: Tensor, cond: Tensor) -> Callable[[int], Tensor]:
+    """Return k -> table[k] + cond, (B, H'), laid out before the loop when that is small.
+
+    Shapes:
+        table: (K, H'). cond: (B, H').
+    """
+    compiled = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    if not compiled and table.shape[0] * cond.numel() <= _FEW_NUMBERS:
+        return (table.unsqueeze(1) + cond).unbind(0).__getitem__
+    steps = table.unbind(0)
+    return lambda k: steps[k] + cond

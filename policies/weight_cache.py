@@ -1,0 +1,116 @@
+"""Values computed from weights, kept until a weight changes.
+
+Acting recomputes nothing that depends on the weights alone (folded matrices, time tables), and training
+never sees a stale value. A weight counts as changed when
+
+* it is another tensor, or its storage moved (`.to`, `load_state_dict(assign=True)`, swapped `.data`);
+* its autograd version advanced (`copy_`, `lerp_`, `load_state_dict`, for-each optimisers, EMA);
+* any optimiser of `torch.optim` took a step: fused optimisers do not advance versions.
+
+Not seen are writes through `weight.data` in place, writes by other processes into shared memory, and
+replays of a captured CUDA graph: call `forget` after those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+T = TypeVar("T")
+
+
+class _OptimizerSteps:
+    """Counts the steps of every optimiser in this process."""
+
+    count = 0
+
+
+@cache
+def _count_optimizer_steps() -> None:
+    def after_step(*_: Any) -> None:
+        _OptimizerSteps.count += 1
+
+    register_optimizer_step_post_hook(after_step)
+
+
+class WeightCache(Generic[T]):
+    """Remembers one value computed from tensors until one of them changes.
+
+    A copy or a pickle of a cache is an empty cache, so modules that own one stay small on disk.
+    """
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def __reduce__(self) -> tuple[type[WeightCache[T]], tuple[()]]:
+        return WeightCache, ()
+
+    def clear(self) -> None:
+        """Forget the value."""
+        self._value: T | None = None
+        self._sources: tuple[Tensor, ...] = ()
+        self._aliases: tuple[Tensor, ...] = ()
+        self._versions: tuple[int, ...] = ()
+        self._steps = -1
+
+    def get(self, sources: Sequence[Tensor], compute: Callable[[], T]) -> T:
+        """Return `compute()`, or its remembered result where that is valid and safe to reuse.
+
+        Args:
+            sources: Every tensor that the value depends on.
+            compute: Pure function of the sources; differentiable when a source needs a gradient.
+
+        Returns:
+            The value: freshly computed, with its graph, while tracing and whenever a gradient could flow
+            to a source; otherwise detached and possibly remembered.
+        """
+        if not _cacheable(sources):
+            return compute()
+        if self._is_current(sources):
+            return self._value  # type: ignore[return-value]
+        _count_optimizer_steps()
+        no_autocast = torch.autocast(sources[0].device.type, enabled=False)
+        with torch.inference_mode(False), torch.no_grad(), no_autocast:
+            self._value = compute()
+        self._sources = tuple(sources)
+        # An alias keeps the storage alive: a new weight can never sit at the address of a freed one.
+        self._aliases = tuple(source.detach() for source in sources)
+        self._versions = tuple(source._version for source in sources)
+        self._steps = _OptimizerSteps.count
+        return self._value
+
+    def _is_current(self, sources: Sequence[Tensor]) -> bool:
+        if self._steps != _OptimizerSteps.count or len(sources) != len(self._sources):
+            return False
+        known = zip(sources, self._sources, self._aliases, self._versions, strict=True)
+        return all(
+            new is old and new._version == version and new.data_ptr() == alias.data_ptr()
+            for new, old, alias, version in known
+        )
+
+
+def _cacheable(sources: Sequence[Tensor]) -> bool:
+    """Return whether values computed from these tensors may outlive the call."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
+        return False
+    # Anything but plain tensors (functional transforms, fake tensors) and anything without a version is
+    # computed afresh.
+    return all(type(source) in (nn.Parameter, Tensor) and not source.is_inference() for source in sources)
+
+
+def forget(module: nn.Module) -> None:
+    """Empty the caches of a module and of its children.
+
+    Needed only after writes that PyTorch does not report; see the top of this file.
+    """
+    for part in module.modules():
+        for value in vars(part).values():
+            if isinstance(value, WeightCache):
+                value.clear()

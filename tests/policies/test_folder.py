@@ -1,0 +1,105 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from policies.errors import CheckpointError
+from policies.fields import SwitchedField
+from policies.folder import load_policy, save_policy
+from policies.gaussian import GaussianProcess
+from policies.processes.diffusion import VPDiffusion
+from policies.processes.flow import RectifiedFlow
+from policies.samplers import DDIM, Euler
+from tests.policies.small import observations, small_policy
+
+POLICIES = {
+    "ddpm": lambda: small_policy(VPDiffusion(num_levels=5)),
+    "ddim": lambda: small_policy(VPDiffusion(num_levels=8, prediction="v"), DDIM(steps=4, eta_per_dim=(0.5, 1.0))),
+    "flow": lambda: small_policy(RectifiedFlow(), Euler(steps=3)),
+    "gaussian": lambda: small_policy(GaussianProcess()),
+    "history": lambda: small_policy(obs_steps=2, action_start=1),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_saved_policy_acts_the_same_to_the_last_bit(name: str, tmp_path: Path) -> None:
+    policy = POLICIES[name]()
+    loaded = load_policy(save_policy(policy, tmp_path / "policy"))
+    obs, noise = observations(4, policy.chunk.obs_steps), policy.sample_noise(4)
+    assert torch.equal(loaded.act(obs, noise=noise), policy.act(obs, noise=noise))
+    assert loaded.sampler == policy.sampler
+
+
+def test_frozen_and_tuned_networks_travel_together(tmp_path: Path) -> None:
+    policy = small_policy(VPDiffusion(num_levels=6))
+    tuned = policy.clone().field
+    with torch.no_grad():
+        for p in tuned.parameters():
+            p.add_(0.1)
+    policy.field = SwitchedField(policy.field, tuned, 2.0)
+    loaded = load_policy(save_policy(policy, tmp_path / "policy"))
+    obs, noise = observations(3), policy.sample_noise(3)
+    assert torch.equal(loaded.act(obs, noise=noise), policy.act(obs, noise=noise))
+
+
+def test_saving_again_replaces_the_directory_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    first, second = small_policy(), small_policy(RectifiedFlow())
+    save_policy(first, tmp_path / "policy")
+    save_policy(second, tmp_path / "policy", provenance={"task": "avoid"})
+    assert [p.name for p in tmp_path.iterdir()] == ["policy"]
+    assert type(load_policy(tmp_path / "policy").process) is RectifiedFlow
+    assert "| task | avoid |" in (tmp_path / "policy" / "README.md").read_text()
+
+
+def test_a_foreign_directory_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(CheckpointError, match="not a policy directory"):
+        save_policy(small_policy(), tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+def edited(directory: Path, **changes: object) -> Path:
+    save_policy(small_policy(), directory)
+    data = json.loads((directory / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps(data))
+    return directory
+
+
+def test_configurations_that_lie_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no config.json"):
+        load_policy(tmp_path)
+    with pytest.raises(CheckpointError, match="format 1; got 99"):
+        load_policy(edited(tmp_path / "a", format=99))
+    with pytest.raises(CheckpointError, match="must have shape"):
+        load_policy(edited(tmp_path / "b", obs_dim=7))
+    evil = {"process": {"name": "os.system"}, "backbone": {"name": "mlp"}, "sampler": {"name": "ddpm"}}
+    with pytest.raises(CheckpointError, match=r"unknown process 'os\.system'"):
+        load_policy(edited(tmp_path / "c", parts=evil))
+    with pytest.raises(CheckpointError, match="missing key 'parts'"):
+        directory = edited(tmp_path / "d")
+        data = json.loads((directory / "config.json").read_text())
+        del data["parts"]
+        (directory / "config.json").write_text(json.dumps(data))
+        load_policy(directory)
+    (tmp_path / "d" / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        load_policy(tmp_path / "d")
+
+
+def test_damaged_or_missing_weights_are_refused(tmp_path: Path) -> None:
+    weights = save_policy(small_policy(), tmp_path / "policy") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-40])
+    with pytest.raises(CheckpointError, match="damaged"):
+        load_policy(tmp_path / "policy")
+    weights.unlink()
+    with pytest.raises(CheckpointError, match="missing"):
+        load_policy(tmp_path / "policy")
+
+
+def test_weights_of_another_network_are_refused_by_name(tmp_path: Path) -> None:
+    save_policy(small_policy(), tmp_path / "a")
+    save_policy(small_policy(GaussianProcess()), tmp_path / "b")
+    (tmp_path / "a" / "model.safetensors").write_bytes((tmp_path / "b" / "model.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match="missing .*field"):
+        load_policy(tmp_path / "a")

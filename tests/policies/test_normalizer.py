@@ -1,0 +1,61 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.errors import ConfigError
+from policies.normalizer import MODES, Normalizer
+
+
+def fitted(mode: str, data: torch.Tensor) -> Normalizer:
+    stats = {"min": data.min(0).values, "max": data.max(0).values, "mean": data.mean(0), "std": data.std(0)}
+    return Normalizer({"state": mode}, {"state": data.shape[1]}).fit({"state": stats})
+
+
+@given(mode=st.sampled_from(MODES), seed=st.integers(0, 1000), scale=st.floats(1e-2, 1e3))
+def test_decoding_inverts_encoding(mode: str, seed: int, scale: float) -> None:
+    data = scale * torch.randn(20, 3, generator=torch.Generator().manual_seed(seed))
+    normalizer = fitted(mode, data)
+    back = normalizer.decode("state", normalizer.encode("state", data))
+    torch.testing.assert_close(back, data, rtol=1e-5, atol=1e-5 * scale)
+
+
+def test_limits_map_the_extremes_to_plus_and_minus_one() -> None:
+    data = torch.tensor([[0.0, -4.0], [10.0, 4.0], [5.0, 0.0]])
+    out = fitted("limits", data).encode("state", data)
+    torch.testing.assert_close(out, torch.tensor([[-1.0, -1.0], [1.0, 1.0], [0.0, 0.0]]))
+
+
+def test_gaussian_gives_zero_mean_and_unit_deviation() -> None:
+    data = 7 + 3 * torch.randn(500, 2, generator=torch.Generator().manual_seed(0))
+    out = fitted("gaussian", data).encode("state", data)
+    torch.testing.assert_close(out.mean(0), torch.zeros(2), atol=1e-5, rtol=0)
+    torch.testing.assert_close(out.std(0), torch.ones(2), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("mode", ["limits", "gaussian"])
+def test_constant_features_are_shifted_but_not_blown_up(mode: str) -> None:
+    data = torch.tensor([[2.0, 0.0], [2.0, 1.0]])
+    out = fitted(mode, data).encode("state", torch.tensor([[2.001, 0.5]]))
+    assert abs(out[0, 0].item()) < 0.01
+
+
+def test_a_feature_without_statistics_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="'state' has no statistics"):
+        Normalizer({"state": "limits"}, {"state": 2}).fit({})
+
+
+def test_statistics_of_another_width_or_not_finite_are_errors() -> None:
+    stats = {name: torch.ones(3) for name in ("min", "max", "mean", "std")}
+    with pytest.raises(ConfigError, match=r"shape \(2,\); got \(3,\)"):
+        Normalizer({"state": "limits"}, {"state": 2}).fit({"state": stats})
+    stats["max"] = torch.tensor([1.0, float("nan"), 1.0])
+    with pytest.raises(ConfigError, match="not finite"):
+        Normalizer({"state": "limits"}, {"state": 3}).fit({"state": stats})
+
+
+def test_unknown_modes_and_features_are_named() -> None:
+    with pytest.raises(ConfigError, match="one of limits, gaussian, identity; got 'minmax'"):
+        Normalizer({"state": "minmax"}, {"state": 2})
+    with pytest.raises(ConfigError, match="no feature 'action'"):
+        Normalizer({"state": "identity"}, {"state": 2}).encode("action", torch.zeros(1, 2))

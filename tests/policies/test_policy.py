@@ -1,0 +1,159 @@
+import pytest
+import torch
+
+from policies.errors import CapabilityError, ConfigError
+from policies.gaussian import GaussianProcess
+from policies.policy import PolicyConfig, build_policy
+from policies.processes.diffusion import VPDiffusion
+from policies.processes.flow import RectifiedFlow
+from policies.protocols import ChainPolicy, ChunkSpec, Field, MatchingLoss, NoiseDecoder
+from policies.samplers import DDIM, DDPM, Euler
+from tests.policies.small import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_policy, statistics
+
+EXPLORE = {"min_std": 0.1, "final_std": None}
+
+
+def test_policies_speak_the_protocols() -> None:
+    for policy in (small_policy(), small_policy(RectifiedFlow())):
+        for protocol in (NoiseDecoder, MatchingLoss, ChainPolicy, Field):
+            assert isinstance(policy, protocol)
+    for protocol in (NoiseDecoder, MatchingLoss, ChainPolicy):
+        assert isinstance(small_policy(GaussianProcess()), protocol)
+
+
+def test_actions_are_physical_and_have_the_executed_rows_only() -> None:
+    policy = small_policy(horizon=5, act_steps=2, obs_steps=2, action_start=1)
+    obs, noise = observations(7, 2), policy.sample_noise(7)
+    action = policy.act(obs, noise=noise)
+    chunk = policy.decode(policy.encode({"state": obs}), noise)
+    assert action.shape == (7, 2, ACTION_DIM)
+    torch.testing.assert_close(action, policy.physical(chunk)[:, 1:3])
+    low, high = statistics()["action"]["min"], statistics()["action"]["max"]
+    assert ((action >= low - 1e-3) & (action <= high + 1e-3)).all()  # the last step of ddpm is clip(x0)
+
+
+def test_a_batch_is_the_sum_of_its_rows() -> None:
+    policy = small_policy()
+    obs, noise = observations(3), policy.sample_noise(3)
+    single = torch.cat([policy.act(obs[i : i + 1], noise=noise[i : i + 1]) for i in range(3)])
+    torch.testing.assert_close(policy.act(obs, noise=noise), single, atol=1e-5, rtol=1e-5)
+
+
+def test_initial_weights_follow_the_seed_and_leave_the_global_state_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    a, b = small_policy(), small_policy()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+    other = build_policy(PolicyConfig(), obs_dim=OBS_DIM, action_dim=ACTION_DIM, statistics=statistics(), seed=2)
+    assert not torch.equal(next(other.parameters()), next(a.parameters()))
+
+
+def test_a_goal_changes_the_action_and_must_be_given() -> None:
+    policy = small_policy(goal_dim=GOAL_DIM)
+    obs, noise = observations(2), policy.sample_noise(2)
+    near, far = torch.zeros(2, GOAL_DIM), torch.full((2, GOAL_DIM), 9.0)
+    assert not torch.allclose(
+        policy.act({"state": obs, "goal": near}, noise=noise), policy.act({"state": obs, "goal": far}, noise=noise)
+    )
+    with pytest.raises(ConfigError, match="needs the observation 'goal'"):
+        policy.act(obs, noise=noise)
+
+
+def test_observations_of_the_wrong_shape_are_named() -> None:
+    with pytest.raises(ConfigError, match=rf"'state' must have shape \('B', 1, {OBS_DIM}\); got \(2, {OBS_DIM}\)"):
+        small_policy().act(torch.zeros(2, OBS_DIM))
+
+
+def test_executed_rows_must_fit_the_horizon() -> None:
+    with pytest.raises(ConfigError, match="must fit into chunk.horizon=4"):
+        ChunkSpec(2, horizon=4, act_steps=4, obs_steps=2, action_start=1)
+
+
+CHAINS = [
+    pytest.param(VPDiffusion(num_levels=k), DDPM(**EXPLORE), s, id=f"ddpm-K{k}-S{s}")
+    for k, s in ((2, 1), (2, 2), (8, 1), (8, 5), (20, 10))
+]
+CHAINS += [
+    pytest.param(VPDiffusion(num_levels=20, prediction=p), DDIM(steps=5, eta=1.0, **EXPLORE), s, id=f"ddim-{p}-S{s}")
+    for p, s in (("eps", 5), ("x0", 3), ("v", 1))
+]
+CHAINS += [pytest.param(GaussianProcess(), None, 1, id="gaussian")]
+
+
+@pytest.mark.parametrize(("process", "sampler", "tuned"), CHAINS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_ratio_is_one_on_fresh_data(process: object, sampler: object, tuned: int, dtype: torch.dtype) -> None:
+    policy = small_policy(process, sampler).to(dtype)
+    policy = policy.with_sampler(policy.sampler, tuned_steps=tuned)
+    obs = {"state": observations(6).to(dtype)}
+    with torch.no_grad():
+        chain = policy.sample_chain(policy.encode(obs), generator=torch.Generator().manual_seed(3))
+        again, entropy = policy.chain_log_prob(policy.encode(obs), chain.x)
+    assert chain.x.shape == (6, tuned + 1, 3, ACTION_DIM)
+    assert again.shape == entropy.shape == (6, tuned, 3, ACTION_DIM)
+    difference = (again - chain.log_prob).abs()
+    assert difference.mean((-2, -1)).max() <= 1e-6
+    assert difference.sum((-2, -1)).max() <= (1e-6 if dtype == torch.float64 else 1e-4)
+
+
+def test_scoring_some_columns_or_rows_equals_scoring_the_chain() -> None:
+    policy = small_policy(VPDiffusion(num_levels=6), DDPM(**EXPLORE))
+    cond = policy.encode({"state": observations(4)})
+    chain = policy.sample_chain(cond)
+    whole, _ = policy.chain_log_prob(cond, chain.x)
+    columns = torch.tensor([4, 0])
+    torch.testing.assert_close(policy.chain_log_prob(cond, chain.x, steps=columns)[0], whole[:, columns])
+    row, step = torch.tensor([3, 0, 3]), torch.tensor([5, 2, 0])
+    picked, _ = policy.transition_log_prob(cond, chain.x[row, step], chain.x[row, step + 1], step, row)
+    torch.testing.assert_close(picked, whole[row, step])
+
+
+def test_densities_reach_exactly_the_network() -> None:
+    policy = small_policy(VPDiffusion(num_levels=4), DDPM(**EXPLORE))
+    cond = policy.encode({"state": observations(4)})
+    chain = policy.sample_chain(cond)
+    policy.chain_log_prob(cond, chain.x.detach())[0].sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in policy.field.parameters())
+
+
+def test_a_deterministic_chain_has_no_density() -> None:
+    policy = small_policy(RectifiedFlow(), Euler(steps=3))
+    with pytest.raises(CapabilityError, match="deterministic"):
+        policy.sample_chain(policy.encode({"state": observations(2)}))
+
+
+def test_more_tuned_than_denoising_steps_is_refused() -> None:
+    policy = small_policy(VPDiffusion(num_levels=4))
+    with pytest.raises(ConfigError, match=r"tuned_steps must lie in 1\.\.4.*got 5"):
+        policy.with_sampler(policy.sampler, tuned_steps=5)
+
+
+def test_a_view_with_another_sampler_shares_the_weights_and_leaves_the_original() -> None:
+    policy = small_policy(VPDiffusion(num_levels=8))
+    view = policy.with_sampler(DDIM(steps=2))
+    assert view.noise_shape == policy.chunk.shape and policy.noise_shape == (9, *policy.chunk.shape)
+    assert next(view.parameters()) is next(policy.parameters())
+
+
+def test_warm_start_from_the_start_is_the_whole_loop() -> None:
+    policy = small_policy(RectifiedFlow(), Euler(steps=4))
+    cond, noise = policy.encode({"state": observations(2)}), policy.sample_noise(2)
+    torch.testing.assert_close(policy.decode(cond, noise, start=(noise, 0.0)), policy.decode(cond, noise))
+    late = policy.decode(cond, noise, start=(noise, 0.75))
+    assert not torch.allclose(late, policy.decode(cond, noise))
+
+
+def test_the_loss_vanishes_where_the_network_is_right() -> None:
+    policy = small_policy(RectifiedFlow())
+    action, te = torch.zeros(4, *policy.chunk.shape), policy.sample_te(4)
+    policy.field.forward = lambda x, t, c: -te.eps  # the true velocity of a path that ends at 0
+    loss = policy.matching_loss(policy.encode({"state": observations(4)}), action, te, reduce="none")
+    assert loss.shape == (4, 3, ACTION_DIM) and loss.abs().max() < 1e-10
+
+
+def test_gradients_flow_through_decoding_only_on_request() -> None:
+    policy = small_policy(RectifiedFlow(), Euler(steps=2))
+    cond, noise = policy.encode({"state": observations(2)}), policy.sample_noise(2)
+    assert not policy.decode(cond, noise).requires_grad
+    assert policy.decode(cond, noise, grad=True).requires_grad

@@ -213,3 +213,14 @@ def test_the_configuration_is_registered_and_checked():
         CubeSingle(task=6)
     with pytest.raises(ConfigError, match="noise >= 0"):
         CubeDemonstrator(noise=-1.0)
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    import sys
+
+    from envs import manipulation
+    from policies.errors import MissingExtraError
+
+    monkeypatch.setitem(sys.modules, "ogbench", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'burnish\[ogbench\]'"):
+        manipulation._cube_class.__wrapped__()

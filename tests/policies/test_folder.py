@@ -11,7 +11,7 @@ from policies.gaussian import GaussianProcess
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.samplers import DDIM, Euler
-from tests.policies.small import observations, small_policy
+from small_policies import observations, small_policy
 
 POLICIES = {
     "ddpm": lambda: small_policy(VPDiffusion(num_levels=5)),

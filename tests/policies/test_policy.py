@@ -8,7 +8,7 @@ from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import ChainPolicy, ChunkSpec, Field, MatchingLoss, NoiseDecoder
 from policies.samplers import DDIM, DDPM, Euler
-from tests.policies.small import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_policy, statistics
+from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_policy, statistics
 
 EXPLORE = {"min_std": 0.1, "final_std": None}
 

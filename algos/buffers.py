@@ -88,9 +88,7 @@ class Appraisal:
         columns = (x.flatten().to(policy.device, policy.dtype) for x in (advantage, target, value))
         return Experience(cond, record, *columns)
 
-    def successors(
-        self, rollout: Rollout, policy: Policy, critic: Critic, value: Tensor
-    ) -> Tensor:
+    def successors(self, rollout: Rollout, policy: Policy, critic: Critic, value: Tensor) -> Tensor:
         """Return the values (T, N) of what really followed; the next stored values under `paper_compat`."""
         last = evaluate_rows(critic, encode(policy, rollout.next_obs_last)).cpu()
         if self.paper_compat or not len(rollout.final_index):

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -93,18 +94,21 @@ class DppoConfig(PpoConfig):
         """
         init = require_diffusion(check_setup(setup, "dppo"))
         explore, evaluate = self.samplers(init)
-        policy = tunable_copy(init, explore, self.tuned_steps).to(setup.device)
-        floors = {"tuned_steps": self.tuned_steps, "log_prob_min_std": float(self.min_log_prob_std)}
-        policy = policy.with_sampler(explore, **floors)
-        frozen = init.clone().to(setup.device).requires_grad_(False).with_sampler(explore, **floors)
+        policy = self.exploring(tunable_copy(init, explore, self.tuned_steps).to(setup.device), explore)
+        frozen = init.clone().to(setup.device).requires_grad_(False) if self.bc_weight else None
         return OnPolicy.assemble(
             self,
             setup,
             ratio=self.ratio(policy),
             trained=policy.scored_net,
-            frozen=frozen if self.bc_weight else None,
+            frozen=None if frozen is None else self.exploring(frozen, explore),
             shipped=lambda: policy.with_sampler(evaluate).clone(),
         )
+
+    def exploring(self, policy: DenoisingPolicy, sampler: DDPM | DDIM) -> DenoisingPolicy:
+        """Return a view of a policy that explores and records the tuned steps."""
+        floor = float(self.min_log_prob_std)
+        return policy.with_sampler(sampler, tuned_steps=self.tuned_steps, log_prob_min_std=floor)
 
     def samplers(self, init: DenoisingPolicy) -> tuple[DDPM | DDIM, DDPM | DDIM]:
         """Return (exploration, evaluation) samplers; what they share is taken from the initial policy.
@@ -112,21 +116,25 @@ class DppoConfig(PpoConfig):
         Exploration adds the floor at every step, frozen ones and the last one too. Evaluation of ddpm
         floors at 1e-3 and ends without noise; that of ddim is deterministic.
         """
-        own, steps = init.sampler, self.denoising_steps
-        noisy = {
-            "min_std": float(self.min_sampling_std),
-            "final_std": None,
-            "noise_clip": float(self.noise_clip),
-        }
+        own = init.sampler
+        explore: DDPM | DDIM
         if self.sampler == "ddpm":
-            ddpm = own if isinstance(own, DDPM) else DDPM(clip_x0=own.clip_x0)
-            ddpm = replace(ddpm, steps=ddpm.steps if steps is None else steps, clip_action=None, **noisy)
-            return ddpm, replace(ddpm, min_std=1e-3, final_std=0.0)
-        ddim = own if isinstance(own, DDIM) else DDIM(clip_x0=own.clip_x0, steps=init.table.num_steps)
-        ddim = replace(
-            ddim, steps=ddim.steps if steps is None else steps, clip_action=None, eta_per_dim=(), **noisy
+            explore = own if isinstance(own, DDPM) else DDPM(clip_x0=own.clip_x0)
+            evaluate = {"min_std": 1e-3, "final_std": 0.0}
+        else:
+            explore = own if isinstance(own, DDIM) else DDIM(clip_x0=own.clip_x0, steps=init.table.num_steps)
+            explore = replace(explore, eta=float(self.eta), eta_per_dim=())
+            evaluate = {"eta": 0.0, "min_std": 0.0}
+        steps: Any = explore.steps if self.denoising_steps is None else self.denoising_steps
+        explore = replace(
+            explore,
+            steps=steps,
+            clip_action=None,  # a bound on the chunk would falsify the density of the last step
+            noise_clip=float(self.noise_clip),
+            min_std=float(self.min_sampling_std),
+            final_std=None,
         )
-        return replace(ddim, eta=float(self.eta)), replace(ddim, eta=0.0, min_std=0.0)
+        return explore, replace(explore, **evaluate)  # type: ignore[arg-type]
 
 
 def require_diffusion(policy: Policy) -> DenoisingPolicy:

@@ -139,7 +139,8 @@ class Ema:
         self.count += 1
         if decay is None:
             return
-        mine, theirs = list(self.module.parameters()), list(module.parameters())
+        mine: list[Tensor] = list(self.module.parameters())
+        theirs: list[Tensor] = list(module.parameters())
         if decay == 0.0:
             torch._foreach_copy_(mine, theirs)
         else:

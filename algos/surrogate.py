@@ -12,10 +12,9 @@ number of rows. Results do not depend on the number of threads.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -29,6 +28,7 @@ from algos.functional import (
     policy_losses,
     value_losses,
 )
+from algos.gradients import GradientThreads, Task
 from algos.optim import warmup_cosine
 from algos.ratios import CloningTerm, RatioEstimator, Rows
 from policies.protocols import Cond
@@ -66,61 +66,6 @@ class GeneratorDraws:
     def noise(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """See `Draws`."""
         return torch.randn(shape, generator=self.generator, dtype=like.dtype).to(like.device)
-
-
-@dataclass(frozen=True)
-class Task:
-    """A share of a minibatch's loss: `loss()` returns (scalar loss, metrics (n,)) for `params`."""
-
-    params: Sequence[nn.Parameter]
-    loss: Callable[[], tuple[Tensor, Tensor]]
-
-    def run(self) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the gradients and the metrics."""
-        with torch.enable_grad():
-            loss, metrics = self.loss()
-            grads = torch.autograd.grad(loss, self.params, allow_unused=True, materialize_grads=True)
-        return grads, metrics.detach()
-
-
-class GradientThreads:
-    """Runs tasks on a few threads of one torch thread each; sums come in the order of the tasks.
-
-    With one thread, tasks run where they are called, with torch's own threading.
-    """
-
-    def __init__(self, num_threads: int) -> None:
-        one = {"initializer": torch.set_num_threads, "initargs": (1,)}
-        self._pool = ThreadPoolExecutor(num_threads, **one) if num_threads > 1 else None
-
-    def sum(self, tasks: Sequence[Task]) -> tuple[list[Tensor], Tensor]:
-        """Add up gradients and metrics of tasks that share their parameters."""
-        with one_torch_thread(self._pool is not None):
-            results = map(Task.run, tasks) if self._pool is None else self._pool.map(Task.run, tasks)
-            first, metrics = next(results)
-            grads = [grad.clone() for grad in first]
-            for more, part in results:
-                torch._foreach_add_(grads, list(more))
-                metrics = metrics + part
-        return grads, metrics
-
-    def close(self) -> None:
-        """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def one_torch_thread(active: bool) -> Iterator[None]:
-    """Limit torch to one thread inside; threads that wait for each other cost more than they give."""
-    before = torch.get_num_threads()
-    if active:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        if active:
-            torch.set_num_threads(before)
 
 
 class PpoLearner:
@@ -218,7 +163,7 @@ class PpoLearner:
         advantage = self.weighted_advantage(experience, index)
         size = self.chunk_rows(index)
         tasks = [
-            Task(self.actor, lambda rows=rows, part=part: self.surrogate(experience, rows, part, len(index)))
+            Task(self.actor, partial(self.surrogate, experience, rows, part, len(index)))
             for rows, part in zip(index.split(size), advantage.split(size), strict=True)
         ]
         cloned = self.cloning_tasks(experience, index, draws)
@@ -270,15 +215,15 @@ class PpoLearner:
         return [
             Task(
                 self.actor,
-                lambda rows=rows, part=part: self.cloning_loss(experience.cond.rows(rows), part, len(state)),
+                partial(self.cloning_loss, experience.cond, rows, part, len(state)),
             )
             for rows, part in zip(state.split(size), noise.split(size), strict=True)
         ]
 
-    def cloning_loss(self, cond: Cond, noise: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """Return this chunk's share of the weighted cloning loss over `total` rows."""
+    def cloning_loss(self, cond: Cond, state: Tensor, noise: Tensor, total: int) -> tuple[Tensor, Tensor]:
+        """Return this chunk's share of the weighted cloning loss; `state` (B,) are rows of `cond`."""
         assert self.cloning is not None
-        loss = self.cloning.losses(cond, noise).sum() / total
+        loss = self.cloning.losses(cond.rows(state), noise).sum() / total
         metrics = torch.zeros(len(SURROGATE_METRICS) + 1, device=loss.device, dtype=loss.dtype)
         metrics[-1] = loss.detach()
         return self.config.bc_weight * loss, metrics
@@ -293,7 +238,7 @@ class PpoLearner:
         tasks = [
             Task(
                 self.critic_params,
-                lambda state=state, count=count: self.value_loss(experience, state, count, len(index)),
+                partial(self.value_loss, experience, state, count, len(index)),
             )
             for state, count in zip(rows.state.split(size), rows.count.split(size), strict=True)
         ]
@@ -322,9 +267,12 @@ class PpoLearner:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the critic and both optimisers."""
-        parts = (self.critic, self.actor_optimizer, self.critic_optimizer)
-        names = ("critic", "actor_optimizer", "critic_optimizer")
-        return {name: copy.deepcopy(part.state_dict()) for name, part in zip(names, parts, strict=True)}
+        state = {
+            "critic": self.critic.state_dict(),
+            "actor_optimizer": self.actor_optimizer.state_dict(),
+            "critic_optimizer": self.critic_optimizer.state_dict(),
+        }
+        return copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`."""

@@ -71,10 +71,5 @@ def load(module: nn.Module, arrays: Arrays, prefix: str) -> None:
 
 def assert_weights(module: nn.Module, arrays: Arrays, prefix: str, *, atol: float) -> None:
     for name, param in module.named_parameters():
-        torch.testing.assert_close(
-            param.detach(),
-            arrays[f"{prefix}_{name}"],
-            rtol=0,
-            atol=atol,
-            msg=lambda m: f"{prefix} {name}: {m}",
-        )
+        expected = arrays[f"{prefix}_{name}"]
+        torch.testing.assert_close(param.detach(), expected, rtol=0, atol=atol)

@@ -171,8 +171,7 @@ class Replay:
         init = build_policy(policy_config, obs_dim=int(data["Do"]), action_dim=int(data["Da"]))
         load(init.field, data, "init_actor")
         explore, self.evaluate = self.config.samplers(init)
-        floors = {"tuned_steps": self.config.tuned_steps, "log_prob_min_std": self.config.min_log_prob_std}
-        self.policy = tunable_copy(init, explore, self.config.tuned_steps).with_sampler(explore, **floors)
+        self.policy = self.config.exploring(tunable_copy(init, explore, self.config.tuned_steps), explore)
         self.critic = AffineCritic(int(data["Do"]))
         load(self.critic, data, "init_critic")
         self.ratio, self.draws = TapeRatio(self.policy), TapePermutations()

@@ -66,8 +66,7 @@ class Case:
         init = self.make_policy(int(levels), chain, int(act_steps))
         load(init.field, data, f"{name}_base")
         explore, _ = self.config.samplers(init)
-        floors = {"tuned_steps": self.steps, "log_prob_min_std": self.config.min_log_prob_std}
-        self.policy = tunable_copy(init, explore, self.steps).with_sampler(explore, **floors)
+        self.policy = self.config.exploring(tunable_copy(init, explore, self.steps), explore)
         load(self.policy.scored_net, data, f"{name}_ft")
         critic = AffineCritic(self.state[0].numel())
         load(critic, data, f"{name}_critic")
@@ -77,7 +76,7 @@ class Case:
             ratio=self.ratio,
             actor=list(self.policy.scored_net.parameters()),
             critic=critic,
-            cloning=CloningTerm(init.with_sampler(explore, **floors), self.ratio)
+            cloning=CloningTerm(self.config.exploring(init, explore), self.ratio)
             if self.config.bc_weight
             else None,
             num_threads=num_threads,

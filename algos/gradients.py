@@ -1,0 +1,69 @@
+"""Gradients of large minibatches on a CPU: shares of the rows, a few threads, one order of summation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Task:
+    """A share of a minibatch's loss: `loss()` returns (scalar loss, metrics (n,)) for `params`."""
+
+    params: Sequence[nn.Parameter]
+    loss: Callable[[], tuple[Tensor, Tensor]]
+
+    def run(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the gradients and the metrics."""
+        with torch.enable_grad():
+            loss, metrics = self.loss()
+            grads = torch.autograd.grad(loss, self.params, allow_unused=True, materialize_grads=True)
+        return grads, metrics.detach()
+
+
+class GradientThreads:
+    """Runs tasks on a few threads of one torch thread each; sums come in the order of the tasks.
+
+    With one thread, tasks run where they are called, with torch's own threading.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._pool = (
+            ThreadPoolExecutor(num_threads, "gradient", torch.set_num_threads, (1,))
+            if num_threads > 1
+            else None
+        )
+
+    def sum(self, tasks: Sequence[Task]) -> tuple[list[Tensor], Tensor]:
+        """Add up gradients and metrics of tasks that share their parameters."""
+        with one_torch_thread(self._pool is not None):
+            results = map(Task.run, tasks) if self._pool is None else self._pool.map(Task.run, tasks)
+            first, metrics = next(results)
+            grads = [grad.clone() for grad in first]
+            for more, part in results:
+                torch._foreach_add_(grads, list(more))
+                metrics = metrics + part
+        return grads, metrics
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def one_torch_thread(active: bool) -> Iterator[None]:
+    """Limit torch to one thread inside; threads that wait for each other cost more than they give."""
+    before = torch.get_num_threads()
+    if active:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if active:
+            torch.set_num_threads(before)

@@ -1,0 +1,167 @@
+"""Worker processes answer, report their failures, and never outlive their parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from envs.workers import ProcessWorkers, start_workers
+from policies.errors import ConfigError, WorkerError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEADLINE_S = 30.0
+
+
+class Probe:
+    """Answers questions about the process it lives in."""
+
+    notify: Callable[[Any], None]
+
+    def __init__(self, start: int) -> None:
+        if start < 0:
+            raise ValueError("no such start")
+        self.start = start
+
+    def add(self, array: np.ndarray) -> np.ndarray:
+        self.notify(self.start)
+        return array + self.start
+
+    def environment(self) -> tuple[int, int, str]:
+        return os.getpid(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+    def fail(self, who: int) -> None:
+        if who == self.start:
+            raise RuntimeError(f"simulator {self.start} exploded")
+
+    def die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def work_for_ever(self) -> None:
+        while True:
+            pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessWorkers]:
+    workers = ProcessWorkers(Probe, [(1,), (2,)])
+    yield workers
+    workers.close()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in "ZX"
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        threading.Event().wait(0.02)
+    return True
+
+
+@pytest.mark.parametrize("size", [0, 3, 1_000_003])
+def test_results_come_back_in_order_and_writable(pool: ProcessWorkers, size: int) -> None:
+    messages: list[int] = []
+    array = np.arange(size, dtype=np.float64)
+    results = pool.call("add", [(array,), (array,)], on_message=messages.append)
+    for start, result in zip((1, 2), results, strict=True):
+        np.testing.assert_array_equal(result, array + start)
+        result += 1
+    assert sorted(messages) == [1, 2]
+
+
+def test_every_worker_is_a_process_with_one_thread(pool: ProcessWorkers) -> None:
+    answers = pool.call("environment", [(), ()])
+    assert [pid for pid, _, _ in answers] == pool.pids
+    assert {(threads, omp) for _, threads, omp in answers} == {(1, "1")}
+    assert os.getpid() not in pool.pids
+
+
+def test_a_keyboard_interrupt_does_not_reach_the_workers(pool: ProcessWorkers) -> None:
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGINT)
+        assert os.getpgid(pid) != os.getpgid(0)  # the terminal's Ctrl-C goes to the foreground group only
+    assert len(pool.call("environment", [(), ()])) == 2
+
+
+def test_an_exception_comes_back_with_its_traceback_and_ends_the_pool() -> None:
+    workers = ProcessWorkers(Probe, [(1,), (2,)])
+    pids = workers.pids
+    with pytest.raises(WorkerError, match=r"(?s)worker 1 of 2 failed.*in fail.*simulator 2 exploded"):
+        workers.call("fail", [(2,), (2,)])
+    assert not any(alive(pid) for pid in pids)
+    with pytest.raises(WorkerError, match="closed"):
+        workers.call("environment", [(), ()])
+
+
+def test_a_killed_worker_is_named() -> None:
+    workers = ProcessWorkers(Probe, [(1,)])
+    with pytest.raises(WorkerError, match="worker 0 of 1 was killed by signal 9"):
+        workers.call("die", [()])
+
+
+def test_an_object_that_cannot_be_built_or_sent_is_a_clear_error() -> None:
+    with pytest.raises(WorkerError, match=r"(?s)worker 0 of 1 failed.*no such start"):
+        ProcessWorkers(Probe, [(-1,)])
+    with pytest.raises(WorkerError, match=r"cannot be pickled.*num_workers=0"):
+        ProcessWorkers(lambda: None, [()])
+
+
+def test_the_number_of_arguments_is_checked(pool: ProcessWorkers) -> None:
+    with pytest.raises(ConfigError, match="2 workers need as many arguments; got 1"):
+        pool.call("environment", [()])
+
+
+def test_local_workers_do_the_same_here_on_one_thread() -> None:
+    workers = start_workers(Probe, [(5,)], processes=False)
+    before = torch.get_num_threads()
+    messages: list[int] = []
+    (result,) = workers.call("add", [(np.ones(2),)], on_message=messages.append)
+    assert result.tolist() == [6, 6] and messages == [5] and torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("in_main_thread", [True, False])
+def test_killing_the_parent_leaves_no_worker(in_main_thread: bool) -> None:
+    script = (
+        "import threading\n"
+        "from envs.workers import ProcessWorkers\n"
+        "from test_workers import Probe\n"
+        "def run():\n"
+        "    workers = ProcessWorkers(Probe, [(1,), (2,)])\n"
+        "    print(*workers.pids, flush=True)\n"
+        "    workers.call('work_for_ever', [(), ()])\n"
+    ) + ("run()" if in_main_thread else "t = threading.Thread(target=run); t.start(); t.join()")
+    path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+    )
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2 and all(alive(pid) for pid in pids)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert wait_until(lambda: not any(alive(pid) for pid in pids))

@@ -41,6 +41,7 @@ def test_mish_can_be_differentiated_twice() -> None:
     torch.testing.assert_close(second, stock_second)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_mish_supports_functional_transforms() -> None:
     x = torch.linspace(-5, 5, MANY[0] * MANY[1], dtype=torch.float64).view(MANY)
     tangent = torch.ones_like(x)
@@ -48,7 +49,9 @@ def test_mish_supports_functional_transforms() -> None:
     torch.testing.assert_close(value, F.mish(x))
     torch.testing.assert_close(derivative, torch.func.jvp(F.mish, (x,), (tangent,))[1])
     rows = torch.func.vmap(torch.func.grad(lambda row: mish(row).sum()))(x.repeat(1, 40))
-    torch.testing.assert_close(rows, torch.func.vmap(torch.func.grad(lambda row: F.mish(row).sum()))(x.repeat(1, 40)))
+    torch.testing.assert_close(
+        rows, torch.func.vmap(torch.func.grad(lambda row: F.mish(row).sum()))(x.repeat(1, 40))
+    )
 
 
 def test_mish_leaves_its_argument_alone() -> None:

@@ -42,6 +42,17 @@ def _step(optimizer: type[torch.optim.Optimizer], **options: bool) -> Callable[[
     return change
 
 
+def _load(*, assign: bool) -> Callable[[Sum], None]:
+    def change(module: Sum) -> None:
+        module.load_state_dict(Sum().state_dict(), assign=assign)
+
+    return change
+
+
+def _write_through_an_alias(module: Sum) -> None:
+    module.linear.weight.detach().fill_(1.0)
+
+
 def _under_inference(module: Sum) -> None:
     with torch.inference_mode():
         module.linear.weight.add_(1.0)
@@ -80,9 +91,9 @@ CHANGES: dict[str, Callable[[Sum], None]] = {
             "single": {"foreach": False},
         }.items()
     },
-    "load_state_dict": lambda m: m.load_state_dict(Sum().state_dict()) and None,
-    "load_state_dict-assign": lambda m: m.load_state_dict(Sum().state_dict(), assign=True) and None,
-    "copy_": lambda m: m.linear.weight.detach().copy_(torch.ones(3, 3)) and None,
+    "load_state_dict": _load(assign=False),
+    "load_state_dict-assign": _load(assign=True),
+    "write-through-an-alias": _write_through_an_alias,
     "inference-mode": _under_inference,
     "foreach-lerp": _foreach_lerp,
     "swap-data": _swap_data,

@@ -110,12 +110,13 @@ def denoise(
             continue
         if is_recorded:
             states.append(x)
-        step = _step(table, k, cond) if hooks else None
+        step = _step(table, k, cond) if hooks and cond is not None else None
         mean = transition(table, k, x, bound(k, x)) if step is None else _steer(table, step, x, bound, hooks)
         means.append(mean)
         x = mean if draw is None else mean + draw
-        for hook in hooks:
-            x = hook.on_state(step, x)  # type: ignore[arg-type]
+        if step is not None:
+            for hook in hooks:
+                x = hook.on_state(step, x)
     if table.clip_action is not None:
         x = x.clamp(-table.clip_action, table.clip_action)
     if record_from is None:
@@ -131,9 +132,7 @@ def _steer(table: StepTable, step: Step, x: Tensor, bound: BoundField, hooks: Se
     return merge_prediction(table, step.k, x0, eps)
 
 
-def _step(table: StepTable, k: int, cond: Cond | None) -> Step:
-    if cond is None:
-        raise CapabilityError("denoise(hooks=...) needs `cond`, which hooks may read; got None.")
+def _step(table: StepTable, k: int, cond: Cond) -> Step:
     return Step(k, table.num_steps, table.times[k], table.times[k + 1], cond, table.alpha[k], table.sigma[k])
 
 

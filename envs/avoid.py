@@ -1,0 +1,313 @@
+"""`avoid`: drive a disc through staggered rows of pillars to a finish line, without touching anything.
+
+A planar end effector on two slide joints with velocity servos; an action is the velocity it shall have.
+There are many equally good ways through, one gap per row, so demonstrations are multi-modal and a policy
+that averages them hits a pillar. Position and velocity are the whole state: one observation is enough.
+
+Rules: any contact (pillar or wall) ends the episode as a failure, at the physics step where it happens;
+crossing the finish line ends it as a success with reward 1 (every other step is worth 0); both are
+`terminated`. After `max_episode_steps` the episode is `truncated`.
+
+Metric `mode`: the way taken, an index into `AvoidScene.modes`; -1 while rows are left to cross.
+
+Legend: N environments, M of them addressed, R rows of pillars, G gaps of the widest row. Positions are
+(x, y) in metres; y grows from start to finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from itertools import pairwise, product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from assets import path as asset_path
+from envs.experts.avoid import AvoidDemonstrator, demonstrate_avoid
+from envs.spec import EnvSpec
+from envs.vector import ChunkVector, StepResult
+from policies.errors import ConfigError
+from policies.registry import register
+
+if TYPE_CHECKING:
+    import mujoco
+    from matplotlib.figure import Figure
+
+    from envs.datasets.episodes import Episode
+
+Array = np.ndarray
+
+CONTROL_HZ = 20.0
+MAX_SPEED = 0.4  # speed that an action of 1 asks for, per axis [m/s]
+START_SPREAD_M = (0.02, 0.01)  # half-width of the uniform start box around the origin, x and y [m]
+
+
+@dataclass(frozen=True)
+class AvoidScene:
+    """Where everything stands, read from the MuJoCo model (metres)."""
+
+    row_y: tuple[float, ...]  # one per row, in the order they are met
+    pillar_x: tuple[tuple[float, ...], ...]  # pillar centres of every row, left to right
+    bumps: tuple[tuple[float, float], ...]  # centres of the half pillars that close rows beside the walls
+    pillar_radius: float
+    disc_radius: float
+    half_width: float  # inner faces of the side walls are at x = +-half_width
+    back_y: float  # inner face of the wall behind the start
+    finish_y: float
+
+    @cached_property
+    def obstacles(self) -> tuple[tuple[float, float], ...]:
+        """Centres of all pillars and bumps."""
+        pillars = tuple((x, y) for y, row in zip(self.row_y, self.pillar_x, strict=True) for x in row)
+        return pillars + self.bumps
+
+    @cached_property
+    def gap_x(self) -> tuple[tuple[float, ...], ...]:
+        """Centres of the gaps between neighbouring pillars of every row, left to right."""
+        return tuple(tuple((a + b) / 2 for a, b in pairwise(row)) for row in self.pillar_x)
+
+    @cached_property
+    def clearance(self) -> float:
+        """Free space on each side of a disc centred in the narrowest gap."""
+        spacing = min(b - a for row in self.pillar_x for a, b in pairwise(row))
+        return spacing / 2 - self.pillar_radius - self.disc_radius
+
+    @cached_property
+    def modes(self) -> tuple[tuple[int, ...], ...]:
+        """Every way through, as the gap taken in each row; a mode's id is its place here.
+
+        The first `num_direct` are the direct ways: from a gap only to the nearest gaps of the next row.
+        Detours, which squeeze sideways between two rows, come after them.
+        """
+        return tuple(sorted(product(*(range(len(row)) for row in self.gap_x)), key=self._detour))
+
+    @cached_property
+    def num_direct(self) -> int:
+        """Number of direct ways through."""
+        return sum(not self._detour(way)[0] for way in self.modes)
+
+    def mode_name(self, mode: int) -> str:
+        """Name a mode by its gaps counted from the left, e.g. `1-0-1`; `none` for an unfinished way."""
+        return "none" if mode < 0 else "-".join(str(gap) for gap in self.modes[mode])
+
+    def _detour(self, way: tuple[int, ...]) -> tuple[bool, tuple[int, ...]]:
+        xs = [row[gap] for row, gap in zip(self.gap_x, way, strict=True)]
+        spacing = self.pillar_x[0][1] - self.pillar_x[0][0]
+        return any(abs(b - a) > spacing for a, b in pairwise(xs)), way
+
+
+@cache
+def load_model() -> mujoco.MjModel:
+    """Compile the task's MuJoCo model once per process; every environment shares it and nobody changes it."""
+    import mujoco
+
+    return mujoco.MjModel.from_xml_path(str(asset_path("avoid.xml")))
+
+
+@cache
+def load_scene() -> AvoidScene:
+    """Read the scene from the model."""
+    return read_scene(load_model())
+
+
+def read_scene(model: mujoco.MjModel) -> AvoidScene:
+    """Read the scene from a model whose pillars are named `row_<row>_<number>` and `bump_<row>_<number>`."""
+    geoms = [model.geom(i) for i in range(model.ngeom)]
+    rows: dict[str, list[Any]] = {}
+    for geom in (geom for geom in geoms if geom.name.startswith("row_")):
+        rows.setdefault(geom.name.rsplit("_", 1)[0], []).append(geom)
+    ordered = sorted(rows.values(), key=lambda row: row[0].pos[1])
+    right, back = model.geom("wall_right"), model.geom("wall_back")
+    return AvoidScene(
+        row_y=tuple(float(row[0].pos[1]) for row in ordered),
+        pillar_x=tuple(tuple(sorted(round(float(geom.pos[0]), 9) for geom in row)) for row in ordered),
+        bumps=tuple(tuple(geom.pos[:2].tolist()) for geom in geoms if geom.name.startswith("bump_")),
+        pillar_radius=float(ordered[0][0].size[0]),
+        disc_radius=float(model.geom("disc").size[0]),
+        half_width=float(right.pos[0] - right.size[0]),
+        back_y=float(back.pos[1] + back.size[1]),
+        finish_y=float(model.site("finish").pos[1]),
+    )
+
+
+def start_position(seed: int) -> Array:
+    """Draw the (2,) start position of the episode with this seed."""
+    return np.random.default_rng(seed).uniform(-1.0, 1.0, 2) * START_SPREAD_M
+
+
+class AvoidStepper:
+    """Steps N discs, each in its own simulator state of one shared model; exact.
+
+    Args:
+        num_envs: N.
+    """
+
+    can_save = True
+
+    def __init__(self, num_envs: int) -> None:
+        import mujoco
+
+        if num_envs < 1:
+            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
+        self.num_envs = num_envs
+        self.model = load_model()
+        self.scene = load_scene()
+        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        # Views into the simulators' memory, made once: each attribute access would build a new one.
+        self._qpos = [data.qpos for data in self.datas]
+        self._qvel = [data.qvel for data in self.datas]
+        self._ctrl = [data.ctrl for data in self.datas]
+        self._mj_step = mujoco.mj_step
+        self._signature = mujoco.mjtState.mjSTATE_INTEGRATION
+        self._substeps = range(round(1.0 / CONTROL_HZ / self.model.opt.timestep))
+        self._row_y = np.array(self.scene.row_y)
+        self._gap_x = _padded(self.scene.gap_x)
+        self._mode_of = _mode_table(self.scene)
+        self._position = np.zeros((num_envs, 2))
+        self._gaps = np.full((num_envs, len(self._row_y)), -1)
+
+    def reset(self, row: int, seed: int) -> Array:
+        """Put the disc of one row at the seed's start, at rest; returns (4,)."""
+        import mujoco
+
+        mujoco.mj_resetData(self.model, self.datas[row])
+        self._position[row] = self._qpos[row][:] = start_position(seed)
+        self._gaps[row] = -1
+        return np.concatenate([self._position[row], np.zeros(2)])
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, 2) for one control step, or until contact."""
+        index = rows.tolist()
+        speeds = MAX_SPEED * np.asarray(actions, np.float64)
+        hit = np.array([self._drive(i, speed) for i, speed in zip(index, speeds, strict=True)])
+        position = np.concatenate([self._qpos[i] for i in index]).reshape(-1, 2)
+        velocity = np.concatenate([self._qvel[i] for i in index]).reshape(-1, 2)
+        self._note_gaps(rows, self._position[rows], position)
+        self._position[rows] = position
+        success = ~hit & (position[:, 1] >= self.scene.finish_y)
+        obs = np.concatenate([position, velocity], axis=1)
+        return StepResult(obs, success.astype(np.float64), hit | success, np.zeros_like(hit), success)
+
+    def metrics(self) -> dict[str, Array]:
+        """Return the way taken, (N,) `mode`."""
+        crossed = (self._gaps >= 0).all(axis=1)
+        return {"mode": np.where(crossed, self._mode_of[tuple(np.maximum(self._gaps, 0).T)], -1)}
+
+    def physics_state(self, row: int) -> Array:
+        """Return time, positions and velocities of one simulator, (5,)."""
+        data = self.datas[row]
+        return np.concatenate([[data.time], data.qpos, data.qvel])
+
+    def get_state(self) -> dict[str, Array]:
+        """Return integration states (N, nstate), from which physics continues bit-exactly, and gaps."""
+        import mujoco
+
+        physics = np.empty((self.num_envs, mujoco.mj_stateSize(self.model, self._signature)))
+        for data, state in zip(self.datas, physics, strict=True):
+            mujoco.mj_getState(self.model, data, state, self._signature)
+        return {"physics": physics, "gaps": self._gaps.copy()}
+
+    def set_state(self, state: Mapping[str, Array]) -> None:
+        """Continue from `get_state`."""
+        import mujoco
+
+        for row, data in enumerate(self.datas):
+            physics = np.asarray(state["physics"][row], np.float64)
+            mujoco.mj_setState(self.model, data, physics, self._signature)
+            self._position[row] = self._qpos[row]
+        self._gaps = np.array(state["gaps"])
+
+    def close(self) -> None:
+        """Drop the simulators."""
+        self.datas, self._qpos, self._qvel, self._ctrl = [], [], [], []
+
+    def _drive(self, row: int, speed: Array) -> bool:
+        """Advance one simulator; returns whether the disc touched something, and stops there."""
+        model, data, mj_step = self.model, self.datas[row], self._mj_step
+        self._ctrl[row][:] = speed
+        for _ in self._substeps:
+            mj_step(model, data)
+            if data.ncon:
+                return True
+        return False
+
+    def _note_gaps(self, rows: Array, before: Array, after: Array) -> None:
+        """Record the gap of every row that moves from `before` to `after` (M, 2) crossed forwards."""
+        y0, y1 = before[:, 1:], after[:, 1:]
+        crossed = (y0 < self._row_y) & (self._row_y <= y1)  # (M, R)
+        if not crossed.any():
+            return
+        disc, row = np.nonzero(crossed)
+        share = (self._row_y[row] - y0[disc, 0]) / (y1[disc, 0] - y0[disc, 0])
+        x = before[disc, 0] + share * (after[disc, 0] - before[disc, 0])
+        self._gaps[rows[disc], row] = np.abs(self._gap_x[row] - x[:, None]).argmin(axis=1)
+
+
+@register("env", "avoid")
+@dataclass(frozen=True)
+class Avoid:
+    """Drive a disc through rows of pillars to the finish line; many ways lead through."""
+
+    max_episode_steps: int = 100  # control steps of 50 ms, then truncated
+    demonstrator: AvoidDemonstrator = field(default_factory=AvoidDemonstrator)  # who `demonstrate` is
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+        if self.max_episode_steps < 1:
+            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
+        return EnvSpec(
+            name="avoid",
+            family="avoid",
+            obs_dim=4,
+            action_dim=2,
+            action_low=(-1.0, -1.0),
+            action_high=(1.0, 1.0),
+            max_episode_steps=self.max_episode_steps,
+            control_hz=CONTROL_HZ,
+            obs_names=("disc x [m]", "disc y [m]", "disc x speed [m/s]", "disc y speed [m/s]"),
+            action_names=(f"x speed [{MAX_SPEED} m/s]", f"y speed [{MAX_SPEED} m/s]"),
+            success_rule="the disc crosses the finish line without having touched a pillar or a wall",
+            episode_metrics=("mode",),
+        )
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
+        """Build the exact engine for N environments."""
+        return ChunkVector(self.spec, AvoidStepper(num_envs), obs_steps=obs_steps)
+
+    def demonstrate(self, seed: int) -> Episode:
+        """Record one demonstration; way, wobble and start all follow from the seed."""
+        return demonstrate_avoid(AvoidStepper(1), seed, self.demonstrator, max_steps=self.max_episode_steps)
+
+    def mode_names(self) -> tuple[str, ...]:
+        """Name every value of the metric `mode`; the direct ways come first."""
+        scene = load_scene()
+        return tuple(scene.mode_name(mode) for mode in range(len(scene.modes)))
+
+    def figure(self, panels: Mapping[str, tuple[Sequence[Array], Sequence[bool]]]) -> Figure:
+        """Draw one panel of trajectories per title, e.g. before and after; see `envs.figures`."""
+        from envs.figures import avoid_figure
+
+        return avoid_figure(panels)
+
+    def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
+        """Photograph an episode (F, height, width, 3); options as in `envs.rendering.replay_frames`."""
+        from envs.rendering import replay_frames
+
+        return replay_frames(self.make_vector(1), seed, actions, camera="tilted", **options)
+
+
+def _padded(gap_x: tuple[tuple[float, ...], ...]) -> Array:
+    """Return gap centres as (R, G), infinite where a row has fewer gaps."""
+    widest = max(len(row) for row in gap_x)
+    return np.array([row + (np.inf,) * (widest - len(row)) for row in gap_x])
+
+
+def _mode_table(scene: AvoidScene) -> Array:
+    """Return mode ids indexed by the gap of every row."""
+    table = np.full([len(row) for row in scene.gap_x], -1)
+    for mode, way in enumerate(scene.modes):
+        table[way] = mode
+    return table

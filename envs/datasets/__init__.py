@@ -16,7 +16,7 @@ from envs.datasets.scores import normalized_score
 from envs.datasets.windows import Batch, Windows
 from policies.errors import DatasetError
 
-_READERS: dict[str, tuple[Callable[[h5py.File], bool], Callable[..., EpisodeDataset]]] = {
+READERS: dict[str, tuple[Callable[[h5py.File], bool], Callable[..., EpisodeDataset]]] = {
     "robomimic": (is_robomimic, read_robomimic),
     "d4rl": (is_d4rl, read_d4rl),
 }
@@ -29,11 +29,11 @@ def dataset_format(path: str | Path) -> str:
         DatasetError: If the file is unreadable or of no known format.
     """
     with read_hdf5(path) as file:
-        for name, (matches, _) in _READERS.items():
+        for name, (matches, _) in READERS.items():
             if matches(file):
                 return name
         raise DatasetError(
-            f"{path}: expected one of the formats {', '.join(_READERS)} (data/demo_<i>, or observations and "
+            f"{path}: expected one of the formats {', '.join(READERS)} (data/demo_<i>, or observations and "
             f"actions at the top); found the keys {sorted(file)}."
         )
 
@@ -48,7 +48,7 @@ def read_dataset(path: str | Path, **options: Any) -> EpisodeDataset:
     Raises:
         DatasetError: If the file does not hold a usable dataset; names file, key, and expected and found.
     """
-    return _READERS[dataset_format(path)][1](path, **options)
+    return READERS[dataset_format(path)][1](path, **options)
 
 
 __all__ = [

@@ -1,0 +1,66 @@
+"""Generative robot policies from demonstrations to a robot: cloning, RL fine-tuning, evaluation, export.
+
+The whole path::
+
+    import burnish
+
+    demos = burnish.collect(env="avoid", episodes=50, out="avoid.hdf5")
+    base = burnish.clone(demos, env="avoid")
+    tuned = burnish.train(algo="dppo", env="avoid", init=base)
+    print(burnish.evaluate(tuned, versus=base).comparison)
+    burnish.report(tuned)
+    burnish.export(tuned, out="exported")
+    policy = burnish.load_policy(tuned.directory.policy_path())
+
+Names load when they are used, so that `import burnish` stays cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from burnish.api import clone, collect, evaluate, export, report, train
+    from policies.folder import load_policy, save_policy
+
+__all__ = [
+    "__version__",
+    "clone",
+    "collect",
+    "evaluate",
+    "export",
+    "load_policy",
+    "report",
+    "save_policy",
+    "train",
+]
+
+try:
+    __version__ = metadata.version("burnish")
+except metadata.PackageNotFoundError:  # a checkout that is not installed
+    __version__ = "0+checkout"
+
+_HOMES = {
+    "clone": "burnish.api",
+    "collect": "burnish.api",
+    "evaluate": "burnish.api",
+    "export": "burnish.api",
+    "report": "burnish.api",
+    "train": "burnish.api",
+    "load_policy": "policies.folder",
+    "save_policy": "policies.folder",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home on first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'burnish' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names."""
+    return sorted(__all__)

@@ -1,0 +1,123 @@
+"""The commands as Python functions: the same keys, the same results on the disk, objects in return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from algos.state import RunDirectory
+from burnish.commands import collect as collect_command
+from burnish.commands import evaluate as evaluate_command
+from burnish.commands import export as export_command
+from burnish.commands import report as report_command
+from burnish.commands import train as train_command
+from burnish.commands.evaluate import Result
+from burnish.config import compose_config
+from burnish.job import Job
+from burnish.locate import locate
+from policies import registry
+from policies.export import ExportReport
+from policies.policy import Policy
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run; wherever a path of a run is asked for, it may be given."""
+
+    path: Path
+
+    def __fspath__(self) -> str:
+        """Return the path of the run directory."""
+        return str(self.path)
+
+    def __str__(self) -> str:
+        """Return the path of the run directory."""
+        return str(self.path)
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The run directory: configuration, metrics, checkpoints."""
+        return RunDirectory.open(self.path)
+
+    def load_policy(self, step: int | None = None) -> Policy:
+        """Load the policy of a checkpoint (the last by default)."""
+        return locate(self.directory.policy_path(step)).load()
+
+
+def overrides_of(overrides: tuple[str, ...], values: dict[str, Any]) -> list[str]:
+    """Write keyword values as overrides; a dict sets the keys below its name."""
+    written = list(overrides)
+    for key, value in values.items():
+        if isinstance(value, dict):
+            written += overrides_of((), {f"{key}.{inner}": item for inner, item in value.items()})
+        else:
+            written.append(f"{key}={_quoted(value)}")
+    return written
+
+
+def _quoted(value: Any) -> str:
+    """Write a value in Hydra's grammar."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_quoted, value))}]"
+    text = str(value).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'" if text else "''"
+
+
+def collect(*overrides: str, **values: Any) -> Path:
+    """Record demonstrations; see `burnish collect`. Returns the file.
+
+    Args:
+        overrides: Anything the command line takes, e.g. `"env.demonstrator.noise=0.5"`.
+        values: Keys and their values, e.g. `env="avoid"`, `episodes=50`, `out="avoid.hdf5"`.
+    """
+    config = compose_config("collect", overrides_of(overrides, values))
+    collect_command.record(config)
+    return Path(config.out)
+
+
+def train(*overrides: str, directory: str | Path | None = None, **values: Any) -> Run:
+    """Train or continue; see `burnish train`. Returns the run.
+
+    Args:
+        overrides: Anything the command line takes, e.g. `"experiment=hopper_dppo"`, `"algo.lr=1e-3"`.
+        directory: The run directory; None: runs/<date>/<time>-<name>.
+        values: Keys and their values, e.g. `algo="bc"`, `env="avoid"`, `dataset="avoid.hdf5"`.
+    """
+    written = overrides_of(overrides, values)
+    config = compose_config("train", written)
+    if directory is None:
+        name = config.name or registry.name_of("algo", config.algo)
+        directory = Path("runs") / datetime.now().strftime(f"%Y-%m-%d/%H-%M-%S-{name}")
+    outcome = train_command.train(config, Job(Path(directory), tuple(written)))
+    return Run(outcome.directory.path)
+
+
+def clone(dataset: str | Path, *overrides: str, **values: Any) -> Run:
+    """Clone a policy from a file of demonstrations: `train` with `algo=bc`."""
+    return train(*overrides, algo="bc", dataset=dataset, **values)
+
+
+def evaluate(policy: str | Path | Run, *overrides: str, **values: Any) -> Result:
+    """Evaluate a policy, or compare it with another one (`versus=…`); see `burnish eval`."""
+    config = compose_config("eval", overrides_of(overrides, {"policy": policy, **values}))
+    return evaluate_command.evaluate(config)
+
+
+def report(run: Any, *overrides: str, **values: Any) -> Path:
+    """Write the report of a run or a list of runs; see `burnish report`. Returns the page."""
+    config = compose_config("report", overrides_of(overrides, {"run": run, **values}))
+    return report_command.report(config)
+
+
+def export(policy: str | Path | Run, *overrides: str, **values: Any) -> ExportReport:
+    """Export a policy, checked against the original; see `burnish export`."""
+    config = compose_config("export", overrides_of(overrides, {"policy": policy, **values}))
+    return export_command.export(config)

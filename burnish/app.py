@@ -1,0 +1,80 @@
+"""The Hydra application behind each command that takes `key=value`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from burnish.commands import COMMANDS
+from burnish.config import register_configs, to_object
+from burnish.explain import USER_ERRORS, explain
+from burnish.job import Job
+
+EXIT_USER_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Task:
+    """Hydra's task function of one command; picklable, so that launchers can send it away."""
+
+    command: str
+
+    def __call__(self, node: DictConfig) -> float | None:
+        """Run the command on a composed configuration and return what a sweeper may maximise."""
+        hydra_config = HydraConfig.get()
+        job = Job(Path(hydra_config.runtime.output_dir), tuple(hydra_config.overrides.task))
+        try:
+            result: float | None = COMMANDS[self.command].load().run(to_object(node), job)
+        except USER_ERRORS as error:
+            _remove_if_empty(job.directory)
+            if wants_traceback() or hydra_config.mode != RunMode.RUN:
+                raise
+            raise SystemExit(complain(error)) from None
+        return result
+
+
+def run_app(command: str, arguments: Sequence[str]) -> None:
+    """Hand a command line to Hydra; everything Hydra offers (`--multirun`, `--cfg job`, …) works."""
+    register_configs()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main`, which words them in one line
+    sys.argv = [sys.argv[0], *_with_run_directory(command, arguments)]
+    app: Any = hydra.main(version_base="1.3", config_path="pkg://configs", config_name=command)(Task(command))
+    app()
+
+
+def _remove_if_empty(directory: Path) -> None:
+    """Take away the folder that Hydra made for a job that never started."""
+    if directory.resolve() != Path.cwd():
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+
+
+def _with_run_directory(command: str, arguments: Sequence[str]) -> list[str]:
+    """Let Hydra write into the resumed run instead of a new directory."""
+    resumed = [a.partition("=")[2] for a in arguments if a.startswith("resume=")]
+    chosen = any(a.startswith("hydra.run.dir=") for a in arguments)
+    if command != "train" or chosen or not resumed or resumed[-1] in ("", "null"):
+        return list(arguments)
+    return [*arguments, f"hydra.run.dir={resumed[-1]}"]
+
+
+def wants_traceback() -> bool:
+    """Tell whether errors keep their traceback: `BURNISH_TRACEBACK=1` or `hydra.verbose=…`."""
+    verbose = any(a.startswith("hydra.verbose=") and not a.endswith("=false") for a in sys.argv)
+    return verbose or os.environ.get("BURNISH_TRACEBACK", "") == "1"
+
+
+def complain(error: BaseException) -> int:
+    """Write one line to standard error and return the exit code."""
+    sys.stderr.write(f"burnish: error: {explain(error)}\n")
+    return EXIT_USER_ERROR

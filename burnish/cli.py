@@ -1,0 +1,92 @@
+"""`burnish <command> key=value …`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from burnish.commands import COMMANDS
+
+_THREAD_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
+"""Waiting threads cost far more than they bring on small networks; set before anything numeric loads."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0 done, 2 a mistake of the user, 130 interrupted, 1 a defect."""
+    for name, value in _THREAD_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] in (["-sc"], ["--shell-completion"]):
+        sys.exit(_complete(given))
+    if not given or given[0] in ("-h", "--help", "help"):
+        sys.stdout.write(front_page())
+        sys.exit(0)
+    if given[0] in ("-V", "--version"):
+        from burnish import __version__
+
+        sys.stdout.write(f"burnish {__version__}\n")
+        sys.exit(0)
+    sys.exit(_dispatch(given[0], given[1:]))
+
+
+def front_page() -> str:
+    """Return the text of `burnish --help`."""
+    width = max(map(len, COMMANDS))
+    lines = ["usage: burnish <command> [key=value ...]", "", "commands:"]
+    lines += [f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS.values()]
+    lines += ["", "examples:"]
+    lines += [f"  {command.example}" for command in COMMANDS.values()]
+    lines += [
+        "",
+        "burnish <command> --help shows its options and the whole configuration. Commands with key=value",
+        "have Hydra's powers: --cfg job, --multirun, --info, launchers, sweepers (burnish train --hydra-help).",
+        'Shell completion: eval "$(burnish -sc install=bash)". Traceback of an error: BURNISH_TRACEBACK=1.',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _dispatch(name: str, arguments: list[str]) -> int:
+    command = COMMANDS.get(name)
+    if command is None:
+        from burnish.explain import closest
+
+        known = ", ".join(COMMANDS)
+        sys.stderr.write(
+            f"burnish: error: unknown command '{name}'; choose one of: {known}.{closest(name, COMMANDS)}\n"
+        )
+        return 2
+    from burnish.app import complain, run_app, wants_traceback
+    from burnish.explain import USER_ERRORS
+
+    try:
+        if command.schema is None:
+            code: int = command.load().main(arguments)
+            return code
+        run_app(name, arguments)
+    except USER_ERRORS as error:
+        if wants_traceback():
+            raise
+        return complain(error)
+    except KeyboardInterrupt:
+        sys.stderr.write("burnish: interrupted\n")
+        return 130
+    return 0
+
+
+def _complete(arguments: list[str]) -> int:
+    """Answer a shell's completion query: command names first, then Hydra's own completion of the command."""
+    query = any(argument.startswith("query=") for argument in arguments)
+    words = os.environ.get("COMP_LINE", "").split()
+    is_typing_command = len(words) < 2 or (len(words) == 2 and not os.environ["COMP_LINE"].endswith(" "))
+    if query and is_typing_command:
+        sys.stdout.write(" ".join(COMMANDS) + "\n")
+        return 0
+    name = words[1] if query else "train"
+    command = COMMANDS.get(name)
+    if command is None or command.schema is None:
+        return 0
+    if query:
+        program, line = words[0], os.environ["COMP_LINE"]
+        os.environ["COMP_LINE"] = program + line.split(name, 1)[1]
+    return _dispatch(name, arguments)

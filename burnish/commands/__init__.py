@@ -1,0 +1,80 @@
+"""The commands, one module each; a module is imported when its command is used."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the front page says about a command, and where its code is.
+
+    A command with a `schema` is a Hydra application: its module has that dataclass and
+    `run(config, job)`. The others take plain arguments: their module has `main(arguments)`.
+    """
+
+    name: str
+    summary: str
+    example: str
+    module: str
+    schema: str | None = None
+
+    def load(self) -> ModuleType:
+        """Import the module of the command."""
+        return importlib.import_module(f"burnish.commands.{self.module}")
+
+    def config_class(self) -> type:
+        """Return the dataclass that types the configuration."""
+        found: type = getattr(self.load(), str(self.schema))
+        return found
+
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        Command(
+            "collect",
+            "record demonstrations of a scripted expert",
+            "burnish collect env=avoid episodes=50 out=avoid.hdf5",
+            "collect",
+            "CollectConfig",
+        ),
+        Command(
+            "train",
+            "clone a policy from demonstrations, or fine-tune one by reinforcement",
+            "burnish train algo=dppo env=avoid init=<run or policy directory>",
+            "train",
+            "TrainConfig",
+        ),
+        Command(
+            "eval",
+            "evaluate a policy on seeded episodes, alone or against another one",
+            "burnish eval policy=<run> versus=<other run> episodes=100",
+            "evaluate",
+            "EvalConfig",
+        ),
+        Command(
+            "report",
+            "draw the learning curve and the rollouts of runs into one page",
+            "burnish report run=<run>",
+            "report",
+            "ReportConfig",
+        ),
+        Command(
+            "export",
+            "write a policy for a machine without PyTorch, with a parity report",
+            "burnish export policy=<run> format=onnx out=exported",
+            "export",
+            "ExportConfig",
+        ),
+        Command(
+            "list",
+            "list algos, envs, processes, backbones, samplers, datasets or experiments",
+            "burnish list envs",
+            "list",
+        ),
+        Command("doctor", "check the installation", "burnish doctor", "doctor"),
+    )
+}

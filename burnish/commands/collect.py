@@ -1,0 +1,94 @@
+"""`burnish collect`: record demonstrations of a task's scripted expert into a robomimic HDF5 file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from burnish.console import Counting, output, table
+from burnish.job import Job
+from envs.collect import collect
+from envs.datasets import EpisodeDataset, write_robomimic
+from policies import registry
+from policies.errors import CapabilityError, ConfigError, DatasetError
+
+
+@dataclass
+class CollectConfig:
+    """What `burnish collect` does; how the expert behaves is part of the task (`env.demonstrator.…`)."""
+
+    env: Any = None
+    episodes: int = 50  # demonstrations in the file
+    out: str = "demonstrations.hdf5"
+    first_seed: int = 1_000_000  # attempt i starts from first_seed + i; evaluation starts from 0
+    noise: float | None = None  # of the expert, in its own units; null: env.demonstrator.noise
+    keep_failures: bool = False  # also keep demonstrations that miss the goal
+    valid_fraction: float = 0.0  # share listed under mask/valid
+    overwrite: bool = False  # replace an existing file
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.episodes < 1:
+            raise ConfigError(f"episodes must be at least 1; got {self.episodes}.")
+        if self.first_seed < 0:
+            raise ConfigError(f"first_seed must be 0 or more; got {self.first_seed}.")
+        if not 0 <= self.valid_fraction < 1:
+            raise ConfigError(f"valid_fraction must be in [0, 1); got {self.valid_fraction}.")
+
+
+def run(config: CollectConfig, job: Job) -> float:
+    """Record, write the file, print what is in it; returns the expert's success rate."""
+    return _tell(record(config), Path(config.out), config.env.spec.name)
+
+
+def record(config: CollectConfig) -> EpisodeDataset:
+    """Record demonstrations and write them to `config.out`."""
+    check_expert(config.env)
+    target = Path(config.out)
+    if target.exists() and not config.overwrite:
+        raise DatasetError(f"out={target} exists; choose another file or say overwrite=true.")
+    with Counting(f"recording {config.env.spec.name}", config.episodes) as counting:
+        dataset = collect(
+            config.env,
+            episodes=config.episodes,
+            first_seed=config.first_seed,
+            noise=config.noise,
+            keep_failures=config.keep_failures,
+            progress=lambda kept, attempts: counting.show(kept, f"{attempts} attempts"),
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_robomimic(target, dataset, config.env, valid_fraction=config.valid_fraction)
+    return dataset
+
+
+def check_expert(env: Any) -> None:
+    """Refuse a task without an expert.
+
+    Raises:
+        ConfigError: If no task is given.
+        CapabilityError: If it has no expert; names the tasks that have.
+    """
+    experts = [name for name, part in registry.parts("env").items() if hasattr(part, "demonstrate")]
+    choices = f"tasks with an expert: {', '.join(experts)}."
+    if env is None:
+        raise ConfigError(f"collect needs env=<name>; {choices}")
+    if not hasattr(env, "demonstrate"):
+        raise CapabilityError(f"env={registry.name_of('env', env)} has no expert to record; {choices}")
+
+
+def _tell(dataset: EpisodeDataset, path: Path, task: str) -> float:
+    """Print what was recorded; returns the share of attempts that succeeded."""
+    success, attempts = dataset.success, int(dataset.meta["attempts"])
+    rate = float("nan") if success is None else float(success.sum()) / attempts
+    lengths = dataset.lengths
+    steps = f"{dataset.num_frames} ({int(lengths.min())} to {int(lengths.max())} per demonstration)"
+    rows = [
+        ("file", path),
+        ("task", task),
+        ("demonstrations", dataset.num_episodes),
+        ("steps", steps),
+        ("expert's success", f"{100 * rate:.1f} % of {attempts} attempts"),
+    ]
+    output().print(table("", ("", ""), rows))
+    return rate

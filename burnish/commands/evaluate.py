@@ -1,0 +1,184 @@
+"""`burnish eval`: seeded episodes, intervals, and the paired comparison of two policies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from algos.state import RunDirectory
+from burnish.config import restore_part
+from burnish.console import Counting, output, table
+from burnish.job import Job
+from burnish.locate import Located, locate
+from envs.evaluation import Comparison, Evaluation, compare
+from envs.evaluation import evaluate as run_episodes
+from policies.errors import ConfigError
+from policies.policy import Policy
+
+NOISES = ("random", "zero")
+
+
+@dataclass
+class EvaluationSettings:
+    """The protocol of an evaluation; it is hashed and stored with the numbers."""
+
+    episodes: int = 100  # episode i starts from seed first_seed + i
+    first_seed: int = 0
+    noise_seed: int = 0  # root of the episodes' sampling noise
+    start_noise: str = "random"  # random | zero: where denoising starts from
+    sampling_noise: str = "random"  # random | zero: the steps of a stochastic sampler
+    steps: int | None = None  # denoising steps; null: the policy's own
+    num_envs: int = 16  # episodes side by side; never changes a number
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name, least in (("episodes", 0), ("first_seed", 0), ("num_envs", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}.")
+        for name in ("start_noise", "sampling_noise"):
+            if getattr(self, name) not in NOISES:
+                raise ConfigError(f"{name} must be random or zero; got '{getattr(self, name)}'.")
+
+
+@dataclass
+class EvalConfig(EvaluationSettings):
+    """What `burnish eval` does."""
+
+    policy: str | None = None  # a run (its last checkpoint), a checkpoint, or a policy directory
+    versus: str | None = None  # a second policy: same episodes, paired difference policy - versus
+    env: Any = None  # null: the task that the policy was made for
+    num_workers: int = 2  # rollout processes; 0: this process; never changes a number
+    out: str | None = None  # JSON file; null: <run>/eval/ of the policy's run, else eval-<policy>.json
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.episodes < 1:
+            raise ConfigError(f"episodes must be at least 1; got {self.episodes}.")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What an evaluation found."""
+
+    label: str
+    evaluation: Evaluation
+    versus: Evaluation | None
+    comparison: Comparison | None  # policy - versus
+    path: Path  # JSON
+
+
+def run(config: EvalConfig, job: Job) -> float:
+    """Evaluate, write, print; returns the success rate, or the mean return of a task without success."""
+    result = evaluate(config)
+    both = {result.label: result.evaluation}
+    if result.versus is not None:
+        both[str(config.versus)] = result.versus
+    output().print(summary_table(both))
+    if result.comparison is not None:
+        output().print(describe_comparison(asdict(result.comparison)), markup=False)
+    output().print(f"written: {result.path}", markup=False, soft_wrap=True)
+    numbers = headline(result.evaluation)
+    return numbers.get("success", numbers["return"])
+
+
+def evaluate(config: EvalConfig) -> Result:
+    """Evaluate the policy, and the other one on the same episodes, and write the results."""
+    if config.policy is None:
+        raise ConfigError("eval needs policy=<run or policy directory>.")
+    mine = locate(config.policy, "policy")
+    other = None if config.versus is None else locate(config.versus, "versus")
+    env = config.env if config.env is not None else task_of(mine)
+    evaluation = _play(mine, env, config)
+    versus = None if other is None else _play(other, env, config)
+    comparison = None if versus is None else compare(versus, evaluation)
+    return Result(mine.label, evaluation, versus, comparison, _write(config, mine, evaluation, comparison))
+
+
+def evaluate_with(
+    policy: Policy, env: Any, settings: EvaluationSettings, num_workers: int, **options: Any
+) -> Evaluation:
+    """Evaluate by a protocol; options go to `envs.evaluation.evaluate`."""
+    protocol = {name: getattr(settings, name) for name in EvaluationSettings.__dataclass_fields__}
+    return run_episodes(policy, env, num_workers=num_workers, **protocol, **options)
+
+
+def headline(evaluation: Evaluation) -> dict[str, float]:
+    """Return the means of an evaluation by name: return, length, success and score where defined."""
+    summary = evaluation.summary()
+    names = ("success", "return", "length", "d4rl_score")
+    return {name: float(summary[name]["value"]) for name in names if name in summary}
+
+
+def task_of(found: Located) -> Any:
+    """Return the configuration of the task that a policy was made for.
+
+    Raises:
+        ConfigError: If its provenance does not tell.
+    """
+    description = found.provenance().get("env")
+    if not isinstance(description, Mapping):
+        raise ConfigError(
+            f"the policy {found.path} does not say which task it was made for; give env=<name>."
+        )
+    return restore_part("env", description)
+
+
+def summary_table(evaluations: Mapping[str, Evaluation]) -> Table:
+    """Return one row per policy and quantity: mean, 95 % interval, episodes."""
+    rows = []
+    for label, evaluation in evaluations.items():
+        summary = evaluation.summary()
+        for name in ("success", "d4rl_score", "return", "length"):
+            if name in summary:
+                rows.append(
+                    (label, summary["env"], name, *format_interval(name, summary[name]), summary["episodes"])
+                )
+                label = ""
+    return table("", ("policy", "task", "quantity", "mean", "95 % interval", "episodes"), rows)
+
+
+def describe_comparison(comparison: Mapping[str, Any]) -> str:
+    """Say in one line how two policies differ on the same episodes; takes `Comparison` as a dict."""
+    difference = comparison["difference"]
+    mean, interval = format_interval(comparison["quantity"], difference)
+    clear = difference["low"] > 0 or difference["high"] < 0
+    return (
+        f"paired difference of {comparison['quantity']}: {mean} (95 % interval {interval}) on "
+        f"{comparison['episodes']} episodes: {'clearly different' if clear else 'within noise'}."
+    )
+
+
+def format_interval(quantity: str, interval: Mapping[str, float]) -> tuple[str, str]:
+    """Format mean and interval; success in percent."""
+    scale, unit = (100.0, " %") if quantity == "success" else (1.0, "")
+    value, low, high = (scale * interval[key] for key in ("value", "low", "high"))
+    return f"{value:.1f}{unit}", f"{low:.1f} to {high:.1f}{unit}"
+
+
+def _play(one: Located, env: Any, config: EvalConfig) -> Evaluation:
+    with Counting(f"evaluating {one.label}", config.episodes) as counting:
+        return evaluate_with(
+            one.load(), env, config, config.num_workers, on_progress=lambda n, _: counting.show(n)
+        )
+
+
+def _write(config: EvalConfig, mine: Located, evaluation: Evaluation, comparison: Comparison | None) -> Path:
+    content = json.loads(evaluation.to_json())
+    content["policy"] = mine.label
+    if comparison is not None:
+        content["versus"] = {"policy": str(config.versus), **asdict(comparison)}
+    name = (
+        f"{'step-' + str(mine.step) if mine.step is not None else mine.label}-{evaluation.protocol_hash[:8]}"
+    )
+    if config.out is None and mine.run is not None:
+        return RunDirectory.open(mine.run).write_eval(name, content)
+    path = Path(config.out if config.out is not None else f"eval-{name}.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=2) + "\n")
+    return path

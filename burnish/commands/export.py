@@ -1,0 +1,63 @@
+"""`burnish export`: a policy for a machine without PyTorch, checked against the original."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from burnish.console import output, table
+from burnish.job import Job
+from burnish.locate import locate
+from envs.evaluation import with_steps
+from policies.errors import ConfigError
+from policies.export import ExportReport, export_onnx
+from policies.policy import Policy
+
+FORMATS = ("onnx",)
+
+
+@dataclass
+class ExportConfig:
+    """What `burnish export` does."""
+
+    policy: str | None = None  # a run (its last checkpoint), a checkpoint, or a policy directory
+    format: str = "onnx"
+    out: str | None = None  # directory; null: exported-<policy>
+    steps: int | None = None  # denoising steps; null: the policy's own
+    tolerance: float = 1e-5  # largest difference to the original, see the report
+    seed: int = 0  # of the random inputs on which both are compared
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.format not in FORMATS:
+            raise ConfigError(f"format must be one of: {', '.join(FORMATS)}; got '{self.format}'.")
+        if self.tolerance <= 0:
+            raise ConfigError(f"tolerance must be positive; got {self.tolerance}.")
+
+
+def run(config: ExportConfig, job: Job) -> float:
+    """Export, print parity and latency, and return the largest difference."""
+    report = export(config)
+    _tell(report)
+    return report.worst
+
+
+def export(config: ExportConfig) -> ExportReport:
+    """Export a policy; an export that does not reproduce it is an error."""
+    if config.policy is None:
+        raise ConfigError("export needs policy=<run or policy directory>.")
+    found = locate(config.policy)
+    policy = cast(Policy, with_steps(found.load(), config.steps))
+    target = Path(config.out if config.out is not None else f"exported-{found.label}")
+    return export_onnx(policy, target, tolerance=config.tolerance, seed=config.seed)
+
+
+def _tell(report: ExportReport) -> None:
+    """Print where it is, how well it agrees and how fast it is."""
+    console = output()
+    console.print(f"written: {report.directory}", markup=False, soft_wrap=True)
+    parity = [(int(row["batch"]), f"{row['max_abs_difference']:.1e}") for row in report.parity]
+    console.print(table("", ("batch", "largest difference to the policy"), parity))
+    latency = [(int(r["batch"]), f"{r['eager_ms']:.2f}", f"{r['onnx_ms']:.2f}") for r in report.latency]
+    console.print(table("", ("batch", "PyTorch [ms]", "ONNX [ms]"), latency))

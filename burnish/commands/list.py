@@ -1,0 +1,100 @@
+"""`burnish list`: what there is to choose from, and whether it can be used here."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections.abc import Iterator, Sequence
+from importlib import resources
+
+import yaml
+
+from burnish.config import experiments, scan_parts
+from burnish.console import output, table
+from policies import registry
+from policies.errors import MissingExtraError
+
+KINDS = {
+    "algos": "algo",
+    "envs": "env",
+    "processes": "process",
+    "backbones": "backbone",
+    "samplers": "sampler",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print one table."""
+    parser = argparse.ArgumentParser(prog="burnish list", description="What there is to choose from.")
+    parser.add_argument("kind", choices=[*KINDS, "datasets", "experiments"])
+    kind = parser.parse_args(arguments).kind
+    scan_parts()
+    if kind == "experiments":
+        shown = table("", ("experiment=", "algo", "env", "what it is"), _experiments())
+    elif kind == "datasets":
+        shown = table("", ("format", "read by", "what it is"), _datasets())
+    elif kind == "envs":
+        shown = table("", ("env=", "obs", "act", "steps", "Hz", "expert", "here", "what it is"), _envs())
+    else:
+        group = KINDS[kind]
+        shown = table("", (f"{group}=", "what it is", "defined in"), _parts(group))
+    output().print(shown)
+    return 0
+
+
+def summary(thing: object) -> str:
+    """Return the first sentence of a docstring."""
+    text = inspect.getdoc(thing) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _parts(group: str) -> Iterator[tuple[object, ...]]:
+    for name, part in registry.parts(group).items():
+        yield name, summary(part), f"{part.__module__}.{part.__qualname__}"
+
+
+def _envs() -> Iterator[tuple[object, ...]]:
+    for name, part in registry.parts("env").items():
+        spec = part().spec
+        expert = "yes" if hasattr(part, "demonstrate") else ""
+        sizes = (spec.obs_dim, spec.action_dim, spec.max_episode_steps, f"{spec.control_hz:g}")
+        yield name, *sizes, expert, availability(part()), summary(part)
+
+
+def availability(env: object) -> str:
+    """Tell whether an environment can be built here, and if not, which extra it needs."""
+    try:
+        env.make_vector(1).close()  # type: ignore[attr-defined]
+    except MissingExtraError as error:
+        _, found, line = str(error).partition("pip install")
+        return f"no: pip install{line}".rstrip(".") if found else f"no: {error}"
+    return "yes"
+
+
+def _datasets() -> Iterator[tuple[object, ...]]:
+    from envs import datasets
+
+    for name, reader in datasets.READERS.items():
+        yield name, f"{reader.__module__}.{reader.__qualname__}", summary(reader)
+
+
+def _experiments() -> Iterator[tuple[object, ...]]:
+    for name in experiments():
+        text = (resources.files("configs") / "experiment" / f"{name}.yaml").read_text()
+        chosen = _choices(name)
+        words = [
+            line[1:].strip() for line in text.splitlines() if line.startswith("#") and "@package" not in line
+        ]
+        yield name, chosen.get("algo", ""), chosen.get("env", ""), " ".join(words)
+
+
+def _choices(experiment: str) -> dict[str, str]:
+    """Return the options that an experiment chooses, its parents' included."""
+    text = (resources.files("configs") / "experiment" / f"{experiment}.yaml").read_text()
+    found: dict[str, str] = {}
+    for entry in (yaml.safe_load(text) or {}).get("defaults", []):
+        if isinstance(entry, str) and entry != "_self_":
+            found |= _choices(entry)
+        elif isinstance(entry, dict):
+            found |= {key.removeprefix("override ").lstrip("/"): value for key, value in entry.items()}
+    return found

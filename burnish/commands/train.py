@@ -1,0 +1,175 @@
+"""`burnish train`: clone a policy from demonstrations, or fine-tune one; resumable at any moment."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import torch
+from omegaconf import MISSING
+
+from algos.base import Setup
+from algos.state import RunDirectory
+from algos.trainer import TrainerSettings
+from algos.trainer import train as run_trainer
+from burnish.commands.evaluate import EvaluationSettings, evaluate_with, headline
+from burnish.config import describe, describe_part, restore
+from burnish.console import output, table
+from burnish.job import Job
+from burnish.locate import locate
+from envs.datasets import read_dataset
+from policies import registry
+from policies.errors import ConfigError
+from policies.policy import Policy, PolicyConfig
+
+PARTS = ("process", "backbone", "sampler")
+
+
+def _shape_schema() -> type:
+    """Return PolicyConfig without its parts, which stand at the top of the configuration."""
+    hints, kept = get_type_hints(PolicyConfig), []
+    for f in fields(PolicyConfig):
+        if f.name not in PARTS:
+            own = {k: getattr(f, k) for k in ("default", "default_factory")}
+            kept.append(
+                (
+                    f.name,
+                    hints[f.name],
+                    field(**{k: v for k, v in own.items() if v is not dataclasses.MISSING}),
+                )
+            )
+    schema = make_dataclass("PolicyShape", kept)
+    schema.__module__ = __name__
+    return schema
+
+
+PolicyShape = _shape_schema()
+
+
+@dataclass
+class TrainConfig:
+    """What `burnish train` does."""
+
+    algo: Any = None
+    env: Any = None  # null: no rollouts (cloning from a file)
+    dataset: str | None = None  # file of demonstrations or transitions
+    init: str | None = None  # policy to start from: a run or a policy directory
+    resume: str | None = None  # run to continue, with the configuration it was started with
+    name: str | None = MISSING  # end of the run directory's name; the algorithm's name when left out
+    seed: int = 0
+    process: Any = None
+    backbone: Any = None
+    sampler: Any = None  # null: the process's own
+    policy: Any = field(default_factory=PolicyShape)  # horizons and normalisation of a new policy
+    trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(episodes=50))
+    num_workers: int = Setup.num_workers  # rollout processes; 0: this process
+    num_threads: int = Setup.num_threads  # gradient threads
+    device: str = "cpu"
+    progress: bool | None = None  # null: a bar on a terminal, lines elsewhere
+
+    def policy_config(self) -> PolicyConfig:
+        """Return what a new policy is made of."""
+        shape = {f.name: getattr(self.policy, f.name) for f in fields(self.policy)}
+        return PolicyConfig(**{name: getattr(self, name) for name in PARTS}, **shape)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training run leaves behind."""
+
+    directory: RunDirectory
+    last_evaluation: dict[str, float]  # empty without rollouts
+
+
+def run(config: TrainConfig, job: Job) -> float | None:
+    """Train or continue, print where it is; returns the last success rate or mean return."""
+    outcome = train(config, job)
+    last = outcome.last_evaluation
+    rows: list[tuple[str, object]] = [("run", outcome.directory.path), ("policy", outcome.directory.policy_path())]
+    rows += [(name, f"{value:.4g}") for name, value in last.items()]
+    output().print(table("", ("", ""), rows), "")
+    return last.get("success", last.get("return"))
+
+
+def train(config: TrainConfig, job: Job) -> Outcome:
+    """Train, or continue the run that `config.resume` names."""
+    if config.resume is None:
+        return _train(config, lambda: RunDirectory.create_at(job.directory, describe(config), job.overrides))
+    directory = RunDirectory.open(config.resume)
+    changes = [override for override in job.overrides if not override.startswith("resume=")]
+    return _train(restore(TrainConfig, directory.config, changes), lambda: directory)
+
+
+def _train(config: TrainConfig, open_directory: Callable[[], RunDirectory]) -> Outcome:
+    """Build everything that can be refused, then make the directory, then train."""
+    if config.algo is None:
+        raise ConfigError(f"train needs algo=<name>; choose one of: {', '.join(registry.parts('algo'))}.")
+    algorithm = config.algo.build(prepare(config))
+    last: dict[str, float] = {}
+    try:
+        directory = open_directory()
+        run_trainer(
+            algorithm,
+            directory,
+            config.trainer,
+            evaluator=_evaluator(config, directory, last),
+            progress=config.progress,
+            provenance=provenance(config),
+        )
+    finally:
+        algorithm.close()
+    return Outcome(directory, last)
+
+
+def prepare(config: TrainConfig) -> Setup:
+    """Load what a run is built from; everything that can be refused is refused here or in `build`."""
+    try:
+        device = torch.device(config.device)
+    except RuntimeError:
+        raise ConfigError(f"device must be cpu, cuda or cuda:<n>; got '{config.device}'.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={config.device} is not available on this machine. Use device=cpu.")
+    return Setup(
+        policy=config.policy_config(),
+        env=config.env,
+        dataset=None if config.dataset is None else read_dataset(config.dataset),
+        init=None if config.init is None else locate(config.init, "init").load(),
+        seed=config.seed,
+        num_workers=config.num_workers,
+        num_threads=config.num_threads,
+        device=device,
+    )
+
+
+def provenance(config: TrainConfig) -> dict[str, Any]:
+    """Return the facts that travel with the policy, so that it can be evaluated and cited."""
+    facts: dict[str, Any] = {
+        "algo": registry.name_of("algo", config.algo),
+        "seed": config.seed,
+        "env": None if config.env is None else describe_part("env", config.env),
+        "dataset": None if config.dataset is None else Path(config.dataset).name,
+        "init": None if config.init is None else locate(config.init, "init").label,
+    }
+    return {key: value for key, value in facts.items() if value is not None}
+
+
+def _evaluator(
+    config: TrainConfig, directory: RunDirectory, last: dict[str, float]
+) -> Callable[[Policy, int], Mapping[str, float]] | None:
+    """Return the rollouts that the trainer makes now and then; None without an environment."""
+    if config.env is None or config.evaluation.episodes == 0:
+        return None
+
+    def evaluate(policy: Policy, step: int) -> Mapping[str, float]:
+        evaluation = evaluate_with(policy, config.env, config.evaluation, config.num_workers)
+        directory.write_eval(f"step-{step}", json.loads(evaluation.to_json()))
+        last.clear()
+        last.update(headline(evaluation))
+        return last
+
+    return evaluate

@@ -1,0 +1,87 @@
+"""What a person sees: data on standard output, progress and logs on standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+PLAIN_WIDTH = 160  # columns where there is no terminal to ask
+
+
+def output() -> Console:
+    """Return the console of standard output: tables and results, plain where there is no terminal."""
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+
+
+def logs() -> Console:
+    """Return the console of standard error: progress and logs."""
+    return Console(file=sys.stderr, width=None if sys.stderr.isatty() else PLAIN_WIDTH, highlight=False)
+
+
+class RateColumn(ProgressColumn):
+    """Finished units per second."""
+
+    def render(self, task: Task) -> Text:
+        """Show the rate of a task, or nothing before it is known."""
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:.1f}/s" if speed else "", style="progress.data.speed")
+
+
+def progress_bar() -> Progress:
+    """Return a bar with count, rate and remaining time; silent where there is no terminal."""
+    console = logs()
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        RateColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+    )
+
+
+class Counting:
+    """A bar for work that reports how far it is; use as a context manager."""
+
+    def __init__(self, description: str, total: int) -> None:
+        self._bar = progress_bar()
+        self._task = self._bar.add_task(description, total=total, note="")
+
+    def show(self, done: int, note: str = "") -> None:
+        """Show the number of units done."""
+        self._bar.update(self._task, completed=done, note=note)
+
+    def __enter__(self) -> Counting:
+        """Start the display."""
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take the display away."""
+        self._bar.stop()
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
+    """Return a table; cells are converted to text and never interpreted as markup."""
+    out = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        out.add_column(column, overflow="fold")
+    for row in rows:
+        out.add_row(*(Text(str(cell)) for cell in row))
+    return out

@@ -1,0 +1,64 @@
+"""Turns an error into the one line that a person at a terminal can act on."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException, ValidationError
+
+from policies.errors import BurnishError
+
+USER_ERRORS = (BurnishError, HydraException, OmegaConfBaseException)
+"""Errors a user causes and can repair; anything else is a defect and keeps its traceback."""
+
+
+def explain(error: BaseException) -> str:
+    """Return one line: what was expected, what was received, where, and what to do."""
+    if isinstance(error, MissingConfigException):
+        return _unknown_option(error)
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
+        return _unknown_key(cause)
+    if isinstance(cause, ValidationError):
+        return f"{cause.full_key or 'configuration'}: {_first_line(cause)}."
+    if isinstance(cause, OmegaConfBaseException) and cause is not error:
+        return f"{_one_line(error)}: {_first_line(cause)}"
+    return _one_line(error)
+
+
+def closest(word: str, choices: Iterable[str]) -> str:
+    """Return ` Did you mean '…'?` for a misspelt word, or nothing."""
+    match = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return f" Did you mean '{match[0]}'?" if match else ""
+
+
+def _unknown_key(error: OmegaConfBaseException) -> str:
+    key = str(error.full_key or error.key)
+    owner = error.object_type
+    if not (isinstance(owner, type) and is_dataclass(owner)):
+        return f"unknown key '{key}'. See the keys with --cfg job."
+    names = [field.name for field in fields(owner)]
+    hint = closest(key.rsplit(".", 1)[-1], names)
+    return f"unknown key '{key}'; {owner.__name__} has: {', '.join(names)}.{hint}"
+
+
+def _unknown_option(error: MissingConfigException) -> str:
+    missing = error.missing_cfg_file or ""
+    group, _, name = missing.rpartition("/")
+    if not group or error.options is None:
+        return _one_line(error)
+    hint = closest(name, error.options)
+    return f"unknown option {group}={name}; choose one of: {', '.join(error.options) or '(none)'}.{hint}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")
+
+
+def _one_line(error: BaseException) -> str:
+    text = re.sub(r"\s+", " ", str(error)).strip()
+    return text or type(error).__name__

@@ -1,0 +1,91 @@
+"""Finds the policy a person means: a policy directory, a checkpoint, or a run (its last checkpoint)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from algos.state import RunDirectory
+from policies.errors import CheckpointError
+from policies.folder import CONFIG as POLICY_CONFIG
+from policies.folder import load_policy, read_config
+from policies.policy import Policy
+
+RUN_CONFIG = "config.yaml"
+
+
+@dataclass(frozen=True)
+class Located:
+    """A policy directory and, where it lies in one, its run and step."""
+
+    path: Path
+    run: Path | None = None
+    step: int | None = None
+
+    @property
+    def label(self) -> str:
+        """A short name for tables and file names."""
+        if self.run is None:
+            return self.path.name
+        return self.run.name if self.step is None else f"{self.run.name}@{self.step}"
+
+    def load(self) -> Policy:
+        """Load the policy."""
+        return load_policy(self.path)
+
+    def provenance(self) -> Mapping[str, Any]:
+        """Facts stored with the policy (task, algorithm, seed, ...)."""
+        facts = read_config(self.path).get("provenance")
+        return facts if isinstance(facts, dict) else {}
+
+
+def locate(path: str | Path, key: str = "policy") -> Located:
+    """Find the policy directory behind a path.
+
+    Args:
+        path: A policy directory, a checkpoint directory, or a run directory.
+        key: Configuration key to name in errors.
+
+    Raises:
+        CheckpointError: If there is no policy; says what was found instead.
+    """
+    given = Path(path)
+    if not given.exists():
+        raise CheckpointError(f"{key}={path} does not exist; give a policy directory or a run directory.")
+    if (given / RUN_CONFIG).is_file():
+        run = RunDirectory.open(given)
+        step = run.latest()
+        return Located(run.policy_path(step), given, step)
+    if (given / POLICY_CONFIG).is_file():
+        return _with_run(given)
+    if (given / "policy" / POLICY_CONFIG).is_file():
+        return _with_run(given / "policy")
+    raise CheckpointError(
+        f"{key}={path} is neither a policy directory (no {POLICY_CONFIG}) nor a run (no {RUN_CONFIG}); "
+        f"give one of these, for example runs/<date>/<name>."
+    )
+
+
+def _with_run(policy: Path) -> Located:
+    """Recognise the layout <run>/checkpoints/<step>/policy."""
+    real = policy.resolve()
+    checkpoint = real.parent
+    run = checkpoint.parent.parent
+    if real.name == "policy" and checkpoint.name.isdecimal() and (run / RUN_CONFIG).is_file():
+        return Located(policy, run, int(checkpoint.name))
+    return Located(policy)
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        CheckpointError: If it is missing or damaged.
+    """
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from None

@@ -1,0 +1,1 @@
+"""Hydra configuration: the defaults lists of the commands, and experiments. Data, no code."""

@@ -309,6 +309,7 @@ def _describe(env: EnvConfig) -> dict[str, Any]:
     """Describe a task by JSON values."""
     spec = env.spec
     options: dict[str, Any] = asdict(env) if is_dataclass(env) and not isinstance(env, type) else {}
+    options.pop("demonstrator", None)  # it has no part in an evaluation
     description: dict[str, Any] = json.loads(
         json.dumps(
             {

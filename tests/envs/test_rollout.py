@@ -6,6 +6,7 @@ import io
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ def test_environments_do_not_depend_on_how_they_are_divided() -> None:
     whole, parts = pool(0), pool(2)
     for reset in (False, False, True):
         a, b = (p.collect(Noisy(scale=0.0), STEPS, reset=reset) for p in (whole, parts))
-        order = lambda row: (row.seed, row.episode)
+        order = attrgetter("seed", "episode")
         assert sorted(a.episodes, key=order) == sorted(b.episodes, key=order)
         a.episodes = b.episodes = []
         where = torch.argsort(b.final_index[:, 0] * NUM_ENVS + b.final_index[:, 1])

@@ -1,0 +1,153 @@
+"""Laws of every registered environment, however it is simulated."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+
+import numpy as np
+import pytest
+
+from burnish.config import describe_part, restore_part
+from envs.make import env, list_envs, require
+from envs.spec import EnvConfig
+from envs.vector import VectorEnv
+from policies.errors import ConfigError, MissingExtraError
+
+CHUNK = 3
+NAMES = list_envs()
+
+
+def vector_of(config: EnvConfig, num_envs: int, obs_steps: int = 1) -> VectorEnv:
+    try:
+        return config.make_vector(num_envs, obs_steps=obs_steps)
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+
+
+def short(name: str, steps: int) -> EnvConfig:
+    """The task with a short limit."""
+    config = env(name)
+    if "max_episode_steps" not in {f.name for f in dataclasses.fields(config)}:  # type: ignore[arg-type]
+        pytest.skip(f"{name} has a fixed limit")
+    return env(name, max_episode_steps=steps)
+
+
+def actions(config: EnvConfig, num_envs: int, num_chunks: int, *, scale: float = 1.0) -> np.ndarray:
+    """Draw chunks (num_chunks, N, CHUNK, Da) from the action box, scaled."""
+    spec = config.spec
+    unit = np.random.default_rng(0).uniform(-scale, scale, (num_chunks, num_envs, CHUNK, spec.action_dim))
+    low, high = np.asarray(spec.action_low), np.asarray(spec.action_high)
+    return (low + high) / 2 + unit * (high - low) / 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_description_is_complete_and_needs_no_simulator(name: str) -> None:
+    config = env(name)
+    spec = config.spec
+    assert len(spec.obs_names) == spec.obs_dim and len(spec.action_names) == spec.action_dim
+    assert len(spec.action_low) == len(spec.action_high) == spec.action_dim
+    assert all(low < high for low, high in zip(spec.action_low, spec.action_high, strict=True))
+    assert spec.max_episode_steps > 0 and spec.control_hz > 0 and spec.family and spec.name
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert restore_part("env", json.loads(json.dumps(describe_part("env", config)))) == config
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_episode_follows_from_its_seed_and_actions_in_any_vector(name: str) -> None:
+    config = env(name)
+    wide, single = vector_of(config, 2, obs_steps=2), vector_of(config, 1, obs_steps=2)
+    chunks = actions(config, 2, 3)
+    first = wide.reset([11, 12])
+    assert first.shape == (2, 2, config.spec.obs_dim) and np.isfinite(first).all()
+    assert (first[:, 0] == first[:, 1]).all() and not (first[0] == first[1]).all()
+    steps = [wide.step_chunk(chunks[0])]
+    while len(steps) < len(chunks) and not steps[-1].done.any():
+        steps.append(wide.step_chunk(chunks[len(steps)]))
+    np.testing.assert_array_equal(single.reset([12])[0], first[1])
+    for expected, chunk in zip(steps, chunks, strict=False):
+        got = single.step_chunk(chunk[1:])
+        for field in ("obs", "rewards", "length", "terminated", "truncated", "success", "path"):
+            np.testing.assert_array_equal(getattr(got, field)[0], getattr(expected, field)[1], err_msg=field)
+    wide.close()
+    single.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_actions_outside_the_box_act_like_the_nearest_inside(name: str) -> None:
+    config = env(name)
+    vector = vector_of(config, 2)
+    wild = actions(config, 1, 1, scale=3.0)[0]
+    tame = np.clip(wild, np.float32(config.spec.action_low), np.float32(config.spec.action_high))
+    vector.reset([3, 3])
+    step = vector.step_chunk(np.concatenate([wild, tame]))
+    np.testing.assert_array_equal(step.obs[0], step.obs[1])
+    np.testing.assert_array_equal(step.rewards[0], step.rewards[1])
+    vector.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_time_limit_truncates_and_a_reset_touches_its_rows_only(name: str) -> None:
+    config = short(name, CHUNK + 1)
+    vector = vector_of(config, 2)
+    chunks = actions(config, 2, 2, scale=0.1)
+    vector.reset([0, 1])
+    assert vector.step_chunk(chunks[0]).length.tolist() == [CHUNK, CHUNK]
+    step = vector.step_chunk(chunks[1], np.array([True, False]))
+    assert step.length.tolist() == [1, 0] and step.truncated.tolist() == [True, False]
+    assert (step.rewards[0, 1:] == 0).all()
+    fresh = vector.reset([0], [0])
+    step = vector.step_chunk(chunks[0])
+    assert step.length.tolist() == [CHUNK, 1] and step.truncated.tolist() == [False, True]
+    assert fresh.shape == (1, 1, config.spec.obs_dim)
+    vector.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_metrics_are_the_announced_ones(name: str) -> None:
+    config = env(name)
+    vector = vector_of(config, 2)
+    vector.reset([0, 1])
+    metrics = vector.step_chunk(actions(config, 2, 1)[0]).metrics
+    assert sorted(metrics) == sorted(config.spec.episode_metrics)
+    assert all(values.shape == (2,) for values in metrics.values())
+    vector.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_state_continues_bit_exactly(name: str) -> None:
+    config = env(name)
+    vector = vector_of(config, 2, obs_steps=2)
+    if not vector.can_save:
+        pytest.skip(f"{name} cannot save its state")
+    chunks = actions(config, 2, 4, scale=0.3)
+    vector.reset([0, 1])
+    vector.step_chunk(chunks[0])
+    state = pickle.loads(pickle.dumps(vector.state_dict()))
+    other = config.make_vector(2, obs_steps=2)
+    other.load_state_dict(state)
+    for chunk in chunks[1:]:
+        expected, got = vector.step_chunk(chunk), other.step_chunk(chunk)
+        for field in ("obs", "rewards", "length", "terminated", "truncated", "success"):
+            np.testing.assert_array_equal(getattr(got, field), getattr(expected, field), err_msg=field)
+        if expected.done.any():
+            break
+    vector.close()
+    other.close()
+
+
+def test_unknown_names_and_options_list_the_choices() -> None:
+    with pytest.raises(ConfigError, match=r"unknown env 'hoper'; choose one of: .*hopper"):
+        env("hoper")
+    with pytest.raises(
+        ConfigError, match=r"env=hopper has no option \['speed'\]; it has \['max_episode_steps'"
+    ):
+        env("hopper", speed=2)
+
+
+def test_a_missing_package_names_its_extra() -> None:
+    with pytest.raises(
+        MissingExtraError, match=r"package 'no_such_simulator'.*pip install 'burnish\[robots\]'"
+    ):
+        require("no_such_simulator.envs", extra="robots")

@@ -1,0 +1,239 @@
+"""Evaluation: rows depend on the episode alone; protocols, comparisons and files are exact."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from envs.episodes import EpisodeRow
+from envs.evaluation import Evaluation, compare, evaluate
+from envs.make import env
+from envs.spec import EnvConfig
+from policies.backbones.mlp import MlpConfig
+from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.policy import Policy, PolicyConfig, build_policy
+from policies.processes.flow import RectifiedFlow
+from policies.protocols import ChunkSpec
+
+TASK = env("hopper", max_episode_steps=30)
+EPISODES = 7
+
+
+@dataclass
+class Proportional:
+    """A policy with a stochastic noise tape of 1 + 2 steps; sensitive to every entry."""
+
+    chunk: ChunkSpec = ChunkSpec(3, horizon=4, act_steps=3)  # noqa: RUF009
+    seen: int = 0
+    noise_shape = (3, 4, 3)
+
+    def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        return torch.randn(n, *self.noise_shape, generator=generator)
+
+    def act(self, obs: dict[str, Tensor], *, noise: Tensor) -> Tensor:
+        assert len(noise) == len(obs["state"]) == 8
+        self.seen += 1
+        return 0.3 * noise[:, 0, :3] + 0.1 * noise[:, 1:, :3].sum(1) + 0.05 * obs["state"][:, -1, None, 5:8]
+
+
+class Standing(Proportional):
+    """Noise-free."""
+
+    def act(self, obs: dict[str, Tensor], *, noise: Tensor) -> Tensor:
+        return torch.zeros(len(noise), 3, 3)
+
+
+def small(process: object | None = None) -> Policy:
+    """A real policy with an awkward width."""
+    spec = TASK.spec
+    stats = {
+        name: {
+            "min": -torch.ones(dim),
+            "max": torch.ones(dim),
+            "mean": torch.zeros(dim),
+            "std": torch.ones(dim),
+        }
+        for name, dim in (("state", spec.obs_dim), ("action", spec.action_dim))
+    }
+    config = PolicyConfig(process=process, backbone=MlpConfig(width=13, time_dim=6), obs_steps=2)
+    return build_policy(config, obs_dim=spec.obs_dim, action_dim=spec.action_dim, statistics=stats, seed=3)
+
+
+@pytest.mark.parametrize("process", [None, RectifiedFlow()], ids=["diffusion", "flow"])
+def test_rows_do_not_depend_on_the_number_of_environments_or_workers(process: object) -> None:
+    policy = small(process)
+    expected = evaluate(policy, TASK, episodes=EPISODES, num_envs=1)
+    assert len({row.return_ for row in expected.rows}) == EPISODES
+    assert (
+        [row.seed for row in expected.rows] == [row.episode for row in expected.rows] == list(range(EPISODES))
+    )
+    for num_envs, num_workers in ((2, 0), (5, 0), (64, 0), (2, 1), (5, 2)):
+        got = evaluate(policy, TASK, episodes=EPISODES, num_envs=num_envs, num_workers=num_workers)
+        assert got == expected and got.protocol_hash == expected.protocol_hash
+
+
+def test_an_episode_is_the_same_in_any_list() -> None:
+    whole = evaluate(Proportional(), TASK, episodes=EPISODES)
+    assert evaluate(Proportional(), TASK, episodes=3, num_envs=2).rows == whole.rows[:3]
+
+
+def test_noise_and_seed_are_separate_switches() -> None:
+    def returns(**options: object) -> list[float]:
+        rows = evaluate(Proportional(), TASK, episodes=3, **options).rows  # type: ignore[arg-type]
+        return [row.return_ for row in rows]
+
+    base = returns()
+    variants = [
+        returns(start_noise="zero"),
+        returns(sampling_noise="zero"),
+        returns(start_noise="zero", sampling_noise="zero"),
+        returns(noise_seed=1),
+        returns(first_seed=1),
+    ]
+    assert returns() == base
+    assert all(variant != base for variant in variants) and len({tuple(v) for v in variants}) == 5
+    quiet = returns(start_noise="zero", sampling_noise="zero", noise_seed=9)
+    assert quiet == variants[2]
+
+
+def test_an_evaluation_leaves_the_policy_as_it_is() -> None:
+    policy = small().train()
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    evaluate(policy, TASK, episodes=2)
+    assert policy.training
+    assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
+
+
+def test_steps_change_the_sampler_of_the_evaluation_only() -> None:
+    policy = small(RectifiedFlow())
+    native = policy.sampler.steps
+    few = evaluate(policy, TASK, episodes=2, steps=2)
+    assert policy.sampler.steps == native and few.protocol["steps"] == 2
+    assert few.rows != evaluate(policy, TASK, episodes=2).rows
+    with pytest.raises(CapabilityError, match="Proportional has none"):
+        evaluate(Proportional(), TASK, steps=2)
+
+
+def test_recorded_trajectories_replay_to_the_same_observations() -> None:
+    evaluation = evaluate(Proportional(), TASK, episodes=3, num_envs=2, keep_observations=True)
+    assert evaluation == evaluate(Proportional(), TASK, episodes=3, num_envs=2)
+    vector = TASK.make_vector(1)
+    for row in evaluation.rows:
+        assert row.observations is not None and row.actions is not None
+        assert row.observations.shape == (row.length + 1, 11) and row.actions.shape == (row.length, 3)
+        np.testing.assert_array_equal(vector.reset([row.seed])[0, 0], row.observations[0])
+        for action, after in zip(row.actions, row.observations[1:], strict=True):
+            step = vector.step_chunk(action[None, None])
+            np.testing.assert_array_equal(step.obs[0, 0], after)
+        assert (step.terminated[0], step.truncated[0]) == (row.terminated, row.truncated)
+
+
+def test_progress_counts_every_episode() -> None:
+    calls: list[tuple[int, int]] = []
+    evaluate(
+        Standing(), TASK, episodes=5, num_envs=2, on_progress=lambda done, total: calls.append((done, total))
+    )
+    assert calls[-1] == (5, 5) and [done for done, _ in calls] == sorted({done for done, _ in calls})
+
+
+def test_json_keeps_everything_but_trajectories() -> None:
+    evaluation = evaluate(Proportional(), TASK, episodes=3)
+    restored = Evaluation.from_json(evaluation.to_json())
+    assert restored == evaluation and restored.protocol_hash == evaluation.protocol_hash
+    nan = replace(evaluation.rows[0], metrics={"mode": float("nan")})
+    text = Evaluation((nan,), evaluation.protocol).to_json()
+    assert np.isnan(Evaluation.from_json(text).rows[0].metrics["mode"])
+
+
+def test_an_edited_or_foreign_file_is_refused() -> None:
+    data = json.loads(evaluate(Standing(), TASK, episodes=1).to_json())
+    data["protocol"]["first_seed"] = 5
+    with pytest.raises(CheckpointError, match="file was edited"):
+        Evaluation.from_json(json.dumps(data))
+    for text in ("not json", "{}", '{"rows": 3}'):
+        with pytest.raises(CheckpointError, match="not the JSON of an evaluation"):
+            Evaluation.from_json(text)
+
+
+def test_the_hash_covers_the_protocol_and_not_the_policy() -> None:
+    a = evaluate(Standing(), TASK, episodes=2)
+    assert evaluate(Proportional(), TASK, episodes=2, num_envs=1).protocol_hash == a.protocol_hash
+    other = evaluate(Standing(), env("hopper", max_episode_steps=31), episodes=2)
+    assert other.protocol_hash != a.protocol_hash
+    assert set(a.protocol["versions"]) == {"mujoco", "gymnasium", "burnish"}
+
+
+def test_the_summary_has_a_score_where_references_exist_and_no_success_without_a_rule() -> None:
+    summary = evaluate(Standing(), TASK, episodes=4).summary()
+    returns = summary["return"]["value"]
+    assert summary["d4rl_score"]["value"] == pytest.approx(100 * (returns + 20.272305) / (3234.3 + 20.272305))
+    assert summary["return"]["low"] <= returns <= summary["return"]["high"]
+    assert "success" not in summary and summary["length"]["value"] == 30
+
+
+def rows(seeds: Sequence[int], returns: Sequence[float]) -> tuple[EpisodeRow, ...]:
+    return tuple(
+        EpisodeRow(seed, k, value, 10, value > 0, False, True)
+        for k, (seed, value) in enumerate(zip(seeds, returns, strict=True))
+    )
+
+
+def made(seeds: Sequence[int], returns: Sequence[float], *, name: str = "task", rule: str = "") -> Evaluation:
+    task = {"name": name, "options": {}, "success_rule": rule, "reference_scores": None}
+    return Evaluation(rows(seeds, returns), {"env": task, "episodes": len(seeds)})
+
+
+def test_a_comparison_pairs_common_episodes_by_seed() -> None:
+    before = made([0, 1, 2, 3], [1.0, 2.0, 3.0, 100.0])
+    after = made([4, 2, 1, 0], [-50.0, 5.0, 4.0, 3.0])
+    comparison = compare(before, after)
+    assert comparison.quantity == "return" and comparison.episodes == 3
+    assert comparison.difference.value == comparison.difference.low == comparison.difference.high == 2.0
+    assert comparison.difference.excludes_zero and comparison.before == 2.0
+    assert compare(before, before).difference.value == 0.0 and compare(before, before).same_protocol
+    several = compare([before, before], [after, before])
+    assert several.episodes == 6 and several.difference.value == 1.0
+    assert not several.difference.excludes_zero  # one of two seeds did not improve
+
+
+def test_success_is_compared_where_the_task_has_it() -> None:
+    comparison = compare(made([0, 1], [0, 0], rule="r"), made([0, 1], [0, 7], rule="r"))
+    assert comparison.quantity == "success" and comparison.difference.value == 0.5
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    a = made([0], [1.0])
+    with pytest.raises(ConfigError, match="needs one task"):
+        compare(a, made([0], [1.0], name="other"))
+    with pytest.raises(ConfigError, match="no episode seed in common"):
+        compare(a, made([1], [1.0]))
+    with pytest.raises(ConfigError, match="got 1 and 2"):
+        compare(a, [a, a])
+    with pytest.raises(ConfigError, match="no quantity 'mode'"):
+        a.values("mode")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"episodes": 0}, "at least 1"),
+        ({"num_envs": 0}, "at least 1"),
+        ({"start_noise": "none"}, r"start_noise must be one of \('random', 'zero'\); got 'none'"),
+        ({"sampling_noise": "off"}, "sampling_noise must be one of"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, object], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        evaluate(Standing(), TASK, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("task", [env("walker2d"), env("halfcheetah")])
+def test_a_policy_of_another_robot_is_refused_before_anything_starts(task: EnvConfig) -> None:
+    with pytest.raises(ConfigError, match="has action width 6; the policy has 3"):
+        evaluate(Standing(), task)

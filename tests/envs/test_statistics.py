@@ -1,0 +1,90 @@
+"""Intervals equal closed forms and references, and cover what they promise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binomtest, trim_mean
+
+from envs.statistics import Interval, bootstrap_iqm, bootstrap_mean, iqm, paired_difference, wilson
+from policies.errors import ConfigError
+
+
+@given(n=st.integers(1, 400), share=st.floats(0, 1), confidence=st.sampled_from([0.8, 0.95, 0.99]))
+def test_wilson_equals_scipy(n: int, share: float, confidence: float) -> None:
+    successes = round(n * share)
+    interval = wilson(successes, n, confidence=confidence)
+    expected = binomtest(successes, n).proportion_ci(confidence, method="wilson")
+    assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), abs=1e-9)
+    assert 0 <= interval.low <= interval.value <= interval.high <= 1
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=40))
+def test_iqm_equals_scipys_trimmed_mean(values: list[float]) -> None:
+    assert iqm(np.array(values)) == pytest.approx(trim_mean(values, 0.25), rel=1e-9, abs=1e-9)
+
+
+def test_the_bootstrap_of_one_seed_agrees_with_the_normal_approximation() -> None:
+    values = np.random.default_rng(0).normal(3.0, 2.0, 400)
+    interval = bootstrap_mean(values)
+    half = 1.96 * values.std() / 20
+    assert interval.value == pytest.approx(values.mean())
+    assert (interval.low, interval.high) == pytest.approx(
+        (values.mean() - half, values.mean() + half), abs=0.02
+    )
+
+
+def test_the_bootstrap_sees_luck_between_seeds() -> None:
+    rng = np.random.default_rng(1)
+    noise = rng.normal(size=(4, 100))
+    same, different = noise, noise + np.array([[-2.0], [-1.0], [1.0], [2.0]])
+    assert bootstrap_mean(different).half_width > 5 * bootstrap_mean(same).half_width
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_promised() -> None:
+    rng = np.random.default_rng(2)
+    hits = 0
+    for trial in range(200):
+        interval = bootstrap_mean(rng.normal(size=60), num_resamples=400, seed=trial)
+        hits += interval.low <= 0.0 <= interval.high
+    assert 0.89 <= hits / 200 <= 0.99
+
+
+def test_intervals_are_reproducible() -> None:
+    values = np.random.default_rng(3).normal(size=(3, 20))
+    assert bootstrap_mean(values) == bootstrap_mean(values)
+    assert bootstrap_mean(values) != bootstrap_mean(values, seed=1)
+
+
+def test_few_seeds_report_the_mean_and_many_the_iqm() -> None:
+    values = np.arange(40.0).reshape(8, 5) ** 2
+    assert bootstrap_iqm(values).value == pytest.approx(iqm(values.mean(axis=1)))
+    assert bootstrap_iqm(values[:4]).value == pytest.approx(values[:4].mean())
+
+
+def test_pairing_removes_the_luck_of_the_episode() -> None:
+    rng = np.random.default_rng(4)
+    luck = rng.normal(0, 10, (3, 100))
+    before, after = luck + rng.normal(0, 0.1, luck.shape), luck + 0.5 + rng.normal(0, 0.1, luck.shape)
+    difference = paired_difference(before, after)
+    assert difference.excludes_zero and difference.value == pytest.approx(0.5, abs=0.05)
+    assert difference.half_width < 0.1
+    assert not paired_difference(before, before).excludes_zero
+
+
+def test_excludes_zero_means_one_side() -> None:
+    assert Interval(1, 0.1, 2).excludes_zero and Interval(-1, -2, -0.1).excludes_zero
+    assert not Interval(1, 0.0, 2).excludes_zero and not Interval(0, -1, 1).excludes_zero
+
+
+def test_senseless_input_is_refused() -> None:
+    with pytest.raises(ConfigError, match="got 3 of 2"):
+        wilson(3, 2)
+    with pytest.raises(ConfigError, match="finite values"):
+        bootstrap_mean(np.array([1.0, np.nan]))
+    with pytest.raises(ConfigError, match="finite values"):
+        bootstrap_mean(np.zeros((2, 0)))
+    with pytest.raises(ConfigError, match="same episodes twice"):
+        paired_difference(np.zeros(3), np.zeros(4))

@@ -18,6 +18,8 @@ import copy
 import logging
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -130,7 +132,7 @@ class Bc:
     unit = "gradient_steps"
 
     def __init__(self, config: BcConfig, setup: Setup) -> None:
-        self.config = config
+        self.config, self._num_threads = config, setup.num_threads
         dataset = _dataset_of(setup)
         self.policy = _start_policy(setup, dataset).to(setup.device).train()
         self._matching = matching_of(self.policy)
@@ -164,20 +166,25 @@ class Bc:
 
     def advance(self) -> Metrics:
         """Take a block of gradient steps and report its mean loss; validate when it is due."""
-        before, start = self._done, time.perf_counter()
-        count = min(self.config.block_steps, self._total - before)
+        before = self._done
+        with _at_most_threads(self._num_threads):
+            metrics = self._block(min(self.config.block_steps, self._total - before))
+            return metrics | self._validate_if_due(before)
+
+    def _block(self, count: int) -> Metrics:
+        """Take `count` gradient steps."""
+        start = time.perf_counter()
         loss = torch.zeros((), device=self._source.device)
         for _ in range(count):
             self._set_lr()
             loss += self._step(self._source.gather(self._shuffle.take(self.config.batch_size)))
             self._done += 1
-        metrics: Metrics = {
+        return {
             "policy/loss": loss / count,
             "policy/weight_norm": nn.utils.get_total_norm(self._parameters).detach(),
             "policy/lr": self._optimizer.param_groups[0]["lr"],
             "time/steps_per_s": count / (time.perf_counter() - start),
         }
-        return metrics | self._validate_if_due(before)
 
     def _step(self, batch: Demonstrations) -> Tensor:
         """Take one gradient step and return its loss, detached; nothing is read back to the host."""
@@ -258,6 +265,17 @@ class Bc:
             return None
         windows, samples = self.config.validation_windows, self.config.validation_samples
         return Validation(self._windows(held_out), num_windows=windows, num_samples=samples, seed=seed)
+
+
+@contextmanager
+def _at_most_threads(limit: int) -> Iterator[None]:
+    """Let torch use no more threads than this: on networks of this size, many of them only wait."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(before, limit))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _dataset_of(setup: Setup) -> EpisodeDataset:

@@ -220,6 +220,22 @@ def test_step_reads_nothing_back_from_the_device(monkeypatch: pytest.MonkeyPatch
     algorithm._step(algorithm._source.gather(algorithm._shuffle.take(8)))
 
 
+@pytest.mark.parametrize(("allowed", "expected"), [(1, 1), (5, 2)])
+def test_training_takes_no_more_threads_than_it_is_given(allowed: int, expected: int) -> None:
+    seen = []
+    algorithm = tiny().build(replace(two_mode_setup(), num_threads=allowed))
+    field = algorithm.policy.field
+    field.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        algorithm.advance()
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {expected}
+
+
 # -- validation -----------------------------------------------------------------------------------
 
 

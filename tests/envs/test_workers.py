@@ -145,11 +145,12 @@ def test_local_workers_do_the_same_here_on_one_thread() -> None:
 def test_killing_the_parent_leaves_no_worker(in_main_thread: bool) -> None:
     script = (
         "import threading\n"
+        "from envs import nursery\n"
         "from envs.workers import ProcessWorkers\n"
         "from test_workers import Probe\n"
         "def run():\n"
         "    workers = ProcessWorkers(Probe, [(1,), (2,)])\n"
-        "    print(*workers.pids, flush=True)\n"
+        "    print(*workers.pids, nursery._current._process.pid, flush=True)\n"
         "    workers.call('work_for_ever', [(), ()])\n"
     ) + ("run()" if in_main_thread else "t = threading.Thread(target=run); t.start(); t.join()")
     path = os.pathsep.join([str(REPOSITORY), str(Path(__file__).parent)])
@@ -160,7 +161,7 @@ def test_killing_the_parent_leaves_no_worker(in_main_thread: bool) -> None:
     )
     assert parent.stdout is not None
     pids = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(pids) == 2 and all(alive(pid) for pid in pids)
+    assert len(pids) == 3 and all(alive(pid) for pid in pids)
     parent.kill()
     parent.wait()
     parent.stdout.close()

@@ -13,14 +13,10 @@ kill at any instant leaves either the whole checkpoint or none of it. Checkpoint
 from __future__ import annotations
 
 import fcntl
-import importlib.metadata
 import json
 import os
 import pickle
-import platform
 import shutil
-import subprocess
-import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +29,7 @@ from omegaconf import OmegaConf
 
 from algos.metrics import append_jsonl, truncate_jsonl
 from algos.plain import from_plain, to_plain
+from algos.provenance import describe_environment
 from policies.errors import CheckpointError, ConfigError
 from policies.folder import save_policy
 from policies.policy import Policy
@@ -46,7 +43,6 @@ _CONFIG, _OVERRIDES, _ENVIRONMENT, _METRICS = (
 )
 _CHECKPOINTS, _LAST, _ASIDE = "checkpoints", "last", ".aside-"
 _STATE_FILE = Path("training_state") / "state.pt"
-_PACKAGES = ("burnish", "torch", "numpy", "mujoco", "gymnasium", "hydra-core", "safetensors", "ogbench")
 
 
 class RunDirectory:
@@ -310,43 +306,6 @@ class RunDirectory:
         aside = self.path / _CHECKPOINTS / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
         os.rename(self.path / _CHECKPOINTS / str(step), aside)
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def describe_environment() -> dict[str, Any]:
-    """Return versions, platform, threads and source commit: what a number may depend on."""
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "processor": platform.machine(),
-        "cpu_count": os.cpu_count(),
-        "torch_threads": torch.get_num_threads(),
-        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
-        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "packages": {name: v for name in _PACKAGES if (v := _version(name)) is not None},
-        "commit": _commit(),
-        "command": Path(sys.argv[0]).name if sys.argv else None,
-    }
-
-
-def _version(package: str) -> str | None:
-    """Return the installed version of a package."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Return the commit of the checkout this code runs from (`-dirty` with local changes), if it is one."""
-    here = Path(__file__).resolve().parents[1]
-    if not (here / ".git").exists():
-        return None
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return result.stdout.strip() or None
 
 
 def _make_new(folder: Path, name: str) -> Path:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from random_walk import tiny_policy
 
-import algos.state
+import algos.provenance
 from algos.plain import (
     capture_generator,
     capture_global_rng,
@@ -231,8 +231,8 @@ def test_evaluations_are_written_and_replaced(run: RunDirectory) -> None:
 
 
 def test_commit_is_absent_outside_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(algos.state, "__file__", str(tmp_path / "algos" / "state.py"))
-    assert algos.state.describe_environment()["commit"] is None
+    monkeypatch.setattr(algos.provenance, "__file__", str(tmp_path / "algos" / "provenance.py"))
+    assert algos.provenance.describe_environment()["commit"] is None
 
 
 @pytest.mark.parametrize("bits", [np.random.PCG64, np.random.Philox, np.random.MT19937, np.random.SFC64])

@@ -1,0 +1,52 @@
+"""Where a run was made: versions, platform, threads, source commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_PACKAGES = ("burnish", "torch", "numpy", "mujoco", "gymnasium", "hydra-core", "safetensors", "ogbench")
+
+
+def describe_environment() -> dict[str, Any]:
+    """Return versions, platform, threads and source commit: what a number may depend on."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": platform.machine(),
+        "cpu_count": os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "packages": {name: v for name in _PACKAGES if (v := _version(name)) is not None},
+        "commit": _commit(),
+        "command": Path(sys.argv[0]).name if sys.argv else None,
+    }
+
+
+def _version(package: str) -> str | None:
+    """Return the installed version of a package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Return the commit of the checkout this code runs from (`-dirty` with local changes), if it is one."""
+    here = Path(__file__).resolve().parents[1]
+    if not (here / ".git").exists():
+        return None
+    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return result.stdout.strip() or None

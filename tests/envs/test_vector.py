@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from envs.serial import SerialVector
 from envs.spec import EnvSpec
-from envs.vector import SerialVector
 from policies.errors import CapabilityError, CheckpointError, ConfigError, TrainingError
 
 SPEC = EnvSpec(

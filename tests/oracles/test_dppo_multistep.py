@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from envs.serial import SerialVector
 from envs.spec import EnvSpec
-from envs.vector import SerialVector
 
 NO_LIMIT = 10**6
 

@@ -81,7 +81,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     """Return a table; cells are converted to text and never interpreted as markup."""
     out = Table(title=title or None, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        out.add_column(column, overflow="fold")
+        out.add_column(Text(column), overflow="fold")
     for row in rows:
         out.add_row(*(Text(str(cell)) for cell in row))
     return out

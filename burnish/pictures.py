@@ -21,7 +21,7 @@ CURVES = (
     ("validation/action_mse_best", "held-out error of the best sampled chunk"),
     ("policy/loss", "policy loss"),
 )
-"""What can be drawn; the first that a run has, and its training-episode companion, are drawn."""
+"""What can be drawn, most telling first."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,13 @@ def read_curves(metrics: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -
 
 
 def learning_curves(metrics: Mapping[str, Sequence[Mapping[str, Any]]], unit: str) -> bytes | None:
-    """Draw one panel per known metric that any run has; None where there is nothing to draw."""
-    panels = [(title, read_curves(metrics, name)) for name, title in CURVES]
+    """Draw the most telling metrics that the runs have, a panel each; None where there is nothing to draw.
+
+    A task without success has no panel of successes, and a task with success none of returns.
+    """
+    drawn = {name: read_curves(metrics, name) for name, _ in CURVES}
+    skip = "/return" if drawn["eval/success"] else "/success" if drawn["eval/return"] else "?"
+    panels = [(title, drawn[name]) for name, title in CURVES if not name.endswith(skip)]
     panels = [(title, curves) for title, curves in panels if any(len(c.steps) > 1 for c in curves)][:3]
     if not panels:
         return None

@@ -85,7 +85,7 @@ def _experiments() -> Iterator[tuple[object, ...]]:
         words = [
             line[1:].strip() for line in text.splitlines() if line.startswith("#") and "@package" not in line
         ]
-        yield name, chosen.get("algo", ""), chosen.get("env", ""), " ".join(words)
+        yield name, chosen.get("algo", "bc"), chosen.get("env", ""), " ".join(words)
 
 
 def _choices(experiment: str) -> dict[str, str]:

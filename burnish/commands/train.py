@@ -99,10 +99,17 @@ def run(config: TrainConfig, job: Job) -> float | None:
 def train(config: TrainConfig, job: Job) -> Outcome:
     """Train, or continue the run that `config.resume` names."""
     if config.resume is None:
+        config = _with_absolute_paths(config)
         return _train(config, lambda: RunDirectory.create_at(job.directory, describe(config), job.overrides))
     directory = RunDirectory.open(config.resume)
     changes = [override for override in job.overrides if not override.startswith("resume=")]
     return _train(restore(TrainConfig, directory.config, changes), lambda: directory)
+
+
+def _with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """Let the run be resumed from any directory."""
+    paths = {name: getattr(config, name) for name in ("dataset", "init")}
+    return dataclasses.replace(config, **{k: str(Path(v).absolute()) for k, v in paths.items() if v is not None})
 
 
 def _train(config: TrainConfig, open_directory: Callable[[], RunDirectory]) -> Outcome:

@@ -1,0 +1,135 @@
+"""Configuration: typed, refused early, and the same before and after it was written down."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, dataclass, fields, is_dataclass
+
+import pytest
+import yaml
+from hydra.errors import ConfigCompositionException
+from omegaconf import OmegaConf
+
+from burnish.commands.train import PARTS, PolicyShape, TrainConfig
+from burnish.config import GROUPS, compose_config, describe, register_configs, restore, scan_parts, to_object
+from burnish.explain import explain
+from policies import registry
+from policies.errors import ConfigError
+from policies.policy import PolicyConfig
+
+scan_parts()
+EVERY_PART = [(group, name) for group in GROUPS for name in registry.parts(group)]
+
+
+@pytest.mark.parametrize(("group", "name"), EVERY_PART, ids="=".join)
+def test_every_registered_part_composes_to_its_own_defaults(group: str, name: str) -> None:
+    config = compose_config("train", [f"{group}={name}"])
+    assert getattr(config, group) == registry.lookup(group, name)()
+
+
+@pytest.mark.parametrize(("group", "name"), EVERY_PART, ids="=".join)
+def test_every_field_of_a_part_can_be_overridden(group: str, name: str) -> None:
+    for f in fields(registry.lookup(group, name)):
+        value = getattr(registry.lookup(group, name)(), f.name)
+        if isinstance(value, bool):
+            continue  # a flag may contradict another key; the other types cover the mechanism
+        if isinstance(value, (int, float)):
+            config = compose_config("train", [f"{group}={name}", f"{group}.{f.name}={value}"])
+            assert getattr(getattr(config, group), f.name) == value
+
+
+def test_the_defaults_are_those_of_the_dataclasses() -> None:
+    config = compose_config("train", [])
+    made, expected = config.policy_config(), PolicyConfig()
+    for f in fields(PolicyConfig):
+        if f.name not in PARTS:
+            assert getattr(made, f.name) == getattr(expected, f.name)
+    assert {f.name for f in fields(PolicyShape)} | set(PARTS) == {f.name for f in fields(PolicyConfig)}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algo.lrr=1", r"unknown key 'algo\.lrr'; BcConfig has: .*Did you mean 'lr'\?"),
+        ("algo=bcc", r"unknown option algo=bcc; choose one of: bc, .*Did you mean 'bc'\?"),
+        ("algo.lr=fast", r"algo\.lr: Value 'fast' of type 'str' could not be converted to Float"),
+        ("seed=1.5", r"seed: Value '1\.5' of type 'float' could not be converted to Integer"),
+        ("policy.horizn=8", r"unknown key 'policy\.horizn'.*Did you mean 'horizon'\?"),
+        ("experiment=none_such", r"unknown option experiment=none_such; choose one of"),
+    ],
+)
+def test_mistakes_are_refused_while_composing_in_one_line(override: str, message: str) -> None:
+    with pytest.raises(ConfigCompositionException) as caught:
+        compose_config("train", [override])
+    text = explain(caught.value)
+    assert "\n" not in text
+    assert __import__("re").search(message, text), text
+
+
+def test_a_value_out_of_range_is_refused_with_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"algo\.lr must be positive; got -1"):
+        compose_config("train", ["algo.lr=-1"])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["algo=dppo", "env=avoid", "env.demonstrator.noise=0.5", "algo.critic.width=32"],
+        ["process=flow", "sampler=euler", "sampler.steps=7", "backbone.cond_dims=[8,4]", "policy.horizon=8"],
+        ["process=gaussian", "algo=ppo", "algo.log_prob_range=null"],
+    ],
+)
+def test_a_configuration_survives_being_written_down(overrides: list[str]) -> None:
+    config = compose_config("train", overrides)
+    text = yaml.safe_dump(describe(config))
+    assert restore(TrainConfig, yaml.safe_load(text)) == config
+
+
+def test_values_of_a_restored_configuration_can_be_changed_but_not_its_parts() -> None:
+    data = describe(compose_config("train", ["algo=dppo"]))
+    assert restore(TrainConfig, data, ["algo.iterations=7"]).algo.iterations == 7
+    with pytest.raises(ConfigError, match="would replace a part"):
+        restore(TrainConfig, data, ["algo=bc"])
+    with pytest.raises(ConfigError, match="unknown key 'algo.iteration'"):
+        restore(TrainConfig, data, ["algo.iteration=7"])
+
+
+def test_a_description_cannot_name_code() -> None:
+    data = describe(compose_config("train", []))
+    data["algo"]["name"] = "os.system"
+    with pytest.raises(ConfigError, match="unknown algo 'os.system'"):
+        restore(TrainConfig, data)
+
+
+def test_frozen_parts_stay_frozen_after_composing() -> None:
+    process = compose_config("train", ["process.num_levels=10"]).process
+    assert process.num_levels == 10
+    with pytest.raises(FrozenInstanceError):
+        process.num_levels = 11
+
+
+def test_tuples_come_back_as_tuples() -> None:
+    config = compose_config("train", ["backbone.cond_dims=[16,8]"])
+    assert config.backbone.cond_dims == (16, 8)
+    assert isinstance(config.backbone.cond_dims, tuple)
+
+
+def test_a_mandatory_value_that_is_missing_is_named() -> None:
+    @dataclass
+    class Needy:
+        wanted: int
+
+    with pytest.raises(ConfigError, match="wanted is mandatory; give it as wanted=<value>"):
+        to_object(OmegaConf.structured(Needy))
+
+
+def test_composing_does_not_share_state_between_configurations() -> None:
+    first = compose_config("train", ["algo.lr=0.5"])
+    assert compose_config("train", []).algo.lr != first.algo.lr
+    register_configs()
+    assert compose_config("train", []).algo == registry.lookup("algo", "bc")()
+
+
+@pytest.mark.parametrize("command", ["collect", "eval", "report", "export"])
+def test_every_command_composes_to_its_dataclass(command: str) -> None:
+    assert is_dataclass(compose_config(command, []))

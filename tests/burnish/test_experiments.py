@@ -1,0 +1,138 @@
+"""Experiments compose, hold differences only, and run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+import configs
+from burnish.commands import train as train_command
+from burnish.commands.train import TrainConfig
+from burnish.config import GROUPS, compose_config, experiments, scan_parts
+from burnish.job import Job
+from envs.datasets import EpisodeDataset, write_robomimic
+from envs.datasets.episodes import Episode
+from policies import registry
+from policies.errors import MissingExtraError
+
+scan_parts()
+FOLDER = Path(configs.__file__).parent / "experiment"
+CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "backbone": "mlp"}
+
+
+def _content(name: str) -> tuple[list[str], dict[str, str], dict[str, Any]]:
+    """Return parents, choices and own values of an experiment file."""
+    data = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    entries = data.pop("defaults", [])
+    parents = [entry for entry in entries if isinstance(entry, str) and entry != "_self_"]
+    choices = {
+        key.removeprefix("override ").lstrip("/"): value
+        for entry in entries
+        if isinstance(entry, dict)
+        for key, value in entry.items()
+    }
+    return parents, choices, data
+
+
+def _choices(name: str) -> dict[str, str]:
+    parents, own, _ = _content(name)
+    found: dict[str, str] = {}
+    for parent in parents:
+        found |= _choices(parent)
+    return found | own
+
+
+def _ancestry(name: str) -> Iterator[str]:
+    """Yield the files of an experiment, earliest first."""
+    for parent in _content(name)[0]:
+        yield from _ancestry(parent)
+    yield name
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{path}.{key}" if path else key)
+    else:
+        yield path, tree
+
+
+def _skip_unless_registered(name: str) -> None:
+    env = _choices(name).get("env")
+    if env is not None and env not in registry.parts("env"):
+        pytest.skip(f"env={env} is not registered")
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_an_experiment_holds_differences_only(name: str) -> None:
+    parts = CHOSEN_BY_DEFAULT | _choices(name)
+    tree = OmegaConf.structured(TrainConfig)
+    for group in GROUPS:
+        if parts.get(group) in registry.parts(group):
+            node = OmegaConf.to_container(OmegaConf.structured(registry.lookup(group, parts[group])))
+            OmegaConf.update(tree, group, node)
+    for file in _ancestry(name):
+        for key, value in _leaves(_content(file)[2]):
+            default = OmegaConf.select(tree, key, throw_on_missing=False)
+            default = list(default) if OmegaConf.is_list(default) else default
+            value = float(value) if isinstance(default, float) else value
+            assert value != default, f"{file}.yaml repeats the default {key}={value}"
+            OmegaConf.update(tree, key, value)
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_every_experiment_composes_and_is_named_after_its_file(name: str) -> None:
+    _skip_unless_registered(name)
+    assert compose_config("train", [f"experiment={name}"]).name == name
+
+
+@pytest.mark.parametrize("name", experiments())
+def test_every_experiment_says_what_it_is(name: str) -> None:
+    comment = [line for line in (FOLDER / f"{name}.yaml").read_text().splitlines() if line.startswith("# ")]
+    assert len(comment) >= 2, "the first comment line is for Hydra; the next ones are for people"
+
+
+@pytest.mark.parametrize("name", [n for n in experiments() if not n.endswith("_bc")])
+def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path) -> None:
+    _skip_unless_registered(name)
+    algo = _choices(name)["algo"]
+    stem = name.removesuffix(f"_{algo}")
+    base = f"{stem}_gaussian_bc" if algo == "ppo" else f"{stem}_bc"
+    config = compose_config("train", [f"experiment={name}"])
+    dataset = _random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env)
+    common = ["evaluation.episodes=0", "num_workers=0", "progress=false", "num_threads=1"]
+    tiny = ["algo.epochs=null", "algo.steps=2", "algo.warmup_steps=0", "algo.batch_size=8", "backbone.width=16"]
+    cloning = [f"experiment={base}", f"dataset={dataset}", *tiny, *common]
+    train_command.train(compose_config("train", cloning), Job(tmp_path / "base"))
+    few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.iterations=1", "algo.env_steps=null"]
+    few += ["algo.batch_size=8", "algo.update_epochs=1", "algo.critic.width=16"]
+    tuning = [f"experiment={name}", f"init={tmp_path / 'base'}", *few, *common]
+    try:
+        outcome = train_command.train(compose_config("train", tuning), Job(tmp_path / "tuned"))
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+    assert outcome.directory.latest() is not None
+
+
+def _random_dataset(spec: Any, path: Path, env: Any) -> Path:
+    """Write two episodes of noise with the widths of a task."""
+    rng = np.random.default_rng(0)
+    low, high = np.array(spec.action_low), np.array(spec.action_high)
+    made = [
+        Episode(
+            observations=rng.standard_normal((25, spec.obs_dim)),
+            actions=rng.uniform(low, high, (24, spec.action_dim)),
+            rewards=np.zeros(24),
+            terminated=False,
+            truncated=True,
+        )
+        for _ in range(2)
+    ]
+    write_robomimic(path, EpisodeDataset.from_episodes(made), env)
+    return path

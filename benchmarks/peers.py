@@ -50,7 +50,7 @@ class PlainMlp(nn.Module):
         self.out = nn.Linear(width, size)
 
     def forward(self, x: Tensor, tau: Tensor, state: Tensor) -> Tensor:
-        """x (B, Th, Da), tau (B,), state (B, C) -> (B, Th, Da)."""
+        """X (B, Th, Da), tau (B,), state (B, C) -> (B, Th, Da)."""
         h = self.inp(torch.cat([x.flatten(1), self.time(tau), state], dim=-1))
         h = h + self.hidden2(torch.relu(self.hidden1(torch.relu(h))))
         return self.out(h).view_as(x)
@@ -80,7 +80,9 @@ def scheduler(levels: int = 20) -> DDPMScheduler:
 
 
 @torch.no_grad()
-def diffusers_sample(net: PlainMlp, schedule: DDPMScheduler, state: Tensor, generator: torch.Generator) -> Tensor:
+def diffusers_sample(
+    net: PlainMlp, schedule: DDPMScheduler, state: Tensor, generator: torch.Generator
+) -> Tensor:
     """Sample chunks with a diffusers scheduler in the loop."""
     x = torch.randn((len(state), *net.chunk), generator=generator)
     schedule.set_timesteps(schedule.config.num_train_timesteps)
@@ -93,7 +95,9 @@ def diffusers_sample(net: PlainMlp, schedule: DDPMScheduler, state: Tensor, gene
 class ReferenceStyle:
     """DPPO the straightforward way: sampling, scoring and update with every known waste left in."""
 
-    def __init__(self, frozen: PlainMlp, tuned: PlainMlp, critic: PlainCritic, *, levels: int = 20, ft: int = 10):
+    def __init__(
+        self, frozen: PlainMlp, tuned: PlainMlp, critic: PlainCritic, *, levels: int = 20, ft: int = 10
+    ):
         self.frozen, self.tuned, self.critic, self.levels, self.ft = frozen, tuned, critic, levels, ft
         table = scheduler(levels)
         beta, abar = table.betas, table.alphas_cumprod

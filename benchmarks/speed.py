@@ -69,7 +69,11 @@ def plain_nets() -> tuple[peers.PlainMlp, peers.PlainMlp, peers.PlainCritic]:
 def copy_trunk(source: nn.Module, target: nn.Module) -> None:
     """Copy a plain residual network's weights into ours."""
     names = {"inp": "inlet", "hidden1": "blocks.0.linear1", "hidden2": "blocks.0.linear2", "out": "outlet"}
-    state = {f"trunk.{ours}.{k}": getattr(getattr(source, theirs), k) for theirs, ours in names.items() for k in ("weight", "bias")}
+    state = {
+        f"trunk.{ours}.{k}": getattr(getattr(source, theirs), k)
+        for theirs, ours in names.items()
+        for k in ("weight", "bias")
+    }
     if isinstance(source, peers.PlainMlp):
         for index, ours in ((1, "linear1"), (3, "linear2")):
             for k in ("weight", "bias"):
@@ -132,7 +136,9 @@ def sampling(options: argparse.Namespace) -> Iterator[Figure]:
             rounds=options.rounds,
             slot_s=0.1,
         )
-        yield Figure(f"sample, batch {batch}", "policy.act", "diffusers loop", times["ours"], times["peer"], floor)
+        yield Figure(
+            f"sample, batch {batch}", "policy.act", "diffusers loop", times["ours"], times["peer"], floor
+        )
 
 
 @case
@@ -157,7 +163,9 @@ def exported(options: argparse.Namespace) -> Iterator[Figure]:
     generator = torch.Generator().manual_seed(2)
     peer = lambda: peers.diffusers_sample(net, schedule, state, generator)  # noqa: E731
     times = interleave({"ours": run, "peer": peer}, rounds=options.rounds, slot_s=0.1)
-    yield Figure("sample, batch 1, exported", "onnxruntime", "diffusers loop", times["ours"], times["peer"], 9.0)
+    yield Figure(
+        "sample, batch 1, exported", "onnxruntime", "diffusers loop", times["ours"], times["peer"], 9.0
+    )
 
 
 # -- updates --------------------------------------------------------------------------------------------
@@ -230,7 +238,14 @@ def update(options: argparse.Namespace) -> Iterator[Figure]:
     )
     torch.set_num_threads(1)
     run.close()
-    yield Figure("DPPO update, 50,000 rows", f"{options.threads} threads", "reference style", times["ours"], times["peer"], 3.0)
+    yield Figure(
+        "DPPO update, 50,000 rows",
+        f"{options.threads} threads",
+        "reference style",
+        times["ours"],
+        times["peer"],
+        3.0,
+    )
 
 
 def check_gradients(run: Any, peer: peers.ReferenceStyle, actor: list[Tensor], critic: list[Tensor]) -> None:
@@ -247,7 +262,9 @@ def check_gradients(run: Any, peer: peers.ReferenceStyle, actor: list[Tensor], c
         copy_trunk(shadow, holder)  # type: ignore[arg-type]
         theirs = torch.cat([holder.state[name].flatten() for name in expected])
         ours = torch.cat([grad.flatten() for grad in grads])
-        require_close(f"gradient of {type(source).__name__}", (ours - theirs).norm() / theirs.norm(), 0.0, 1e-5)
+        require_close(
+            f"gradient of {type(source).__name__}", (ours - theirs).norm() / theirs.norm(), 0.0, 1e-5
+        )
 
 
 class _Holder:
@@ -271,7 +288,9 @@ def cloning(options: argparse.Namespace) -> Iterator[Figure]:
     ours = _our_cloning(states, actions, starts, batch)
     peer = _peer_cloning(states, actions, batch)
     times = interleave({"ours": ours, "peer": peer}, rounds=options.rounds, slot_s=1.0)
-    yield Figure("BC step, batch 256", "Bc.advance", "DataLoader + diffusers", times["ours"], times["peer"], 1.7)
+    yield Figure(
+        "BC step, batch 256", "Bc.advance", "DataLoader + diffusers", times["ours"], times["peer"], 1.7
+    )
 
 
 def _our_cloning(states: Tensor, actions: Tensor, starts: Tensor, batch: int) -> Callable[[], None]:
@@ -279,7 +298,9 @@ def _our_cloning(states: Tensor, actions: Tensor, starts: Tensor, batch: int) ->
     ends = flags.clone()
     ends[starts[1:] - 1] = True
     data = EpisodeDataset(states, actions, torch.zeros(len(states)), flags, ends, starts)
-    config = BcConfig(steps=10**9, batch_size=batch, block_steps=1, validation_fraction=0.0, validation_every=0)
+    config = BcConfig(
+        steps=10**9, batch_size=batch, block_steps=1, validation_fraction=0.0, validation_every=0
+    )
     run = config.build(Setup(policy=PolicyConfig(process=VPDiffusion(num_levels=LEVELS)), dataset=data))
     copy_trunk(plain_nets()[0], run.policy.field)
     return lambda: run.advance()  # type: ignore[return-value]
@@ -448,7 +469,14 @@ def iteration(options: argparse.Namespace) -> Iterator[Figure]:
     times = interleave({"ours": lambda: run.advance(), "peer": peer}, rounds=3, slot_s=0.1)
     naive.envs.close()
     run.close()
-    yield Figure("whole DPPO iteration", f"2 processes, {options.threads} threads", "reference style", times["ours"], times["peer"], 3.5)
+    yield Figure(
+        "whole DPPO iteration",
+        f"2 processes, {options.threads} threads",
+        "reference style",
+        times["ours"],
+        times["peer"],
+        3.5,
+    )
 
 
 # -- command --------------------------------------------------------------------------------------------
@@ -469,7 +497,9 @@ def machine() -> dict[str, object]:
 
 def main() -> int:
     """Run the chosen cases and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], help=f"of {', '.join(CASES)}; default: all")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2, help="gradient threads of both sides")

@@ -16,7 +16,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.fields import SwitchedField
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, Chain, Cond, Kind, Reduction, SampleHook
-from policies.samplers import StepTable, denoise, gaussian_log_prob, transition
+from policies.samplers import StepTable, denoise, gaussian_entropy, gaussian_log_prob, transition
 
 
 class DenoisingPolicy(Policy):
@@ -32,7 +32,7 @@ class DenoisingPolicy(Policy):
     def __init__(self, config: PolicyConfig, *, obs_dim: int, action_dim: int, goal_dim: int = 0) -> None:
         super().__init__(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim)
         self.process = config.process
-        self.field = config.backbone.build(self.chunk.shape, self.encoder.cond_dim)
+        self.field: Any = config.backbone.build(self.chunk.shape, self.encoder.cond_dim)
         self._use_sampler(config.sampler, tuned_steps=None, log_prob_min_std=None)
 
     # -- choosing how to sample -------------------------------------------------------------------
@@ -93,7 +93,7 @@ class DenoisingPolicy(Policy):
             first = self.table.step_at(t)
             noise = torch.cat([x.unsqueeze(1), noise[:, 1:]], dim=1) if noise.dim() == 4 else x
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            bound = self.field.bind(cond, self.table.net_time.to(self.device, self.dtype))
+            bound = self.field.bind(cond, self.table.placed("net_time", cond.vec))
             return denoise(bound, self.table, noise, hooks=hooks, cond=cond, first_step=first).action
 
     # -- MatchingLoss ---------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ class DenoisingPolicy(Policy):
     # -- ChainPolicy ----------------------------------------------------------------------------------
 
     @property
-    def scored_net(self) -> torch.nn.Module:
+    def scored_net(self) -> Any:
         """The network of the recorded steps: the fine-tuned copy where there is one."""
         return self.field.tuned if isinstance(self.field, SwitchedField) else self.field
 
@@ -128,10 +128,12 @@ class DenoisingPolicy(Policy):
         if noise is None:
             noise = self._randn((len(cond), *self.noise_shape), generator)
         first = self.table.num_steps - self.tuned_steps
-        bound = self.field.bind(cond, self.table.net_time.to(self.device, self.dtype))
+        bound = self.field.bind(cond, self.table.placed("net_time", cond.vec))
         out = denoise(bound, self.table, noise, cond=cond, record_from=first)
         assert out.chain is not None and out.mean is not None
-        return Chain(out.chain, gaussian_log_prob(out.chain[:, 1:], out.mean, self._recorded_std(None)))
+        return Chain(
+            out.chain, gaussian_log_prob(out.chain[:, 1:], out.mean, self._recorded_std(None, out.chain))
+        )
 
     def chain_log_prob(self, cond: Cond, x: Tensor, *, steps: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Score a chain x (B, S+1, Th, Da); see `ChainPolicy`."""
@@ -149,25 +151,24 @@ class DenoisingPolicy(Policy):
         """Score single transitions under the fine-tuned network; see `ChainPolicy`."""
         self._require_density()
         first = self.table.num_steps - self.tuned_steps
-        times = self.table.net_time[first:].to(x.device, x.dtype)
+        times = self.table.placed("net_time", x)[first:]
         pred = self.scored_net(x, times, cond, cond_row=cond_row, time_row=step)
         mean = transition(self.table, step + first, x, pred)
-        std = self._recorded_std(step)
-        entropy = torch.log(std) + 0.5 * (1.0 + torch.log(torch.tensor(2.0 * torch.pi)))
-        return gaussian_log_prob(x_next, mean, std), entropy.expand_as(x)
+        std = self._recorded_std(step, x)
+        return gaussian_log_prob(x_next, mean, std), gaussian_entropy(std).expand_as(x)
 
-    def _recorded_std(self, step: Tensor | None) -> Tensor:
+    def _recorded_std(self, step: Tensor | None, like: Tensor) -> Tensor:
         """Deviation of the density of recorded steps, (S, 1, 1|Da), or of the given ones (M, 1, 1|Da)."""
         first = self.table.num_steps - self.tuned_steps
-        std = self.table.schedule_std[first:].clamp(min=self.log_prob_min_std).to(self.device, self.dtype)
-        std = std.reshape(self.tuned_steps, 1, -1)
+        std = self.table.placed("schedule_std", like)[first:].clamp(min=self.log_prob_min_std).unsqueeze(1)
         return std if step is None else std.index_select(0, step)
 
     def _require_density(self) -> None:
-        if self.is_deterministic or self.log_prob_min_std <= 0 and bool((self.table.schedule_std <= 0).any()):
+        has_zero_std = bool((self.table.schedule_std.clamp(min=self.log_prob_min_std) <= 0).any())
+        if self.is_deterministic or has_zero_std:
             raise CapabilityError(
-                f"sampler '{type(self.sampler).__name__}' of this policy is deterministic, so its chain has no "
-                f"density. Use a stochastic sampler (ddpm, or ddim with eta > 0) with a positive noise floor."
+                f"sampler '{type(self.sampler).__name__}' of this policy is deterministic, so its chain has "
+                f"no density. Use a stochastic sampler (ddpm, or ddim with eta > 0) with a positive noise floor."
             )
 
     # -- Field ----------------------------------------------------------------------------------------

@@ -43,8 +43,12 @@ class StateEncoder(nn.Module):
 
     def _checked(self, obs: Observation, key: str, shape: tuple[int, ...]) -> Tensor:
         if key not in obs:
-            raise ConfigError(f"the policy needs the observation '{key}' {('B', *shape)}; got keys {sorted(obs)}.")
+            raise ConfigError(
+                f"the policy needs the observation '{key}' {('B', *shape)}; got keys {sorted(obs)}."
+            )
         value = obs[key]
         if tuple(value.shape[1:]) != shape:
-            raise ConfigError(f"observation '{key}' must have shape {('B', *shape)}; got {tuple(value.shape)}.")
+            raise ConfigError(
+                f"observation '{key}' must have shape {('B', *shape)}; got {tuple(value.shape)}."
+            )
         return value

@@ -33,7 +33,13 @@ from torch import Tensor, nn
 from policies.errors import ExportError, MissingExtraError
 from policies.policy import Policy
 
-MODEL, SIGNATURE, SAMPLE, REPORT, CARD = "policy.onnx", "signature.json", "sample.npz", "report.json", "README.md"
+MODEL, SIGNATURE, SAMPLE, REPORT, CARD = (
+    "policy.onnx",
+    "signature.json",
+    "sample.npz",
+    "report.json",
+    "README.md",
+)
 OPSET = 18
 
 
@@ -119,6 +125,7 @@ def open_session(path: str | Path, *, threads: int = 1) -> Any:
     options = runtime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
+    options.log_severity_level = 3  # errors only
     return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
@@ -141,7 +148,11 @@ def signature(policy: Policy) -> dict[str, Any]:
     """Describe inputs and outputs of the graph; `B` is the dynamic batch."""
     chunk = policy.chunk
     inputs: dict[str, Any] = {
-        "observation": {"shape": ["B", chunk.obs_steps, policy.obs_dim], "dtype": "float32", "units": "physical"},
+        "observation": {
+            "shape": ["B", chunk.obs_steps, policy.obs_dim],
+            "dtype": "float32",
+            "units": "physical",
+        },
         "noise": {"shape": ["B", *policy.noise_shape], "dtype": "float32", "units": "standard normal"},
     }
     if policy.goal_dim:
@@ -162,7 +173,12 @@ def _write_graph(model: SampledPolicy, path: Path, seed: int) -> None:
     inputs = random_inputs(model.policy, 3, torch.Generator().manual_seed(seed))
     batch = torch.export.Dim("batch", min=1, max=65536)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), _quiet("torch.onnx"), torch.no_grad():
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            _quiet("torch.onnx"),
+            torch.no_grad(),
+        ):
             warnings.simplefilter("ignore")
             torch.onnx.export(
                 model,
@@ -225,14 +241,16 @@ def _write_facts(
     facts = signature(model.policy)
     (target / SIGNATURE).write_text(json.dumps(facts, indent=2) + "\n")
     inputs = random_inputs(model.policy, 2, generator)
-    np.savez(target / SAMPLE, **_feed(session, inputs), action=_run(session, inputs))
+    arrays: dict[str, Any] = {**_feed(session, inputs), "action": _run(session, inputs)}
+    np.savez(target / SAMPLE, **arrays)
     (target / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")
     (target / CARD).write_text(_card(facts, report))
 
 
 def _card(facts: dict[str, Any], report: ExportReport) -> str:
     inputs = "\n".join(
-        f"| `{name}` | {facts_of['shape']} | {facts_of['units']} |" for name, facts_of in facts["inputs"].items()
+        f"| `{name}` | {facts_of['shape']} | {facts_of['units']} |"
+        for name, facts_of in facts["inputs"].items()
     )
     parity = "\n".join(f"| {row['batch']} | {row['max_abs_difference']:.1e} |" for row in report.parity)
     latency = "\n".join(
@@ -240,8 +258,8 @@ def _card(facts: dict[str, Any], report: ExportReport) -> str:
     )
     return f"""# Exported policy
 
-`{MODEL}` maps observations and noise to `act_steps` = {facts["act_steps"]} actions, in physical units. Normaliser,
-network and the whole sampler are inside; opset {report.opset}.
+`{MODEL}` maps observations and noise to `act_steps` = {facts["act_steps"]} actions, in physical units.
+Normaliser, network and the whole sampler are inside; opset {report.opset}.
 
 | input | shape | units |
 |---|---|---|

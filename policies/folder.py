@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from policies import registry
+from policies.denoising import DenoisingPolicy
 from policies.errors import CheckpointError, ConfigError
 from policies.fields import SwitchedField
 from policies.policy import Policy, PolicyConfig, build_policy
@@ -37,7 +38,10 @@ def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dic
     field = getattr(policy, "field", None)
     return {
         "format": FORMAT,
-        "parts": {group: registry.to_json(group, getattr(policy, group, getattr(config, group))) for group in _PART_GROUPS},
+        "parts": {
+            group: registry.to_json(group, getattr(policy, group, getattr(config, group)))
+            for group in _PART_GROUPS
+        },
         "switch_time": field.switch_time if isinstance(field, SwitchedField) else None,
         "obs_dim": policy.obs_dim,
         "goal_dim": policy.goal_dim,
@@ -51,7 +55,9 @@ def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dic
     }
 
 
-def save_policy(policy: Policy, directory: str | Path, *, provenance: Mapping[str, Any] | None = None) -> Path:
+def save_policy(
+    policy: Policy, directory: str | Path, *, provenance: Mapping[str, Any] | None = None
+) -> Path:
     """Write a policy directory atomically and return its path.
 
     Args:
@@ -112,12 +118,12 @@ def load_policy(directory: str | Path) -> Policy:
         names = ("obs_steps", "horizon", "act_steps", "action_start")
         modes = {"state": "limits", "goal": "limits", "action": "limits"} | data["normalizer"]
         config = PolicyConfig(**parts, **{name: data[name] for name in names}, normalizer=modes)
-        sizes = {name: int(data[name]) for name in ("obs_dim", "action_dim", "goal_dim")}
-        policy = build_policy(config, **sizes)
+        obs_dim, action_dim, goal_dim = (int(data[name]) for name in ("obs_dim", "action_dim", "goal_dim"))
+        policy = build_policy(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim)
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         reason = f"missing key {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{Path(directory) / CONFIG} does not describe a policy: {reason}") from error
-    if data.get("switch_time") is not None:
+    if data.get("switch_time") is not None and isinstance(policy, DenoisingPolicy):
         policy.field = SwitchedField(policy.field, policy.clone().field, float(data["switch_time"]))
     _load_weights(policy, Path(directory) / WEIGHTS)
     return policy.eval()
@@ -134,7 +140,9 @@ def _load_weights(policy: Policy, path: Path) -> None:
     own = policy.state_dict()
     missing, unknown = sorted(set(own) - set(state)), sorted(set(state) - set(own))
     if missing or unknown:
-        raise CheckpointError(f"{path} does not fit {CONFIG}: missing {missing[:4]}, unexpected {unknown[:4]}.")
+        raise CheckpointError(
+            f"{path} does not fit {CONFIG}: missing {missing[:4]}, unexpected {unknown[:4]}."
+        )
     for name, value in state.items():
         if value.shape != own[name].shape:
             raise CheckpointError(

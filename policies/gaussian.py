@@ -16,7 +16,7 @@ from policies.heads import GaussianHead, GaussianHeadConfig
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, Chain, Cond, Reduction, SampleHook
 from policies.registry import register
-from policies.samplers import gaussian_log_prob
+from policies.samplers import gaussian_entropy, gaussian_log_prob
 
 
 @register("process", "gaussian")
@@ -111,8 +111,7 @@ class GaussianPolicy(Policy):
         std = std.expand_as(mean)
         if cond_row is not None:
             mean, std = mean.index_select(0, cond_row), std.index_select(0, cond_row)
-        entropy = torch.log(std) + 0.5 * (1.0 + torch.log(torch.tensor(2.0 * torch.pi)))
-        return gaussian_log_prob(x_next, mean, std), entropy
+        return gaussian_log_prob(x_next, mean, std), gaussian_entropy(std)
 
     def with_sampler(self, sampler: Any, **_: Any) -> GaussianPolicy:
         """Return self: there is one way to sample."""

@@ -58,7 +58,9 @@ class Normalizer(nn.Module):
         self.modes = dict(modes)
         for name, mode in self.modes.items():
             if mode not in MODES:
-                raise ConfigError(f"normalizer mode of '{name}' must be one of {', '.join(MODES)}; got '{mode}'.")
+                raise ConfigError(
+                    f"normalizer mode of '{name}' must be one of {', '.join(MODES)}; got '{mode}'."
+                )
             self.register_buffer(f"{name}_scale", torch.ones(dims[name]))
             self.register_buffer(f"{name}_offset", torch.zeros(dims[name]))
 
@@ -74,13 +76,14 @@ class Normalizer(nn.Module):
                 continue
             if name not in statistics:
                 raise ConfigError(
-                    f"feature '{name}' has no statistics (there are: {', '.join(sorted(statistics)) or 'none'}). "
-                    f"Fit them on a dataset, or ask for identity on purpose."
+                    f"feature '{name}' has no statistics (there are: "
+                    f"{', '.join(sorted(statistics)) or 'none'}). Fit them on a dataset, or ask for identity on purpose."
                 )
             scale, offset = affine(mode, statistics[name])
             if scale.shape != scale_buffer.shape:
                 raise ConfigError(
-                    f"statistics of '{name}' must have shape {tuple(scale_buffer.shape)}; got {tuple(scale.shape)}."
+                    f"statistics of '{name}' must have shape {tuple(scale_buffer.shape)}; "
+                    f"got {tuple(scale.shape)}."
                 )
             if not (scale.isfinite().all() and offset.isfinite().all()):
                 raise ConfigError(f"statistics of '{name}' are not finite. Check the dataset for NaN or inf.")

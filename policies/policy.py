@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from policies.encoders import StateEncoder
 from policies.errors import CapabilityError, ConfigError
 from policies.normalizer import Normalizer, Statistics
-from policies.protocols import Chain, ChunkSpec, Cond, Observation, Reduction, SampleHook, TE
+from policies.protocols import ChunkSpec, Cond, Observation, Reduction, SampleHook
 
 
 @dataclass
@@ -31,7 +31,9 @@ class PolicyConfig:
     obs_steps: int = 1  # To
     horizon: int = 4  # Th
     act_steps: int = 4  # Ta
-    action_start: int = 0  # first executed row; obs_steps - 1 for windows that begin at the oldest observation
+    action_start: int = (
+        0  # first executed row; obs_steps - 1 for windows that begin at the oldest observation
+    )
     normalizer: dict[str, str] = field(
         default_factory=lambda: {"state": "limits", "goal": "limits", "action": "limits"}
     )
@@ -72,14 +74,19 @@ class Policy(nn.Module):
         return self.encoder.goal_dim
 
     @property
+    def _like(self) -> Tensor:
+        """A tensor that every policy has."""
+        return self.normalizer.get_buffer("action_scale")
+
+    @property
     def device(self) -> torch.device:
         """Where the weights live."""
-        return self.normalizer.action_scale.device
+        return self._like.device
 
     @property
     def dtype(self) -> torch.dtype:
         """Floating-point type of the weights."""
-        return self.normalizer.action_scale.dtype
+        return self._like.dtype
 
     def observation(self, obs: Any) -> Observation:
         """Bring an observation (array, tensor, or mapping of them) to tensors of the policy's type."""
@@ -185,7 +192,9 @@ def build_policy(
     config = complete(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        policy = config.process.policy_class()(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim)
+        policy = config.process.policy_class()(
+            config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim
+        )
     if statistics is not None:
         policy.normalizer.fit(statistics)
     return policy

@@ -41,7 +41,9 @@ def register(group: str, name: str) -> Callable[[T], T]:
             raise TypeError(f"@register needs a dataclass; got {cls!r}. Put @dataclass below it.")
         taken = _PARTS.setdefault(group, {}).get(name)
         if taken is not None and taken.__qualname__ != cls.__qualname__:
-            raise ConfigError(f"{group}={name} is already registered by {taken.__module__}.{taken.__qualname__}.")
+            raise ConfigError(
+                f"{group}={name} is already registered by {taken.__module__}.{taken.__qualname__}."
+            )
         _PARTS[group][name] = cls
         return cls
 
@@ -62,7 +64,9 @@ def lookup(group: str, name: str) -> type:
     try:
         return _PARTS[group][name]
     except KeyError:
-        raise ConfigError(f"unknown {group} '{name}'; choose one of: {', '.join(parts(group)) or '(none)'}.") from None
+        raise ConfigError(
+            f"unknown {group} '{name}'; choose one of: {', '.join(parts(group)) or '(none)'}."
+        ) from None
 
 
 def name_of(group: str, part: object) -> str:

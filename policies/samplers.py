@@ -26,6 +26,7 @@ from policies.schedules import spaced_levels, time_of_level
 from policies.steps import (
     StepRules,
     StepTable,
+    gaussian_entropy,
     gaussian_log_prob,
     lay_out,
     merge_prediction,
@@ -42,6 +43,7 @@ __all__ = [
     "StepRules",
     "StepTable",
     "denoise",
+    "gaussian_entropy",
     "gaussian_log_prob",
     "transition",
 ]
@@ -143,7 +145,7 @@ def _unroll(table: StepTable, noise: Tensor) -> tuple[Tensor, Sequence[Tensor | 
     draws = noise[:, 1:].transpose(0, 1)
     if table.noise_clip is not None:
         draws = draws.clamp(-table.noise_clip, table.noise_clip)
-    std = table.std.to(noise.device, noise.dtype)[:, None, None, :]
+    std = table.placed("std", noise)[:, None, None, :]
     scaled = (draws * std).contiguous().unbind(0)
     return noise[:, 0], [draw if noisy else None for draw, noisy in zip(scaled, table.noisy, strict=True)]
 

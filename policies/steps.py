@@ -86,7 +86,7 @@ class StepTable:
     clip_action: float | None
     rows: tuple[Coefficients, ...] = field(init=False, repr=False)
     noisy: tuple[bool, ...] = field(init=False, repr=False)
-    _placed: dict[Any, Tensor] = field(init=False, repr=False, default_factory=dict)
+    _copies: dict[Any, Tensor] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         """Read the coefficients out as Python floats."""
@@ -108,7 +108,7 @@ class StepTable:
         """Return the coefficients of step k for chunks x (M, Th, Da): floats, or gathered rows (M, 1, D)."""
         if isinstance(k, int) and self.rows:
             return self.rows[k]
-        picked = self._on(x.device, x.dtype)[:, k]
+        picked = self.placed("coefficients", x)[:, k]
         return Coefficients(*(picked if isinstance(k, int) else picked.unsqueeze(2)).unbind(0))
 
     def step_at(self, t: float) -> int:
@@ -125,16 +125,13 @@ class StepTable:
             f"denoising steps begins; got {t:.4g}. Start earlier or use more steps."
         )
 
-    def _on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Return the coefficients on a device, placed there once."""
-        key = (device, dtype)
-        placed = self._placed.get(key)
-        if placed is None:
-            with torch.inference_mode(False):  # made while sampling, it must serve training as well
-                placed = self.coefficients.to(device=device, dtype=dtype)
-            if not torch.compiler.is_compiling():  # a traced tensor must not outlive its trace
-                self._placed[key] = placed
-        return placed
+    def placed(self, name: str, like: Tensor) -> Tensor:
+        """Return one of the table's tensors with the device and type of `like`; copied there once."""
+        key = (name, like.device, like.dtype)
+        if key not in self._copies:
+            with torch.inference_mode(False):
+                self._copies[key] = getattr(self, name).to(device=like.device, dtype=like.dtype)
+        return self._copies[key]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,6 +252,11 @@ def transition(
 def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """Return the log density of each element of x under Normal(mean, std), unreduced."""
     return -0.5 * ((x - mean) / std).square() - std.log() - 0.5 * LOG_2PI
+
+
+def gaussian_entropy(std: Tensor) -> Tensor:
+    """Return the entropy of each element of a normal distribution, unreduced."""
+    return std.log() + 0.5 * (1.0 + LOG_2PI)
 
 
 def _axpy(base: Tensor, x: Tensor, factor: float | Tensor) -> Tensor:

@@ -30,7 +30,10 @@ def statistics(seed: int = 0) -> dict[str, dict[str, torch.Tensor]]:
 def small_policy(process: Any = None, sampler: Any = None, *, goal_dim: int = 0, **chunk: Any) -> Policy:
     """Build a policy of width 16."""
     config = PolicyConfig(
-        process=process, sampler=sampler, backbone=MlpConfig(width=16, time_dim=8), **({"horizon": 3, "act_steps": 2} | chunk)
+        process=process,
+        sampler=sampler,
+        backbone=MlpConfig(width=16, time_dim=8),
+        **({"horizon": 3, "act_steps": 2} | chunk),
     )
     return build_policy(
         config, obs_dim=OBS_DIM, action_dim=ACTION_DIM, goal_dim=goal_dim, statistics=statistics(), seed=1

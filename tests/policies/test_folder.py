@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_policies import observations, small_policy
 
 from policies.errors import CheckpointError
 from policies.fields import SwitchedField
@@ -11,11 +12,12 @@ from policies.gaussian import GaussianProcess
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.samplers import DDIM, Euler
-from small_policies import observations, small_policy
 
 POLICIES = {
     "ddpm": lambda: small_policy(VPDiffusion(num_levels=5)),
-    "ddim": lambda: small_policy(VPDiffusion(num_levels=8, prediction="v"), DDIM(steps=4, eta_per_dim=(0.5, 1.0))),
+    "ddim": lambda: small_policy(
+        VPDiffusion(num_levels=8, prediction="v"), DDIM(steps=4, eta_per_dim=(0.5, 1.0))
+    ),
     "flow": lambda: small_policy(RectifiedFlow(), Euler(steps=3)),
     "gaussian": lambda: small_policy(GaussianProcess()),
     "history": lambda: small_policy(obs_steps=2, action_start=1),
@@ -67,7 +69,7 @@ def edited(directory: Path, **changes: object) -> Path:
 
 
 def test_configurations_that_lie_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="has no config.json"):
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
         load_policy(tmp_path)
     with pytest.raises(CheckpointError, match="format 1; got 99"):
         load_policy(edited(tmp_path / "a", format=99))
@@ -101,5 +103,5 @@ def test_weights_of_another_network_are_refused_by_name(tmp_path: Path) -> None:
     save_policy(small_policy(), tmp_path / "a")
     save_policy(small_policy(GaussianProcess()), tmp_path / "b")
     (tmp_path / "a" / "model.safetensors").write_bytes((tmp_path / "b" / "model.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match="missing .*field"):
+    with pytest.raises(CheckpointError, match=r"missing .*field"):
         load_policy(tmp_path / "a")

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_policy, statistics
 
 from policies.errors import CapabilityError, ConfigError
 from policies.gaussian import GaussianProcess
@@ -8,7 +9,6 @@ from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import ChainPolicy, ChunkSpec, Field, MatchingLoss, NoiseDecoder
 from policies.samplers import DDIM, DDPM, Euler
-from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_policy, statistics
 
 EXPLORE = {"min_std": 0.1, "final_std": None}
 
@@ -44,8 +44,12 @@ def test_initial_weights_follow_the_seed_and_leave_the_global_state_alone() -> N
     before = torch.get_rng_state()
     a, b = small_policy(), small_policy()
     assert torch.equal(torch.get_rng_state(), before)
-    assert all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
-    other = build_policy(PolicyConfig(), obs_dim=OBS_DIM, action_dim=ACTION_DIM, statistics=statistics(), seed=2)
+    assert all(
+        torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
+    other = build_policy(
+        PolicyConfig(), obs_dim=OBS_DIM, action_dim=ACTION_DIM, statistics=statistics(), seed=2
+    )
     assert not torch.equal(next(other.parameters()), next(a.parameters()))
 
 
@@ -54,19 +58,22 @@ def test_a_goal_changes_the_action_and_must_be_given() -> None:
     obs, noise = observations(2), policy.sample_noise(2)
     near, far = torch.zeros(2, GOAL_DIM), torch.full((2, GOAL_DIM), 9.0)
     assert not torch.allclose(
-        policy.act({"state": obs, "goal": near}, noise=noise), policy.act({"state": obs, "goal": far}, noise=noise)
+        policy.act({"state": obs, "goal": near}, noise=noise),
+        policy.act({"state": obs, "goal": far}, noise=noise),
     )
     with pytest.raises(ConfigError, match="needs the observation 'goal'"):
         policy.act(obs, noise=noise)
 
 
 def test_observations_of_the_wrong_shape_are_named() -> None:
-    with pytest.raises(ConfigError, match=rf"'state' must have shape \('B', 1, {OBS_DIM}\); got \(2, {OBS_DIM}\)"):
+    with pytest.raises(
+        ConfigError, match=rf"'state' must have shape \('B', 1, {OBS_DIM}\); got \(2, {OBS_DIM}\)"
+    ):
         small_policy().act(torch.zeros(2, OBS_DIM))
 
 
 def test_executed_rows_must_fit_the_horizon() -> None:
-    with pytest.raises(ConfigError, match="must fit into chunk.horizon=4"):
+    with pytest.raises(ConfigError, match=r"must fit into chunk\.horizon=4"):
         ChunkSpec(2, horizon=4, act_steps=4, obs_steps=2, action_start=1)
 
 
@@ -75,7 +82,9 @@ CHAINS = [
     for k, s in ((2, 1), (2, 2), (8, 1), (8, 5), (20, 10))
 ]
 CHAINS += [
-    pytest.param(VPDiffusion(num_levels=20, prediction=p), DDIM(steps=5, eta=1.0, **EXPLORE), s, id=f"ddim-{p}-S{s}")
+    pytest.param(
+        VPDiffusion(num_levels=20, prediction=p), DDIM(steps=5, eta=1.0, **EXPLORE), s, id=f"ddim-{p}-S{s}"
+    )
     for p, s in (("eps", 5), ("x0", 3), ("v", 1))
 ]
 CHAINS += [pytest.param(GaussianProcess(), None, 1, id="gaussian")]
@@ -83,7 +92,9 @@ CHAINS += [pytest.param(GaussianProcess(), None, 1, id="gaussian")]
 
 @pytest.mark.parametrize(("process", "sampler", "tuned"), CHAINS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_ratio_is_one_on_fresh_data(process: object, sampler: object, tuned: int, dtype: torch.dtype) -> None:
+def test_the_ratio_is_one_on_fresh_data(
+    process: object, sampler: object, tuned: int, dtype: torch.dtype
+) -> None:
     policy = small_policy(process, sampler).to(dtype)
     policy = policy.with_sampler(policy.sampler, tuned_steps=tuned)
     obs = {"state": observations(6).to(dtype)}

@@ -168,7 +168,8 @@ class DenoisingPolicy(Policy):
         if self.is_deterministic or has_zero_std:
             raise CapabilityError(
                 f"sampler '{type(self.sampler).__name__}' of this policy is deterministic, so its chain has "
-                f"no density. Use a stochastic sampler (ddpm, or ddim with eta > 0) with a positive noise floor."
+                f"no density. Use a stochastic sampler (ddpm, or ddim with eta > 0) with a positive noise "
+                f"floor."
             )
 
     # -- Field ----------------------------------------------------------------------------------------

@@ -77,7 +77,8 @@ class Normalizer(nn.Module):
             if name not in statistics:
                 raise ConfigError(
                     f"feature '{name}' has no statistics (there are: "
-                    f"{', '.join(sorted(statistics)) or 'none'}). Fit them on a dataset, or ask for identity on purpose."
+                    f"{', '.join(sorted(statistics)) or 'none'}). Fit them on a dataset, or ask for identity on "
+                    f"purpose."
                 )
             scale, offset = affine(mode, statistics[name])
             if scale.shape != scale_buffer.shape:

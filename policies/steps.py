@@ -127,6 +127,8 @@ class StepTable:
 
     def placed(self, name: str, like: Tensor) -> Tensor:
         """Return one of the table's tensors with the device and type of `like`; copied there once."""
+        if torch.compiler.is_compiling():  # what a tracer sees must not outlive it
+            return getattr(self, name).to(device=like.device, dtype=like.dtype)
         key = (name, like.device, like.dtype)
         if key not in self._copies:
             with torch.inference_mode(False):

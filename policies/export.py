@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.errors import ExportError, MissingExtraError
+from policies.fields import SwitchedField
 from policies.policy import Policy
 
 MODEL, SIGNATURE, SAMPLE, REPORT, CARD = (
@@ -69,6 +70,9 @@ class SampledPolicy(nn.Module):
     def __init__(self, policy: Policy) -> None:
         super().__init__()
         self.policy = policy
+        field = getattr(policy, "field", None)
+        if isinstance(field, SwitchedField):
+            field.known_times = tuple(policy.table.net_time.tolist())
 
     def forward(self, observation: Tensor, noise: Tensor, goal: Tensor | None = None) -> Tensor:
         """(B, To, Do), (B, *noise_shape)[, (B, Dg)] -> (B, Ta, Da)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class SwitchedField(nn.Module):
         self.base: Any = base
         self.tuned: Any = tuned
         self.switch_time = float(switch_time)
+        self.known_times: tuple[float, ...] | None = None  # the values of bound times, where reading is impossible
         self._cache: WeightCache[_Split] = WeightCache()
 
     def forward(
@@ -99,8 +101,13 @@ class SwitchedField(nn.Module):
         """Bind each network to its own times; a step runs one network only. See `Backbone`.
 
         Pass the same `times` tensor every time: its split is kept (on an accelerator, reading it waits).
+        A tracer, which cannot read them, sets `known_times` first.
         """
-        split = self._cache.get((times,), lambda: _Split(times, self.switch_time))
+        known = self.known_times
+        if known is None:
+            split = self._cache.get((times,), lambda: _Split(times, times.tolist(), self.switch_time))
+        else:
+            split = _Split(times, known, self.switch_time)
         base = self.base.bind(cond, split.base_times) if split.base_times.numel() else None
         tuned = self.tuned.bind(cond, split.tuned_times) if split.tuned_times.numel() else None
         steps: list[tuple[BoundField, int]] = [
@@ -121,10 +128,10 @@ class _Split:
     `is_tuned[k]` tells the side of step k, `place[k]` its position among the times of that side.
     """
 
-    def __init__(self, times: Tensor, switch_time: float) -> None:
-        below = times < switch_time
-        self.is_tuned: list[bool] = below.tolist()
-        self.tuned_times, self.base_times = times[below], times[~below]
+    def __init__(self, times: Tensor, values: Sequence[float], switch_time: float) -> None:
+        self.is_tuned = [value < switch_time for value in values]
+        sides = [[k for k, side in enumerate(self.is_tuned) if side == wanted] for wanted in (True, False)]
+        self.tuned_times, self.base_times = (times[torch.tensor(side, dtype=torch.long)] for side in sides)
         self.place = [self.is_tuned[:k].count(side) for k, side in enumerate(self.is_tuned)]
 
 

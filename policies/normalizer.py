@@ -75,10 +75,10 @@ class Normalizer(nn.Module):
             if mode == "identity":
                 continue
             if name not in statistics:
+                known = ", ".join(sorted(statistics)) or "none"
                 raise ConfigError(
-                    f"feature '{name}' has no statistics (there are: "
-                    f"{', '.join(sorted(statistics)) or 'none'}). Fit them on a dataset, or ask for identity on "
-                    f"purpose."
+                    f"feature '{name}' has no statistics (there are: {known}). Fit them on a dataset, or ask "
+                    f"for identity on purpose."
                 )
             scale, offset = affine(mode, statistics[name])
             if scale.shape != scale_buffer.shape:

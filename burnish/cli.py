@@ -12,10 +12,15 @@ _THREAD_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENB
 """Waiting threads cost far more than they bring on small networks; set before anything numeric loads."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0 done, 2 a mistake of the user, 130 interrupted, 1 a defect."""
+def set_thread_defaults() -> None:
+    """Limit the threads of numeric libraries, unless the environment says otherwise."""
     for name, value in _THREAD_DEFAULTS.items():
         os.environ.setdefault(name, value)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0 done, 2 a mistake of the user, 130 interrupted, 1 a defect."""
+    set_thread_defaults()
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] in (["-sc"], ["--shell-completion"]):
         sys.exit(_complete(given))

@@ -42,7 +42,7 @@ class SwitchedField(nn.Module):
         self.base: Any = base
         self.tuned: Any = tuned
         self.switch_time = float(switch_time)
-        self.known_times: tuple[float, ...] | None = None  # the values of bound times, where reading is impossible
+        self.known_times: tuple[float, ...] | None = None  # values of bound times that cannot be read
         self._cache: WeightCache[_Split] = WeightCache()
 
     def forward(

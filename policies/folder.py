@@ -113,6 +113,7 @@ def load_policy(directory: str | Path) -> Policy:
         CheckpointError: If a file is missing or damaged, or weights and configuration disagree.
     """
     data = read_config(directory)
+    registry.scan_policies()
     try:
         parts = {group: registry.from_json(group, data["parts"][group]) for group in _PART_GROUPS}
         names = ("obs_steps", "horizon", "act_steps", "action_start")

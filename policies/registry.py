@@ -16,6 +16,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
+from functools import cache
 from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any, TypeVar
@@ -104,6 +105,15 @@ def scan(package: ModuleType) -> None:
     """Import every module below a package, so that its parts register themselves."""
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
         importlib.import_module(module.name)
+
+
+@cache
+def scan_policies() -> None:
+    """Import every module of `policies` and the plugins once, so that a policy's parts are known."""
+    import policies
+
+    scan(policies)
+    load_plugins()
 
 
 def load_plugins() -> None:

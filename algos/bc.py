@@ -58,10 +58,10 @@ class BcConfig:
     warmup_steps: int = 100  # gradient steps of linear rise
     weight_decay: float = 1e-6
     max_grad_norm: float | None = None  # None: gradients are not clipped
-    ema: str = "power"  # power: 1 - (1 + step)^-3/4 up to ema_decay; delayed: ema_decay after ema_start
+    ema: str = "power"  # power: 1 - (1 + change)^-3/4 up to ema_decay; delayed: ema_decay after ema_start
     ema_decay: float = 0.9999  # share of the old average (power: the largest)
     ema_start: int = 0  # gradient steps for which the average only copies the weights
-    ema_every: int = 1  # gradient steps between two changes of the average (delayed)
+    ema_every: int = 5  # gradient steps between two changes of the average
     pad_end: bool = True  # windows may reach behind the end of an episode, masked
     dp_compat_mean: bool = False  # average over padding too, as Diffusion Policy does
     block_steps: int = 100  # gradient steps between two reports
@@ -114,7 +114,7 @@ class BcConfig:
         """Return how the averaged weights follow."""
         if self.ema == "delayed":
             return DelayedDecay(self.ema_decay, self.ema_start, self.ema_every)
-        return PowerDecay(max_value=self.ema_decay, update_after=self.ema_start)
+        return PowerDecay(max_value=self.ema_decay, update_after=self.ema_start, every=self.ema_every)
 
 
 def _require(holds: bool, name: str, rule: str, value: object) -> None:

@@ -102,18 +102,22 @@ class PowerDecay:
     min_value: float = 0.0
     max_value: float = 0.9999
     update_after: int = 0  # updates that only copy
+    every: int = 1  # updates between two changes of the average; `count` above counts changes
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if not 0.0 <= self.min_value <= self.max_value < 1.0 or self.inv_gamma <= 0:
+        if not 0.0 <= self.min_value <= self.max_value < 1.0 or self.inv_gamma <= 0 or self.every < 1:
             raise ConfigError(
-                f"ema=power needs 0 <= min_value <= max_value < 1 and inv_gamma > 0; got min_value="
-                f"{self.min_value}, max_value={self.max_value}, inv_gamma={self.inv_gamma}."
+                f"ema=power needs 0 <= min_value <= max_value < 1, inv_gamma > 0 and every >= 1; got "
+                f"min_value={self.min_value}, max_value={self.max_value}, inv_gamma={self.inv_gamma}, "
+                f"every={self.every}."
             )
 
     def decay(self, count: int) -> float | None:
         """See `DecayRule`."""
-        step = count - self.update_after - 1
+        if count % self.every:
+            return None
+        step = (count - self.update_after) // self.every - 1
         if step <= 0:
             return 0.0
         value = 1.0 - (1.0 + step / self.inv_gamma) ** -self.power

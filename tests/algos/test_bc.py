@@ -32,7 +32,14 @@ PROCESSES = [
 
 def tiny(**changes: Any) -> BcConfig:
     """A run of six gradient steps, reported in pairs."""
-    values = {"steps": 6, "batch_size": 8, "block_steps": 2, "warmup_steps": 2, "validation_fraction": 0.0}
+    values = {
+        "steps": 6,
+        "batch_size": 8,
+        "block_steps": 2,
+        "warmup_steps": 2,
+        "validation_fraction": 0.0,
+        "ema_every": 1,
+    }
     return BcConfig(**{**values, **changes})
 
 
@@ -142,6 +149,17 @@ def test_snapshot_stays_as_it_was_while_training_goes_on() -> None:
     finish(algorithm)
     assert torch.equal(weights(snapshot), before)
     assert not snapshot.training
+
+
+def test_power_rule_changes_the_average_every_few_steps_only() -> None:
+    algorithm = tiny(steps=9, ema="power", ema_every=2, block_steps=1).build(two_mode_setup())
+    average = weights(algorithm.policy)
+    decays = [0.0, None, 0.0, None, 1 - 2**-0.75, None, 1 - 3**-0.75, None, 1 - 4**-0.75]
+    for decay in decays:
+        algorithm.advance()
+        if decay is not None:
+            average = decay * average + (1 - decay) * weights(algorithm.policy)
+        torch.testing.assert_close(weights(algorithm.snapshot()), average)
 
 
 def test_power_rule_only_copies_until_its_start() -> None:

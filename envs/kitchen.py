@@ -70,7 +70,9 @@ class KitchenStepper:
 
     can_save = True
 
-    def __init__(self, tasks: tuple[str, ...], num_envs: int, robot_noise: float, object_noise: float) -> None:
+    def __init__(
+        self, tasks: tuple[str, ...], num_envs: int, robot_noise: float, object_noise: float
+    ) -> None:
         if num_envs < 1:
             raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
         kitchen = load_kitchen()

@@ -45,7 +45,7 @@ def front_page() -> str:
     lines += [
         "",
         "burnish <command> --help shows its options and the whole configuration. Commands with key=value",
-        "have Hydra's powers: --cfg job, --multirun, --info, launchers, sweepers (burnish train --hydra-help).",
+        "have Hydra's powers: --cfg job, --multirun, --info, launchers, sweepers (see --hydra-help).",
         'Shell completion: eval "$(burnish -sc install=bash)". Traceback of an error: BURNISH_TRACEBACK=1.',
     ]
     return "\n".join(lines) + "\n"

@@ -74,7 +74,7 @@ def availability(env: object) -> str:
 def _datasets() -> Iterator[tuple[object, ...]]:
     from envs import datasets
 
-    for name, reader in datasets.READERS.items():
+    for name, (_, reader) in datasets.READERS.items():
         yield name, f"{reader.__module__}.{reader.__qualname__}", summary(reader)
 
 
@@ -94,7 +94,7 @@ def _choices(experiment: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for entry in (yaml.safe_load(text) or {}).get("defaults", []):
         if isinstance(entry, str) and entry != "_self_":
-            found |= _choices(entry)
+            found |= _choices(entry.removeprefix("/experiment/"))
         elif isinstance(entry, dict):
             found |= {key.removeprefix("override ").lstrip("/"): value for key, value in entry.items()}
     return found

@@ -70,10 +70,12 @@ def report(config: ReportConfig) -> Path:
     alone = runs[0].path / "report" if len(runs) == 1 else Path("report")
     target = Path(config.out) if config.out is not None else alone
     target.mkdir(parents=True, exist_ok=True)
-    page = Page(runs[0].path.name if len(runs) == 1 else f"{len(runs)} runs: {runs[0].path.name} …")
-    _facts(page, runs)
-    _curves(page, runs, target)
-    _numbers(page, runs)
+    named = _named(runs)
+    first = next(iter(named))
+    page = Page(first if len(runs) == 1 else f"{len(runs)} runs: {first} …")
+    _facts(page, named)
+    _curves(page, named, target)
+    _numbers(page, named)
     if config.episodes:
         _behaviour(page, config, runs[0], target)
     path = target / "index.html"
@@ -81,25 +83,34 @@ def report(config: ReportConfig) -> Path:
     return path
 
 
-def _facts(page: Page, runs: Sequence[RunDirectory]) -> None:
+def _named(runs: Sequence[RunDirectory]) -> dict[str, RunDirectory]:
+    """Give every run a name of its own."""
+    named: dict[str, RunDirectory] = {}
+    for one in runs:
+        name, number = one.path.resolve().name, 2
+        while name in named:
+            name, number = f"{one.path.resolve().name} ({number})", number + 1
+        named[name] = one
+    return named
+
+
+def _facts(page: Page, runs: Mapping[str, RunDirectory]) -> None:
     """Say what was run."""
     rows = []
-    for one in runs:
+    for name, one in runs.items():
         config = one.config
-        name = {key: (config.get(key) or {}).get("name", "") for key in ("algo", "env", "process")}
+        algo, env = ((config.get(key) or {}).get("name", "") for key in ("algo", "env"))
         source = config.get("dataset") or config.get("init") or ""
-        rows.append(
-            (one.path.name, name["algo"], name["env"], config.get("seed"), source, one.latest() or "none")
-        )
+        rows.append((name, algo, env, config.get("seed"), source, one.latest() or "none"))
     page.rows(("run", "algo", "task", "seed", "from", "last checkpoint"), rows)
 
 
-def _curves(page: Page, runs: Sequence[RunDirectory], target: Path) -> None:
+def _curves(page: Page, runs: Mapping[str, RunDirectory], target: Path) -> None:
     """Draw what was logged."""
     metrics = {
-        f"{one.path.name} (seed {one.config.get('seed')})": list(read_jsonl(one.metrics_path)) for one in runs
+        f"{name} (seed {one.config.get('seed')})": read_jsonl(one.metrics_path) for name, one in runs.items()
     }
-    unit = _unit(runs[0])
+    unit = _unit(next(iter(runs.values())))
     png = learning_curves(metrics, unit)
     page.heading("Learning")
     if png is None:
@@ -116,23 +127,24 @@ def _unit(directory: RunDirectory) -> str:
     return str(locate(directory.path, "run").provenance().get("unit", "steps"))
 
 
-def _numbers(page: Page, runs: Sequence[RunDirectory]) -> None:
+def _numbers(page: Page, runs: Mapping[str, RunDirectory]) -> None:
     """Tabulate the last evaluation of every run, and all of them together."""
-    last = {one.path.name: found for one in runs if (found := _last_evaluation(one)) is not None}
-    if not last:
+    found = {name: content for name, one in runs.items() if (content := _last_evaluation(one)) is not None}
+    if not found:
         return
     page.heading("Evaluation")
-    evaluations = [Evaluation.from_json(json.dumps(content)) for content in last.values()]
-    rows = [row for name, e in zip(last, evaluations, strict=True) for row in _rows(name, e.summary())]
+    evaluations = {name: Evaluation.from_json(json.dumps(content)) for name, content in found.items()}
+    rows = [row for name, evaluation in evaluations.items() for row in _rows(name, evaluation.summary())]
     page.rows(("run", "quantity", "mean", "95 % interval", "episodes"), rows)
-    if len(evaluations) > 1 and len({e.protocol_hash for e in evaluations}) == 1:
-        page.rows(("all runs", "mean", "95 % interval", "episodes"), list(_pooled(evaluations)))
-    for name, content in last.items():
-        if "versus" in content:
-            page.text(
-                f"{name} against {content['versus']['policy']}: {describe_comparison(content['versus'])}"
-            )
-    page.text(f"Protocol {evaluations[0].protocol_hash[:12]}; per-episode rows are in eval/ of each run.")
+    protocols = {evaluation.protocol_hash for evaluation in evaluations.values()}
+    if len(evaluations) > 1 and len(protocols) == 1:
+        pooled = list(_pooled(list(evaluations.values())))
+        page.rows(("all runs", "mean", "95 % interval", "episodes"), pooled)
+    for name, content in found.items():
+        if versus := content.get("versus"):
+            page.text(f"{name} against {versus['policy']}: {describe_comparison(versus)}")
+    hashes = ", ".join(sorted(protocol[:12] for protocol in protocols))
+    page.text(f"Protocol {hashes}; per-episode rows are in eval/ of each run.")
 
 
 def _last_evaluation(directory: RunDirectory) -> dict[str, Any] | None:

@@ -89,8 +89,8 @@ class Outcome:
 def run(config: TrainConfig, job: Job) -> float | None:
     """Train or continue, print where it is; returns the last success rate or mean return."""
     outcome = train(config, job)
-    last = outcome.last_evaluation
-    rows: list[tuple[str, object]] = [("run", outcome.directory.path), ("policy", outcome.directory.policy_path())]
+    last, directory = outcome.last_evaluation, outcome.directory
+    rows: list[tuple[str, object]] = [("run", directory.path), ("policy", directory.policy_path())]
     rows += [(name, f"{value:.4g}") for name, value in last.items()]
     output().print(table("", ("", ""), rows), "")
     return last.get("success", last.get("return"))
@@ -99,8 +99,8 @@ def run(config: TrainConfig, job: Job) -> float | None:
 def train(config: TrainConfig, job: Job) -> Outcome:
     """Train, or continue the run that `config.resume` names."""
     if config.resume is None:
-        config = _with_absolute_paths(config)
-        return _train(config, lambda: RunDirectory.create_at(job.directory, describe(config), job.overrides))
+        kept = describe(_with_absolute_paths(config))
+        return _train(config, lambda: RunDirectory.create_at(job.directory, kept, job.overrides))
     directory = RunDirectory.open(config.resume)
     changes = [override for override in job.overrides if not override.startswith("resume=")]
     return _train(restore(TrainConfig, directory.config, changes), lambda: directory)
@@ -108,8 +108,10 @@ def train(config: TrainConfig, job: Job) -> Outcome:
 
 def _with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """Let the run be resumed from any directory."""
-    paths = {name: getattr(config, name) for name in ("dataset", "init")}
-    return dataclasses.replace(config, **{k: str(Path(v).absolute()) for k, v in paths.items() if v is not None})
+    dataset, init = (
+        None if path is None else str(Path(path).absolute()) for path in (config.dataset, config.init)
+    )
+    return dataclasses.replace(config, dataset=dataset, init=init)
 
 
 def _train(config: TrainConfig, open_directory: Callable[[], RunDirectory]) -> Outcome:

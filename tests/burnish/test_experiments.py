@@ -30,7 +30,8 @@ def _content(name: str) -> tuple[list[str], dict[str, str], dict[str, Any]]:
     """Return parents, choices and own values of an experiment file."""
     data = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     entries = data.pop("defaults", [])
-    parents = [entry for entry in entries if isinstance(entry, str) and entry != "_self_"]
+    names = [entry for entry in entries if isinstance(entry, str) and entry != "_self_"]
+    parents = [entry.removeprefix("/experiment/") for entry in names]
     choices = {
         key.removeprefix("override ").lstrip("/"): value
         for entry in entries
@@ -107,7 +108,13 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path
     config = compose_config("train", [f"experiment={name}"])
     dataset = _random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env)
     common = ["evaluation.episodes=0", "num_workers=0", "progress=false", "num_threads=1"]
-    tiny = ["algo.epochs=null", "algo.steps=2", "algo.warmup_steps=0", "algo.batch_size=8", "backbone.width=16"]
+    tiny = [
+        "algo.epochs=null",
+        "algo.steps=2",
+        "algo.warmup_steps=0",
+        "algo.batch_size=8",
+        "backbone.width=16",
+    ]
     cloning = [f"experiment={base}", f"dataset={dataset}", *tiny, *common]
     train_command.train(compose_config("train", cloning), Job(tmp_path / "base"))
     few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.iterations=1", "algo.env_steps=null"]

@@ -1,0 +1,208 @@
+"""The command line as a person meets it: pages, tables, one-line errors, Hydra's powers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from burnish import cli
+from burnish.commands import COMMANDS
+from burnish.commands.doctor import main as doctor
+from burnish.commands.list import main as list_command
+
+
+def _run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the installed entry point's code in a process of its own."""
+    home = str(Path(cli.__file__).resolve().parents[1])
+    variables = os.environ | {"PYTHONPATH": home, "OMP_NUM_THREADS": "1"} | environment
+    command = [sys.executable, "-m", "burnish", *arguments]
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=120)
+
+
+def _main(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Run a command in this process; returns the exit code."""
+    monkeypatch.setattr(sys, "argv", ["burnish", *arguments])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_the_front_page_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([])
+    assert ended.value.code == 0
+    page = capsys.readouterr().out
+    assert all(f"  {name} " in page and command.example in page for name, command in COMMANDS.items())
+    assert max(map(len, page.splitlines())) <= 110
+
+
+def test_an_unknown_command_is_one_line_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["trian"])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "Did you mean 'train'?" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "algo.lrr=1"], "unknown key 'algo.lrr'"),
+        (["train", "algo.lr=fast"], "algo.lr: Value 'fast'"),
+        (["train", "algo.lr=-1"], "algo.lr must be positive; got -1.0."),
+        (["train", "algo=bc"], "algo=bc needs demonstrations"),
+        (["train", "init=nowhere", "algo=dppo", "env=avoid"], "init=nowhere does not exist"),
+        (["train", "dataset=nowhere.hdf5"], "nowhere.hdf5"),
+        (["train", "resume=nowhere"], "nowhere"),
+        (["train", "device=tpu"], "device"),
+        (["eval"], "eval needs policy="),
+        (["eval", "policy=x", "start_noise=some"], "start_noise must be random or zero"),
+        (["collect"], "collect needs env=<name>; tasks with an expert: avoid"),
+        (["collect", "env=hopper"], "env=hopper has no expert"),
+        (["export", "format=exe"], "format must be one of: onnx"),
+        (["report"], "report needs run="),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_end_in_one_line_and_leave_nothing_behind(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _main(*arguments, monkeypatch=monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1 and "Traceback" not in error
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_a_mistake_in_a_process_of_its_own_exits_with_2_and_one_line(tmp_path: Path) -> None:
+    done = _run("train", "algo.lrr=1", cwd=tmp_path)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("burnish: error: unknown key 'algo.lrr'") and done.stderr.count("\n") == 1
+    loud = _run("train", "algo.lrr=1", cwd=tmp_path, BURNISH_TRACEBACK="1")
+    assert loud.returncode != 0 and "Traceback" in loud.stderr
+
+
+def test_cfg_job_prints_the_composed_configuration_and_runs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        _main("train", "experiment=hopper_dppo", "algo.gamma=0.5", "--cfg", "job", monkeypatch=monkeypatch)
+        == 0
+    )
+    shown = capsys.readouterr().out
+    assert "gamma: 0.5" in shown and "name: hopper_dppo" in shown
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [name for name, c in COMMANDS.items() if c.schema])
+def test_every_command_has_a_help_page(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _main(command, "--help", monkeypatch=monkeypatch) == 0
+    assert f"usage: burnish {command}" in capsys.readouterr().out
+
+
+def test_multirun_runs_every_job_in_a_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = _main(
+        "collect",
+        "--multirun",
+        "env=avoid",
+        "episodes=1",
+        "first_seed=3,4",
+        "out=${first_seed}.hdf5",
+        monkeypatch=monkeypatch,
+    )
+    assert code == 0
+    assert sorted(path.name for path in tmp_path.glob("*.hdf5")) == ["3.hdf5", "4.hdf5"]
+
+
+def test_completion_offers_commands_then_keys_and_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for line, expected in (
+        ("burnish ", "doctor"),
+        ("burnish train algo=", "algo=dppo"),
+        ("burnish train algo.batch_s", "algo.batch_size="),
+    ):
+        monkeypatch.setenv("COMP_LINE", line)
+        assert _main("-sc", "query=bash", monkeypatch=monkeypatch) == 0
+        assert expected in capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("algos", "dppo"),
+        ("envs", "avoid"),
+        ("processes", "diffusion"),
+        ("backbones", "mlp"),
+        ("samplers", "ddim"),
+        ("datasets", "robomimic"),
+        ("experiments", "hopper_dppo"),
+    ],
+)
+def test_list_has_a_line_for_every_choice(
+    kind: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert list_command([kind]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:1] == [expected] for line in lines)
+    assert all(not line.lstrip().startswith(("None", "nan")) for line in lines)
+
+
+def test_doctor_finds_this_installation_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(["--no-render"]) == 0
+    shown = capsys.readouterr().out
+    for subject in ("python", "torch", "mujoco", "threads", "package policies", "parts"):
+        assert f"  {subject} " in shown
+    assert "FAIL" not in shown
+
+
+def test_doctor_notices_a_foreign_package_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign = tmp_path / "configs"
+    foreign.mkdir()
+    (foreign / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "configs", raising=False)
+    assert doctor(["--no-render"]) == 1
+    assert "hides ours" in capsys.readouterr().out
+
+
+def test_threads_default_to_one_unless_the_person_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+def test_the_front_page_loads_nothing_numeric(tmp_path: Path) -> None:
+    home = str(Path(cli.__file__).resolve().parents[1])
+    code = (
+        "import sys; from burnish import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'numpy', 'hydra', 'matplotlib'} & set(sys.modules), sorted(sys.modules)"
+    )
+    variables = os.environ | {"PYTHONPATH": home}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=variables, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()

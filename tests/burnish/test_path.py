@@ -1,0 +1,180 @@
+"""The whole path, tiny: demonstrations, cloning, fine-tuning, evaluation, report, export; and resuming."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import burnish
+from burnish.api import Run, overrides_of
+from burnish.commands.evaluate import task_of
+from burnish.locate import locate
+from envs.datasets import read_dataset
+from policies.errors import CheckpointError, ConfigError, DatasetError
+
+QUIET = {"num_workers": 0, "progress": False, "num_threads": 1}
+TINY_BC = {"steps": 12, "warmup_steps": 0, "batch_size": 16, "block_steps": 4, "validation_windows": 4}
+TINY_PPO = {"num_envs": 2, "steps_per_iteration": 4, "iterations": 2, "batch_size": 16, "update_epochs": 1}
+
+
+@pytest.fixture(scope="module")
+def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("data") / "avoid.hdf5"
+    return burnish.collect(env="avoid", episodes=4, out=out)
+
+
+@pytest.fixture(scope="module")
+def base(demonstrations: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return burnish.clone(
+        demonstrations,
+        directory=tmp_path_factory.mktemp("runs") / "base",
+        env="avoid",
+        name="base",
+        backbone={"width": 16},
+        evaluation={"episodes": 2},
+        trainer={"checkpoint_every": 4},
+        **{f"algo.{key}": value for key, value in TINY_BC.items()},
+        **QUIET,
+    )
+
+
+@pytest.fixture(scope="module")
+def tuned(base: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return burnish.train(
+        directory=tmp_path_factory.mktemp("runs") / "tuned",
+        algo="dppo",
+        env="avoid",
+        init=base,
+        evaluation={"episodes": 2},
+        **{f"algo.{key}": value for key, value in TINY_PPO.items()},
+        **{"algo.critic.width": 16},
+        **QUIET,
+    )
+
+
+def test_collected_files_hold_what_was_asked_for(demonstrations: Path) -> None:
+    dataset = read_dataset(demonstrations)
+    assert dataset.num_episodes == 4
+    assert dataset.success is not None and bool(dataset.success.all())
+    with pytest.raises(DatasetError, match="exists; choose another file or say overwrite=true"):
+        burnish.collect(env="avoid", episodes=1, out=demonstrations)
+
+
+def test_a_run_keeps_what_is_needed_to_understand_and_continue_it(base: Run, demonstrations: Path) -> None:
+    names = {path.name for path in base.path.iterdir()}
+    assert {
+        "config.yaml",
+        "overrides.txt",
+        "environment.json",
+        "metrics.jsonl",
+        "eval",
+        "checkpoints",
+    } <= names
+    config = base.directory.config
+    assert config["algo"]["name"] == "bc" and config["backbone"]["width"] == 16
+    assert config["dataset"] == str(demonstrations)
+    assert base.directory.checkpoints() == [4, 8, 12]
+
+
+def test_a_policy_knows_its_task(base: Run) -> None:
+    assert task_of(locate(base.path)).spec.name == "avoid"
+    assert locate(base.path).provenance()["algo"] == "bc"
+
+
+def test_fine_tuning_compares_on_the_same_episodes_and_reports(base: Run, tuned: Run, tmp_path: Path) -> None:
+    result = burnish.evaluate(tuned, versus=base, episodes=3, num_workers=0)
+    assert result.comparison is not None and result.versus is not None
+    assert (
+        [row.seed for row in result.evaluation.rows] == [row.seed for row in result.versus.rows] == [0, 1, 2]
+    )
+    difference = result.evaluation.values("success").mean() - result.versus.values("success").mean()
+    assert result.comparison.difference.value == pytest.approx(difference)
+    written = json.loads(result.path.read_text())
+    assert result.path.parent == tuned.path / "eval"
+    assert len(written["rows"]) == 3 and written["versus"]["episodes"] == 3
+    page = burnish.report(tuned, episodes=2, num_workers=0, out=tmp_path / "report").read_text()
+    assert "<h2>Learning</h2>" in page and "<h2>Behaviour</h2>" in page
+    assert page.count("data:image/png;base64,") == 2
+    assert "before: " in page and "after: " in page
+    assert "http" not in page, "the page needs nothing from elsewhere"
+
+
+def test_evaluation_does_not_depend_on_the_number_of_environments(base: Run, tmp_path: Path) -> None:
+    rows = [
+        burnish.evaluate(
+            base, episodes=4, num_envs=n, num_workers=0, out=tmp_path / f"{n}.json"
+        ).evaluation.rows
+        for n in (1, 3)
+    ]
+    assert rows[0] == rows[1]
+
+
+def test_several_runs_share_a_report(base: Run, tuned: Run, tmp_path: Path) -> None:
+    page = burnish.report([base, base], episodes=0, out=tmp_path / "both").read_text()
+    assert "2 runs" in page and "all runs" in page
+
+
+@pytest.mark.slow
+def test_an_export_reproduces_the_tuned_policy(tuned: Run, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    report = burnish.export(tuned, out=tmp_path / "exported")
+    assert report.worst <= report.tolerance
+    assert (tmp_path / "exported" / "policy.onnx").stat().st_size > 0
+
+
+@pytest.mark.parametrize("which", ["base", "tuned"])
+def test_resuming_continues_bit_exactly(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    run: Run = request.getfixturevalue(which)
+    copy = tmp_path / "copy"
+    shutil.copytree(run.path, copy, symlinks=True)
+    *_, last = run.directory.checkpoints()
+    shutil.rmtree(copy / "checkpoints" / str(last))
+    resumed = burnish.train(resume=copy)
+    assert resumed.directory.latest() == last
+    expected = load_file(run.directory.policy_path() / "model.safetensors")
+    found = load_file(resumed.directory.policy_path() / "model.safetensors")
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_run_is_not_overwritten(base: Run, demonstrations: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds a run already"):
+        burnish.clone(demonstrations, directory=base.path, **{"algo.steps": 1, "algo.warmup_steps": 0})
+
+
+def test_what_was_typed_on_resume_changes_values_only(base: Run) -> None:
+    with pytest.raises(ConfigError, match="would replace a part"):
+        burnish.train("process=flow", resume=base)
+
+
+def test_a_place_without_a_policy_is_described(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="neither a policy directory"):
+        locate(tmp_path)
+
+
+def test_keyword_values_are_written_in_the_grammar_of_overrides(tmp_path: Path) -> None:
+    written = overrides_of(
+        ("seed=1",),
+        {"algo": {"lr": 1e-3, "epochs": None}, "policy.x": [1, 2], "out": "it's a=b, c", "on": True},
+    )
+    assert written == [
+        "seed=1",
+        "algo.lr=0.001",
+        "algo.epochs=null",
+        "policy.x=[1,2]",
+        "out='it\\'s a=b, c'",
+        "on=true",
+    ]
+
+
+def test_a_loaded_policy_acts(tuned: Run) -> None:
+    policy = burnish.load_policy(tuned.directory.policy_path())
+    generator = torch.Generator().manual_seed(0)
+    action = policy.act(np.zeros((3, 1, 4)), generator=generator)
+    assert action.shape == (3, 4, 2) and bool(action.isfinite().all())

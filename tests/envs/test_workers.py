@@ -98,9 +98,10 @@ def test_every_worker_is_a_process_with_one_thread(pool: ProcessWorkers) -> None
     assert os.getpid() not in pool.pids
 
 
-def test_a_keyboard_interrupt_does_not_reach_the_workers(pool: ProcessWorkers) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_to_the_whole_job_do_not_end_the_workers(pool: ProcessWorkers, number: int) -> None:
     for pid in pool.pids:
-        os.kill(pid, signal.SIGINT)
+        os.kill(pid, number)
         assert os.getpgid(pid) != os.getpgid(0)  # the terminal's Ctrl-C goes to the foreground group only
     assert len(pool.call("environment", [(), ()])) == 2
 

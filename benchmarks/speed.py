@@ -42,6 +42,7 @@ from policies.protocols import ChunkSpec
 from policies.samplers import DDPM
 
 OBS, CHUNK, LEVELS, FT, ENVS = 11, (4, 3), 20, 10, 40
+BLOCK = 25  # gradient steps per report of behaviour cloning
 CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {}
 
 
@@ -299,7 +300,7 @@ def _our_cloning(states: Tensor, actions: Tensor, starts: Tensor, batch: int) ->
     ends[starts[1:] - 1] = True
     data = EpisodeDataset(states, actions, torch.zeros(len(states)), flags, ends, starts)
     config = BcConfig(
-        steps=10**9, batch_size=batch, block_steps=1, validation_fraction=0.0, validation_every=0
+        steps=10**9, batch_size=batch, block_steps=BLOCK, validation_fraction=0.0, validation_every=0
     )
     run = config.build(Setup(policy=PolicyConfig(process=VPDiffusion(num_levels=LEVELS)), dataset=data))
     copy_trunk(plain_nets()[0], run.policy.field)

@@ -1,0 +1,273 @@
+"""Learning studies: clone, fine-tune, evaluate, on several seeds, and write down what came out.
+
+    python -m benchmarks.learning avoid                         every seed and algorithm of a study
+    python -m benchmarks.learning hopper --dataset FILE --seeds 0,1,2 --algos dppo,ppo
+    python -m benchmarks.learning avoid --report                tables and curves from what is there
+
+Each run leaves one JSON file in docs/results/<study>/ (per-episode numbers, curve, protocol, versions,
+wall time); a run whose file is there is not repeated. The checkpoint that is evaluated is the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import burnish
+from algos.metrics import read_jsonl
+from algos.provenance import describe_environment
+from envs.datasets import read_dataset
+from envs.statistics import bootstrap_mean, wilson
+
+RESULTS = Path("docs/results")
+EPISODES = 100
+
+
+@dataclass(frozen=True)
+class Study:
+    """One task: where its demonstrations come from and which experiments are run on it."""
+
+    env: str
+    demonstrations: int | None  # recorded per seed; None: a dataset file is given
+    bases: dict[str, str]  # algorithm -> experiment that clones its initial policy
+    tuned: dict[str, str]  # algorithm -> experiment that fine-tunes it
+    quantity: str  # success | return
+    max_steps: int  # of an episode, for the text only
+
+
+STUDIES = {
+    "avoid": Study(
+        "avoid",
+        30,
+        {"dppo": "avoid_bc", "ppo": "avoid_gaussian_bc"},
+        {"dppo": "avoid_dppo", "ppo": "avoid_ppo"},
+        "success",
+        100,
+    ),
+    "hopper": Study(
+        "hopper",
+        None,
+        {"dppo": "hopper_study_bc", "ppo": "hopper_study_gaussian_bc"},
+        {"dppo": "hopper_study_dppo", "ppo": "hopper_study_ppo"},
+        "return",
+        1000,
+    ),
+    "cube-single": Study(
+        "cube-single",
+        10,
+        {"dppo": "cube_single_bc", "ppo": "cube_single_gaussian_bc"},
+        {"dppo": "cube_single_dppo", "ppo": "cube_single_ppo"},
+        "success",
+        200,
+    ),
+}
+
+
+def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path, workers: int) -> Path:
+    """Clone, fine-tune and evaluate one seed; returns the JSON file."""
+    study, target = STUDIES[name], RESULTS / name / f"{algo}-seed{seed}.json"
+    if target.exists():
+        return target
+    place = root / name / f"{algo}-seed{seed}"
+    base_path, demos = (
+        root / name / f"{algo}-base-seed{seed}",
+        root / name / f"demonstrations-seed{seed}.hdf5",
+    )
+    if study.demonstrations is None:
+        if dataset is None:
+            raise SystemExit(f"study {name} needs --dataset FILE")
+        demos = Path(dataset)
+    elif not demos.exists():
+        burnish.collect(
+            env=study.env, episodes=study.demonstrations, first_seed=1_000_000 + 10_000 * seed, out=str(demos)
+        )
+    wall: dict[str, float] = {}
+    begin = time.perf_counter()
+    if not (base_path / "checkpoints" / "last").exists():
+        shutil.rmtree(base_path, ignore_errors=True)
+        burnish.train(
+            f"experiment={study.bases[algo]}", "evaluation.episodes=0", dataset=str(demos), seed=seed,
+            directory=base_path,
+        )  # fmt: skip
+    wall["clone_s"] = time.perf_counter() - begin
+    begin = time.perf_counter()
+    shutil.rmtree(place, ignore_errors=True)
+    tuned = burnish.train(
+        f"experiment={study.tuned[algo]}", "evaluation.episodes=0", init=str(base_path), seed=seed,
+        num_workers=workers, num_threads=max(1, workers), directory=place,
+    )  # fmt: skip
+    wall["tune_s"] = time.perf_counter() - begin
+    result = burnish.evaluate(
+        tuned, versus=str(base_path), episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")
+    )
+    assert result.versus is not None and result.comparison is not None
+    content = {
+        "study": name, "algo": algo, "seed": seed, "experiment": study.tuned[algo],
+        "demonstrations": read_dataset(demos).num_episodes,
+        "before": episode_columns(result.versus), "after": episode_columns(result.evaluation),
+        "difference": asdict(result.comparison), "protocol": result.evaluation.protocol,
+        "curve": list(curve(tuned.directory.metrics_path)), "wall": wall,
+        "environment": describe_environment(),
+    }  # fmt: skip
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(content) + "\n")
+    return target
+
+
+def episode_columns(evaluation: Any) -> dict[str, list[float]]:
+    """Return the per-episode numbers by name."""
+    names = ["return", "success", "length", *evaluation.rows[0].metrics]
+    return {name: [round(float(v), 6) for v in evaluation.values(name)] for name in names}
+
+
+def curve(path: Path) -> Iterator[dict[str, float]]:
+    """Yield training returns and success rates over environment steps."""
+    for row in read_jsonl(path):
+        if row.get("rollout/return") is not None:
+            yield {
+                "step": row["step"],
+                "return": round(row["rollout/return"], 4),
+                "success": round(row.get("rollout/success") or 0.0, 4),
+            }
+
+
+# -- report ---------------------------------------------------------------------------------------------
+
+
+def load(name: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the results of a study by algorithm, seeds in order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted((RESULTS / name).glob("*-seed*.json")):
+        content = json.loads(path.read_text())
+        found.setdefault(content["algo"], []).append(content)
+    return found
+
+
+def report(name: str) -> Path:
+    """Write docs/results/<study>.md and its curve."""
+    study, found = STUDIES[name], load(name)
+    lines = [
+        f"# {name}",
+        "",
+        f"`python -m benchmarks.learning {name}`: policies cloned per seed, fine-tuned, last checkpoint, the same "
+        f"{EPISODES} episodes before and after. Intervals: 95 %; per seed over episodes, pooled over seeds and "
+        f"episodes.",
+        "",
+        f"| algorithm | seed | {study.quantity} before | after | after − before | env steps | wall, tuning |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for algo, runs in found.items():
+        lines += [_row(study, algo, content) for content in runs]
+        lines.append(_pooled(study, algo, runs))
+    lines += ["", f"![learning curves]({name}.png)", ""]
+    for algo, runs in found.items():
+        if "mode" in runs[0]["after"]:
+            lines += [_modes(algo, content) for content in runs]
+    first = next(iter(found.values()))[0]["environment"]
+    lines += ["", f"Machine: {first.get('platform', '')}, {first.get('cpu_count', '?')} CPUs."]
+    draw(name, found)
+    path = RESULTS / f"{name}.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _interval(study: Study, values: np.ndarray) -> str:
+    if study.quantity == "success":
+        i = wilson(int(values.sum()), values.size)
+        return f"{100 * i.value:.0f} % ({100 * i.low:.0f}–{100 * i.high:.0f})"
+    i = bootstrap_mean(values)
+    return f"{i.value:.0f} ({i.low:.0f}–{i.high:.0f})"
+
+
+def _row(study: Study, algo: str, content: dict[str, Any]) -> str:
+    before, after = (np.array(content[when][study.quantity]) for when in ("before", "after"))
+    d, scale = content["difference"]["difference"], 100 if study.quantity == "success" else 1
+    change = f"{scale * d['value']:+.0f} ({scale * d['low']:+.0f} to {scale * d['high']:+.0f})"
+    steps, wall = content["curve"][-1]["step"], content["wall"]["tune_s"] / 60
+    cells = (algo, content["seed"], _interval(study, before), _interval(study, after), change)
+    return "| " + " | ".join(map(str, cells)) + f" | {steps:,} | {wall:.1f} min |"
+
+
+def _pooled(study: Study, algo: str, runs: Sequence[dict[str, Any]]) -> str:
+    before, after = (np.array([c[when][study.quantity] for c in runs]) for when in ("before", "after"))
+    return (
+        f"| **{algo}** | **all** | **{_interval(study, before)}** | **{_interval(study, after)}** | "
+        f"{(after.mean() - before.mean()) * (100 if study.quantity == 'success' else 1):+.0f} | | |"
+    )
+
+
+def _modes(algo: str, content: dict[str, Any]) -> str:
+    def count(when: str) -> int:
+        modes, success = (np.array(content[when][k]) for k in ("mode", "success"))
+        return len(set(modes[(success > 0) & (modes >= 0)].tolist()))
+
+    return (
+        f"- {algo}, seed {content['seed']}: distinct ways among successful episodes "
+        f"{count('before')} before, {count('after')} after."
+    )
+
+
+def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    """Draw training curves, thin per seed and thick for the mean."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    study = STUDIES[name]
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for color, (algo, runs) in zip(("tab:blue", "tab:orange", "tab:green"), found.items(), strict=False):
+        lines = [np.array([(p["step"], p[study.quantity]) for p in c["curve"]]).T for c in runs]
+        for steps, values in lines:
+            axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.9)
+        grid = np.linspace(max(line[0][0] for line in lines), min(line[0][-1] for line in lines), 200)
+        mean = np.mean([np.interp(grid, *line) for line in lines], axis=0)
+        axes.plot(grid, mean, color=color, linewidth=2.0, label=f"{algo}, mean of {len(runs)} seeds")
+    axes.set_xlabel("environment steps")
+    axes.set_ylabel(f"{study.quantity}, training episodes (with exploration noise)")
+    axes.set_title(name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(RESULTS / f"{name}.png", dpi=120)
+
+
+def main() -> int:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", choices=list(STUDIES))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--algos", default="dppo,ppo")
+    parser.add_argument("--dataset")
+    parser.add_argument("--root", type=Path, default=Path("runs/study"))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--report", action="store_true", help="only write the report of what is there")
+    options = parser.parse_args()
+    if not options.report:
+        for algo in options.algos.split(","):
+            for seed in map(int, options.seeds.split(",")):
+                path = run_one(
+                    options.study,
+                    algo,
+                    seed,
+                    dataset=options.dataset,
+                    root=options.root,
+                    workers=options.workers,
+                )
+                print(f"written: {path}", flush=True)
+    print(f"written: {report(options.study)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shutil
 import sys
 import time
@@ -158,9 +159,9 @@ def report(name: str) -> Path:
     lines = [
         f"# {name}",
         "",
-        f"`python -m benchmarks.learning {name}`: policies cloned per seed, fine-tuned, last checkpoint, the same "
-        f"{EPISODES} episodes before and after. Intervals: 95 %; per seed over episodes, pooled over seeds and "
-        f"episodes.",
+        f"`python -m benchmarks.learning {name}`: policies cloned per seed, fine-tuned, last checkpoint, the "
+        f"same {EPISODES} episodes before and after. Intervals: 95 %; per seed over episodes, pooled over "
+        f"seeds and episodes.",
         "",
         f"| algorithm | seed | {study.quantity} before | after | after − before | env steps | wall, tuning |",
         "|---|---|---|---|---|---|---|",
@@ -253,6 +254,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--report", action="store_true", help="only write the report of what is there")
     options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if not options.report:
         for algo in options.algos.split(","):
             for seed in map(int, options.seeds.split(",")):

@@ -13,8 +13,8 @@ Differences from robomimic's rollouts on robosuite 1.4.1, which DPPO (arXiv 2409
   1.5.1 turn the commands of transport's arms by 90 degrees.
 - Observations describe the state after the step. robosuite reports them from before the last physics
   step, and can's and square's relative poses from older positions still (zeros after a reset).
-- Models are compiled once (`hard_reset=False`), so the size of lift's cube, which robosuite draws at
-  compilation, is the same in all episodes.
+- Models are compiled once (`hard_reset=False`), so what robosuite draws at compilation, the sizes of
+  lift's cube and of the head of transport's hammer, is the same in all environments and episodes.
 - A reset depends on its seed alone and leaves numpy's global generator as it was.
 
 Legend: N environments, M of them addressed.
@@ -117,7 +117,7 @@ class RobosuiteStepper:
         """Return the observation (Do,) of the present state, as robomimic reads it out of recorded states."""
         import mujoco
 
-        # Positions of bodies only: a full forward pass would warm-start the next step differently.
+        # Poses only: cheaper than a full forward pass, and nothing that the next step starts from changes.
         mujoco.mj_kinematics(env.sim.model._model, env.sim.data._data)
         for _ in range(2):  # relative poses are computed from the object poses of the previous pass
             now = env._get_observations(force_update=True)

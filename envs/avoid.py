@@ -174,6 +174,7 @@ class AvoidStepper:
 
         mujoco.mj_resetData(self.model, self.datas[row])
         self._position[row] = self._qpos[row][:] = start_position(seed)
+        mujoco.mj_forward(self.model, self.datas[row])
         self._gaps[row] = -1
         return np.concatenate([self._position[row], np.zeros(2)])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from envs.avoid import MAX_SPEED, Avoid, AvoidStepper, load_scene, start_positio
 from envs.collect import collect
 from envs.experts.avoid import AvoidDemonstrator
 from envs.vector import ChunkVector
-from policies.errors import ConfigError
+from policies.errors import ConfigError, MissingExtraError
 
 SCENE = load_scene()
 
@@ -254,6 +255,18 @@ def test_the_picture_shows_every_episode_in_the_colour_of_its_outcome() -> None:
     assert sorted(drawn) == sorted([SUCCESS, SUCCESS, FAILURE])
     assert before.get_title(loc="left") == "67% succeed (2 of 3)"
     assert after.get_title(loc="left") == "100% succeed (1 of 1)"
+
+
+def test_an_episode_can_be_photographed_from_its_first_moment() -> None:
+    actions = np.tile([0.0, 1.0], (6, 1))
+    try:
+        frames = Avoid().render_frames(0, actions, every=3, width=64, height=64)
+    except MissingExtraError as reason:
+        pytest.skip(str(reason))
+    assert frames.shape == (3, 64, 64, 3)
+    assert all(np.abs(a.astype(int) - b).max() > 30 for a, b in pairwise(frames))
+    orange = (frames[..., 0].astype(int) - frames[..., 2] > 80).sum(axis=(1, 2))
+    assert (orange > 0).all()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 
 from policies.errors import ConfigError
@@ -35,7 +34,7 @@ class StateEncoder(nn.Module):
     def forward(self, obs: Observation, normalizer: Normalizer) -> Cond:
         """Encode `state` (B, To, Do) and `goal` (B, Dg), in physical units."""
         state = self._checked(obs, "state", (self.obs_steps, self.obs_dim))
-        vec = rearrange(normalizer.encode("state", state), "B To Do -> B (To Do)")
+        vec = normalizer.encode("state", state).reshape(-1, self.obs_steps * self.obs_dim)
         if self.goal_dim:
             goal = self._checked(obs, "goal", (self.goal_dim,))
             vec = torch.cat([vec, normalizer.encode("goal", goal)], dim=-1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,7 +41,6 @@ class SwitchedField(nn.Module):
         self.base: Any = base
         self.tuned: Any = tuned
         self.switch_time = float(switch_time)
-        self.known_times: tuple[float, ...] | None = None  # values of bound times that cannot be read
         self._cache: WeightCache[_Split] = WeightCache()
 
     def forward(
@@ -63,7 +61,7 @@ class SwitchedField(nn.Module):
             x: (M, Th, Da) -> (M, Th, Da). Others as for `Backbone`.
         """
         is_tuned = time < self.switch_time
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or time.device.type != "cpu":
+        if _is_traced() or time.device.type != "cpu":
             rows = is_tuned if time_row is None else is_tuned.index_select(0, time_row)
             arguments = (x, time, cond, cond_row, time_row)
             return torch.where(rows[:, None, None], self.tuned(*arguments), self.base(*arguments))
@@ -101,13 +99,11 @@ class SwitchedField(nn.Module):
         """Bind each network to its own times; a step runs one network only. See `Backbone`.
 
         Pass the same `times` tensor every time: its split is kept (on an accelerator, reading it waits).
-        A tracer, which cannot read them, sets `known_times` first.
+        A tracer cannot read times: unless the split is frozen, both networks run and the result is selected.
         """
-        known = self.known_times
-        if known is None:
-            split = self._cache.get((times,), lambda: _Split(times, times.tolist(), self.switch_time))
-        else:
-            split = _Split(times, known, self.switch_time)
+        if _is_traced() and not self._cache.frozen:
+            return self._bind_both(cond, times)
+        split = self._cache.get((times,), lambda: _Split(times, self.switch_time))
         base = self.base.bind(cond, split.base_times) if split.base_times.numel() else None
         tuned = self.tuned.bind(cond, split.tuned_times) if split.tuned_times.numel() else None
         steps: list[tuple[BoundField, int]] = [
@@ -121,6 +117,15 @@ class SwitchedField(nn.Module):
 
         return bound
 
+    def _bind_both(self, cond: Cond, times: Tensor) -> BoundField:
+        is_tuned = times < self.switch_time
+        base, tuned = self.base.bind(cond, times), self.tuned.bind(cond, times)
+        return lambda k, x: torch.where(is_tuned[k], tuned(k, x), base(k, x))
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
 
 class _Split:
     """Times (K,) divided into those of the tuned and those of the base network.
@@ -128,8 +133,8 @@ class _Split:
     `is_tuned[k]` tells the side of step k, `place[k]` its position among the times of that side.
     """
 
-    def __init__(self, times: Tensor, values: Sequence[float], switch_time: float) -> None:
-        self.is_tuned = [value < switch_time for value in values]
+    def __init__(self, times: Tensor, switch_time: float) -> None:
+        self.is_tuned = [time < switch_time for time in times.tolist()]
         sides = [[k for k, side in enumerate(self.is_tuned) if side == wanted] for wanted in (True, False)]
         self.tuned_times, self.base_times = (times[torch.tensor(side, dtype=torch.long)] for side in sides)
         self.place = [self.is_tuned[:k].count(side) for k, side in enumerate(self.is_tuned)]

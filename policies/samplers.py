@@ -147,7 +147,8 @@ def _unroll(table: StepTable, noise: Tensor) -> tuple[Tensor, Sequence[Tensor | 
         draws = draws.clamp(-table.noise_clip, table.noise_clip)
     std = table.placed("std", noise)[:, None, None, :]
     scaled = (draws * std).contiguous().unbind(0)
-    return noise[:, 0], [draw if noisy else None for draw, noisy in zip(scaled, table.noisy, strict=True)]
+    steps = [draw if noisy else None for draw, noisy in zip(scaled, table.noisy, strict=True)]
+    return noise[:, 0].contiguous(), steps
 
 
 def _check(

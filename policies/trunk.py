@@ -197,7 +197,7 @@ class ResidualTrunk(nn.Module):
     def finish_of(self, fold: Fold) -> Finish:
         """Return the function z (B, H') -> out (B, out), with its weights looked up once.
 
-        The function overwrites z unless a graph is being built.
+        The function overwrites z unless a graph is being built or traced.
         """
         feature = fold.feature.t()  # type: ignore[union-attr]
         if fold.skip is None:
@@ -214,7 +214,8 @@ class ResidualTrunk(nn.Module):
 
     def _finish_one_block(self, feature: Tensor) -> Finish:
         width, out = self.outlet.in_features, self.outlet.out_features
-        features = self.last_block.features_of(overwrite=not torch.is_grad_enabled())
+        may_overwrite = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        features = self.last_block.features_of(overwrite=may_overwrite)
 
         def finish(z: Tensor) -> Tensor:
             return torch.addmm(z.narrow(1, width, out), features(z.narrow(1, 0, width)), feature)

@@ -45,6 +45,7 @@ class WeightCache(Generic[T]):
     """
 
     def __init__(self) -> None:
+        self.frozen = False
         self.clear()
 
     def __reduce__(self) -> tuple[type[WeightCache[T]], tuple[()]]:
@@ -69,6 +70,8 @@ class WeightCache(Generic[T]):
             The value: freshly computed, with its graph, while tracing and whenever a gradient could flow
             to a source; otherwise detached and possibly remembered.
         """
+        if self.frozen and self._value is not None:
+            return self._value
         if not _cacheable(sources):
             return compute()
         if self._is_current(sources):
@@ -105,12 +108,25 @@ def _cacheable(sources: Sequence[Tensor]) -> bool:
     return all(type(source) in (nn.Parameter, Tensor) and not source.is_inference() for source in sources)
 
 
+def freeze(module: nn.Module) -> None:
+    """Declare that the weights of a module never change again and that it is used in one way only.
+
+    What its caches hold is returned unchecked from now on, to a tracer as well, which sees constants.
+    Evaluate the module once before, without gradients, so that they hold something.
+    """
+    for kept in _caches(module):
+        kept.frozen = True
+
+
 def forget(module: nn.Module) -> None:
     """Empty the caches of a module and of its children.
 
     Needed only after writes that PyTorch does not report; see the top of this file.
     """
-    for part in module.modules():
-        for value in vars(part).values():
-            if isinstance(value, WeightCache):
-                value.clear()
+    for kept in _caches(module):
+        kept.clear()
+
+
+def _caches(module: nn.Module) -> list[WeightCache[Any]]:
+    values = [value for part in module.modules() for value in vars(part).values()]
+    return [value for value in values if isinstance(value, WeightCache)]

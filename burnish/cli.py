@@ -73,6 +73,9 @@ def _dispatch(name: str, arguments: list[str]) -> int:
         if wants_traceback():
             raise
         return complain(error)
+    except BrokenPipeError:  # the reader, for example `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         sys.stderr.write("burnish: interrupted\n")
         return 130

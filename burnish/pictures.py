@@ -47,11 +47,14 @@ def read_curves(metrics: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -
 def learning_curves(metrics: Mapping[str, Sequence[Mapping[str, Any]]], unit: str) -> bytes | None:
     """Draw the most telling metrics that the runs have, a panel each; None where there is nothing to draw.
 
-    A task without success has no panel of successes, and a task with success none of returns.
+    A task with success has no panel of returns, a task without none of successes; the loss is drawn where
+    it says something, in cloning.
     """
     drawn = {name: read_curves(metrics, name) for name, _ in CURVES}
     skip = "/return" if drawn["eval/success"] else "/success" if drawn["eval/return"] else "?"
-    panels = [(title, drawn[name]) for name, title in CURVES if not name.endswith(skip)]
+    is_cloning = not drawn["rollout/return"]
+    names = {name for name, _ in CURVES if not name.endswith(skip) and (is_cloning or name != "policy/loss")}
+    panels = [(title, drawn[name]) for name, title in CURVES if name in names]
     panels = [(title, curves) for title, curves in panels if any(len(c.steps) > 1 for c in curves)][:3]
     if not panels:
         return None

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from policies.errors import ExportError, MissingExtraError
 from policies.policy import Policy
-from policies.weight_cache import freeze
+from policies.weight_cache import seal
 
 MODEL, SIGNATURE, SAMPLE, REPORT, CARD = (
     "policy.onnx",
@@ -192,7 +192,7 @@ def _write_checked_graph(
     traced = SampledPolicy(model.policy.clone())
     with torch.no_grad():
         traced(**random_inputs(traced.policy, _TRACED_BATCH, torch.Generator().manual_seed(seed)))
-    freeze(traced)  # what depends on weights alone becomes constants of the graph
+    seal(traced)  # what depends on weights alone becomes constants of the graph
     for is_symbolic in (False, True):
         _write_graph(traced, path, seed, is_symbolic=is_symbolic)
         parity = _parity(model, open_session(path), batch_sizes, seed)

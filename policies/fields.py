@@ -99,9 +99,9 @@ class SwitchedField(nn.Module):
         """Bind each network to its own times; a step runs one network only. See `Backbone`.
 
         Pass the same `times` tensor every time: its split is kept (on an accelerator, reading it waits).
-        A tracer cannot read times: unless the split is frozen, both networks run and the result is selected.
+        A tracer cannot read times: unless the split is sealed, both networks run and the result is selected.
         """
-        if _is_traced() and not self._cache.frozen:
+        if _is_traced() and not self._cache.sealed:
             return self._bind_both(cond, times)
         split = self._cache.get((times,), lambda: _Split(times, self.switch_time))
         base = self.base.bind(cond, split.base_times) if split.base_times.numel() else None

@@ -45,7 +45,7 @@ class WeightCache(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self.frozen = False
+        self.sealed = False
         self.clear()
 
     def __reduce__(self) -> tuple[type[WeightCache[T]], tuple[()]]:
@@ -70,7 +70,7 @@ class WeightCache(Generic[T]):
             The value: freshly computed, with its graph, while tracing and whenever a gradient could flow
             to a source; otherwise detached and possibly remembered.
         """
-        if self.frozen and self._value is not None:
+        if self.sealed and self._value is not None:
             return self._value
         if not _cacheable(sources):
             return compute()
@@ -108,14 +108,14 @@ def _cacheable(sources: Sequence[Tensor]) -> bool:
     return all(type(source) in (nn.Parameter, Tensor) and not source.is_inference() for source in sources)
 
 
-def freeze(module: nn.Module) -> None:
+def seal(module: nn.Module) -> None:
     """Declare that the weights of a module never change again and that it is used in one way only.
 
     What its caches hold is returned unchecked from now on, to a tracer as well, which sees constants.
     Evaluate the module once before, without gradients, so that they hold something.
     """
     for kept in _caches(module):
-        kept.frozen = True
+        kept.sealed = True
 
 
 def forget(module: nn.Module) -> None:

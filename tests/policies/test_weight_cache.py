@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from policies.weight_cache import WeightCache, forget
+from policies.weight_cache import WeightCache, forget, seal
 
 
 class Sum(nn.Module):
@@ -174,6 +174,22 @@ def test_forget_empties_the_caches_below_a_module() -> None:
         module.linear.weight.data.add_(1.0)  # not reported by PyTorch
         forget(nn.Sequential(module))
         assert torch.equal(module(), module.fresh())
+
+
+def test_a_sealed_value_is_returned_unchecked_and_a_copy_is_open() -> None:
+    module = Sum()
+    with torch.no_grad():
+        before = module()
+        seal(module)
+        module.linear.weight.add_(1.0)
+        assert module() is before and module.computed == 1
+        assert copy.deepcopy(module)() == module.fresh()
+
+
+def test_sealing_before_the_first_value_still_computes_it() -> None:
+    module = Sum()
+    seal(module)
+    assert module() == module.fresh() and module.computed == 1
 
 
 def test_functional_call_sees_its_own_weights() -> None:

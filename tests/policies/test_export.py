@@ -1,0 +1,256 @@
+"""An exported folder is the policy: same numbers at any batch, with nothing of ours needed to run it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, small_policy, statistics
+from torch import Tensor, nn
+
+from policies import export
+from policies.backbones.mlp import MlpConfig
+from policies.errors import ExportError, MissingExtraError
+from policies.export import CARD, MODEL, REPORT, SAMPLE, SIGNATURE, export_onnx, random_inputs
+from policies.fields import SwitchedField
+from policies.gaussian import GaussianProcess
+from policies.policy import Policy, PolicyConfig, build_policy
+from policies.processes.diffusion import VPDiffusion
+from policies.processes.flow import RectifiedFlow
+from policies.samplers import DDIM, DDPM, Euler
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+TOLERANCE = 1e-5
+FILES = {MODEL, SIGNATURE, SAMPLE, REPORT, CARD}
+
+
+def switched_policy() -> Policy:
+    """A policy whose last steps run another network."""
+    policy = small_policy(VPDiffusion(num_levels=4), DDPM())
+    tuned = copy.deepcopy(policy.field)
+    with torch.no_grad():
+        for weight in tuned.parameters():
+            weight.mul_(1.3)
+    policy.field = SwitchedField(policy.field, tuned, switch_time=1.5)
+    return policy
+
+
+def deep_policy() -> Policy:
+    """Every option of the network that changes its graph."""
+    backbone = MlpConfig(
+        width=16, num_blocks=2, activation="mish", layer_norm=True, time_dim=8, cond_dims=(8, 4)
+    )
+    config = PolicyConfig(process=RectifiedFlow(), backbone=backbone, sampler=Euler(steps=2))
+    return build_policy(
+        config, obs_dim=OBS_DIM, action_dim=ACTION_DIM, statistics=statistics(), seed=3
+    ).double()
+
+
+CASES = {
+    "flow-euler": lambda: small_policy(RectifiedFlow(), Euler(steps=3)),
+    "diffusion-ddpm": lambda: small_policy(VPDiffusion(num_levels=3), DDPM()),
+    "diffusion-ddim": lambda: small_policy(VPDiffusion(num_levels=8), DDIM(steps=3)),
+    "diffusion-ddim-noisy": lambda: small_policy(
+        VPDiffusion(num_levels=8, prediction="v"),
+        DDIM(steps=2, eta_per_dim=(0.2, 1.0), eps_clip=2.0, recompute_eps=False),
+    ),
+    "gaussian": lambda: small_policy(GaussianProcess()),
+    "switched": switched_policy,
+    "deep-float64": deep_policy,
+}
+
+
+def open_plainly(folder: Path) -> Any:
+    return onnxruntime.InferenceSession(str(folder / MODEL), providers=["CPUExecutionProvider"])
+
+
+def fed(session: Any, inputs: dict[str, Tensor]) -> np.ndarray:
+    return session.run(None, {node.name: inputs[node.name].numpy() for node in session.get_inputs()})[0]
+
+
+def expected(policy: Policy, inputs: dict[str, Tensor]) -> np.ndarray:
+    obs = {"state": inputs["observation"]} | {k: v for k, v in inputs.items() if k == "goal"}
+    noise = inputs["noise"].to(policy.dtype)
+    return policy.act(obs, noise=noise).float().numpy()
+
+
+def assert_same(policy: Policy, folder: Path, batches: tuple[int, ...]) -> None:
+    session, generator = open_plainly(folder), torch.Generator().manual_seed(99)
+    for batch in batches:
+        inputs = random_inputs(policy.clone().float(), batch, generator)
+        np.testing.assert_allclose(fed(session, inputs), expected(policy, inputs), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "flow-euler" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_the_graph_equals_the_policy_at_any_batch(name: str, tmp_path: Path) -> None:
+    policy = CASES[name]()
+    report = export_onnx(policy, tmp_path, latency_batches=())
+    assert [row["batch"] for row in report.parity] == [1, 2, 7]
+    assert report.worst <= TOLERANCE and report.latency == []
+    assert_same(policy, tmp_path, (1, 2, 7, 40))
+    graph = onnx.load(tmp_path / MODEL).graph
+    of_weights_alone = {"Sin", "Cos", "Exp"} | ({"Mish", "Softplus"} if name != "deep-float64" else set())
+    assert not of_weights_alone & {node.op_type for node in graph.node}
+    assert not graph.value_info or all(
+        value.type.tensor_type.shape.dim[0].dim_value != 3 for value in graph.value_info
+    )
+
+
+# -- the folder -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, Path, export.ExportReport]:
+    """A goal-conditioned policy that executes rows 1 and 2 of a chunk of 4, exported once."""
+    policy = small_policy(
+        VPDiffusion(num_levels=2), goal_dim=GOAL_DIM, horizon=4, act_steps=2, obs_steps=2, action_start=1
+    )
+    folder = tmp_path_factory.mktemp("exports") / "made" / "here"
+    return policy, folder, export_onnx(policy, folder, latency_batches=(1, 3))
+
+
+def test_the_folder_holds_what_the_robot_needs_and_nothing_else(made: Any) -> None:
+    _, folder, report = made
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert list(folder.parent.iterdir()) == [folder]
+    stored = json.loads((folder / REPORT).read_text())
+    assert stored["parity"] == report.parity and stored["tolerance"] == TOLERANCE
+    assert [row["batch"] for row in stored["latency"]] == [1, 3]
+    assert all(row["eager_ms"] > 0 and row["onnx_ms"] > 0 for row in stored["latency"])
+    card = (folder / CARD).read_text()
+    assert "onnxruntime.InferenceSession" in card and all(f"`{n}`" in card for n in ("observation", "goal"))
+
+
+def test_the_signature_is_that_of_the_graph(made: Any) -> None:
+    policy, folder, _ = made
+    facts = json.loads((folder / SIGNATURE).read_text())
+    session = open_plainly(folder)
+    for node, described in (
+        *((node, facts["inputs"][node.name]) for node in session.get_inputs()),
+        *((node, facts["outputs"][node.name]) for node in session.get_outputs()),
+    ):
+        assert isinstance(node.shape[0], str) and node.shape[1:] == described["shape"][1:]
+        assert described["shape"][0] == "B" and node.type == "tensor(float)"
+    assert {node.name for node in session.get_inputs()} == {"observation", "noise", "goal"}
+    assert facts["inputs"]["noise"]["shape"] == ["B", *policy.noise_shape]
+    assert facts["act_steps"] == 2 and facts["obs_steps"] == 2 and facts["noise_changes_action"] is True
+
+
+def test_the_sample_reproduces_with_numpy_and_onnxruntime_alone(made: Any) -> None:
+    policy, folder, _ = made
+    sample = dict(np.load(folder / SAMPLE))
+    session = open_plainly(folder)
+    feed = {node.name: sample[node.name] for node in session.get_inputs()}
+    np.testing.assert_array_equal(session.run(None, feed)[0], sample["action"])
+    inputs = {name: torch.from_numpy(value) for name, value in feed.items()}
+    np.testing.assert_allclose(expected(policy, inputs), sample["action"], atol=TOLERANCE, rtol=0)
+
+
+def test_exporting_changes_neither_the_policy_nor_the_random_state(tmp_path: Path) -> None:
+    policy = small_policy(GaussianProcess()).train()
+    before = {name: value.clone() for name, value in policy.state_dict().items()}
+    torch.manual_seed(7)
+    state = torch.get_rng_state()
+    export_onnx(policy, tmp_path, latency_batches=())
+    assert torch.equal(torch.get_rng_state(), state) and policy.training
+    assert all(torch.equal(value, before[name]) for name, value in policy.state_dict().items())
+    with torch.no_grad():  # what is constant in the graph is not constant here
+        for weight in policy.parameters():
+            weight.add_(0.1)
+    with pytest.raises(AssertionError):
+        assert_same(policy, tmp_path, (2,))
+
+
+class ByBatch(nn.Module):
+    """A head that computes with its batch size, which a trace at one size would bake in."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, vec: Tensor) -> tuple[Tensor, Tensor]:
+        mean, std = self.head(vec)
+        rows, steps, width = mean.shape
+        return mean.reshape(rows, steps * width).reshape(rows, steps, width), std
+
+
+@pytest.mark.slow
+def test_a_network_that_computes_with_its_batch_size_is_exported_all_the_same(tmp_path: Path) -> None:
+    policy = small_policy(GaussianProcess())
+    policy.head = ByBatch(policy.head)
+    export_onnx(policy, tmp_path, latency_batches=())
+    assert_same(policy, tmp_path, (1, 2, 7))
+
+
+# -- refusals -------------------------------------------------------------------------------------------
+
+
+class Perturbed:
+    """A session whose outputs are changed."""
+
+    def __init__(self, session: Any, change: Any) -> None:
+        self.get_inputs, self._session, self._change = session.get_inputs, session, change
+
+    def run(self, names: Any, feed: Any) -> list[np.ndarray]:
+        return [self._change(out) for out in self._session.run(names, feed)]
+
+
+def nan_in_the_second_batch(out: np.ndarray) -> np.ndarray:
+    return out if len(out) != 2 else np.full_like(out, np.nan)
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (lambda out: out + 1e-3, r"differs by \d\.\d+e-0"),
+        (nan_in_the_second_batch, "differs by nan"),
+        (lambda out: out[:1], "differs by inf"),
+    ],
+    ids=["off", "nan", "shape"],
+)
+def test_a_graph_that_disagrees_is_an_error_and_leaves_nothing(
+    made: Any, change: Any, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, folder, _ = made
+    monkeypatch.setattr(export, "_write_graph", lambda _, path, *a, **k: shutil.copy(folder / MODEL, path))
+    plain = export.open_session
+    monkeypatch.setattr(export, "open_session", lambda path: Perturbed(plain(path), change))
+    with pytest.raises(ExportError, match=f"within 1e-05 for batches of 1, 2, 7; it {shown}"):
+        export_onnx(policy, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_export_leaves_an_earlier_one_as_it_was(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, folder, _ = made
+    shutil.copytree(folder, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    monkeypatch.setattr(
+        torch.onnx, "export", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no such op"))
+    )
+    with pytest.raises(ExportError, match="could not be traced to ONNX: no such op"):
+        export_onnx(policy, tmp_path / "out")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
+def test_a_missing_package_names_its_extra_before_work_starts(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=rf"needs '{package}': pip install 'burnish\[export\]'"):
+        export_onnx(small_policy(), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []

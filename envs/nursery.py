@@ -127,8 +127,8 @@ def fork_worker() -> Child:
 
 def tend(descriptor: int, parent: int, die_with_parent: int) -> None:
     """Run the nursery: fork a worker or report an exit code per request, until the program hangs up."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the program decides when its workers end
-        signal.signal(number, signal.SIG_IGN)
+    for stop in (signal.SIGINT, signal.SIGTERM):  # the program decides when its workers end
+        signal.signal(stop, signal.SIG_IGN)
     if die_with_parent:
         _die_with(parent)
     for module in _PRELOAD:

@@ -216,8 +216,8 @@ def receive(link: Connection) -> Any:
 
 def serve(descriptor: int) -> None:
     """Run a worker on a socket until the program hangs up; the process ends with it."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the program decides when its workers end
-        signal.signal(number, signal.SIG_IGN)
+    for stop in (signal.SIGINT, signal.SIGTERM):  # the program decides when its workers end
+        signal.signal(stop, signal.SIG_IGN)
     exit_on_hangup(descriptor)
     link = Connection(descriptor)
     with contextlib.suppress(EOFError, OSError):

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from policies.errors import ConfigError
 from policies.heads import GaussianHead, GaussianHeadConfig
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, Chain, Cond, Reduction, SampleHook
-from policies.registry import register
-from policies.samplers import gaussian_entropy, gaussian_log_prob
+from policies.registry import name_of, register
+from policies.samplers import gaussian_entropy, gaussian_log_prob, misfit
 
 
 @register("process", "gaussian")
@@ -46,6 +47,14 @@ class GaussianProcess:
 class Mean:
     """Act with the mean of the Gaussian; deterministic."""
 
+    def table(self, process: Any) -> NoReturn:
+        """Refuse a process that is integrated step by step.
+
+        Raises:
+            ConfigError: Always; a Gaussian policy asks for no steps.
+        """
+        raise misfit(self, process, needs="gaussian", instead=name_of("sampler", process.default_sampler()))
+
 
 class GaussianPolicy(Policy):
     """Acts with the mean; explores with the learned deviation."""
@@ -57,6 +66,12 @@ class GaussianPolicy(Policy):
         super().__init__(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim)
         self.process: GaussianProcess = config.process
         self.sampler = config.sampler
+        if not isinstance(config.sampler, Mean):
+            name = name_of("sampler", config.sampler)
+            raise ConfigError(
+                f"process=gaussian needs sampler=mean, its default; got sampler={name}. Leave the sampler "
+                f"out, or use a process that takes steps (diffusion, flow)."
+            )
         head = GaussianHeadConfig.from_parts(config.backbone, config.process)
         self.head: GaussianHead = head.build(self.chunk.shape, self.encoder.cond_dim)
 

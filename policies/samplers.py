@@ -45,6 +45,7 @@ __all__ = [
     "denoise",
     "gaussian_entropy",
     "gaussian_log_prob",
+    "misfit",
     "transition",
 ]
 
@@ -311,7 +312,7 @@ class Euler(StepRules):
             ConfigError: If the process is not a flow or steps is not positive.
         """
         if not isinstance(process, RectifiedFlow):
-            raise _misfit(self, process, needs="flow", instead="ddpm or ddim")
+            raise misfit(self, process, needs="flow", instead="ddpm or ddim")
         if self.steps < 1:
             raise ConfigError(f"sampler.steps must be at least 1; got {self.steps}.")
         times = [k / self.steps for k in range(self.steps + 1)]
@@ -334,7 +335,7 @@ class _LevelPath(NamedTuple):
     ) -> _LevelPath:
         """Visit `steps` levels of a diffusion and stop at a level."""
         if not isinstance(process, VPDiffusion):
-            raise _misfit(sampler, process, needs="diffusion", instead="euler")
+            raise misfit(sampler, process, needs="diffusion", instead="euler")
         levels = process.num_levels
         here = spaced_levels(levels, levels if steps is None else steps, spacing)
         there = [max(tau - levels // len(here), stop_at) for tau in here]
@@ -344,9 +345,16 @@ class _LevelPath(NamedTuple):
         return _LevelPath(t.tolist(), *squares)
 
 
-def _misfit(sampler: StepRules, process: Any, *, needs: str, instead: str) -> ConfigError:
-    name = name_of("sampler", sampler)
+def misfit(sampler: Any, process: Any, *, needs: str, instead: str) -> ConfigError:
+    """Return the error of a sampler that cannot run a process.
+
+    Args:
+        sampler: Registered sampler.
+        process: Registered process.
+        needs: Name of the process that the sampler runs.
+        instead: Names of samplers to suggest.
+    """
     return ConfigError(
-        f"sampler={name} needs process={needs}; got {type(process).__name__}. Use sampler={instead}, "
-        f"or train with process={needs}."
+        f"sampler={name_of('sampler', sampler)} needs process={needs}; got "
+        f"process={name_of('process', process)}. Use sampler={instead}, or train with process={needs}."
     )

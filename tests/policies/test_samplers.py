@@ -300,13 +300,13 @@ def test_a_saved_sampler_is_the_same_sampler(sampler, process) -> None:
         (
             DDPM(),
             RectifiedFlow(),
-            r"sampler=ddpm needs process=diffusion; got RectifiedFlow\. Use sampler=euler",
+            r"sampler=ddpm needs process=diffusion; got process=flow\. Use sampler=euler",
         ),
         (DDIM(), RectifiedFlow(), "sampler=ddim needs process=diffusion"),
         (
             Euler(),
             VPDiffusion(),
-            r"sampler=euler needs process=flow; got VPDiffusion\. Use sampler=ddpm or ddim",
+            r"sampler=euler needs process=flow; got process=diffusion\. Use sampler=ddpm or ddim",
         ),
         (DDIM(steps=21), VPDiffusion(20), r"between 1 and process\.num_levels=20; got 21"),
         (DDPM(steps=50), VPDiffusion(20), r"between 1 and process\.num_levels=20; got 50"),

@@ -1,0 +1,355 @@
+"""Laws of every policy that registered processes, backbones and samplers can make."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, statistics
+from torch import Tensor
+
+from policies import registry
+from policies.errors import CapabilityError, ConfigError, MissingExtraError
+from policies.fields import SwitchedField
+from policies.folder import load_policy, save_policy
+from policies.policy import Policy, PolicyConfig, build_policy
+from policies.protocols import TE, Chain, Cond
+
+registry.scan_policies()
+
+SMALL = {"width": 16, "time_dim": 8, "num_levels": 5, "steps": 3, "channels": 8, "depth": 1, "heads": 2}
+"""Sizes given to every part that has a field of this name."""
+
+EXPLORING = {"min_std": 0.1, "final_std": None, "eta": 1.0}
+"""What makes a sampler noisy, for those that can be."""
+
+CHUNKS = {
+    "To1-Th4-Ta4": {"obs_steps": 1, "horizon": 4, "act_steps": 4},
+    "To2-Th8-Ta3": {"obs_steps": 2, "horizon": 8, "act_steps": 3, "action_start": 1},
+    "To3-Th1-Ta1": {"obs_steps": 3, "horizon": 1, "act_steps": 1},
+}
+CHUNK = CHUNKS["To2-Th8-Ta3"]
+BATCHES = (0, 1, 2, 7)
+
+
+# -- every combination ----------------------------------------------------------------------------------
+
+
+def small(part: type, **changes: Any) -> Any:
+    """Build a registered part with small sizes, and what it has of `changes`."""
+    known = {field.name: field for field in dataclasses.fields(part)}
+    values = {name: value for name, value in (SMALL | changes).items() if name in known}
+    return part(**values)
+
+
+def build(process: str, backbone: str, sampler: Any, *, goal_dim: int = 0, **chunk: int) -> Policy:
+    """Build a policy; a part that needs an extra, or another chunk, skips the test and says why."""
+    try:
+        config = PolicyConfig(
+            process=small(registry.lookup("process", process)),
+            backbone=small(registry.lookup("backbone", backbone)),
+            sampler=sampler,
+            **(chunk or CHUNK),  # type: ignore[arg-type]
+        )
+        policy = build_policy(
+            config,
+            obs_dim=OBS_DIM,
+            action_dim=ACTION_DIM,
+            goal_dim=goal_dim,
+            statistics=statistics(),
+            seed=1,
+        )
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+    except ConfigError as error:
+        if "horizon" in str(error):
+            pytest.skip(str(error))
+        raise
+    return policy.eval()
+
+
+def sampler_fits(process: str, sampler: str) -> bool:
+    config = PolicyConfig(
+        process=small(registry.lookup("process", process)), sampler=small(registry.lookup("sampler", sampler))
+    )
+    try:
+        build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM)
+    except ConfigError:
+        return False
+    except MissingExtraError:
+        return True  # skipped, with this reason, where it is used
+    return True
+
+
+def combinations() -> Iterator[Any]:
+    """Every process x backbone x sampler that fits, plain and exploring."""
+    for process in registry.parts("process"):
+        for name, sampler in registry.parts("sampler").items():
+            if not sampler_fits(process, name):
+                continue
+            variants = {"": small(sampler), "-exploring": small(sampler, **EXPLORING)}
+            if variants[""] == variants["-exploring"]:
+                del variants["-exploring"]
+            for backbone in registry.parts("backbone"):
+                for mode, variant in variants.items():
+                    yield pytest.param(process, backbone, variant, id=f"{process}-{backbone}-{name}{mode}")
+
+
+COMBINATIONS = list(combinations())
+every_policy = pytest.mark.parametrize(("process", "backbone", "sampler"), COMBINATIONS)
+MISFITS = [
+    (process, sampler)
+    for process in registry.parts("process")
+    for sampler in registry.parts("sampler")
+    if not sampler_fits(process, sampler)
+]
+
+
+def test_every_process_has_a_sampler_and_every_sampler_a_process() -> None:
+    fitting = {
+        (p, s) for p in registry.parts("process") for s in registry.parts("sampler") if (p, s) not in MISFITS
+    }
+    assert {p for p, _ in fitting} == set(registry.parts("process"))
+    assert {s for _, s in fitting} == set(registry.parts("sampler"))
+    for process, part in registry.parts("process").items():
+        assert (process, registry.name_of("sampler", part().default_sampler())) in fitting
+
+
+@pytest.mark.parametrize(("process", "sampler"), MISFITS)
+def test_a_sampler_of_another_process_is_refused_by_both_names(process: str, sampler: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        build(process, "mlp", small(registry.lookup("sampler", sampler)))
+    assert f"sampler={sampler}" in str(refused.value) and f"process={process}" in str(refused.value)
+
+
+# -- inputs ---------------------------------------------------------------------------------------------
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def observe(policy: Policy, batch: int, seed: int = 0) -> dict[str, Tensor]:
+    """Draw physical observations."""
+    shape = (batch, policy.chunk.obs_steps, OBS_DIM)
+    obs = {"state": 3.0 + torch.randn(shape, generator=seeded(seed))}
+    if policy.goal_dim:
+        obs["goal"] = 3.0 + torch.randn(batch, policy.goal_dim, generator=seeded(seed + 1))
+    return {name: value.to(policy.dtype) for name, value in obs.items()}
+
+
+def encode(policy: Policy, batch: int, seed: int = 0) -> Cond:
+    return policy.encode(observe(policy, batch, seed))
+
+
+def loss_inputs(policy: Policy, batch: int) -> tuple[Cond, Tensor, TE]:
+    action = torch.rand(batch, *policy.chunk.shape, generator=seeded(5)).to(policy.dtype) * 2 - 1
+    return encode(policy, batch), action, policy.sample_te(batch, generator=seeded(6))  # type: ignore[attr-defined]
+
+
+def chain_of(policy: Policy, cond: Cond) -> Chain | None:
+    """Sample a chain; None where the policy refuses, saying that it has no density."""
+    try:
+        with torch.no_grad():
+            return policy.sample_chain(cond, generator=seeded(3))  # type: ignore[attr-defined, no-any-return]
+    except CapabilityError as error:
+        assert "no density" in str(error) and policy.is_deterministic  # type: ignore[attr-defined]
+        return None
+
+
+# -- laws -----------------------------------------------------------------------------------------------
+
+
+@every_policy
+@pytest.mark.parametrize("chunk", CHUNKS.values(), ids=CHUNKS.keys())
+@pytest.mark.parametrize("goal_dim", [0, GOAL_DIM], ids=["", "goal"])
+def test_shapes_and_types_at_every_batch(
+    process: str, backbone: str, sampler: Any, chunk: dict[str, int], goal_dim: int
+) -> None:
+    policy = build(process, backbone, sampler, goal_dim=goal_dim, **chunk)
+    spec = policy.chunk
+    for batch in BATCHES:
+        cond, action, te = loss_inputs(policy, batch)
+        noise = policy.sample_noise(batch, generator=seeded())
+        assert len(cond) == batch and noise.shape == (batch, *policy.noise_shape)
+        decoded = policy.decode(cond, noise)
+        assert decoded.shape == (batch, spec.horizon, ACTION_DIM) and decoded.isfinite().all()
+        physical = policy.act(observe(policy, batch), noise=noise)
+        assert physical.shape == (batch, spec.act_steps, ACTION_DIM)
+        torch.testing.assert_close(policy.physical(decoded)[:, spec.executed], physical)
+        for how, shape in (
+            ("none", action.shape), ("step", action.shape[:2]), ("sample", (batch,)), ("mean", ())
+        ):  # fmt: skip
+            loss = policy.matching_loss(cond, action, te, reduce=how)  # type: ignore[attr-defined]
+            assert loss.shape == shape and (loss.isfinite().all() or batch == 0)
+        assert {x.dtype for x in (decoded, physical, loss, noise, cond.vec)} == {torch.float32}
+
+
+@every_policy
+def test_the_loss_reaches_exactly_the_trainable_parameters(process: str, backbone: str, sampler: Any) -> None:
+    policy = build(process, backbone, sampler).train()
+    named = dict(policy.named_parameters())
+    assert named and all(parameter.requires_grad for parameter in named.values())
+    for frozen in (set(), set(list(named)[::2])):
+        for name, parameter in named.items():
+            parameter.requires_grad_(name not in frozen)
+            parameter.grad = None
+        policy.matching_loss(*loss_inputs(policy, 7), reduce="mean").backward()  # type: ignore[attr-defined]
+        reached = {n for n, p in named.items() if p.grad is not None and bool(p.grad.abs().sum() > 0)}
+        assert reached == set(named) - frozen
+        assert all(named[name].grad is None for name in frozen)
+
+
+@every_policy
+def test_decoding_is_a_function_of_condition_and_noise(process: str, backbone: str, sampler: Any) -> None:
+    policy = build(process, backbone, sampler)
+    cond, noise = encode(policy, 3), policy.sample_noise(3, generator=seeded())
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = policy.decode(cond, noise)
+    policy.sample_noise(2, generator=seeded(9))
+    assert torch.equal(policy.decode(cond, noise), first)
+    assert torch.equal(policy.sample_noise(3, generator=seeded()), noise)
+    assert torch.equal(torch.get_rng_state(), state)
+    other = policy.decode(cond, policy.sample_noise(3, generator=seeded(1)))
+    assert policy.noise_sensitive is not torch.equal(other, first)
+    assert not torch.equal(policy.decode(encode(policy, 3, seed=4), noise), first)
+
+
+@every_policy
+def test_rows_do_not_see_each_other(process: str, backbone: str, sampler: Any) -> None:
+    policy = build(process, backbone, sampler)
+    obs, noise = observe(policy, 7), policy.sample_noise(7, generator=seeded())
+    whole = policy.act(obs, noise=noise)
+    rows = [policy.act({k: v[i : i + 1] for k, v in obs.items()}, noise=noise[i : i + 1]) for i in range(7)]
+    torch.testing.assert_close(torch.cat(rows), whole, atol=1e-5, rtol=1e-5)
+    cond, start = encode(policy, 3), policy.sample_noise(3, generator=seeded(2))
+    inputs = [cond.vec.clone().requires_grad_(), start.requires_grad_()]
+    decoded = policy.decode(Cond(inputs[0]), inputs[1], grad=True)
+    for grad in torch.autograd.grad(decoded[1].sum(), inputs, allow_unused=True):
+        assert grad is None or (bool((grad[[0, 2]] == 0).all()) and bool(grad.isfinite().all()))
+    cond, action, te = loss_inputs(policy, 3)
+    some = Cond(cond.vec[1:2]), action[1:2], TE(te.t[1:2], te.eps[1:2])
+    loss = policy.matching_loss(cond, action, te)  # type: ignore[attr-defined]
+    torch.testing.assert_close(policy.matching_loss(*some), loss[1:2], atol=1e-5, rtol=1e-5)  # type: ignore[attr-defined]
+
+
+@every_policy
+def test_a_saved_policy_returns_bit_by_bit(process: str, backbone: str, sampler: Any, tmp_path: Path) -> None:
+    policy = build(process, backbone, sampler, goal_dim=GOAL_DIM)
+    again = load_policy(save_policy(policy, tmp_path / "policy"))
+    obs, noise = observe(policy, 4), policy.sample_noise(4, generator=seeded())
+    assert again.noise_shape == policy.noise_shape and again.sampler == policy.sampler  # type: ignore[attr-defined]
+    assert again.chunk == policy.chunk and again.config.process == policy.config.process
+    assert torch.equal(again.act(obs, noise=noise), policy.act(obs, noise=noise))
+    inputs = loss_inputs(policy, 4)
+    assert torch.equal(again.matching_loss(*inputs), policy.matching_loss(*inputs))  # type: ignore[attr-defined]
+
+
+@every_policy
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_ratio_of_a_fresh_chain_is_one(
+    process: str, backbone: str, sampler: Any, dtype: torch.dtype
+) -> None:
+    policy = build(process, backbone, sampler).to(dtype)
+    cond = encode(policy, 7)
+    chain = chain_of(policy, cond)
+    if chain is None:
+        return
+    again, entropy = policy.chain_log_prob(cond, chain.x)  # type: ignore[attr-defined]
+    assert chain.x.shape == (7, policy.tuned_steps + 1, *policy.chunk.shape)
+    assert again.shape == entropy.shape == chain.log_prob.shape
+    assert again.dtype == entropy.dtype == dtype and entropy.isfinite().all()
+    difference = (again - chain.log_prob).abs()
+    assert difference.mean((-2, -1)).max() <= 1e-6
+    assert difference.sum((-2, -1)).max() <= (1e-6 if dtype == torch.float64 else 1e-4)
+
+
+@every_policy
+def test_chains_act_like_decoding_and_score_row_by_row(process: str, backbone: str, sampler: Any) -> None:
+    policy = build(process, backbone, sampler)
+    cond = encode(policy, 4)
+    chain = chain_of(policy, cond)
+    if chain is None:
+        return
+    whole, _ = policy.chain_log_prob(cond, chain.x)  # type: ignore[attr-defined]
+    last = policy.tuned_steps - 1
+    row, step = torch.tensor([3, 0, 3]), torch.tensor([last, 0, 0])
+    picked, _ = policy.transition_log_prob(  # type: ignore[attr-defined]
+        cond, chain.x[row, step], chain.x[row, step + 1], step, row
+    )
+    torch.testing.assert_close(picked, whole[row, step])
+    if not policy.is_deterministic:  # type: ignore[attr-defined]
+        noise = policy.sample_noise(4, generator=seeded(8))
+        torch.testing.assert_close(
+            policy.sample_chain(cond, noise=noise).action, policy.decode(cond, noise)  # type: ignore[attr-defined]
+        )  # fmt: skip
+
+
+@every_policy
+def test_float64_agrees_with_float32(process: str, backbone: str, sampler: Any) -> None:
+    policy = build(process, backbone, sampler)
+    double = policy.clone().double()
+    noise = policy.sample_noise(3, generator=seeded())
+    obs = observe(policy, 3)
+    precise = double.act(obs, noise=noise.double())
+    assert precise.dtype == torch.float64 and double.sample_noise(2).dtype == torch.float64
+    torch.testing.assert_close(policy.act(obs, noise=noise).double(), precise, atol=1e-4, rtol=1e-4)
+    loss = double.matching_loss(*loss_inputs(double, 3), reduce="mean")  # type: ignore[attr-defined]
+    assert loss.dtype == torch.float64
+
+
+@every_policy
+def test_a_copy_is_equal_and_independent(process: str, backbone: str, sampler: Any) -> None:
+    policy = build(process, backbone, sampler)
+    obs, noise = observe(policy, 2), policy.sample_noise(2, generator=seeded())
+    before = policy.act(obs, noise=noise)
+    other = copy.deepcopy(policy)
+    assert torch.equal(other.act(obs, noise=noise), before)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(0.1)
+    assert torch.equal(policy.act(obs, noise=noise), before)
+    assert not torch.equal(other.act(obs, noise=noise), before)
+
+
+# -- tracing --------------------------------------------------------------------------------------------
+
+
+def assert_compiled_equals_eager(policy: Policy) -> None:
+    obs, noise = observe(policy, 3), policy.sample_noise(3, generator=seeded())
+
+    def act(obs: dict[str, Tensor], noise: Tensor) -> Tensor:
+        return policy.executed(policy.decode(policy.encode(obs), noise))
+
+    torch._dynamo.reset()
+    compiled: Callable[..., Tensor] = torch.compile(act, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        expected = act(obs, noise)
+        for _ in range(2):  # the second call meets warm caches
+            torch.testing.assert_close(compiled(obs, noise), expected, atol=1e-5, rtol=1e-5)
+        for parameter in policy.parameters():  # a compiled policy follows its weights
+            parameter.mul_(1.1)
+        torch.testing.assert_close(compiled(obs, noise), act(obs, noise), atol=1e-5, rtol=1e-5)
+
+
+@every_policy
+def test_a_compiled_policy_is_one_graph_with_the_same_numbers(
+    process: str, backbone: str, sampler: Any
+) -> None:
+    assert_compiled_equals_eager(build(process, backbone, sampler))
+
+
+def test_a_compiled_policy_of_two_networks_gives_the_same_numbers() -> None:
+    policy = build("diffusion", "mlp", small(registry.lookup("sampler", "ddpm")))
+    tuned = copy.deepcopy(policy.field)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter.mul_(1.3)
+    policy.field = SwitchedField(policy.field, tuned, switch_time=1.5)
+    assert_compiled_equals_eager(policy)

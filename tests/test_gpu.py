@@ -1,0 +1,66 @@
+"""The same numbers on an accelerator; skipped where there is none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from point_env import PointEnv
+from small_policies import observations, small_policy
+from two_modes import two_mode_setup
+
+from algos.base import Setup
+from algos.bc import BcConfig
+from algos.dppo import DppoConfig
+from policies.backbones.mlp import MlpConfig
+from policies.gaussian import GaussianProcess
+from policies.policy import PolicyConfig, build_policy
+from policies.processes.diffusion import VPDiffusion
+from policies.processes.flow import RectifiedFlow
+from policies.samplers import DDIM
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+POLICIES = {
+    "ddpm": lambda: small_policy(VPDiffusion(num_levels=5)),
+    "ddim": lambda: small_policy(VPDiffusion(num_levels=8), DDIM(steps=4)),
+    "flow": lambda: small_policy(RectifiedFlow()),
+    "gaussian": lambda: small_policy(GaussianProcess()),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_actions_are_those_of_the_cpu(name: str) -> None:
+    policy = POLICIES[name]()
+    obs, noise = observations(64), policy.sample_noise(64)
+    there = policy.clone().to("cuda")
+    out = there.act(obs.cuda(), noise=noise.cuda())
+    assert out.device.type == "cuda"
+    torch.testing.assert_close(out.cpu(), policy.act(obs, noise=noise), atol=1e-4, rtol=1e-4)
+
+
+def test_cloning_steps_stay_on_the_device_and_lower_the_loss() -> None:
+    setup = two_mode_setup()
+    setup.device = torch.device("cuda")
+    run = BcConfig(steps=200, batch_size=64, warmup_steps=5, block_steps=50, validation_fraction=0.0).build(
+        setup
+    )
+    losses = [float(run.advance()["policy/loss"]) for _ in range(4)]
+    assert losses[-1] < losses[0]
+    assert {p.device.type for p in run.snapshot().parameters()} == {"cuda"}
+
+
+def test_dppo_updates_on_the_device_while_workers_act_on_the_cpu() -> None:
+    config = PolicyConfig(process=VPDiffusion(num_levels=4), backbone=MlpConfig(width=16))
+    stats = {name: {"min": -torch.ones(2), "max": torch.ones(2)} for name in ("state", "action")}
+    init = build_policy(config, obs_dim=2, action_dim=2, statistics=stats)
+    algo = DppoConfig(num_envs=4, steps_per_iteration=8, batch_size=64, update_epochs=2, tuned_steps=2)
+    run = algo.build(Setup(env=PointEnv(), init=init, num_workers=0, device=torch.device("cuda")))
+    before = [p.clone() for p in run.policy.scored_net.parameters()]
+    metrics = {name: float(value) for name, value in run.advance().items()}
+    assert abs(metrics["policy/ratio_mean"] - 1.0) < 0.05
+    assert any(not torch.equal(p, q) for p, q in zip(run.policy.scored_net.parameters(), before, strict=True))
+    run.close()

@@ -91,7 +91,7 @@ def train(*overrides: str, directory: str | Path | None = None, **values: Any) -
         directory: The run directory; None: runs/<date>/<time>-<name>.
         values: Keys and their values, e.g. `algo="bc"`, `env="avoid"`, `dataset="avoid.hdf5"`.
     """
-    written = overrides_of(overrides, values)
+    written = train_command.with_resumed_parts(overrides_of(overrides, values))
     config = compose_config("train", written)
     if directory is None:
         name = config.name or registry.name_of("algo", config.algo)

@@ -47,7 +47,7 @@ def run_app(command: str, arguments: Sequence[str]) -> None:
     """Hand a command line to Hydra; everything Hydra offers (`--multirun`, `--cfg job`, …) works."""
     register_configs()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main`, which words them in one line
-    sys.argv = [sys.argv[0], *_with_run_directory(command, arguments)]
+    sys.argv = [sys.argv[0], *_continuing(command, arguments)]
     app: Any = hydra.main(version_base="1.3", config_path="pkg://configs", config_name=command)(Task(command))
     app()
 
@@ -59,13 +59,14 @@ def _remove_if_empty(directory: Path) -> None:
             directory.rmdir()
 
 
-def _with_run_directory(command: str, arguments: Sequence[str]) -> list[str]:
-    """Let Hydra write into the resumed run instead of a new directory."""
+def _continuing(command: str, arguments: Sequence[str]) -> list[str]:
+    """Let Hydra compose with the parts of the resumed run, and write into it instead of a new directory."""
     resumed = [a.partition("=")[2] for a in arguments if a.startswith("resume=")]
-    chosen = any(a.startswith("hydra.run.dir=") for a in arguments)
-    if command != "train" or chosen or not resumed or resumed[-1] in ("", "null"):
+    if command != "train" or not resumed or resumed[-1] in ("", "null"):
         return list(arguments)
-    return [*arguments, f"hydra.run.dir={resumed[-1]}"]
+    known: list[str] = COMMANDS[command].load().with_resumed_parts(arguments)
+    chosen = any(a.startswith("hydra.run.dir=") for a in arguments)
+    return known if chosen else [*known, f"hydra.run.dir={resumed[-1]}"]
 
 
 def wants_traceback() -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING
 
 from algos.base import Setup
@@ -17,10 +18,10 @@ from algos.state import RunDirectory
 from algos.trainer import TrainerSettings
 from algos.trainer import train as run_trainer
 from burnish.commands.evaluate import EvaluationSettings, evaluate_with, headline
-from burnish.config import describe, describe_part, restore
+from burnish.config import GROUPS, describe, describe_part, restore
 from burnish.console import output, table
 from burnish.job import Job
-from burnish.locate import locate
+from burnish.locate import RUN_CONFIG, locate
 from envs.datasets import read_dataset
 from policies import registry
 from policies.errors import ConfigError
@@ -102,8 +103,26 @@ def train(config: TrainConfig, job: Job) -> Outcome:
         kept = describe(_with_absolute_paths(config))
         return _train(config, lambda: RunDirectory.create_at(job.directory, kept, job.overrides))
     directory = RunDirectory.open(config.resume)
-    changes = [override for override in job.overrides if not override.startswith("resume=")]
+    known = parts_of(directory)
+    changes = [text for text in job.overrides if not text.startswith("resume=") and text not in known]
     return _train(restore(TrainConfig, directory.config, changes), lambda: directory)
+
+
+def with_resumed_parts(overrides: Sequence[str]) -> list[str]:
+    """Put the parts of the run that is resumed in front, so that their keys are known while composing."""
+    parser = OverridesParser.create()
+    named = [parser.parse_override(text).value() for text in overrides if text.startswith("resume=")]
+    if not named or named[-1] is None or not (Path(str(named[-1])) / RUN_CONFIG).is_file():
+        return list(overrides)
+    typed = {text.partition("=")[0] for text in overrides}
+    parts = parts_of(RunDirectory.open(str(named[-1])))
+    return [*(part for part in parts if part.partition("=")[0] not in typed), *overrides]
+
+
+def parts_of(directory: RunDirectory) -> list[str]:
+    """Return the choices of a run, as overrides: `algo=dppo`, `env=avoid`, …"""
+    chosen = {group: directory.config.get(group) for group in GROUPS}
+    return [f"{group}={part['name']}" for group, part in chosen.items() if isinstance(part, Mapping)]
 
 
 def _with_absolute_paths(config: TrainConfig) -> TrainConfig:

@@ -148,6 +148,13 @@ def test_a_run_is_not_overwritten(base: Run, demonstrations: Path) -> None:
         burnish.clone(demonstrations, directory=base.path, **{"algo.steps": 1, "algo.warmup_steps": 0})
 
 
+def test_a_resumed_run_takes_values_of_its_own_parts(tuned: Run, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(tuned.path, copy, symlinks=True)
+    longer = burnish.train("algo=dppo", resume=copy, **{"algo.iterations": 3})
+    assert len(longer.directory.checkpoints()) == len(tuned.directory.checkpoints()) + 1
+
+
 def test_what_was_typed_on_resume_changes_values_only(base: Run) -> None:
     with pytest.raises(ConfigError, match="would replace a part"):
         burnish.train("process=flow", resume=base)

@@ -1,0 +1,330 @@
+"""The house rules that a reader relies on: who may import whom, what is written down, what never appears."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+MAY_IMPORT = {
+    "policies": {"policies"},
+    "envs": {"envs", "policies", "assets"},
+    "algos": {"algos", "envs", "policies"},
+    "burnish": {"burnish", "algos", "envs", "policies", "configs", "assets"},
+    "configs": set(),
+    "assets": set(),
+}
+"""Package -> the packages of ours that it may use; assets and configs are data that know nobody."""
+
+NOT_OURS = {"tests", "benchmarks"}
+EXTRAS = {
+    *("onnx", "onnxscript", "onnxruntime", "tensorboard", "ogbench", "dm_control", "gymnasium_robotics"),
+    *("robosuite", "robomimic", "d4rl", "gym", "pytest", "hypothesis"),
+}
+"""Packages of the extras: imported where they are used, never at the top of a module."""
+
+HEAVY = {
+    *("mujoco", "gymnasium", "hydra", "omegaconf", "matplotlib", "diffusers", "h5py", "rich"),
+    *("onnx", "onnxruntime", "ogbench", "dm_control"),
+}
+"""Packages that running a policy does not need."""
+
+MODULES = sorted(path for package in MAY_IMPORT for path in (REPOSITORY / package).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(REPOSITORY))
+
+
+every_module = pytest.mark.parametrize("path", MODULES, ids=name_of)
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imported(nodes: Iterator[ast.AST]) -> set[str]:
+    """Return the top packages of import statements."""
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in line {node.lineno}; write the package's name"
+            found.add((node.module or "").partition(".")[0])
+    return found
+
+
+def calls(path: Path, is_wanted: Callable[[ast.Call], bool]) -> list[int]:
+    """Return the lines of the calls that `is_wanted` picks."""
+    nodes = ast.walk(tree_of(path))
+    return [node.lineno for node in nodes if isinstance(node, ast.Call) and is_wanted(node)]
+
+
+# -- imports --------------------------------------------------------------------------------------------
+
+
+@every_module
+def test_imports_point_one_way(path: Path) -> None:
+    package = path.relative_to(REPOSITORY).parts[0]
+    ours = imported(ast.walk(tree_of(path))) & (set(MAY_IMPORT) | NOT_OURS)
+    assert ours <= MAY_IMPORT[package]
+
+
+@every_module
+def test_optional_packages_are_imported_where_they_are_used(path: Path) -> None:
+    assert not imported(iter(tree_of(path).body)) & EXTRAS
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import policies",
+        "import policies\nfrom policies.registry import scan\nscan(policies)",
+        "from policies.folder import load_policy",
+    ],
+    ids=["package", "every-module", "loading"],
+)
+def test_running_a_policy_loads_no_simulator_and_no_front_end(code: str) -> None:
+    check = (
+        f"{code}\nimport sys\nprint(sorted({HEAVY | (set(MAY_IMPORT) - {'policies'})} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+# -- what never appears ---------------------------------------------------------------------------------
+
+
+@every_module
+def test_nothing_prints_behind_the_console_s_back(path: Path) -> None:
+    assert not calls(path, lambda call: isinstance(call.func, ast.Name) and call.func.id == "print")
+
+
+DRAWS = {"randn", "rand", "randint", "randperm", "normal", "multinomial", "bernoulli"}
+NUMPY_DRAWS = {"seed", "uniform", "choice", "shuffle", "permutation", "random", "standard_normal"}
+
+
+def draws_from_global_state(call: ast.Call) -> bool:
+    """Tell whether a call draws numbers that no argument decides."""
+    text = ast.unparse(call.func)
+    if text.startswith("torch.") and text.removeprefix("torch.") in DRAWS:
+        return not any(keyword.arg == "generator" for keyword in call.keywords)
+    module, _, function = text.rpartition(".")
+    is_legacy = module in ("np.random", "numpy.random") and function in DRAWS | NUMPY_DRAWS
+    return is_legacy or text in ("torch.randn_like", "torch.rand_like", "torch.randint_like")
+
+
+@every_module
+def test_random_numbers_come_from_an_argument(path: Path) -> None:
+    assert not calls(path, draws_from_global_state)
+    assert "random" not in imported(ast.walk(tree_of(path)))
+
+
+VAGUE = {"util", "utils", "misc", "helper", "helpers", "manager", "managers"}
+
+
+def defined_names(tree: ast.Module) -> Iterator[str]:
+    """Yield every name that a module gives to something."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.alias) and node.asname:
+            yield node.asname
+
+
+def words_of(name: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", name)}
+
+
+@every_module
+def test_names_say_what_a_thing_is(path: Path) -> None:
+    names = {*defined_names(tree_of(path)), *path.relative_to(REPOSITORY).with_suffix("").parts}
+    assert not {name for name in names if words_of(name) & VAGUE}
+
+
+def tracked_texts() -> list[tuple[str, str]]:
+    """Return name and text of every file under version control, or that soon may be; binaries left out."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=REPOSITORY, capture_output=True, text=True,
+    )  # fmt: skip
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    texts = []
+    for name in filter(None, listed.stdout.split("\0")):
+        try:
+            texts.append((name, (REPOSITORY / name).read_text()))
+        except (UnicodeDecodeError, FileNotFoundError, IsADirectoryError):
+            continue
+    return texts
+
+
+UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|HA" + r"CK|X" + r"XX|NotImplemented" + r"Error)\b")
+
+HOSTS_AND_PLACES = {
+    "a path of one machine": re.compile(
+        r"(?<![\w.~$}:/*-])/(?:home|root|Users|work|workspace|mnt|media|scratch|private|var/tmp)/[\w.-]+"
+    ),
+    "a temporary path": re.compile(r"(?<![\w.])/tmp/[\w.-]+"),
+    "a package index": re.compile(r"--(?:extra-)?index-url|--trusted-host|--find-links|PIP_INDEX_URL"),
+    "a registry host": re.compile(
+        r"https?://[^\s/\"')]*\b(?:artifactory|nexus|registry|mirror|proxy|pypi|devpi|internal|intranet|corp)\b"
+        r"[^\s]*",
+        re.IGNORECASE,
+    ),
+    "a network address": re.compile(
+        r"(?<![=\w.-])(?!127\.0\.0\.1|0\.0\.0\.0)\d{1,3}(?:\.\d{1,3}){3}\b(?!\.)"
+    ),
+    "a credential": re.compile(r"\b(?:ghp|gho|hf|sk|xoxb|glpat)[_-][A-Za-z0-9_-]{16,}|AKIA[0-9A-Z]{16}"),
+    "a link with a password": re.compile(r"https?://[^\s/@]+:[^\s/@]+@"),
+}
+
+
+def test_nothing_is_left_for_later() -> None:
+    found = [
+        f"{name}: {match.group()}" for name, text in tracked_texts() for match in UNFINISHED.finditer(text)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize("what", HOSTS_AND_PLACES)
+def test_no_file_knows_the_machine_it_was_written_on(what: str) -> None:
+    found = [
+        f"{name}: {match.group()}"
+        for name, text in tracked_texts()
+        if name != name_of(Path(__file__))
+        for match in HOSTS_AND_PLACES[what].finditer(text)
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("a path of one machine", "see /home/ada/runs"),
+        ("a path of one machine", "'/work/x'"),
+        ("a temporary path", "cd /tmp/abc"),
+        ("a package index", "pip install --index-url x"),
+        ("a registry host", "https://artifactory.example.com/api"),
+        ("a registry host", "http://pypi.example.org/simple"),
+        ("a network address", "10.1.2.3"),
+        ("a credential", "hf_" + "a" * 20),
+        ("a link with a password", "https://ada:secret@example.org"),
+    ],
+)
+def test_the_patterns_find_what_they_are_for(what: str, text: str) -> None:
+    assert HOSTS_AND_PLACES[what].search(text)
+
+
+# -- what is written down -------------------------------------------------------------------------------
+
+
+def undocumented(tree: ast.Module) -> Iterator[str]:
+    """Yield public modules, classes, functions and methods without a docstring."""
+    if ast.get_docstring(tree) is None:
+        yield "<module>"
+    scopes: list[tuple[str, list[ast.stmt]]] = [("", tree.body)]
+    while scopes:
+        prefix, body = scopes.pop()
+        for node in body:
+            if isinstance(node, ast.If | ast.Try):
+                scopes.append((prefix, node.body))
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            if node.name.startswith("_"):
+                continue
+            is_stub = ast.unparse(node.body[0]) == "..."  # a member of a protocol that its class explains
+            if ast.get_docstring(node) is None and not is_stub:
+                yield prefix + node.name
+            if isinstance(node, ast.ClassDef):
+                scopes.append((f"{prefix}{node.name}.", node.body))
+
+
+@every_module
+def test_every_public_thing_has_a_docstring(path: Path) -> None:
+    assert not list(undocumented(tree_of(path)))
+
+
+def docstrings(tree: ast.Module) -> str:
+    """Return all docstrings of a module."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+    return "\n".join(ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds))
+
+
+def registered_classes(group: str) -> Iterator[tuple[str, Path, ast.Module, ast.ClassDef]]:
+    """Yield the classes decorated with `@register(group, name)`."""
+    for path in MODULES:
+        tree = tree_of(path)
+        for node in tree.body:
+            for decorator in node.decorator_list if isinstance(node, ast.ClassDef) else ():
+                if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("register"):
+                    arguments = [a.value for a in decorator.args if isinstance(a, ast.Constant)]
+                    if len(arguments) == 2 and arguments[0] == group:
+                        assert isinstance(node, ast.ClassDef)
+                        yield str(arguments[1]), path, tree, node
+
+
+SOURCE = re.compile(r"^\s*Sources?:", re.MULTILINE)
+SOURCED = [
+    pytest.param(tree, node, id=f"{group}-{name}")
+    for group in ("algo", "process")
+    for name, _, tree, node in registered_classes(group)
+]
+
+
+def test_the_scan_for_sources_finds_the_parts() -> None:
+    found = {parameter.id for parameter in SOURCED}
+    assert {"algo-bc", "algo-ppo", "algo-dppo", "process-diffusion", "process-flow"} <= found
+
+
+@pytest.mark.parametrize(("tree", "node"), SOURCED)
+def test_an_algorithm_or_process_says_where_its_equations_are_from(
+    tree: ast.Module, node: ast.ClassDef
+) -> None:
+    own = f"{ast.get_docstring(tree) or ''}\n{ast.get_docstring(node) or ''}"
+    assert SOURCE.search(own), f"{node.name}: add a 'Source:' line with the paper and its equations"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path in MODULES
+        if path.parent.name == "processes" or name_of(path) in ("policies/samplers.py", "algos/functional.py")
+        if path.name != "__init__.py"
+    ],
+    ids=name_of,
+)
+def test_a_file_of_equations_names_their_source(path: Path) -> None:
+    assert re.search(r"arXiv[ :]*(\d{4}\.\d{4,5})|\d{4}\.\d{5}", docstrings(tree_of(path)))
+
+
+# -- size -----------------------------------------------------------------------------------------------
+
+FILE_LINES, FUNCTION_LINES = 350, 60
+
+
+def test_report_of_sizes(record_property: Callable[[str, object], None]) -> None:
+    """Report what outgrows a screen; size is a symptom and never fails."""
+    for path in MODULES:
+        lines = len(path.read_text().splitlines())
+        if lines > FILE_LINES:
+            record_property(f"{name_of(path)} lines", lines)
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+                length = node.end_lineno - node.lineno + 1
+                if length > FUNCTION_LINES:
+                    record_property(f"{name_of(path)}::{node.name} lines", length)

@@ -120,7 +120,7 @@ def with_resumed_parts(overrides: Sequence[str]) -> list[str]:
 
 
 def parts_of(directory: RunDirectory) -> list[str]:
-    """Return the choices of a run, as overrides: `algo=dppo`, `env=avoid`, …"""
+    """Return the choices of a run as overrides, e.g. `algo=dppo` and `env=avoid`."""
     chosen = {group: directory.config.get(group) for group in GROUPS}
     return [f"{group}={part['name']}" for group, part in chosen.items() if isinstance(part, Mapping)]
 

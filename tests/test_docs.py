@@ -1,0 +1,295 @@
+"""The documentation is true: links, commands, keys and references exist, and short examples run."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
+
+from burnish.commands import COMMANDS
+from burnish.commands.list import KINDS
+from burnish.commands.train import TrainConfig
+from burnish.config import compose_config, scan_parts
+from envs.datasets.episodes import EpisodeDataset
+from policies import registry
+from policies.errors import ConfigError
+from policies.processes.diffusion import VPDiffusion
+from policies.processes.flow import RectifiedFlow
+from policies.samplers import Euler, denoise
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+)
+OWN = [page for page in PAGES if "results" not in page.relative_to(ROOT).parts]
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`([^`\n]+)`")
+REFERENCE = re.compile(r"^((?:[\w.]+/)*[\w.]+\.py)(?::([A-Za-z_][\w.]*))?$")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+KEY = re.compile(r"^(algo|process|backbone|sampler|policy|env|trainer|evaluation)\.([a-z_][\w.]*)(?:=.*)?$")
+EXAMPLES = ROOT / "docs" / "extending.md"
+TUNED = ("algo=dppo", "env=avoid")
+"""Parts of the run that the pages call `runs/tuned`, which a resumed run brings along."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page."""
+
+    page: Path
+    language: str
+    text: str
+
+
+def _blocks(page: Path, *languages: str) -> list[Block]:
+    found = [Block(page, *match.groups()) for match in FENCE.finditer(page.read_text())]
+    return [block for block in found if block.language in languages]
+
+
+def _commands(page: Path) -> Iterator[list[str]]:
+    """Yield the words of every shell command of a page, with placeholders `<name>` filled in."""
+    for block in _blocks(page, "bash", "sh"):
+        text = re.sub(r"<(\w+)>", r"\1", block.text.replace("\\\n", " "))
+        for line in text.splitlines():
+            words = shlex.split(line, comments=True)
+            while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+                words = words[1:]
+            if words:
+                yield words
+
+
+def _prose(page: Path) -> str:
+    """Return a page without its fenced blocks."""
+    return FENCE.sub("", page.read_text())
+
+
+def _names(pages: list[Path]) -> Any:
+    return pytest.mark.parametrize("page", pages, ids=[str(page.relative_to(ROOT)) for page in pages])
+
+
+# -- links and references -------------------------------------------------------------------------------
+
+
+def _anchor(heading: str) -> str:
+    """Return the anchor that a Markdown page gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@_names(PAGES)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target in LINK.findall(_prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), f"{target} leads nowhere"
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", _prose(file), re.MULTILINE)
+            assert anchor in map(_anchor, headings), f"{target}: no such heading"
+
+
+@cache
+def _definitions(path: Path) -> frozenset[str]:
+    """Return the names that a module defines: `name`, `Class`, `Class.method`, `Class.field`."""
+    return frozenset(_defined(ast.parse(path.read_text()).body, ""))
+
+
+def _defined(body: list[ast.stmt], prefix: str) -> Iterator[str]:
+    for node in body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield prefix + node.name
+        if isinstance(node, ast.ClassDef):
+            yield from _defined(node.body, f"{prefix}{node.name}.")
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+
+@_names(OWN)
+def test_references_to_code_exist(page: Path) -> None:
+    for text in CODE.findall(_prose(page)):
+        match = REFERENCE.match(text)
+        if match is None or "<" in text:
+            continue
+        path, name = ROOT / match.group(1), match.group(2)
+        assert path.is_file(), f"`{text}`: no such file"
+        assert name is None or name in _definitions(path), f"`{text}`: no such name"
+
+
+# -- commands and keys ----------------------------------------------------------------------------------
+
+
+def _single(override: str) -> str:
+    """Return an override without its sweep: the first of its values."""
+    parsed = OverridesParser.create().parse_override(override)
+    if not parsed.is_sweep_override():
+        return override
+    return f"{parsed.get_key_element()}={next(iter(parsed.sweep_string_iterator()))}"
+
+
+@cache
+def _compose(command: str, overrides: tuple[str, ...]) -> Any:
+    return compose_config(command, [_single(override) for override in overrides])
+
+
+@_names(OWN)
+def test_commands_compose(page: Path) -> None:
+    for words in _commands(page):
+        if words[0] != "burnish":
+            continue
+        assert len(words) > 1 and words[1] in COMMANDS, f"unknown command: {' '.join(words)}"
+        arguments = words[2:]
+        if words[1] == "list":
+            assert arguments[0] in {*KINDS, "datasets", "experiments"}
+        elif COMMANDS[words[1]].schema is not None:
+            flags = ("--cfg", "--multirun", "--info", "--help", "job")
+            known = TUNED if "resume=runs/tuned" in arguments else ()
+            _compose(words[1], (*known, *(word for word in arguments if word not in flags)))
+
+
+@_names(OWN)
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {words[1] for words in _commands(page) if words[0] == "make"}
+    named |= {text.split()[1] for text in CODE.findall(_prose(page)) if text.startswith("make ")}
+    assert named <= targets
+
+
+@_names(OWN)
+def test_experiments_exist(page: Path) -> None:
+    scan_parts()
+    folder = ROOT / "configs" / "experiment"
+    for name in re.findall(r"experiment=([a-z0-9_]+)(?![\w<*])", page.read_text()):
+        assert (folder / f"{name}.yaml").is_file(), name
+
+
+@cache
+def _keys() -> frozenset[str]:
+    """Return every key below a group, of any part: `algo.lr`, `env.demonstrator.noise`, …"""
+    scan_parts()
+    found: set[str] = set()
+    for group in ("algo", "process", "backbone", "sampler", "env"):
+        for part in registry.parts(group).values():
+            found |= set(_flat(part, group))
+    tree = TrainConfig()
+    for name in ("policy", "trainer", "evaluation"):
+        found |= set(_flat(type(getattr(tree, name)), name))
+    found |= {f"policy.normalizer.{feature}" for feature in ("state", "goal", "action")}
+    return frozenset(found)
+
+
+def _flat(kind: type, prefix: str) -> Iterator[str]:
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        yield f"{prefix}.{field.name}"
+        if is_dataclass(hints[field.name]):
+            yield from _flat(hints[field.name], f"{prefix}.{field.name}")
+
+
+ATTRIBUTES = {"policy.noise_shape", "policy.sample_noise", "policy.with_sampler", "policy.onnx"}
+"""What reads like a key of `policy` and is an attribute or a file."""
+
+
+@_names(OWN)
+def test_configuration_keys_exist(page: Path) -> None:
+    for text in CODE.findall(_prose(page)):
+        match = KEY.match(text)
+        if match is None:
+            continue
+        key = f"{match.group(1)}.{match.group(2)}"
+        assert key in _keys() | ATTRIBUTES, f"`{text}`: no such key"
+
+
+@pytest.mark.parametrize(("algo", "pages"), [("bc", ["bc"]), ("ppo", ["ppo"]), ("dppo", ["dppo", "ppo"])])
+def test_every_setting_is_on_the_page_of_its_algorithm(algo: str, pages: list[str]) -> None:
+    scan_parts()
+    text = "".join((ROOT / "docs" / "algorithms" / f"{page}.md").read_text() for page in pages)
+    missing = [f.name for f in fields(registry.lookup("algo", algo)) if f"`algo.{f.name}`" not in text]
+    assert not missing
+
+
+@pytest.mark.parametrize("kind", ["env", "sampler", "process", "algo"])
+def test_every_part_is_documented(kind: str) -> None:
+    scan_parts()
+    text = "".join(page.read_text() for page in OWN)
+    names = [name for name, part in registry.parts(kind).items() if part.__module__.split(".")[0] != "tests"]
+    missing = [name for name in names if not re.search(rf"[`=/]{re.escape(name)}\b", text)]
+    assert not missing
+
+
+# -- examples -------------------------------------------------------------------------------------------
+
+
+@_names(OWN)
+def test_python_compiles(page: Path) -> None:
+    for block in _blocks(page, "python", "python run"):
+        compile(block.text, str(page.relative_to(ROOT)), "exec")
+
+
+RUNNABLE = [page for page in OWN if page != EXAMPLES and _blocks(page, "python run")]
+
+
+@_names(RUNNABLE)
+def test_short_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for block in _blocks(page, "python run"):
+        exec(compile(block.text, str(page.relative_to(ROOT)), "exec"), {"__name__": "example"})
+
+
+@pytest.fixture
+def extensions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The two complete examples, registered for the time of one test."""
+    scan_parts()
+    monkeypatch.setattr(registry, "_PARTS", {group: dict(parts) for group, parts in registry._PARTS.items()})
+    names: dict[str, Any] = {"__name__": "example"}
+    for block in _blocks(EXAMPLES, "python run"):
+        exec(compile(block.text, EXAMPLES.name, "exec", dont_inherit=True), names)
+    for group, name in (("sampler", "shifted_euler"), ("algo", "filtered_bc")):
+        OmegaConf.structured(registry.lookup(group, name))
+    return names
+
+
+def test_the_example_sampler_is_euler_without_shift_and_exact_on_straight_paths(
+    extensions: dict[str, Any],
+) -> None:
+    sampler, flow = extensions["ShiftedEuler"], RectifiedFlow()
+    torch.testing.assert_close(
+        sampler(steps=5).table(flow).coefficients, Euler(steps=5).table(flow).coefficients
+    )
+    generator = torch.Generator().manual_seed(0)
+    noise, goal = (torch.rand(2, 4, 3, generator=generator, dtype=torch.float64) - 0.5 for _ in range(2))
+    for shift in (0.5, 1.0, 3.0):
+        table = sampler(steps=4, shift=shift).table(flow)
+        assert table.times[0] == 0.0 and table.times[-1] == 1.0
+        torch.testing.assert_close(denoise(lambda k, x: goal - noise, table, noise).action, goal)
+    with pytest.raises(ConfigError, match="needs process=flow"):
+        sampler().table(VPDiffusion())
+
+
+def test_the_example_algorithm_clones_the_best_episodes_only(extensions: dict[str, Any]) -> None:
+    from algos.base import Setup
+
+    frames, start = 12, torch.arange(0, 13, 3)
+    ends = torch.zeros(frames, dtype=torch.bool)
+    ends[start[1:] - 1] = True
+    rewards = torch.tensor([0.0, 3.0, 1.0, 2.0]).repeat_interleave(3)
+    observations = torch.arange(frames).float().unsqueeze(1)
+    data = EpisodeDataset(observations, -observations, rewards, torch.zeros_like(ends), ends, start)
+    config = extensions["FilteredBcConfig"](keep=0.5, steps=2, batch_size=4, warmup_steps=0)
+    run = config.build(Setup(dataset=data))
+    assert run._source.num == 6
+    low = run.policy.normalizer.decode("state", torch.tensor([-1.0]))
+    assert float(low) == pytest.approx(3.0), "the statistics are those of episodes 1 and 3"
+    assert run.advance()["policy/loss"].isfinite()
+    with pytest.raises(ConfigError, match="algo=bc needs demonstrations"):
+        config.build(Setup())

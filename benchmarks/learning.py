@@ -15,7 +15,6 @@ import json
 import logging
 import shutil
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 
 import burnish
+import burnish.api
 from algos.metrics import read_jsonl
 from algos.provenance import describe_environment
 from envs.datasets import read_dataset
@@ -91,22 +91,9 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
         burnish.collect(
             env=study.env, episodes=study.demonstrations, first_seed=1_000_000 + 10_000 * seed, out=str(demos)
         )
-    wall: dict[str, float] = {}
-    begin = time.perf_counter()
-    if not (base_path / "checkpoints" / "last").exists():
-        shutil.rmtree(base_path, ignore_errors=True)
-        burnish.train(
-            f"experiment={study.bases[algo]}", "evaluation.episodes=0", dataset=str(demos), seed=seed,
-            directory=base_path,
-        )  # fmt: skip
-    wall["clone_s"] = time.perf_counter() - begin
-    begin = time.perf_counter()
-    shutil.rmtree(place, ignore_errors=True)
-    tuned = burnish.train(
-        f"experiment={study.tuned[algo]}", "evaluation.episodes=0", init=str(base_path), seed=seed,
-        num_workers=workers, num_threads=max(1, workers), directory=place,
-    )  # fmt: skip
-    wall["tune_s"] = time.perf_counter() - begin
+    base = _trained(base_path, f"experiment={study.bases[algo]}", dataset=str(demos), seed=seed)
+    threads = {"num_workers": workers, "num_threads": max(1, workers)}
+    tuned = _trained(place, f"experiment={study.tuned[algo]}", init=str(base_path), seed=seed, **threads)
     result = burnish.evaluate(
         tuned, versus=str(base_path), episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")
     )
@@ -116,12 +103,28 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
         "demonstrations": read_dataset(demos).num_episodes,
         "before": episode_columns(result.versus), "after": episode_columns(result.evaluation),
         "difference": asdict(result.comparison), "protocol": result.evaluation.protocol,
-        "curve": list(curve(tuned.directory.metrics_path)), "wall": wall,
+        "curve": list(curve(tuned.directory.metrics_path)),
+        "wall": {"clone_s": busy(base.directory.metrics_path), "tune_s": busy(tuned.directory.metrics_path)},
         "environment": describe_environment(),
     }  # fmt: skip
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content) + "\n")
     return target
+
+
+def _trained(place: Path, experiment: str, **values: Any) -> burnish.api.Run:
+    """Train in a directory, or continue the run that is there."""
+    if (place / "checkpoints" / "last").exists():
+        return burnish.train(resume=str(place))
+    shutil.rmtree(place, ignore_errors=True)
+    return burnish.train(experiment, "evaluation.episodes=0", directory=place, **values)
+
+
+def busy(path: Path) -> float:
+    """Return the seconds a run has spent collecting and updating, or on gradient steps."""
+    rows = list(read_jsonl(path))
+    parts = [sum(float(row.get(f"time/{what}_s") or 0.0) for row in rows) for what in ("rollout", "update")]
+    return sum(parts) or float(rows[-1].get("time/elapsed_s") or 0.0)
 
 
 def episode_columns(evaluation: Any) -> dict[str, list[float]]:

@@ -1,0 +1,293 @@
+"""Laws of every registered algorithm, on every kind of policy that it accepts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import math
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from point_env import PointEnv
+from torch import Tensor
+
+from algos.base import Setup
+from algos.plain import from_plain, to_plain
+from burnish.config import scan_parts
+from envs.datasets.episodes import EpisodeDataset
+from policies import registry
+from policies.backbones.mlp import MlpConfig
+from policies.errors import BurnishError, CapabilityError, ConfigError, MissingExtraError
+from policies.folder import load_policy, save_policy
+from policies.heads import CriticConfig
+from policies.policy import Policy, PolicyConfig, build_policy
+
+scan_parts()
+
+ALGOS, PROCESSES = list(registry.parts("algo")), list(registry.parts("process"))
+
+SMALL: dict[str, Any] = {
+    # on-policy
+    "num_envs": 2,
+    "steps_per_iteration": 4,
+    "iterations": 3,
+    "update_epochs": 2,
+    "tuned_steps": 2,
+    "chunk_rows": 8,
+    "critic": CriticConfig(width=8),
+    # from data
+    "steps": 6,
+    "block_steps": 2,
+    "warmup_steps": 2,
+    "ema_every": 1,
+    "validation_windows": 4,
+    "validation_samples": 2,
+    # anywhere
+    "batch_size": 8,
+    "buffer_size": 64,
+    "width": 8,
+}
+"""Sizes given to every configuration that has a field of this name."""
+
+LIMIT = 3
+"""Steps of an episode, so few that every iteration finishes some."""
+
+
+# -- the smallest of everything -------------------------------------------------------------------------
+
+
+def small(part: type) -> Any:
+    known = {field.name for field in dataclasses.fields(part)}
+    return part(**{name: copy.deepcopy(value) for name, value in SMALL.items() if name in known})
+
+
+def dataset(episodes: int = 40, length: int = 5) -> EpisodeDataset:
+    """Random episodes of the point task."""
+    generator, frames = torch.Generator().manual_seed(0), episodes * length
+    ends = torch.zeros(frames, dtype=torch.bool)
+    ends[length - 1 :: length] = True
+    return EpisodeDataset(
+        observations=torch.rand(frames, 2, generator=generator) * 2 - 1,
+        actions=torch.rand(frames, 2, generator=generator) * 2 - 1,
+        rewards=torch.rand(frames, generator=generator),
+        terminated=ends,
+        truncated=torch.zeros_like(ends),
+        episode_start=torch.arange(0, frames + 1, length),
+        meta={"source": "random-points"},
+    )
+
+
+def policy_config(process: str) -> PolicyConfig:
+    levels = {"num_levels": 4}
+    part = registry.lookup("process", process)
+    known = {field.name for field in dataclasses.fields(part)}
+    return PolicyConfig(
+        process=part(**{name: value for name, value in levels.items() if name in known}),
+        backbone=MlpConfig(width=8, time_dim=4),
+        horizon=3,
+        act_steps=2,
+    )
+
+
+def init(process: str) -> Policy:
+    one = torch.ones(2)
+    limits = {"min": -one, "max": one, "mean": 0 * one, "std": one}
+    statistics = {"state": limits, "action": limits}
+    return build_policy(policy_config(process), obs_dim=2, action_dim=2, statistics=statistics, seed=3)
+
+
+def setup(process: str, **changes: Any) -> Setup:
+    """Everything that an algorithm may ask for."""
+    values = {
+        "policy": policy_config(process),
+        "env": PointEnv(limit=LIMIT),
+        "dataset": dataset(),
+        "init": init(process),
+        "seed": 5,
+        "num_workers": 0,
+        "num_threads": 1,
+    }
+    return Setup(**(values | changes))
+
+
+def start(algo: str, process: str, **changes: Any) -> Any:
+    """Build a run; one that needs an extra skips the test and says which."""
+    try:
+        return small(registry.lookup("algo", algo)).build(setup(process, **changes))
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+
+
+@cache
+def accepts(algo: str, process: str) -> bool:
+    try:
+        small(registry.lookup("algo", algo)).build(setup(process)).close()
+    except CapabilityError:
+        return False
+    except MissingExtraError:
+        return True  # skipped, with this reason, where it is used
+    return True
+
+
+def accepted() -> Iterator[Any]:
+    for algo in ALGOS:
+        for process in PROCESSES:
+            if accepts(algo, process):
+                yield pytest.param(algo, process, id=f"{algo}-{process}")
+
+
+every_run = pytest.mark.parametrize(("algo", "process"), list(accepted()))
+
+
+# -- comparing ------------------------------------------------------------------------------------------
+
+
+def timeless(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that do not measure time."""
+    return {name: float(value) for name, value in metrics.items() if not name.startswith("time/")}
+
+
+def assert_equal(a: Any, b: Any, where: str = "state") -> None:
+    """Compare nested plain states bit by bit."""
+    assert type(a) is type(b), where
+    if isinstance(a, Mapping):
+        assert list(a) == list(b), where
+        for key in a:
+            assert_equal(a[key], b[key], f"{where}[{key!r}]")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_equal(x, y, f"{where}[{index}]")
+    elif isinstance(a, Tensor):
+        assert a.dtype == b.dtype and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)), where
+    else:
+        assert a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)), where
+
+
+def weights(policy: Policy) -> Tensor:
+    return torch.cat([value.flatten().double() for value in policy.state_dict().values()])
+
+
+# -- laws -----------------------------------------------------------------------------------------------
+
+
+def test_every_algorithm_accepts_some_policy() -> None:
+    assert {algo for algo in ALGOS if any(accepts(algo, process) for process in PROCESSES)} == set(ALGOS)
+
+
+@every_run
+def test_advancing_progresses_and_reports_finite_named_numbers(algo: str, process: str) -> None:
+    run = start(algo, process)
+    assert run.unit in ("gradient_steps", "env_steps") and run.progress == 0 < run.total
+    for _ in range(2):
+        before = run.progress
+        metrics = run.advance()
+        assert run.progress > before
+        assert metrics and all(re.fullmatch(r"[a-z][a-z0-9_]*/[a-z][a-z0-9_]*", name) for name in metrics)
+        assert all(torch.as_tensor(value).numel() == 1 for value in metrics.values())
+        bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+        assert not bad
+    for _ in range(20):
+        if run.progress >= run.total:
+            break
+        run.advance()
+    assert run.progress >= run.total
+    run.close()
+
+
+@every_run
+def test_a_saved_state_continues_bit_by_bit(algo: str, process: str) -> None:
+    first = start(algo, process)
+    first.advance()
+    file = io.BytesIO()
+    torch.save(to_plain(first.state_dict()), file)
+    second = start(algo, process)
+    file.seek(0)
+    second.load_state_dict(from_plain(torch.load(file, weights_only=True)))
+    assert second.progress == first.progress and second.total == first.total
+    for _ in range(2):
+        assert timeless(second.advance()) == pytest.approx(
+            timeless(first.advance()), abs=0, rel=0, nan_ok=True
+        )
+    assert_equal(to_plain(first.state_dict()), to_plain(second.state_dict()))
+    assert torch.equal(weights(first.snapshot()), weights(second.snapshot()))
+    first.close()
+    second.close()
+
+
+@every_run
+def test_a_run_follows_from_its_seed_and_not_from_global_state(algo: str, process: str) -> None:
+    results = []
+    for seed, global_seed in ((5, 1), (5, 2), (6, 1)):
+        torch.manual_seed(global_seed)
+        np.random.seed(global_seed)
+        run = start(algo, process, seed=seed)
+        results.append((timeless(run.advance()), weights(run.snapshot())))
+        run.close()
+    assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
+    assert results[0][0] != results[2][0]
+
+
+@every_run
+def test_a_snapshot_is_an_independent_policy_that_saves_and_loads(
+    algo: str, process: str, tmp_path: Path
+) -> None:
+    given = init(process)
+    before = weights(given)
+    run = start(algo, process, init=given)
+    run.advance()
+    snapshot = run.snapshot()
+    obs = torch.rand(3, 1, 2, generator=torch.Generator().manual_seed(0))
+    noise = snapshot.sample_noise(3, generator=torch.Generator().manual_seed(1))
+    action = snapshot.act(obs, noise=noise)
+    assert not snapshot.training and action.shape == (3, 2, 2) and action.isfinite().all()
+    run.advance()
+    assert torch.equal(snapshot.act(obs, noise=noise), action)
+    assert not torch.equal(weights(run.snapshot()), weights(snapshot))
+    assert torch.equal(load_policy(save_policy(snapshot, tmp_path / "policy")).act(obs, noise=noise), action)
+    assert torch.equal(weights(given), before)
+    run.close()
+
+
+# -- refusals -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_a_missing_part_is_refused_by_name(algo: str) -> None:
+    process = next(process for process in PROCESSES if accepts(algo, process))
+    with pytest.raises(ConfigError, match=f"algo={algo}"):
+        small(registry.lookup("algo", algo)).build(Setup())
+    for part in ("env", "dataset", "init"):
+        try:
+            start(algo, process, **{part: None}).close()
+        except BurnishError as error:
+            assert isinstance(error, ConfigError)
+            assert f"algo={algo}" in str(error) and f"Give {part}=" in str(error)
+
+
+@pytest.mark.parametrize(("algo", "process"), [(a, p) for a in ALGOS for p in PROCESSES if not accepts(a, p)])
+def test_a_policy_that_cannot_do_what_is_asked_is_refused_by_both_names(algo: str, process: str) -> None:
+    part = registry.lookup("process", process)
+    with pytest.raises(CapabilityError) as refused:
+        start(algo, process)
+    message = str(refused.value)
+    assert f"algo={algo}" in message and (part.__name__ in message or f"process={process}" in message)
+
+
+@every_run
+def test_a_policy_of_another_task_is_refused(algo: str, process: str) -> None:
+    one = torch.ones(3)
+    limits = {"min": -one, "max": one, "mean": 0 * one, "std": one}
+    wide = build_policy(
+        policy_config(process), obs_dim=2, action_dim=3,
+        statistics={"state": {k: v[:2] for k, v in limits.items()}, "action": limits},
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"action.*\b[23]\b.*\b[23]\b"):
+        start(algo, process, init=wide)

@@ -100,10 +100,10 @@ class RunDirectory:
             )
         (path / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         (path / "eval").mkdir(exist_ok=True)
-        _write_text(path / _OVERRIDES, "".join(f"{line}\n" for line in overrides))
         _write_text(path / _ENVIRONMENT, json.dumps(describe_environment(), indent=2) + "\n")
-        _write_text(path / _CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(config)), resolve=True))
-        return cls(path)
+        run = cls(path)
+        run._describe(config, overrides)
+        return run
 
     @classmethod
     def open(cls, path: str | Path) -> RunDirectory:
@@ -116,14 +116,22 @@ class RunDirectory:
             raise CheckpointError(f"{path} is not a run directory: it has no {_CONFIG}. Check resume=<run>.")
         return cls(path)
 
+    def amend(self, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
+        """Continue with another configuration; what was changed is added to the list of overrides."""
+        self._describe(config, [*self.overrides, *overrides])
+
+    def _describe(self, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
+        _write_text(self.path / _OVERRIDES, "".join(f"{line}\n" for line in overrides))
+        _write_text(self.path / _CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(config)), resolve=True))
+
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration that the run was started with."""
+        """The configuration that the run was started with, or last continued with."""
         return OmegaConf.to_container(OmegaConf.load(self.path / _CONFIG))  # type: ignore[return-value]
 
     @property
     def overrides(self) -> list[str]:
-        """The overrides that the run was started with."""
+        """The overrides that the run was started and continued with, in order."""
         return (self.path / _OVERRIDES).read_text().splitlines()
 
     @property

@@ -105,7 +105,14 @@ def train(config: TrainConfig, job: Job) -> Outcome:
     directory = RunDirectory.open(config.resume)
     known = parts_of(directory)
     changes = [text for text in job.overrides if not text.startswith("resume=") and text not in known]
-    return _train(restore(TrainConfig, directory.config, changes), lambda: directory)
+    config = restore(TrainConfig, directory.config, changes)
+
+    def continued() -> RunDirectory:
+        if changes:
+            directory.amend(describe(config), changes)
+        return directory
+
+    return _train(config, continued)
 
 
 def with_resumed_parts(overrides: Sequence[str]) -> list[str]:

@@ -153,6 +153,8 @@ def test_a_resumed_run_takes_values_of_its_own_parts(tuned: Run, tmp_path: Path)
     shutil.copytree(tuned.path, copy, symlinks=True)
     longer = burnish.train("algo=dppo", resume=copy, **{"algo.iterations": 3})
     assert len(longer.directory.checkpoints()) == len(tuned.directory.checkpoints()) + 1
+    assert longer.directory.config["algo"]["iterations"] == 3  # the run says what it was last run with
+    assert longer.directory.overrides[-1] == "algo.iterations=3"
 
 
 def test_what_was_typed_on_resume_changes_values_only(base: Run) -> None:

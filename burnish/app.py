@@ -53,10 +53,13 @@ def run_app(command: str, arguments: Sequence[str]) -> None:
 
 
 def _remove_if_empty(directory: Path) -> None:
-    """Take away the folder that Hydra made for a job that never started."""
-    if directory.resolve() != Path.cwd():
-        with contextlib.suppress(OSError):
-            directory.rmdir()
+    """Take away the folder that Hydra made for a job that never started, and those around it up to here."""
+    here = Path.cwd()
+    folder = directory.resolve()
+    with contextlib.suppress(OSError):  # not empty
+        while folder != here:
+            folder.rmdir()
+            folder = folder.parent if folder.is_relative_to(here) else here
 
 
 def _continuing(command: str, arguments: Sequence[str]) -> list[str]:

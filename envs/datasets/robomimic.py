@@ -106,6 +106,7 @@ def read_robomimic(
         data, names = file["data"], _demo_names(file, path, mask)
         layout = _layout(data, names[0], path, obs_keys)
         demos = [_read_demo(data[name], layout, f"{path}: {name}") for name in names]
+        _check_alike(demos, names, path)
         meta = json.loads(data.attrs["meta"]) if "meta" in data.attrs else {}
         meta |= {"source": str(path), "format": "robomimic", "obs_layout": dict(layout)}
         if "env_args" in data.attrs:
@@ -180,6 +181,18 @@ def _read_demo(demo: h5py.Group, layout: list[tuple[str, int]], source: str) -> 
                 f"{source}: key '{key}' must have {num} rows as the actions have; got {len(value)}."
             )
     return out
+
+
+def _check_alike(demos: list[dict[str, Any]], names: list[str], path: str | Path) -> None:
+    """Refuse a demonstration whose rows are not shaped like those of the first."""
+    for demo, name in zip(demos, names, strict=True):
+        for key in ("actions", "rewards", *_shared(demos, "extras")):
+            first, rows = (d[key] if key in d else d["extras"][key] for d in (demos[0], demo))
+            if rows.shape[1:] != first.shape[1:]:
+                raise DatasetError(
+                    f"{path}: {name}: key '{key}' must have shape {(len(rows), *first.shape[1:])}, as in "
+                    f"{names[0]}; got {rows.shape}. Leave this demonstration out, or record it again."
+                )
 
 
 def _flat(group: h5py.Group, layout: list[tuple[str, int]], num: int, source: str) -> np.ndarray:

@@ -67,6 +67,7 @@ def train(
     evaluator: Evaluator | None = None,
     progress: bool | None = None,
     provenance: Mapping[str, Any] | None = None,
+    amendment: tuple[Mapping[str, Any], Sequence[str]] | None = None,
 ) -> None:
     """Train to the end, from the newest checkpoint of the run where there is one.
 
@@ -81,6 +82,8 @@ def train(
         evaluator: Called with the policy that would be shipped, after the checkpoint of its step.
         progress: True shows a bar, False log lines, None decides by the terminal.
         provenance: Facts for the model card of every checkpoint.
+        amendment: Configuration and overrides that the run is continued with where they differ from its
+            own; recorded once its checkpoint turned out to fit them.
 
     Raises:
         TrainingError: If a loss, a norm or a weight is not finite; earlier checkpoints are untouched.
@@ -89,6 +92,8 @@ def train(
     """
     with run.claim():
         session = _Session(algorithm, run, settings or TrainerSettings(), evaluator, dict(provenance or {}))
+        if amendment is not None:
+            run.amend(*amendment)
         with session.opened(progress), _StopSignals() as stop:
             while True:
                 session.stop_if(stop)
@@ -136,7 +141,7 @@ class _Session:
             if isinstance(error, BurnishError):
                 raise
             raise CheckpointError(
-                f"checkpoint {step} of {self.run.path} does not fit this configuration: {error}. "
+                f"checkpoint {step} of {self.run.path} does not fit this configuration: {str(error).rstrip('.')}. "
                 f"Resume with the configuration and data that the run was started with."
             ) from error
         if threads != torch.get_num_threads():

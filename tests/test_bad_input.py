@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import burnish
+from algos import trainer
 from burnish import cli
 from burnish.commands import train as train_command
 from envs.datasets import write_robomimic
@@ -30,6 +33,7 @@ from policies.samplers import DDIM
 TASK = env("avoid")
 OBS, ACT = TASK.spec.obs_dim, TASK.spec.action_dim
 LEVELS = 5
+TINY = {"steps": 4, "block_steps": 2, "warmup_steps": 0, "batch_size": 4, "validation_fraction": 0.5}
 
 
 # -- good input, to be spoilt ---------------------------------------------------------------------------
@@ -116,8 +120,13 @@ class Shell:
 
 
 @pytest.fixture
-def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Shell:
-    return Shell(tmp_path, monkeypatch, capsys)
+def shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Shell]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield Shell(tmp_path, monkeypatch, capsys)
+    root.handlers[:], root.level = handlers, level  # a command configures logging for its process
 
 
 # -- a truncated HDF5 -----------------------------------------------------------------------------------
@@ -296,6 +305,59 @@ def test_a_policy_of_another_task(shell: Shell) -> None:
     assert "Choose a policy of this task" in line
     line = shell.complaint("eval", "env=avoid", f"policy={policy}", "num_workers=0")
     assert str(OBS) in line and str(OBS + 3) in line and "avoid" in line
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """A run of four gradient steps."""
+    run = burnish.clone(
+        robomimic_file(tmp_path / "demos.hdf5"),
+        directory=tmp_path / "run",
+        env="avoid",
+        backbone={"width": 8},
+        evaluation={"episodes": 0},
+        num_workers=0,
+        progress=False,
+        **{f"algo.{key}": value for key, value in TINY.items()},
+    )
+    return run.path
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ("algo.steps=8", "belongs to a run of 4 gradient steps, this one has 8"),
+        ("backbone.width=16", "does not fit this configuration"),
+        ("process.num_levls=3", "num_levls"),
+    ],
+)
+def test_resuming_with_another_configuration(
+    change: str,
+    what: str,
+    finished: Path,
+    shell: Shell,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(train_command, "run_trainer", trainer.train)
+    before = contents(finished)
+    assert what in shell.complaint("train", f"resume={finished}", change)
+    assert contents(finished) == before
+
+
+def test_resuming_from_a_damaged_state(finished: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_command, "run_trainer", trainer.train)
+    state = finished / "checkpoints" / "4" / "training_state" / "state.pt"
+    state.write_bytes(state.read_bytes()[:200])
+    before = contents(finished)
+    line = shell.complaint("train", f"resume={finished}")
+    assert (
+        str(state.relative_to(finished)) in line and "is damaged" in line and "Remove its checkpoint" in line
+    )
+    assert contents(finished) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 # -- fewer denoising steps than fine-tuned ones ---------------------------------------------------------

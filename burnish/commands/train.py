@@ -106,13 +106,7 @@ def train(config: TrainConfig, job: Job) -> Outcome:
     known = parts_of(directory)
     changes = [text for text in job.overrides if not text.startswith("resume=") and text not in known]
     config = restore(TrainConfig, directory.config, changes)
-
-    def continued() -> RunDirectory:
-        if changes:
-            directory.amend(describe(config), changes)
-        return directory
-
-    return _train(config, continued)
+    return _train(config, lambda: directory, changes)
 
 
 def with_resumed_parts(overrides: Sequence[str]) -> list[str]:
@@ -140,8 +134,16 @@ def _with_absolute_paths(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, dataset=dataset, init=init)
 
 
-def _train(config: TrainConfig, open_directory: Callable[[], RunDirectory]) -> Outcome:
-    """Build everything that can be refused, then make the directory, then train."""
+def _train(
+    config: TrainConfig, open_directory: Callable[[], RunDirectory], changes: Sequence[str] = ()
+) -> Outcome:
+    """Build everything that can be refused, then make the directory, then train.
+
+    Args:
+        config: What to do.
+        open_directory: Makes or opens the run directory.
+        changes: Overrides that distinguish `config` from what the directory was started with.
+    """
     if config.algo is None:
         raise ConfigError(f"train needs algo=<name>; choose one of: {', '.join(registry.parts('algo'))}.")
     algorithm = config.algo.build(prepare(config))
@@ -155,6 +157,7 @@ def _train(config: TrainConfig, open_directory: Callable[[], RunDirectory]) -> O
             evaluator=_evaluator(config, directory, last),
             progress=config.progress,
             provenance=provenance(config),
+            amendment=(describe(config), changes) if changes else None,
         )
     finally:
         algorithm.close()

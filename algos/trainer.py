@@ -140,8 +140,9 @@ class _Session:
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             if isinstance(error, BurnishError):
                 raise
+            reason = str(error).rstrip(".")
             raise CheckpointError(
-                f"checkpoint {step} of {self.run.path} does not fit this configuration: {str(error).rstrip('.')}. "
+                f"checkpoint {step} of {self.run.path} does not fit this configuration: {reason}. "
                 f"Resume with the configuration and data that the run was started with."
             ) from error
         if threads != torch.get_num_threads():

@@ -159,14 +159,15 @@ class PpoLearner:
         self, experience: Experience, index: Tensor, *, draws: Draws
     ) -> tuple[list[Tensor], Metrics]:
         """Return the gradient of the surrogate over the rows `index`, and its metrics."""
-        index = index.to(experience.advantage.device).sort().values
+        drawn = index.to(experience.advantage.device)
+        index = drawn.sort().values
         advantage = self.weighted_advantage(experience, index)
         size = self.chunk_rows(index)
         tasks = [
             Task(self.actor, partial(self.surrogate, experience, rows, part, len(index)))
             for rows, part in zip(index.split(size), advantage.split(size), strict=True)
         ]
-        cloned = self.cloning_tasks(experience, index, draws)
+        cloned = self.cloning_tasks(experience, drawn, draws)
         grads, sums = self.threads.sum(tasks + cloned)
         metrics = {f"policy/{name}": value for name, value in zip(SURROGATE_METRICS, sums, strict=False)}
         return grads, metrics | ({"policy/cloning_loss": sums[-1]} if cloned else {})
@@ -206,10 +207,10 @@ class PpoLearner:
         }
 
     def cloning_tasks(self, experience: Experience, index: Tensor, draws: Draws) -> list[Task]:
-        """Return the tasks of the cloning term over the first `bc_rows` rows, or none."""
+        """Return the tasks of the cloning term over the first `bc_rows` rows as they were drawn, or none."""
         if self.cloning is None or not self.config.bc_weight:
             return []
-        state = index[: self.config.bc_rows] // self.ratio.inner_steps
+        state = index[: self.config.bc_rows].sort().values // self.ratio.inner_steps
         noise = draws.noise((len(state), *self.cloning.noise_shape), experience.advantage)
         size = self.chunk_rows(index)
         return [

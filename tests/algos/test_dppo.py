@@ -354,6 +354,20 @@ def test_cloning_term_pulls_towards_the_frozen_policy() -> None:
     assert loss() < shifted
 
 
+def test_cloning_term_on_few_rows_takes_them_from_the_whole_rollout() -> None:
+    run = make_run(replace(SMALL, bc_weight=1.0, bc_rows=4, update_epochs=1))
+    experience, seen = experience_of(run), []
+    cloning_loss = run.learner.cloning_loss
+    run.learner.cloning_loss = lambda cond, state, *rest: (  # type: ignore[method-assign]
+        seen.append(state) or cloning_loss(cond, state, *rest)
+    )
+    for index in run.learner.minibatches(len(experience) * run.ratio.inner_steps, draws()):
+        seen.clear()
+        run.learner.actor_gradient(experience, index, draws=draws())
+        expected = index[:4] // run.ratio.inner_steps
+        assert torch.equal(torch.cat(seen).sort().values, expected.sort().values)
+
+
 def test_saturated_fraction_counts_clamped_densities() -> None:
     wide = make_run(replace(SMALL, log_prob_range=None))
     narrow = make_run(replace(SMALL, log_prob_range=(0.5, 0.6)))

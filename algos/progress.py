@@ -29,7 +29,7 @@ _INTERESTING = (
     "rollout/success",
     "rollout/return",
     "policy/loss",
-    "critic/loss",
+    "value/loss",
 )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,15 +76,3 @@ def _with_run(policy: Path) -> Located:
     if real.name == "policy" and checkpoint.name.isdecimal() and (run / RUN_CONFIG).is_file():
         return Located(policy, run, int(checkpoint.name))
     return Located(policy)
-
-
-def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        CheckpointError: If it is missing or damaged.
-    """
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}.") from None

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK = "#2f3640"
-FAINT = "#dfe3e8"
 PILLAR = "#5b6673"
 SUCCESS = "#1f8a70"
 FAILURE = "#e4572e"

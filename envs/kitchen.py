@@ -32,7 +32,6 @@ Array = np.ndarray
 
 NUM_ROBOT = 9
 NUM_POSITIONS = 30
-NUM_SUBTASKS = 4
 _BURNERS = ("bottom right", "bottom left", "top right", "top left")
 _POSITION_NAMES = (
     *(f"arm joint {i} angle [rad]" for i in range(1, 8)),

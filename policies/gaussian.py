@@ -12,12 +12,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from policies.errors import ConfigError
+from policies.errors import CapabilityError, ConfigError
 from policies.heads import GaussianHead, GaussianHeadConfig
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, Chain, Cond, Reduction, SampleHook
 from policies.registry import name_of, register
 from policies.samplers import gaussian_entropy, gaussian_log_prob, misfit
+from policies.trunk import TrunkConfig
 
 
 @register("process", "gaussian")
@@ -66,11 +67,11 @@ class GaussianPolicy(Policy):
         super().__init__(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim)
         self.process: GaussianProcess = config.process
         self.sampler = config.sampler
-        if not isinstance(config.sampler, Mean):
-            name = name_of("sampler", config.sampler)
+        _require_mean(config.sampler)
+        if not isinstance(config.backbone, TrunkConfig):
             raise ConfigError(
-                f"process=gaussian needs sampler=mean, its default; got sampler={name}. Leave the sampler "
-                f"out, or use a process that takes steps (diffusion, flow)."
+                f"process=gaussian needs a fully connected backbone (backbone=mlp); got "
+                f"{type(config.backbone).__name__}."
             )
         head = GaussianHeadConfig.from_parts(config.backbone, config.process)
         self.head: GaussianHead = head.build(self.chunk.shape, self.encoder.cond_dim)
@@ -89,7 +90,16 @@ class GaussianPolicy(Policy):
         start: tuple[Tensor, float] | None = None,
         hooks: Sequence[SampleHook] = (),
     ) -> Tensor:
-        """Return the mean chunk (B, Th, Da); the noise has no influence."""
+        """Return the mean chunk (B, Th, Da); the noise has no influence.
+
+        Raises:
+            CapabilityError: If a start or hooks are given: there is no loop for them.
+        """
+        if hooks or start is not None:
+            raise CapabilityError(
+                "a policy with process=gaussian acts in one step, so it takes no hooks and no start state. "
+                "Leave them out, or use a policy with process=diffusion or process=flow."
+            )
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             return self.head(cond.vec)[0]
 
@@ -129,5 +139,18 @@ class GaussianPolicy(Policy):
         return gaussian_log_prob(x_next, mean, std), gaussian_entropy(std)
 
     def with_sampler(self, sampler: Any, **_: Any) -> GaussianPolicy:
-        """Return self: there is one way to sample."""
+        """Return self: there is one way to sample.
+
+        Raises:
+            ConfigError: If the sampler is another one.
+        """
+        _require_mean(sampler)
         return self
+
+
+def _require_mean(sampler: Any) -> None:
+    if not isinstance(sampler, Mean):
+        raise ConfigError(
+            f"process=gaussian needs sampler=mean, its default; got sampler={name_of('sampler', sampler)}. "
+            f"Leave the sampler out, or use a process that takes steps (diffusion, flow)."
+        )

@@ -4,6 +4,7 @@ from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_po
 
 from policies.errors import CapabilityError, ConfigError
 from policies.gaussian import GaussianProcess
+from policies.hooks import Hook
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
@@ -168,3 +169,18 @@ def test_gradients_flow_through_decoding_only_on_request() -> None:
     cond, noise = policy.encode({"state": observations(2)}), policy.sample_noise(2)
     assert not policy.decode(cond, noise).requires_grad
     assert policy.decode(cond, noise, grad=True).requires_grad
+
+
+def test_a_gaussian_refuses_what_it_would_have_to_ignore() -> None:
+    policy = small_policy(GaussianProcess())
+    cond, noise = policy.encode({"state": observations(2)}), policy.sample_noise(2)
+    for options in ({"hooks": [Hook()]}, {"start": (noise, 0.5)}):
+        with pytest.raises(CapabilityError, match="process=gaussian acts in one step"):
+            policy.decode(cond, noise, **options)
+    with pytest.raises(
+        ConfigError, match="process=gaussian needs sampler=mean, its default; got sampler=ddim"
+    ):
+        policy.with_sampler(DDIM())
+    config = PolicyConfig(process=GaussianProcess(), backbone=object())
+    with pytest.raises(ConfigError, match="needs a fully connected backbone"):
+        build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM)

@@ -35,15 +35,18 @@ def warmup_cosine(step: int, *, lr: float, min_lr: float, warmup: int, cycle: in
     return min_lr + (lr - min_lr) * (1.0 + math.cos(math.pi * (place - warmup) / (cycle - warmup))) / 2.0
 
 
-def check_schedule(name: str, *, lr: float, min_lr: float, warmup: int, cycle: int) -> None:
+def check_schedule(
+    name: str, *, lr: float, min_lr: float, warmup: int, cycle: int, may_rise: bool = False
+) -> None:
     """Refuse a schedule that cannot be meant.
 
     Raises:
-        ConfigError: If rates are not positive, `min_lr > lr`, or the warm-up does not fit into the cycle.
+        ConfigError: If rates are not positive, `min_lr > lr` (unless it `may_rise`), or the warm-up does not
+            fit into the cycle.
     """
     if lr <= 0 or min_lr < 0:
         raise ConfigError(f"{name}_lr must be > 0 and {name}_min_lr >= 0; got {lr} and {min_lr}.")
-    if min_lr > lr:
+    if min_lr > lr and not may_rise:
         raise ConfigError(
             f"{name}_min_lr must not exceed {name}_lr={lr}; got {min_lr}, so the rate would rise over "
             f"training. Swap the two, or leave {name}_min_lr empty for a constant rate."

@@ -110,9 +110,8 @@ class PpoConfig:
             self._require(
                 "log_prob_range", self.log_prob_range[0] < self.log_prob_range[1], "rising, or empty"
             )
-        if not self.paper_compat:
-            for who in ("actor", "critic"):
-                check_schedule(who, **self.schedule(who))
+        for who in ("actor", "critic"):
+            check_schedule(who, **self.schedule(who), may_rise=self.paper_compat)
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:

@@ -434,6 +434,7 @@ def test_config_is_a_structured_config() -> None:
     ("change", "message"),
     [
         ({"actor_lr": 2e-5, "actor_min_lr": 1e-4}, "actor_min_lr must not exceed"),
+        ({"actor_lr_warmup": 10, "actor_lr_cycle": 10, "paper_compat": True}, "actor_lr_warmup must lie in"),
         ({"sampler": "euler"}, "algo.sampler must be one of ddpm, ddim; got euler"),
         ({"eta": 0.0}, "deterministic sampler has no density"),
         ({"tuned_steps": 0}, "algo.tuned_steps must be at least 1; got 0"),

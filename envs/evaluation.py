@@ -298,8 +298,9 @@ def _play(
 def _check_fit(policy: EvaluatedPolicy, env: EnvConfig) -> None:
     """Refuse a policy of other widths before any simulator starts."""
     pairs = [("action", policy.chunk.action_dim, env.spec.action_dim)]
-    if hasattr(policy, "obs_dim"):
-        pairs.append(("observation", policy.obs_dim, env.spec.obs_dim))
+    for what, name in (("observation", "obs_dim"), ("goal", "goal_dim")):
+        if hasattr(policy, name):
+            pairs.append((what, getattr(policy, name), getattr(env.spec, name)))
     for what, has, needs in pairs:
         if has != needs:
             raise ConfigError(f"env={env.spec.name} has {what} width {needs}; the policy has {has}.")

@@ -200,5 +200,9 @@ def _swap(aside: Path, target: Path) -> None:
         return
     old = target.parent / f".{target.name}.old.{uuid.uuid4().hex[:8]}"
     os.rename(target, old)
-    os.rename(aside, target)
+    try:
+        os.rename(aside, target)
+    except BaseException:
+        os.rename(old, target)
+        raise
     shutil.rmtree(old, ignore_errors=True)

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,24 @@ def test_saving_again_replaces_the_directory_and_leaves_nothing_behind(tmp_path:
     assert [p.name for p in tmp_path.iterdir()] == ["policy"]
     assert type(load_policy(tmp_path / "policy").process) is RectifiedFlow
     assert "| task | avoid |" in (tmp_path / "policy" / "README.md").read_text()
+
+
+def test_a_replacement_that_fails_leaves_the_old_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_policy(small_policy(), tmp_path / "policy")
+    rename = os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if target.name == "policy" and ".old." not in source.name:
+            raise OSError("disk full")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match="disk full"):
+        save_policy(small_policy(RectifiedFlow()), tmp_path / "policy")
+    assert [p.name for p in tmp_path.iterdir()] == ["policy"]
+    assert type(load_policy(tmp_path / "policy").process) is VPDiffusion
 
 
 def test_a_foreign_directory_is_not_overwritten(tmp_path: Path) -> None:

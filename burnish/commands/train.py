@@ -100,8 +100,8 @@ def run(config: TrainConfig, job: Job) -> float | None:
 def train(config: TrainConfig, job: Job) -> Outcome:
     """Train, or continue the run that `config.resume` names."""
     if config.resume is None:
-        kept = describe(_with_absolute_paths(config))
-        return _train(config, lambda: RunDirectory.create_at(job.directory, kept, job.overrides))
+        config = _with_lasting_paths(config)
+        return _train(config, lambda: RunDirectory.create_at(job.directory, describe(config), job.overrides))
     directory = RunDirectory.open(config.resume)
     known = parts_of(directory)
     changes = [text for text in job.overrides if not text.startswith("resume=") and text not in known]
@@ -126,11 +126,10 @@ def parts_of(directory: RunDirectory) -> list[str]:
     return [f"{group}={part['name']}" for group, part in chosen.items() if isinstance(part, Mapping)]
 
 
-def _with_absolute_paths(config: TrainConfig) -> TrainConfig:
-    """Let the run be resumed from any directory."""
-    dataset, init = (
-        None if path is None else str(Path(path).absolute()) for path in (config.dataset, config.init)
-    )
+def _with_lasting_paths(config: TrainConfig) -> TrainConfig:
+    """Name files from the root, and as `init` one checkpoint: the last one of a run moves."""
+    dataset = None if config.dataset is None else str(Path(config.dataset).absolute())
+    init = None if config.init is None else str(locate(config.init, "init").path.resolve())
     return dataclasses.replace(config, dataset=dataset, init=init)
 
 

@@ -82,6 +82,14 @@ def test_a_run_keeps_what_is_needed_to_understand_and_continue_it(base: Run, dem
     assert base.directory.checkpoints() == [4, 8, 12]
 
 
+def test_a_run_remembers_the_checkpoint_that_it_started_from(base: Run, tuned: Run) -> None:
+    started_from = Path(tuned.directory.config["init"])
+    assert (
+        started_from == base.directory.policy_path(12).resolve()
+    )  # a later checkpoint would be another start
+    assert locate(started_from).label == locate(base.path).label
+
+
 def test_a_policy_knows_its_task(base: Run) -> None:
     assert task_of(locate(base.path)).spec.name == "avoid"
     assert locate(base.path).provenance()["algo"] == "bc"

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 _NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
 
 WOBBLE_M = 0.01  # standard deviation of the sideways wobble far from the rows, at noise = 1
-AIM_SHARE = 0.2  # standard deviation of the aim inside a gap, as a share of the clearance, at noise = 1
+AIM_M = 0.004  # standard deviation of the aim inside a gap [m], at noise = 1, cut at two of them
 PACE_SPREAD = 0.15  # relative spread of the pace, between episodes and within one, at noise = 1
 WOBBLE_STEPS = 8.0  # correlation time of wobble and pace [control steps]
-STEADY_M = 0.05  # distance to a row within which the hand is steady
+STEADY_M = 0.0078  # largest wobble near a row [m]
+NEAR_M = 0.05  # what is near: distance to a row [m]
 RESPONSE_S = 0.05  # how far ahead the hand feels the disc move [s]
 LOOK_M = 0.03  # how far ahead on its path the hand aims
 
@@ -88,7 +89,7 @@ def plan(
     """
     ys, xs = [start[1]], [start[0]]
     for row_y, centers, gap in zip(scene.row_y, scene.gap_x, way, strict=True):
-        aim = centers[gap] + noise * AIM_SHARE * scene.clearance * np.clip(rng.standard_normal(), -2, 2)
+        aim = centers[gap] + noise * AIM_M * np.clip(rng.standard_normal(), -2, 2)
         ys += [row_y - 0.02, row_y + 0.02]
         xs += [aim, aim]
     ys.append(scene.finish_y + 0.1)
@@ -116,7 +117,6 @@ class Hand:
     ) -> None:
         self._path, self._noise, self._rng = path, options.noise, rng
         self._rows = np.asarray(scene.row_y)
-        self._steady = 0.4 * scene.clearance
         spread = options.noise * PACE_SPREAD * np.clip(rng.standard_normal(), -2, 2)
         self._pace = options.pace * np.exp(spread)
         self._drift = np.zeros(2)  # Ornstein-Uhlenbeck processes of unit variance: pace, sideways push
@@ -137,10 +137,10 @@ class Hand:
         return np.clip(pace * way / np.hypot(*way), -1.0, 1.0)
 
     def _wobble(self, y: float) -> float:
-        """Sideways push [m] at height y: free between the rows, within half the clearance at a row."""
+        """Sideways push [m] at height y: free far from the rows, small near them."""
         push = self._noise * WOBBLE_M * self._drift[1]
         distance = np.min(np.abs(self._rows - y))
-        limit = self._steady + max(0.0, distance - STEADY_M)
+        limit = STEADY_M + max(0.0, distance - NEAR_M)
         return float(limit * np.tanh(push / limit))
 
 

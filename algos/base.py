@@ -10,6 +10,7 @@ from torch import Tensor
 
 from envs.datasets.episodes import EpisodeDataset
 from envs.spec import EnvConfig
+from policies.errors import ConfigError
 from policies.policy import Policy, PolicyConfig
 
 Metrics = dict[str, float | Tensor]
@@ -26,8 +27,23 @@ class Setup:
     init: Policy | None = None  # the policy to start from
     seed: int = 0
     num_workers: int = 2  # rollout processes
-    num_threads: int = 2  # gradient threads
+    num_threads: int | None = None  # see `threads`; None: the algorithm's own default
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def threads(self, default: int) -> int:
+        """Return the threads of an algorithm that takes `default` unless told otherwise.
+
+        Cloning gives them to every operation of torch, where more than one rarely helps small networks and
+        changes numbers in their last bits. On-policy algorithms compute shares of a gradient on so many
+        threads of one torch thread each; results are the same for any number.
+
+        Raises:
+            ConfigError: If the number is not positive.
+        """
+        number = default if self.num_threads is None else self.num_threads
+        if number < 1:
+            raise ConfigError(f"num_threads must be at least 1, or null; got {number}.")
+        return number
 
 
 class Algorithm(Protocol):

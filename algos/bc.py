@@ -18,8 +18,6 @@ import copy
 import logging
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -35,10 +33,12 @@ from envs.datasets.episodes import EpisodeDataset
 from policies.errors import CheckpointError, ConfigError
 from policies.policy import Policy, build_policy
 from policies.registry import register
+from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
 
 EMA_RULES = ("power", "delayed")
+THREADS = 1  # of torch, unless `num_threads` says otherwise
 
 
 @register("algo", "bc")
@@ -102,7 +102,8 @@ class BcConfig:
             DatasetError: If the dataset has no window.
             CapabilityError: If the policy to start from has no matching loss.
         """
-        return Bc(self, setup)
+        with torch_threads(setup.threads(THREADS)):
+            return Bc(self, setup)
 
     def num_steps(self, num_windows: int) -> int:
         """Return the gradient steps of a run on so many windows."""
@@ -132,7 +133,7 @@ class Bc:
     unit = "gradient_steps"
 
     def __init__(self, config: BcConfig, setup: Setup) -> None:
-        self.config, self._num_threads = config, setup.num_threads
+        self.config, self._num_threads = config, setup.threads(THREADS)
         dataset = _dataset_of(setup)
         self.policy = _start_policy(setup, dataset).to(setup.device).train()
         self._matching = matching_of(self.policy)
@@ -167,7 +168,7 @@ class Bc:
     def advance(self) -> Metrics:
         """Take a block of gradient steps and report its mean loss; validate when it is due."""
         before = self._done
-        with _at_most_threads(self._num_threads):
+        with torch_threads(self._num_threads):
             metrics = self._block(min(self.config.block_steps, self._total - before))
             return metrics | self._validate_if_due(before)
 
@@ -231,6 +232,7 @@ class Bc:
         return {
             "done": self._done,
             "total": self._total,
+            "num_threads": self._num_threads,
             "policy": self.policy.state_dict(),
             "ema": self._ema.state_dict(),
             "optimizer": self._optimizer.state_dict(),
@@ -245,6 +247,12 @@ class Bc:
                 f"the checkpoint belongs to a run of {state['total']} gradient steps, this one has "
                 f"{self._total}, so learning rates differ. Resume with the same algo.steps, or start a run "
                 f"from its policy (init=<policy directory>)."
+            )
+        if state.get("num_threads", self._num_threads) != self._num_threads:
+            _log.warning(
+                "this run used num_threads=%d, now it is %d: results may differ in the last bits.",
+                state["num_threads"],
+                self._num_threads,
             )
         self._shuffle.load_state_dict(state["shuffle"])
         self.policy.load_state_dict(state["policy"])
@@ -265,17 +273,6 @@ class Bc:
             return None
         windows, samples = self.config.validation_windows, self.config.validation_samples
         return Validation(self._windows(held_out), num_windows=windows, num_samples=samples, seed=seed)
-
-
-@contextmanager
-def _at_most_threads(limit: int) -> Iterator[None]:
-    """Let torch use no more threads than this: on networks of this size, many of them only wait."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(min(before, limit))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _dataset_of(setup: Setup) -> EpisodeDataset:

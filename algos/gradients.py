@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+from policies.threads import torch_threads
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,8 @@ class Task:
 class GradientThreads:
     """Runs tasks on a few threads of one torch thread each; sums come in the order of the tasks.
 
-    With one thread, tasks run where they are called, with torch's own threading.
+    So the result is the same, bit for bit, for any number of threads, and for any that torch would use
+    by itself. With one thread, tasks run where they are called.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -41,7 +43,7 @@ class GradientThreads:
 
     def sum(self, tasks: Sequence[Task]) -> tuple[list[Tensor], Tensor]:
         """Add up gradients and metrics of tasks that share their parameters."""
-        with one_torch_thread(self._pool is not None):
+        with torch_threads(1):
             results = map(Task.run, tasks) if self._pool is None else self._pool.map(Task.run, tasks)
             first, metrics = next(results)
             grads = [grad.clone() for grad in first]
@@ -54,16 +56,3 @@ class GradientThreads:
         """End the threads."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
-
-
-@contextmanager
-def one_torch_thread(active: bool) -> Iterator[None]:
-    """Limit torch to one thread inside; threads that wait for each other cost more than they give."""
-    before = torch.get_num_threads()
-    if active:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        if active:
-            torch.set_num_threads(before)

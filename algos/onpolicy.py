@@ -18,9 +18,12 @@ from algos.surrogate import GeneratorDraws, PpoLearner
 from envs.rollout import Rollout, RolloutPool
 from policies.errors import ConfigError
 from policies.policy import Policy
+from policies.threads import torch_threads
 
 if TYPE_CHECKING:
     from algos.ppo import PpoConfig
+
+THREADS = 2  # that share a gradient, unless `num_threads` says otherwise; results do not depend on it
 
 
 def check_setup(setup: Setup, algo: str) -> Policy:
@@ -112,7 +115,7 @@ class OnPolicy:
             actor=list(trained.parameters()),
             critic=critic,
             cloning=None if frozen is None else CloningTerm(frozen, ratio),
-            num_threads=setup.num_threads,
+            num_threads=setup.threads(THREADS),
         )
         assert setup.env is not None
         pool = RolloutPool(
@@ -143,6 +146,10 @@ class OnPolicy:
 
     def advance(self) -> Metrics:
         """Run one iteration: collect, appraise, update."""
+        with torch_threads(1):
+            return self._iterate()
+
+    def _iterate(self) -> Metrics:
         started = time.perf_counter()
         rollout = self.collect()
         collected = time.perf_counter()

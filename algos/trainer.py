@@ -136,7 +136,7 @@ class _Session:
             restore_global_rng(state["global_rng"])
             trainer = state["trainer"]
             self.evaluated, self.elapsed_s = trainer["evaluated"], trainer["elapsed_s"]
-            threads, metrics_bytes = trainer["torch_threads"], trainer["metrics_bytes"]
+            metrics_bytes = trainer["metrics_bytes"]
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             if isinstance(error, BurnishError):
                 raise
@@ -145,12 +145,6 @@ class _Session:
                 f"checkpoint {step} of {self.run.path} does not fit this configuration: {reason}. "
                 f"Resume with the configuration and data that the run was started with."
             ) from error
-        if threads != torch.get_num_threads():
-            _log.warning(
-                "this run used %d torch threads, now there are %d: results may differ in the last bits.",
-                threads,
-                torch.get_num_threads(),
-            )
         self.saved = step
         self.run.rewind(step, metrics_bytes=metrics_bytes)
 
@@ -234,7 +228,6 @@ class _Session:
             "trainer": {
                 "evaluated": self.evaluated,
                 "elapsed_s": self._elapsed(),
-                "torch_threads": torch.get_num_threads(),
                 "metrics_bytes": self.run.metrics_bytes,
             },
         }

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from burnish.commands import COMMANDS
 
 _THREAD_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
-"""Waiting threads cost far more than they bring on small networks; set before anything numeric loads."""
+"""Waiting threads cost far more than they bring on small networks; set before anything numeric loads.
+
+What is trained does not depend on it: see `policies.threads`.
+"""
 
 
 def set_thread_defaults() -> None:

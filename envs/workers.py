@@ -14,12 +14,13 @@ import signal
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from envs.nursery import Child, exit_on_hangup, fork_worker
 from policies.errors import ConfigError, WorkerError
+from policies.threads import torch_threads
 
 Factory = Callable[..., Any]
 OnMessage = Callable[[Any], None]
@@ -67,7 +68,7 @@ class LocalWorkers:
     """The same interface without processes; calls run here, on one thread as in a worker."""
 
     def __init__(self, factory: Factory, arguments: Sequence[tuple[Any, ...]]) -> None:
-        with one_thread():
+        with torch_threads(1):
             self._objects = [factory(*args) for args in arguments]
 
     def __len__(self) -> int:
@@ -79,7 +80,7 @@ class LocalWorkers:
     ) -> list[Any]:
         """Call a method of every object, one after the other."""
         results = []
-        with one_thread():
+        with torch_threads(1):
             for worker, args in zip(self._objects, arguments, strict=True):
                 worker.notify = on_message or _ignore
                 results.append(getattr(worker, method)(*args))
@@ -223,7 +224,7 @@ def serve(descriptor: int) -> None:
     with contextlib.suppress(EOFError, OSError):
         _settle(receive(link))
         send(link, ("ok", None))
-        with one_thread():
+        with torch_threads(1):
             _answer(link)
     os._exit(0)
 
@@ -254,19 +255,6 @@ def _answer(link: Connection) -> None:
             raise
         except Exception:
             send(link, ("error", traceback.format_exc()))
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch use one thread: on small networks, more of them only wait for each other."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _end(children: list[Child]) -> None:

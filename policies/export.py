@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 from policies.errors import ExportError, MissingExtraError
 from policies.policy import Policy
+from policies.threads import torch_threads
 from policies.weight_cache import seal
 
 MODEL, SIGNATURE, SAMPLE, REPORT, CARD = (
@@ -279,7 +280,7 @@ def _worst(parity: Sequence[dict[str, float]]) -> float:
 def _latency(model: SampledPolicy, session: Any, batch: int, generator: torch.Generator) -> dict[str, float]:
     inputs = random_inputs(model.policy, batch, generator)
     feed = _feed(session, inputs)
-    with _one_thread():
+    with torch_threads(1):
         eager_s = _median_s(lambda: model(**inputs))
     onnx_s = _median_s(lambda: session.run(None, feed))
     return {"batch": batch, "eager_ms": 1e3 * eager_s, "onnx_ms": 1e3 * onnx_s}
@@ -357,16 +358,6 @@ Median latency, one thread, on the machine that exported:
 |---|---|---|
 {latency}
 """
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ class TrainConfig:
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(episodes=50))
     num_workers: int = Setup.num_workers  # rollout processes; 0: this process
-    num_threads: int = Setup.num_threads  # gradient threads
+    num_threads: int | None = Setup.num_threads  # null: 1 in cloning (of torch), 2 in fine-tuning (gradients)
     device: str = "cpu"
     progress: bool | None = None  # null: a bar on a terminal, lines elsewhere
 

@@ -20,6 +20,7 @@ from policies.errors import CapabilityError, CheckpointError, ConfigError, Datas
 from policies.gaussian import GaussianProcess
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.protocols import ChunkSpec
+from policies.threads import torch_threads
 
 PROCESSES = [
     pytest.param(VPDiffusion(num_levels=10), id="eps"),
@@ -238,20 +239,25 @@ def test_step_reads_nothing_back_from_the_device(monkeypatch: pytest.MonkeyPatch
     algorithm._step(algorithm._source.gather(algorithm._shuffle.take(8)))
 
 
-@pytest.mark.parametrize(("allowed", "expected"), [(1, 1), (5, 2)])
-def test_training_takes_no_more_threads_than_it_is_given(allowed: int, expected: int) -> None:
+@pytest.mark.parametrize(("given", "expected"), [(None, 1), (1, 1), (3, 3)])
+def test_torch_uses_the_threads_that_training_is_given(given: int | None, expected: int) -> None:
     seen = []
-    algorithm = tiny().build(replace(two_mode_setup(), num_threads=allowed))
+    algorithm = tiny().build(replace(two_mode_setup(), num_threads=given))
     field = algorithm.policy.field
     field.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
+    with torch_threads(2):
         algorithm.advance()
         assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
     assert set(seen) == {expected}
+
+
+def test_continuing_on_another_number_of_threads_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    setup = two_mode_setup()
+    state = tiny().build(setup).state_dict()
+    tiny().build(setup).load_state_dict(state)
+    assert "num_threads" not in caplog.text
+    tiny().build(replace(setup, num_threads=2)).load_state_dict(state)
+    assert "num_threads=1, now it is 2" in caplog.text
 
 
 # -- validation -----------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.samplers import DDIM
+from policies.threads import torch_threads
 
 SMALL = DppoConfig(
     num_envs=4,
@@ -189,7 +190,11 @@ def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
         run = make_run(num_threads=num_threads)
         experience = experience_of(run)
         shift_weights(run)
-        results.append(run.learner.actor_gradient(experience, torch.arange(96), draws=draws())[0])
+        seen: list[int] = []
+        run.policy.scored_net.register_forward_pre_hook(lambda *_, s=seen: s.append(torch.get_num_threads()))
+        with torch_threads(3):  # whatever the program uses elsewhere
+            results.append(run.learner.actor_gradient(experience, torch.arange(96), draws=draws())[0])
+        assert set(seen) == {1}
         run.close()
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

@@ -17,6 +17,7 @@ import pytest
 import torch
 from point_env import PointEnv
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from algos.base import Setup
 from algos.plain import from_plain, to_plain
@@ -28,6 +29,7 @@ from policies.errors import BurnishError, CapabilityError, ConfigError, MissingE
 from policies.folder import load_policy, save_policy
 from policies.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig, build_policy
+from policies.threads import torch_threads
 
 scan_parts()
 
@@ -233,6 +235,35 @@ def test_a_run_follows_from_its_seed_and_not_from_global_state(algo: str, proces
         run.close()
     assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
     assert results[0][0] != results[2][0]
+
+
+def with_torch_threads(number: int, algo: str, process: str) -> tuple[set[int], dict[str, float], Tensor]:
+    """Return the threads that networks saw, the metrics and the weights, where torch has so many threads."""
+    seen: set[int] = set()
+    hook = register_module_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
+    try:
+        with torch_threads(number):
+            run = start(algo, process, num_threads=None)
+            metrics = timeless(run.advance())
+            assert torch.get_num_threads() == number
+    finally:
+        hook.remove()
+    run.close()
+    return seen, metrics, weights(run.snapshot())
+
+
+@every_run
+def test_a_run_takes_the_threads_it_was_given_and_not_those_of_the_program(algo: str, process: str) -> None:
+    one, many = (with_torch_threads(number, algo, process) for number in (1, 3))
+    assert one[0] == many[0] == {1}
+    assert one[1] == many[1] and torch.equal(one[2], many[2])
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_no_threads_at_all_are_refused(algo: str) -> None:
+    process = next(process for process in PROCESSES if accepts(algo, process))
+    with pytest.raises(ConfigError, match=r"num_threads must be at least 1.*got 0"):
+        start(algo, process, num_threads=0)
 
 
 @every_run

@@ -168,10 +168,8 @@ class OnPolicy:
 
     def collect(self) -> Rollout:
         """Collect the chunk steps of one iteration; workers act on the CPU."""
-        ratio = self.ratio
-        if self.policy.device.type != "cpu":
-            ratio = copy.copy(ratio)
-            ratio.policy = self.policy.clone().cpu()
+        ratio = copy.copy(self.ratio)
+        ratio.policy = self.policy.on_cpu()
         config = self.config
         return self.pool.collect(ratio, config.steps_per_iteration, reset=config.reset_each_iteration)
 

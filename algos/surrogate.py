@@ -106,7 +106,11 @@ class PpoLearner:
     # -- one iteration ---------------------------------------------------------------------------------
 
     def update(self, experience: Experience, *, iteration: int, draws: Draws) -> Metrics:
-        """Run the epochs of one iteration; return metrics averaged over its minibatches."""
+        """Run the epochs of one iteration; return metrics averaged over its minibatches.
+
+        With `target_kl`, the estimate is read back after every minibatch, since the next one may not be
+        taken: the one place where an update waits for the device. Without it nothing is read back.
+        """
         actor_lr, critic_lr = self.rates(iteration)
         set_rate(self.actor_optimizer, actor_lr)
         set_rate(self.critic_optimizer, critic_lr)

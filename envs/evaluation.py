@@ -27,6 +27,7 @@ from envs.statistics import Interval, bootstrap_mean, paired_difference, wilson
 from envs.vector import Array
 from envs.workers import start_workers
 from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.policy import Policy
 
 _CHOICES = ("random", "zero")
 _VERSIONS = ("mujoco", "gymnasium", "burnish")
@@ -142,7 +143,8 @@ def evaluate(
         episodes: E; at least 100 for numbers that are reported.
         first_seed: Seed of episode 0; episode i has `first_seed + i`.
         num_envs: Environments in all; does not change the result.
-        num_workers: Processes; 0 stays in this one. Does not change the result.
+        num_workers: Processes, which compute on the CPU; 0 stays in this one. Does not change the result
+            of a policy on the CPU.
         start_noise: `random` or `zero`: the noise that denoising starts from.
         sampling_noise: `random` or `zero`: the noise of a stochastic sampler's steps.
         steps: Denoising steps; None: the policy's own.
@@ -283,7 +285,7 @@ def _play(
     if was_training:
         policy.eval()
     try:
-        sent = pickle.dumps(player, protocol=5) if num_workers else player
+        sent = _packed(player) if num_workers else player
         arguments = [(env, sent, share, width) for share, width in zip(shares, widths, strict=True)]
         workers = start_workers(Evaluator, arguments, processes=num_workers > 0)
         try:
@@ -293,6 +295,14 @@ def _play(
     finally:
         if was_training:
             policy.train()
+
+
+def _packed(player: Player) -> bytes:
+    """Pickle a player for worker processes, its policy on the CPU."""
+    policy = player.policy
+    return pickle.dumps(
+        replace(player, policy=policy.on_cpu() if isinstance(policy, Policy) else policy), protocol=5
+    )
 
 
 def _check_fit(policy: EvaluatedPolicy, env: EnvConfig) -> None:

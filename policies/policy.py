@@ -150,6 +150,10 @@ class Policy(nn.Module):
         """Return an independent copy."""
         return copy.deepcopy(self)
 
+    def on_cpu(self) -> Self:
+        """Return the policy if it is on the CPU, else a copy there: worker processes compute on the CPU."""
+        return self if self.device.type == "cpu" else self.clone().cpu()
+
     def _randn(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         device = self.device if generator is None else generator.device
         return torch.randn(shape, generator=generator, device=device, dtype=self.dtype).to(self.device)

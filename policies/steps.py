@@ -94,6 +94,10 @@ class StepTable:
         object.__setattr__(self, "rows", tuple(Coefficients(*column) for column in columns))
         object.__setattr__(self, "noisy", tuple((self.std > 0).any(dim=-1).tolist()))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the copies on devices: where a table is sent or cloned to may have none of these."""
+        return {**self.__dict__, "_copies": {}}
+
     @property
     def num_steps(self) -> int:
         """K."""

@@ -11,9 +11,10 @@ from two_modes import two_mode_setup
 from algos.base import Setup
 from algos.bc import BcConfig
 from algos.dppo import DppoConfig
+from envs.evaluation import evaluate
 from policies.backbones.mlp import MlpConfig
 from policies.gaussian import GaussianProcess
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.samplers import DDIM
@@ -32,6 +33,13 @@ POLICIES = {
 }
 
 
+def point_policy() -> Policy:
+    """An untrained policy of the point task."""
+    config = PolicyConfig(process=VPDiffusion(num_levels=4), backbone=MlpConfig(width=16))
+    stats = {name: {"min": -torch.ones(2), "max": torch.ones(2)} for name in ("state", "action")}
+    return build_policy(config, obs_dim=2, action_dim=2, statistics=stats)
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_actions_are_those_of_the_cpu(name: str) -> None:
     policy = POLICIES[name]()
@@ -40,6 +48,14 @@ def test_actions_are_those_of_the_cpu(name: str) -> None:
     out = there.act(obs.cuda(), noise=noise.cuda())
     assert out.device.type == "cuda"
     torch.testing.assert_close(out.cpu(), policy.act(obs, noise=noise), atol=1e-4, rtol=1e-4)
+
+
+def test_workers_evaluate_a_policy_on_the_cpu() -> None:
+    policy = point_policy().to("cuda")
+    policy.act(torch.zeros(1, 1, 2))  # leaves tables on the device
+    rows = evaluate(policy, PointEnv(), episodes=3, num_workers=1).rows
+    assert rows == evaluate(policy.clone().cpu(), PointEnv(), episodes=3).rows
+    assert policy.device.type == "cuda"
 
 
 def test_cloning_steps_stay_on_the_device_and_lower_the_loss() -> None:
@@ -54,9 +70,7 @@ def test_cloning_steps_stay_on_the_device_and_lower_the_loss() -> None:
 
 
 def test_dppo_updates_on_the_device_while_workers_act_on_the_cpu() -> None:
-    config = PolicyConfig(process=VPDiffusion(num_levels=4), backbone=MlpConfig(width=16))
-    stats = {name: {"min": -torch.ones(2), "max": torch.ones(2)} for name in ("state", "action")}
-    init = build_policy(config, obs_dim=2, action_dim=2, statistics=stats)
+    init = point_policy()
     algo = DppoConfig(num_envs=4, steps_per_iteration=8, batch_size=64, update_epochs=2, tuned_steps=2)
     run = algo.build(Setup(env=PointEnv(), init=init, num_workers=0, device=torch.device("cuda")))
     before = [p.clone() for p in run.policy.scored_net.parameters()]

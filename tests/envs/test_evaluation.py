@@ -78,6 +78,17 @@ def test_rows_do_not_depend_on_the_number_of_environments_or_workers(process: ob
         assert got == expected and got.protocol_hash == expected.protocol_hash
 
 
+def test_workers_get_the_policy_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, twin = small(), small()
+    monkeypatch.setattr(Policy, "on_cpu", lambda self: twin)
+    assert torch.equal(next(twin.parameters()), next(policy.parameters()))
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight.zero_()  # so that the difference shows
+    sent = evaluate(policy, TASK, episodes=2, num_workers=1).rows
+    assert sent == evaluate(twin, TASK, episodes=2).rows != evaluate(policy, TASK, episodes=2).rows
+
+
 def test_an_episode_is_the_same_in_any_list() -> None:
     whole = evaluate(Proportional(), TASK, episodes=EPISODES)
     assert evaluate(Proportional(), TASK, episodes=3, num_envs=2).rows == whole.rows[:3]

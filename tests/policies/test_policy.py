@@ -78,6 +78,17 @@ def test_executed_rows_must_fit_the_horizon() -> None:
         ChunkSpec(2, horizon=4, act_steps=4, obs_steps=2, action_start=1)
 
 
+def test_a_policy_on_the_cpu_needs_no_copy_and_another_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = small_policy()
+    assert policy.on_cpu() is policy
+    monkeypatch.setattr(type(policy), "device", torch.device("cuda"))
+    other = policy.on_cpu()
+    assert other is not policy
+    assert all(
+        x is not y and torch.equal(x, y) for x, y in zip(other.parameters(), policy.parameters(), strict=True)
+    )
+
+
 CHAINS = [
     pytest.param(VPDiffusion(num_levels=k), DDPM(**EXPLORE), s, id=f"ddpm-K{k}-S{s}")
     for k, s in ((2, 1), (2, 2), (8, 1), (8, 5), (20, 10))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -134,6 +136,14 @@ def test_ddpm_defaults_are_the_evaluation_of_dppo() -> None:
     explore = DDPM(min_std=0.1, final_std=None).table(VPDiffusion(20))
     assert explore.std[-1] == 0.1
     assert torch.equal(explore.std, table.schedule_std.clamp(min=0.1))
+
+
+def test_a_table_travels_without_its_copies_on_devices() -> None:
+    table = DDPM(steps=4).table(VPDiffusion(20))
+    expected = table.placed("std", torch.zeros(1))
+    for other in (pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
+        assert table._copies and not other._copies
+        assert other.rows == table.rows and torch.equal(other.placed("std", torch.zeros(1)), expected)
 
 
 def test_the_density_is_that_of_a_normal() -> None:

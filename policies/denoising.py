@@ -19,6 +19,10 @@ from policies.protocols import TE, Chain, Cond, Kind, Reduction, SampleHook
 from policies.samplers import StepTable, denoise, gaussian_entropy, gaussian_log_prob, transition
 
 
+_REGISTERED = ("_modules", "_parameters", "_buffers")
+"""Where a module keeps what is assigned to it."""
+
+
 class DenoisingPolicy(Policy):
     """A policy that turns noise into a chunk by a few evaluations of one network.
 
@@ -52,8 +56,13 @@ class DenoisingPolicy(Policy):
     def with_sampler(
         self, sampler: Any, *, tuned_steps: int | None = None, log_prob_min_std: float | None = None
     ) -> Self:
-        """Return a view of this policy (same weights) that samples differently."""
+        """Return a view of this policy that samples differently.
+
+        Networks and weights are shared; what is put in their place in one of the two (`view.field = …`)
+        leaves the other as it is.
+        """
         view = copy.copy(self)
+        view.__dict__.update({name: self.__dict__[name].copy() for name in _REGISTERED})
         view._use_sampler(sampler, tuned_steps=tuned_steps, log_prob_min_std=log_prob_min_std)
         return view
 

@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_policy, statistics
@@ -144,6 +146,17 @@ def test_a_deterministic_chain_has_no_density() -> None:
     policy = small_policy(RectifiedFlow(), Euler(steps=3))
     with pytest.raises(CapabilityError, match="deterministic"):
         policy.sample_chain(policy.encode({"state": observations(2)}))
+
+
+def test_a_view_shares_weights_but_not_what_is_put_in_their_place() -> None:
+    policy = small_policy(VPDiffusion(num_levels=4))
+    view, field = policy.with_sampler(DDIM(steps=2)), policy.field
+    assert view.field is field and view.table.num_steps == 2 and policy.table.num_steps == 4
+    view.field = copy.deepcopy(field)
+    view.register_buffer("mark", torch.zeros(1))
+    assert policy.field is field and "mark" not in dict(policy.named_buffers())
+    policy.field = torch.nn.Identity()
+    assert isinstance(view.field, type(field))
 
 
 def test_more_tuned_than_denoising_steps_is_refused() -> None:

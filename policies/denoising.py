@@ -18,7 +18,6 @@ from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, Chain, Cond, Kind, Reduction, SampleHook
 from policies.samplers import StepTable, denoise, gaussian_entropy, gaussian_log_prob, transition
 
-
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 """Where a module keeps what is assigned to it."""
 
@@ -173,13 +172,24 @@ class DenoisingPolicy(Policy):
         return std if step is None else std.index_select(0, step)
 
     def _require_density(self) -> None:
-        has_zero_std = bool((self.table.schedule_std.clamp(min=self.log_prob_min_std) <= 0).any())
+        """Refuse a sampler whose chain has no density, or another one than is scored."""
+        clip, final, floor = self.table.clip_action, self.sampler.final_std, self.log_prob_min_std
+        has_zero_std = bool((self.table.schedule_std.clamp(min=floor) <= 0).any())
         if self.is_deterministic or has_zero_std:
-            raise CapabilityError(
-                f"sampler '{type(self.sampler).__name__}' of this policy is deterministic, so its chain has "
-                f"no density. Use a stochastic sampler (ddpm, or ddim with eta > 0) with a positive noise "
-                f"floor."
-            )
+            reason = "is deterministic"
+            advice = "Use a stochastic sampler (ddpm, or ddim with eta > 0) with a positive noise floor."
+        elif clip is not None:
+            reason = f"clamps the finished chunk to ±{clip:g}, which is no draw from a Gaussian any more"
+            advice = "Use clip_action=null."
+        elif final is not None and final < floor:
+            reason = f"ends with a deviation of {final:g}, which is scored as {floor:g}"
+            advice = f"Use final_std=null, or at least {floor:g}."
+        else:
+            return
+        raise CapabilityError(
+            f"sampler '{type(self.sampler).__name__}' of this policy {reason}, so its chain has no density "
+            f"that could be scored. {advice}"
+        )
 
     # -- Field ----------------------------------------------------------------------------------------
 

@@ -54,6 +54,7 @@ class Sampler(Protocol):
     """A registered sampler: settings that lay themselves out for a process."""
 
     min_std: float
+    final_std: float | None
 
     def table(self, process: Any) -> StepTable:
         """Return the steps for a process."""

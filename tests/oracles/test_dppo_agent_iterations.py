@@ -6,7 +6,7 @@ collection with the evaluation sampler before the first iteration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from algos.surrogate import PpoLearner
 from envs.rollout import Rollout, RolloutPool
 from envs.spec import EnvSpec
 from envs.vector import ChunkStep
+from policies.denoising import DenoisingPolicy
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.protocols import Chain, Cond
@@ -95,6 +96,16 @@ class TapeRatio(ChainRatio):
         chain = self.policy.sample_chain(cond, noise=next(self.tape))
         self.log_probs.append(chain.log_prob)
         return chain
+
+
+class TapeActor:
+    """Acts with recorded noise and records nothing, as an evaluation does."""
+
+    def __init__(self, policy: DenoisingPolicy, noise: Tensor) -> None:
+        self.policy, self.tape = policy, iter(noise.transpose(1, 2))
+
+    def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.policy.act(obs, noise=next(self.tape)), {}
 
 
 class TapePermutations:
@@ -190,9 +201,8 @@ class Replay:
         self.run.iteration = 1  # the evaluation counts as iteration 0
 
     def evaluation(self, noise: Tensor) -> Rollout:
-        ratio = TapeRatio(self.policy.with_sampler(self.evaluate))
-        ratio.play(noise)
-        return self.pool.collect(ratio, self.config.steps_per_iteration)
+        actor = TapeActor(self.policy.with_sampler(self.evaluate), noise)
+        return self.pool.collect(actor, self.config.steps_per_iteration)
 
     def advance(self, data: Arrays, n: int) -> tuple[Rollout, Any]:
         self.ratio.play(data[f"itr{n}_noise"])

@@ -148,6 +148,33 @@ def test_a_deterministic_chain_has_no_density() -> None:
         policy.sample_chain(policy.encode({"state": observations(2)}))
 
 
+@pytest.mark.parametrize(
+    ("process", "sampler", "match"),
+    [
+        (VPDiffusion(num_levels=4), DDPM(), r"ends with a deviation of 0, which is scored as 0\.001"),
+        (VPDiffusion(num_levels=4), DDPM(min_std=0.1, final_std=0.05), r"deviation of 0\.05.*as 0\.1"),
+        (VPDiffusion(num_levels=4), DDPM(**EXPLORE, clip_action=1.0), r"clamps the finished chunk to ±1"),
+        (RectifiedFlow(), Euler(steps=3, min_std=0.1), r"clamps the finished chunk to ±1"),
+    ],
+)
+def test_a_sampler_with_another_density_than_is_scored_is_refused(
+    process: object, sampler: object, match: str
+) -> None:
+    policy = small_policy(process, sampler)
+    cond = policy.encode({"state": observations(2)})
+    chain = torch.zeros(2, policy.tuned_steps + 1, *policy.chunk.shape)
+    for use in (lambda: policy.sample_chain(cond), lambda: policy.chain_log_prob(cond, chain)):
+        with pytest.raises(CapabilityError, match=match):
+            use()
+
+
+def test_a_flow_with_noise_and_without_a_bound_has_a_density() -> None:
+    policy = small_policy(RectifiedFlow(), Euler(steps=3, min_std=0.1, clip_action=None))
+    cond = policy.encode({"state": observations(2)})
+    chain = policy.sample_chain(cond)
+    torch.testing.assert_close(policy.chain_log_prob(cond, chain.x)[0], chain.log_prob)
+
+
 def test_a_view_shares_weights_but_not_what_is_put_in_their_place() -> None:
     policy = small_policy(VPDiffusion(num_levels=4))
     view, field = policy.with_sampler(DDIM(steps=2)), policy.field

@@ -89,7 +89,7 @@ class Appraisal:
         return Experience(cond, record, *columns)
 
     def successors(self, rollout: Rollout, policy: Policy, critic: Critic, value: Tensor) -> Tensor:
-        """Return the values (T, N) of what really followed; the next stored values under `paper_compat`."""
+        """Return the values (T, N) of what really followed; see `successor_values` for `paper_compat`."""
         last = evaluate_rows(critic, encode(policy, rollout.next_obs_last)).cpu()
         if self.paper_compat or not len(rollout.final_index):
             return successor_values(value, last)

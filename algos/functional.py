@@ -26,13 +26,14 @@ def successor_values(
 
     Args:
         value: (T, N) values of the observations acted on.
-        last_value: (N,) values of the observations after the last step.
+        last_value: (N,) values of the true observations after the last step, final ones included.
         final_value: (M,) values of the last observations of truncated episodes.
         final_index: (M, 2) their places [t, n].
 
     Returns:
-        (T, N). Without `final_*`, the value after a truncation is that of the next episode's first
-        observation (the reference implementation's rule, for parity only).
+        (T, N). Without `final_*` (for parity with the reference implementation only), the value after a
+        truncation is that of the next episode's first observation, as there; except in the last step, where
+        it is that of the true final observation.
     """
     following = torch.cat([value[1:], last_value.unsqueeze(0)])
     if final_value is not None and final_index is not None and len(final_index):

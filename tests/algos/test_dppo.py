@@ -18,7 +18,7 @@ from point_env import PointEnv
 from torch import Tensor
 
 from algos.base import Setup
-from algos.buffers import Experience
+from algos.buffers import Experience, encode, evaluate_rows
 from algos.dppo import DppoConfig
 from algos.onpolicy import OnPolicy
 from algos.plain import from_plain, to_plain
@@ -198,6 +198,21 @@ def test_gradients_do_not_depend_on_the_number_of_threads() -> None:
         run.close()
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_compat_takes_the_next_episode_s_value_inside_a_rollout_and_the_true_one_at_its_end() -> None:
+    run = make_run(replace(SMALL, steps_per_iteration=6), env=PointEnv(limit=6))  # 3 chunks per episode
+    rollout = run.collect()
+    assert rollout.truncated[[2, 5]].all()
+    critic, value = run.learner.critic, torch.rand(6, 4, dtype=torch.float64)
+    true, compat = (
+        replace(run.appraise, paper_compat=flag).successors(rollout, run.policy, critic, value)
+        for flag in (False, True)
+    )
+    final = evaluate_rows(critic, encode(run.policy, rollout.final_obs)).view(2, 4)
+    assert torch.equal(true[[2, 5]], final)
+    assert torch.equal(compat[2], value[3]) and torch.equal(compat[5], final[1])
+    run.close()
 
 
 def test_update_never_runs_the_frozen_network_and_encodes_each_state_once() -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from algos.base import Metrics, Setup
-from algos.optim import DecayRule, DelayedDecay, Ema, PowerDecay, warmup_cosine
+from algos.optim import DecayRule, DelayedDecay, Ema, PowerDecay, restore_optimizer, warmup_cosine
 from algos.plain import capture_generator, restore_generator, seeded_generator
 from algos.sources import Demonstrations, Shuffle, Source
 from algos.validation import Validation, masked_mean, matching_of
@@ -257,7 +257,7 @@ class Bc:
         self._shuffle.load_state_dict(state["shuffle"])
         self.policy.load_state_dict(state["policy"])
         self._ema.load_state_dict(state["ema"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        restore_optimizer(self._optimizer, state["optimizer"])
         restore_generator(self._generator, state["generator"])
         self._done = int(state["done"])
 

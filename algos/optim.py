@@ -55,6 +55,17 @@ def check_schedule(
         raise ConfigError(f"{name}_lr_warmup must lie in 0..{name}_lr_cycle-1={cycle - 1}; got {warmup}.")
 
 
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Continue an optimiser's moments; rates and decays stay as they are configured now.
+
+    `load_state_dict` alone would bring back those that the run was started with.
+    """
+    configured = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, values in zip(optimizer.param_groups, configured, strict=True):
+        group.update(values)
+
+
 class DecayRule(Protocol):
     """Says how an average follows the weights."""
 

@@ -29,7 +29,7 @@ from algos.functional import (
     value_losses,
 )
 from algos.gradients import GradientThreads, Task
-from algos.optim import warmup_cosine
+from algos.optim import restore_optimizer, warmup_cosine
 from algos.ratios import CloningTerm, RatioEstimator, Rows
 from policies.protocols import Cond
 
@@ -282,8 +282,8 @@ class PpoLearner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`."""
         self.critic.load_state_dict(state["critic"])
-        self.actor_optimizer.load_state_dict(state["actor_optimizer"])
-        self.critic_optimizer.load_state_dict(state["critic_optimizer"])
+        restore_optimizer(self.actor_optimizer, state["actor_optimizer"])
+        restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
 
 
 def adamw(params: Sequence[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.AdamW:

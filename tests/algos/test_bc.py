@@ -251,6 +251,14 @@ def test_torch_uses_the_threads_that_training_is_given(given: int | None, expect
     assert set(seen) == {expected}
 
 
+def test_a_continued_run_takes_the_weight_decay_it_is_given() -> None:
+    setup = two_mode_setup()
+    state = tiny().build(setup).state_dict()
+    algorithm = replace(tiny(), weight_decay=0.5).build(setup)
+    algorithm.load_state_dict(state)
+    assert algorithm._optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
 def test_continuing_on_another_number_of_threads_is_said(caplog: pytest.LogCaptureFixture) -> None:
     setup = two_mode_setup()
     state = tiny().build(setup).state_dict()

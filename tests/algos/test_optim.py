@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from algos.optim import DelayedDecay, Ema, PowerDecay, check_schedule, warmup_cosine
+from algos.optim import DelayedDecay, Ema, PowerDecay, check_schedule, restore_optimizer, warmup_cosine
 from policies.errors import ConfigError
 
 
@@ -41,6 +41,18 @@ def test_schedule_peaks_after_the_warmup_and_restarts() -> None:
 def test_schedule_that_cannot_be_meant_is_refused(values: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_schedule("actor", **values)  # type: ignore[arg-type]
+
+
+def test_a_restored_optimizer_keeps_its_moments_and_takes_what_is_configured_now() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    first = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.0)
+    weight.grad = torch.tensor([1.0, 2.0, 3.0])
+    first.step()
+    second = torch.optim.AdamW([weight], lr=0.5, weight_decay=0.3, betas=(0.8, 0.9))
+    restore_optimizer(second, first.state_dict())
+    assert torch.equal(second.state[weight]["exp_avg"], first.state[weight]["exp_avg"])
+    group = second.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.5, 0.3, (0.8, 0.9))
 
 
 def test_power_decay_follows_its_formula() -> None:

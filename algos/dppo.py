@@ -71,6 +71,9 @@ class DppoConfig(PpoConfig):
         )
         self._require("eta", 0.0 < self.eta <= 1.0, "in (0, 1]: a deterministic sampler has no density")
         self._require("gamma_denoising", 0.0 <= self.gamma_denoising <= 1.0, "in [0, 1]")
+        self._require(
+            "entropy_coef", self.entropy_coef == 0, "0: the noise of denoising steps is not learned"
+        )
         for name in ("clip_range_base", "min_sampling_std", "min_log_prob_std", "noise_clip"):
             self._require(name, getattr(self, name) > 0, "positive")
 

@@ -5,6 +5,7 @@ It speaks the same protocols: its chain has one step, so the same PPO core fine-
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -19,6 +20,8 @@ from policies.protocols import TE, Chain, Cond, Reduction, SampleHook
 from policies.registry import name_of, register
 from policies.samplers import gaussian_entropy, gaussian_log_prob, misfit
 from policies.trunk import TrunkConfig
+
+_log = logging.getLogger(__name__)
 
 
 @register("process", "gaussian")
@@ -72,6 +75,11 @@ class GaussianPolicy(Policy):
             raise ConfigError(
                 f"process=gaussian needs a fully connected backbone (backbone=mlp); got "
                 f"{type(config.backbone).__name__}."
+            )
+        if getattr(config.backbone, "cond_dims", ()):
+            _log.warning(
+                "process=gaussian has no encoder of the condition: backbone.cond_dims=%s has no effect.",
+                list(config.backbone.cond_dims),
             )
         head = GaussianHeadConfig.from_parts(config.backbone, config.process)
         self.head: GaussianHead = head.build(self.chunk.shape, self.encoder.cond_dim)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
@@ -25,9 +26,11 @@ from burnish.locate import RUN_CONFIG, locate
 from envs.datasets import read_dataset
 from policies import registry
 from policies.errors import ConfigError
-from policies.policy import Policy, PolicyConfig
+from policies.policy import Policy, PolicyConfig, complete
 
 PARTS = ("process", "backbone", "sampler")
+
+_log = logging.getLogger(__name__)
 
 
 def _shape_schema() -> type:
@@ -100,6 +103,7 @@ def run(config: TrainConfig, job: Job) -> float | None:
 def train(config: TrainConfig, job: Job) -> Outcome:
     """Train, or continue the run that `config.resume` names."""
     if config.resume is None:
+        _refuse_a_new_policy_beside_init(config, job.overrides)
         config = _with_lasting_paths(config)
         return _train(config, lambda: RunDirectory.create_at(job.directory, describe(config), job.overrides))
     directory = RunDirectory.open(config.resume)
@@ -124,6 +128,39 @@ def parts_of(directory: RunDirectory) -> list[str]:
     """Return the choices of a run as overrides, e.g. `algo=dppo` and `env=avoid`."""
     chosen = {group: directory.config.get(group) for group in GROUPS}
     return [f"{group}={part['name']}" for group, part in chosen.items() if isinstance(part, Mapping)]
+
+
+def _refuse_a_new_policy_beside_init(config: TrainConfig, overrides: Sequence[str]) -> None:
+    """Refuse what was typed about a new policy where the one of `init` is taken as it is.
+
+    Raises:
+        ConfigError: If anything was.
+    """
+    if config.init is None:
+        return
+    parser = OverridesParser.create()
+    keys = [str(parser.parse_override(text).key_or_group) for text in overrides]
+    typed = [key for key in keys if key.partition(".")[0] in (*PARTS, "policy")]
+    if typed:
+        raise ConfigError(
+            f"init={config.init} is a whole policy, so {', '.join(typed)} would have no effect. Leave "
+            f"{'it' if len(typed) == 1 else 'them'} out, or train a new policy without init."
+        )
+
+
+def _say_what_init_replaces(config: TrainConfig, init: Policy) -> None:
+    """Warn of what an experiment sets about a new policy and the one of `init` has otherwise."""
+    wanted, default = config.policy_config(), complete(PolicyConfig())
+    vain = [
+        f.name
+        for f in fields(PolicyConfig)
+        if (value := getattr(wanted, f.name)) is not None
+        if value not in (getattr(default, f.name), getattr(init.config, f.name))
+    ]
+    if vain:
+        _log.warning(
+            "the policy of init keeps its own %s; this configuration's has no effect.", ", ".join(vain)
+        )
 
 
 def _with_lasting_paths(config: TrainConfig) -> TrainConfig:
@@ -171,11 +208,14 @@ def prepare(config: TrainConfig) -> Setup:
         raise ConfigError(f"device must be cpu, cuda or cuda:<n>; got '{config.device}'.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device={config.device} is not available on this machine. Use device=cpu.")
+    init = None if config.init is None else locate(config.init, "init").load()
+    if init is not None:
+        _say_what_init_replaces(config, init)
     return Setup(
         policy=config.policy_config(),
         env=config.env,
         dataset=None if config.dataset is None else read_dataset(config.dataset),
-        init=None if config.init is None else locate(config.init, "init").load(),
+        init=init,
         seed=config.seed,
         num_workers=config.num_workers,
         num_threads=config.num_threads,

@@ -463,11 +463,20 @@ def test_config_is_a_structured_config() -> None:
         ({"log_prob_reduction": "sum"}, "mean, per_step, joint"),
         ({"advantage_quantiles": (0.9, 0.1)}, "algo.advantage_quantiles"),
         ({"min_log_prob_std": 0.0}, "algo.min_log_prob_std must be positive"),
+        ({"entropy_coef": 0.1}, r"algo.entropy_coef must be 0.*got 0\.1"),
     ],
 )
 def test_bad_values_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(SMALL, **change)
+
+
+def test_a_resumed_run_takes_the_weight_decay_it_is_given() -> None:
+    first, second = make_run(), make_run(replace(SMALL, actor_weight_decay=0.1, critic_weight_decay=0.2))
+    first.advance()
+    second.load_state_dict(from_plain(to_plain(first.state_dict())))
+    optimizers = (second.learner.actor_optimizer, second.learner.critic_optimizer)
+    assert [optimizer.param_groups[0]["weight_decay"] for optimizer in optimizers] == [0.1, 0.2]
 
 
 def test_rising_rate_is_allowed_for_parity_only() -> None:

@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 import burnish
 from burnish.api import Run, overrides_of
 from burnish.commands.evaluate import task_of
+from burnish.commands.train import prepare
+from burnish.config import compose_config
 from burnish.locate import locate
 from envs.datasets import read_dataset
 from policies.errors import CheckpointError, ConfigError, DatasetError
@@ -149,6 +151,31 @@ def test_resuming_continues_bit_exactly(which: str, request: pytest.FixtureReque
     found = load_file(resumed.directory.policy_path() / "model.safetensors")
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("process=gaussian", "process"),
+        ("backbone.width=32", "backbone.width"),
+        ("sampler=ddim", "sampler"),
+        ("policy.horizon=4", "policy.horizon"),
+    ],
+)
+@pytest.mark.parametrize("algo", ["bc", "dppo"])
+def test_a_new_policy_beside_init_is_refused(
+    algo: str, override: str, named: str, base: Run, demonstrations: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"init=.* is a whole policy, so {named} would have no effect"):
+        burnish.train(override, algo=algo, init=base, dataset=demonstrations, env="avoid")
+
+
+def test_what_init_replaces_of_an_experiment_is_said(base: Run, caplog: pytest.LogCaptureFixture) -> None:
+    prepare(compose_config("train", ["env=avoid", f"init={base}"]))
+    prepare(compose_config("train", ["env=avoid", f"init={base}", "backbone.width=16"]))
+    assert not caplog.text
+    prepare(compose_config("train", ["env=avoid", f"init={base}", "backbone.width=17", "process=gaussian"]))
+    assert "the policy of init keeps its own process, backbone" in caplog.text
 
 
 def test_a_run_is_not_overwritten(base: Run, demonstrations: Path) -> None:

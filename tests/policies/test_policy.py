@@ -4,6 +4,7 @@ import pytest
 import torch
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_policy, statistics
 
+from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.gaussian import GaussianProcess
 from policies.hooks import Hook
@@ -173,6 +174,15 @@ def test_a_flow_with_noise_and_without_a_bound_has_a_density() -> None:
     cond = policy.encode({"state": observations(2)})
     chain = policy.sample_chain(cond)
     torch.testing.assert_close(policy.chain_log_prob(cond, chain.x)[0], chain.log_prob)
+
+
+def test_a_gaussian_says_that_it_does_not_encode_the_condition(caplog: pytest.LogCaptureFixture) -> None:
+    config = PolicyConfig(process=GaussianProcess(), backbone=MlpConfig(width=16))
+    build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM)
+    assert not caplog.text
+    config.backbone = MlpConfig(width=16, cond_dims=(8, 4))
+    build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM)
+    assert "backbone.cond_dims=[8, 4] has no effect" in caplog.text
 
 
 def test_a_view_shares_weights_but_not_what_is_put_in_their_place() -> None:

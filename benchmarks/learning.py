@@ -48,7 +48,7 @@ class Study:
 STUDIES = {
     "avoid": Study(
         "avoid",
-        30,
+        20,
         {"dppo": "avoid_bc", "ppo": "avoid_gaussian_bc"},
         {"dppo": "avoid_dppo", "ppo": "avoid_ppo"},
         "success",

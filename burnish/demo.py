@@ -18,7 +18,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 ENV = "avoid"
-DEMONSTRATIONS = 30  # few, so that the clone is imperfect
+DEMONSTRATIONS = 20  # few, so that the clone is imperfect
 EPISODES = 100  # of each evaluation
 
 

@@ -151,7 +151,7 @@ def test_a_file_of_another_kind_or_a_missing_one(shell: Shell) -> None:
     with h5py.File(path, "w") as file:
         file["pictures"] = np.zeros(3)
     line = shell.complaint("train", "algo=bc", f"dataset={path}")
-    assert "robomimic, d4rl" in line and "['pictures']" in line
+    assert "d4rl, robomimic" in line and "['pictures']" in line
 
 
 # -- NaN in the data ------------------------------------------------------------------------------------

@@ -74,8 +74,8 @@ def availability(env: object) -> str:
 def _datasets() -> Iterator[tuple[object, ...]]:
     from envs import datasets
 
-    for name, (_, reader) in datasets.READERS.items():
-        yield name, f"{reader.__module__}.{reader.__qualname__}", summary(reader)
+    for name, reader in datasets.readers().items():
+        yield name, f"{datasets.__name__}.{name}.read", summary(reader.read)
 
 
 def _experiments() -> Iterator[tuple[object, ...]]:

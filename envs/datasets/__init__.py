@@ -1,25 +1,49 @@
-"""Datasets of episodes: readers, writers, windows and reference scores."""
+"""Datasets of episodes: readers, writers, windows and reference scores.
+
+A format is a module of this package with two functions: `matches(path)`, which tells whether a file is of
+this format, and `read(path, **options)`, which returns an `EpisodeDataset`. They are found by scanning.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import pkgutil
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
-import h5py
-
-from envs.datasets.d4rl import is_d4rl, read_d4rl
+from envs.datasets.d4rl import read as read_d4rl
 from envs.datasets.episodes import Episode, EpisodeDataset, Transitions
 from envs.datasets.hdf5 import read_hdf5
-from envs.datasets.robomimic import is_robomimic, read_robomimic, write_robomimic
+from envs.datasets.robomimic import read as read_robomimic
+from envs.datasets.robomimic import write_robomimic
 from envs.datasets.scores import normalized_score
 from envs.datasets.windows import Batch, Windows
 from policies.errors import DatasetError
 
-READERS: dict[str, tuple[Callable[[h5py.File], bool], Callable[..., EpisodeDataset]]] = {
-    "robomimic": (is_robomimic, read_robomimic),
-    "d4rl": (is_d4rl, read_d4rl),
-}
+
+class Reader(Protocol):
+    """A module that reads one format."""
+
+    def matches(self, path: str | Path) -> bool:
+        """Tell whether a file is of this format; formats exclude each other."""
+        ...
+
+    def read(self, path: str | Path, **options: Any) -> EpisodeDataset:
+        """Read a file of this format."""
+        ...
+
+
+@cache
+def readers() -> dict[str, Reader]:
+    """Return the readers by the name of their format, which is that of their module."""
+    names = [module.name for module in pkgutil.iter_modules(__path__)]
+    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in sorted(names)}
+    return {
+        name: cast(Reader, module)
+        for name, module in modules.items()
+        if hasattr(module, "matches") and hasattr(module, "read")
+    }
 
 
 def dataset_format(path: str | Path) -> str:
@@ -28,13 +52,13 @@ def dataset_format(path: str | Path) -> str:
     Raises:
         DatasetError: If the file is unreadable or of no known format.
     """
+    for name, reader in readers().items():
+        if reader.matches(path):
+            return name
     with read_hdf5(path) as file:
-        for name, (matches, _) in READERS.items():
-            if matches(file):
-                return name
         raise DatasetError(
-            f"{path}: expected one of the formats {', '.join(READERS)} (data/demo_<i>, or observations and "
-            f"actions at the top); found the keys {sorted(file)}."
+            f"{path}: expected one of the formats {', '.join(readers())} (`burnish list datasets`); found the keys "
+            f"{sorted(file)}."
         )
 
 
@@ -42,19 +66,20 @@ def read_dataset(path: str | Path, **options: Any) -> EpisodeDataset:
     """Read a dataset, whatever its format.
 
     Args:
-        path: HDF5 file.
-        **options: Passed to the format's reader: `read_robomimic` or `read_d4rl`.
+        path: A file of any known format.
+        **options: Passed to the format's reader, e.g. `read_robomimic` or `read_d4rl`.
 
     Raises:
         DatasetError: If the file does not hold a usable dataset; names file, key, and expected and found.
     """
-    return READERS[dataset_format(path)][1](path, **options)
+    return readers()[dataset_format(path)].read(path, **options)
 
 
 __all__ = [
     "Batch",
     "Episode",
     "EpisodeDataset",
+    "Reader",
     "Transitions",
     "Windows",
     "dataset_format",
@@ -62,5 +87,6 @@ __all__ = [
     "read_d4rl",
     "read_dataset",
     "read_robomimic",
+    "readers",
     "write_robomimic",
 ]

@@ -1,6 +1,6 @@
 """D4RL HDF5 files, read with h5py alone.
 
-`read_d4rl` gives correct episodes: time-outs are truncations and keep their transition where the file
+`read` gives correct episodes: time-outs are truncations and keep their transition where the file
 stores the true successor, a terminal on a time-out step stays a terminal, and the unfinished end of the
 file is a truncated episode. `d4rl_compat=True` gives exactly the transitions of
 `d4rl.qlearning_dataset`, and `qlearning_dataset` and `sequence_dataset` reproduce the two official
@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.hdf5 import read_hdf5
+from envs.datasets.hdf5 import peek_hdf5, read_hdf5
 from policies.errors import DatasetError
 
 _REQUIRED = ("observations", "actions", "rewards", "terminals")
@@ -38,9 +38,10 @@ class FrameKeyError(DatasetError, IndexError):
     """A key has no row for every step of the file."""
 
 
-def is_d4rl(file: h5py.File) -> bool:
-    """Tell whether an open HDF5 file has the D4RL layout."""
-    return "observations" in file and "actions" in file and "data" not in file
+def matches(path: str | Path) -> bool:
+    """Tell whether a file has the D4RL layout."""
+    with peek_hdf5(path) as file:
+        return file is not None and "observations" in file and "actions" in file and "data" not in file
 
 
 def load_d4rl(path: str | Path) -> Arrays:
@@ -117,10 +118,10 @@ def sequence_dataset(
         start = end
 
 
-def read_d4rl(
+def read(
     path: str | Path, *, max_episode_steps: int | None = None, d4rl_compat: bool = False, infos: bool = True
 ) -> EpisodeDataset:
-    """Read a D4RL file as episodes.
+    """Read a D4RL file as episodes: observations and actions at the top.
 
     Args:
         path: HDF5 file.

@@ -35,6 +35,20 @@ def read_hdf5(path: str | Path) -> Iterator[h5py.File]:
 
 
 @contextmanager
+def peek_hdf5(path: str | Path) -> Iterator[h5py.File | None]:
+    """Open a file to see what it holds; None where it is no HDF5 at all, so that others may look at it.
+
+    Raises:
+        DatasetError: If it is HDF5, but truncated or damaged.
+    """
+    if not (Path(path).is_file() and h5py.is_hdf5(path)):
+        yield None
+        return
+    with read_hdf5(path) as file:
+        yield file
+
+
+@contextmanager
 def write_hdf5(path: str | Path) -> Iterator[h5py.File]:
     """Write a file under a temporary name and move it into place when everything is on disk."""
     path = Path(path)

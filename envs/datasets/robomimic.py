@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.hdf5 import read_hdf5, write_hdf5
+from envs.datasets.hdf5 import peek_hdf5, read_hdf5, write_hdf5
 from policies.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -38,8 +38,13 @@ _LOW_DIM = [f"robot{i}_{part}" for i in (0, 1) for part in ("eef_pos", "eef_quat
 _OWN_META = ("source", "format", "env_args", "obs_layout")
 
 
-def is_robomimic(file: h5py.File) -> bool:
-    """Tell whether an open HDF5 file has the robomimic layout."""
+def matches(path: str | Path) -> bool:
+    """Tell whether a file has the robomimic layout."""
+    with peek_hdf5(path) as file:
+        return file is not None and _has_demos(file)
+
+
+def _has_demos(file: h5py.File) -> bool:
     return isinstance(file.get("data"), h5py.Group) and any(key.startswith("demo_") for key in file["data"])
 
 
@@ -86,10 +91,10 @@ def write_robomimic(
             _write_masks(file, dataset.num_episodes, valid_fraction, seed)
 
 
-def read_robomimic(
+def read(
     path: str | Path, *, mask: str | None = None, obs_keys: Sequence[str] | None = None
 ) -> EpisodeDataset:
-    """Read a low-dimensional robomimic file.
+    """Read a low-dimensional robomimic file: data/demo_<i>.
 
     Args:
         path: HDF5 file.
@@ -101,7 +106,7 @@ def read_robomimic(
         DatasetError: If the file does not hold a usable dataset; names file and key.
     """
     with read_hdf5(path) as file:
-        if not is_robomimic(file):
+        if not _has_demos(file):
             raise DatasetError(f"{path}: expected a group data/demo_0 (robomimic); found {sorted(file)}.")
         data, names = file["data"], _demo_names(file, path, mask)
         layout = _layout(data, names[0], path, obs_keys)

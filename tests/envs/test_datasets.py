@@ -1,4 +1,5 @@
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -7,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from envs.datasets import Episode, EpisodeDataset, normalized_score, read_d4rl, read_dataset
+from envs import datasets
+from envs.datasets import (
+    Episode,
+    EpisodeDataset,
+    dataset_format,
+    normalized_score,
+    read_d4rl,
+    read_dataset,
+    write_robomimic,
+)
 from envs.datasets.d4rl import load_d4rl, qlearning_dataset
 from envs.datasets.scores import reference
 from policies.errors import DatasetError
@@ -269,7 +279,7 @@ def test_other_unusable_files_are_one_clear_error(tmp_path):
         read_dataset(text)
     with h5py.File(tmp_path / "other.hdf5", "w") as file:
         file["something"] = 1
-    with pytest.raises(DatasetError, match=r"formats robomimic, d4rl .* found the keys \['something'\]"):
+    with pytest.raises(DatasetError, match=r"formats d4rl, robomimic .* found the keys \['something'\]"):
         read_dataset(tmp_path / "other.hdf5")
 
 
@@ -307,3 +317,39 @@ def test_equal_datasets_load_the_same_twice(tmp_path):
     one, two = load_d4rl(path), load_d4rl(path)
     for key in one:
         np.testing.assert_array_equal(one[key], two[key])
+
+
+TOY = """
+from pathlib import Path
+from envs.datasets.episodes import EpisodeDataset
+
+def matches(path):
+    return Path(path).suffix == ".toy"
+
+def read(path, *, scale=1.0):
+    rows = [[scale]] * 3
+    return EpisodeDataset.from_arrays(rows, rows, [0.0] * 3, [False] * 3, [False, False, True], [0, 3])
+"""
+
+
+def test_a_format_is_a_module_that_matches_and_reads(tmp_path, dataset, monkeypatch):
+    (tmp_path / "toy_format.py").write_text(TOY)
+    (tmp_path / "data.toy").write_text("not HDF5")
+    monkeypatch.setattr(datasets, "__path__", [*datasets.__path__, str(tmp_path)])
+    datasets.readers.cache_clear()
+    try:
+        assert list(datasets.readers()) == ["d4rl", "robomimic", "toy_format"]
+        assert dataset_format(tmp_path / "data.toy") == "toy_format"
+        assert read_dataset(tmp_path / "data.toy", scale=2.0).observations[0, 0] == 2.0
+        write_robomimic(tmp_path / "other.hdf5", dataset)
+        assert dataset_format(tmp_path / "other.hdf5") == "robomimic"
+    finally:
+        datasets.readers.cache_clear()
+        sys.modules.pop("envs.datasets.toy_format", None)
+
+
+def test_formats_exclude_each_other(tmp_path, dataset):
+    write_robomimic(tmp_path / "robomimic.hdf5", dataset)
+    write_d4rl(tmp_path / "d4rl.hdf5")
+    for path in (tmp_path / "robomimic.hdf5", tmp_path / "d4rl.hdf5"):
+        assert [name for name, reader in datasets.readers().items() if reader.matches(path)] == [path.stem]

@@ -53,7 +53,7 @@ def test_transitions_equal_qlearning_dataset_bit_for_bit(golden_path, golden, st
 @pytest.mark.golden("d4rl_datasets*.npz")
 @pytest.mark.parametrize("style", STYLES)
 def test_compat_episodes_hold_exactly_the_official_transitions(golden_path, golden, style):
-    data = d4rl.read_d4rl(
+    data = d4rl.read(
         source(golden_path, style), max_episode_steps=int(golden["max_episode_steps"]), d4rl_compat=True
     ).transitions()
     for key, name in [
@@ -98,7 +98,7 @@ def test_episode_iterator_refuses_metadata_as_the_official_one_does(golden_path,
 def test_default_reader_finds_the_true_episodes(golden_path, golden, style):
     # The true episode of every raw row is stored; unlike the official conversions we must find exactly it,
     # also without `timeouts`, and lose neither the end of the file nor a time-out's true successor.
-    data = d4rl.read_d4rl(source(golden_path, style), max_episode_steps=int(golden["max_episode_steps"]))
+    data = d4rl.read(source(golden_path, style), max_episode_steps=int(golden["max_episode_steps"]))
     number = np.repeat(np.arange(data.num_episodes), data.lengths.numpy())
     np.testing.assert_array_equal(number, golden["raw_episode_id"])
     np.testing.assert_array_equal(data.terminated.numpy(), golden[f"{style}_terminals_loaded"].astype(bool))

@@ -76,10 +76,10 @@ class GaussianPolicy(Policy):
                 f"process=gaussian needs a fully connected backbone (backbone=mlp); got "
                 f"{type(config.backbone).__name__}."
             )
-        if getattr(config.backbone, "cond_dims", ()):
+        if ignored := getattr(config.backbone, "cond_dims", ()):
             _log.warning(
                 "process=gaussian has no encoder of the condition: backbone.cond_dims=%s has no effect.",
-                list(config.backbone.cond_dims),
+                list(ignored),
             )
         head = GaussianHeadConfig.from_parts(config.backbone, config.process)
         self.head: GaussianHead = head.build(self.chunk.shape, self.encoder.cond_dim)

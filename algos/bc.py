@@ -135,6 +135,7 @@ class Bc:
     def __init__(self, config: BcConfig, setup: Setup) -> None:
         self.config, self._num_threads = config, setup.threads(THREADS)
         dataset = _dataset_of(setup)
+        self._digest, self._dataset_name = dataset.digest(), dataset.source
         self.policy = _start_policy(setup, dataset).to(setup.device).train()
         self._matching = matching_of(self.policy)
         train, held_out = _hold_out(dataset.to(setup.device), config, setup.seed)
@@ -232,6 +233,7 @@ class Bc:
         return {
             "done": self._done,
             "total": self._total,
+            "dataset": self._digest,
             "num_threads": self._num_threads,
             "policy": self.policy.state_dict(),
             "ema": self._ema.state_dict(),
@@ -247,6 +249,11 @@ class Bc:
                 f"the checkpoint belongs to a run of {state['total']} gradient steps, this one has "
                 f"{self._total}, so learning rates differ. Resume with the same algo.steps, or start a run "
                 f"from its policy (init=<policy directory>)."
+            )
+        if state.get("dataset", self._digest) != self._digest:
+            raise CheckpointError(
+                f"the checkpoint belongs to a run on other data than {self._dataset_name} holds now. Resume "
+                f"with the file as it was, or start a run from its policy (init=<policy directory>)."
             )
         if state.get("num_threads", self._num_threads) != self._num_threads:
             _log.warning(

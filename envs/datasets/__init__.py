@@ -57,8 +57,8 @@ def dataset_format(path: str | Path) -> str:
             return name
     with read_hdf5(path) as file:
         raise DatasetError(
-            f"{path}: expected one of the formats {', '.join(readers())} (`burnish list datasets`); found the keys "
-            f"{sorted(file)}."
+            f"{path}: expected one of the formats {', '.join(readers())} (`burnish list datasets`); found "
+            f"the keys {sorted(file)}."
         )
 
 

@@ -7,8 +7,9 @@ or `next_observations` where the source knows it (it always does for what `burni
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -219,6 +220,18 @@ class EpisodeDataset:
     def __len__(self) -> int:
         """Return the number of frames."""
         return self.num_frames
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all tensors, with their names, types and shapes; `meta` has no part in it."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "meta"}
+        for group in ("extras", "episode_extras"):
+            named |= {f"{group}/{key}": value for key, value in sorted(named.pop(group).items())}
+        seen = hashlib.sha256()
+        for name, value in named.items():
+            if value is not None:
+                seen.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+                seen.update(value.cpu().contiguous().numpy().data)
+        return seen.hexdigest()
 
     def to(self, device: torch.device | str) -> EpisodeDataset:
         """Return the dataset on another device."""

@@ -251,6 +251,17 @@ def test_torch_uses_the_threads_that_training_is_given(given: int | None, expect
     assert set(seen) == {expected}
 
 
+def test_continuing_on_other_data_is_refused_even_when_there_is_as_much_of_it() -> None:
+    setup = two_mode_setup()
+    state = tiny().build(setup).state_dict()
+    actions = setup.dataset.actions.clone()
+    actions[3, 0] += 1e-3
+    with pytest.raises(CheckpointError, match="run on other data than"):
+        tiny().build(replace(setup, dataset=replace(setup.dataset, actions=actions))).load_state_dict(state)
+    moved = replace(setup.dataset, meta={"source": "elsewhere.hdf5"})
+    tiny().build(replace(setup, dataset=moved)).load_state_dict(state)
+
+
 def test_a_continued_run_takes_the_weight_decay_it_is_given() -> None:
     setup = two_mode_setup()
     state = tiny().build(setup).state_dict()
@@ -414,8 +425,10 @@ def test_policy_without_a_matching_loss_is_refused() -> None:
 
 def test_checkpoint_of_other_data_or_length_is_refused() -> None:
     state = tiny().build(two_mode_setup()).state_dict()
-    with pytest.raises(CheckpointError, match="240 windows; this dataset gives 60"):
+    with pytest.raises(CheckpointError, match="run on other data than"):
         tiny().build(two_mode_setup(num_episodes=10)).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="240 windows; this dataset gives"):
+        tiny(pad_end=False).build(two_mode_setup()).load_state_dict(state)
     with pytest.raises(CheckpointError, match="run of 6 gradient steps, this one has 8"):
         tiny(steps=8).build(two_mode_setup()).load_state_dict(state)
 

@@ -1,5 +1,6 @@
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -317,6 +318,21 @@ def test_equal_datasets_load_the_same_twice(tmp_path):
     one, two = load_d4rl(path), load_d4rl(path)
     for key in one:
         np.testing.assert_array_equal(one[key], two[key])
+
+
+def test_a_digest_follows_every_tensor_and_nothing_else(dataset):
+    other = EpisodeDataset.from_episodes(
+        [episode(n, seed, terminated=seed != 1) for seed, n in enumerate((4, 1, 6, 3))], meta={"source": "x"}
+    )
+    assert other.digest() == dataset.digest() != dataset.select([0, 1, 2]).digest()
+    changed = [
+        replace(dataset, rewards=dataset.rewards + 1),
+        replace(dataset, next_observations=None),
+        replace(dataset, extras={"goal": dataset.observations}),
+        replace(dataset, extras={"goals": dataset.observations}),
+        replace(dataset, episode_extras=dataset.episode_extras | {"seed": torch.zeros(4)}),
+    ]
+    assert len({dataset.digest(), *(one.digest() for one in changed)}) == 6
 
 
 TOY = """

@@ -30,6 +30,7 @@ from algos.plain import capture_generator, restore_generator, seeded_generator
 from algos.sources import Demonstrations, Shuffle, Source
 from algos.validation import Validation, masked_mean, matching_of
 from envs.datasets.episodes import EpisodeDataset
+from envs.fit import require_fit
 from policies.errors import CheckpointError, ConfigError
 from policies.policy import Policy, build_policy
 from policies.registry import register
@@ -286,26 +287,13 @@ def _dataset_of(setup: Setup) -> EpisodeDataset:
     """Return the dataset after comparing its widths with those of the environment."""
     if setup.dataset is None:
         raise ConfigError("algo=bc needs demonstrations; got none. Give dataset=<file>.")
-    dataset = setup.dataset
+    dataset, advice = setup.dataset, "Use a dataset of the same task."
     if setup.env is not None:
         spec = setup.env.spec
-        _compare(dataset, f"env '{spec.name}'", spec.obs_dim, spec.action_dim)
+        require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
     if setup.init is not None:
-        _compare(dataset, "the policy of init", setup.init.obs_dim, setup.init.chunk.action_dim)
+        require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
     return dataset
-
-
-def _compare(dataset: EpisodeDataset, other: str, obs_dim: int, action_dim: int) -> None:
-    """Refuse a dataset of another task."""
-    for what, got, want in (
-        ("observation", dataset.obs_dim, obs_dim),
-        ("action", dataset.action_dim, action_dim),
-    ):
-        if got != want:
-            raise ConfigError(
-                f"{other} has {what} width {want}, but {dataset.source} has {what} width {got}. "
-                f"Use a dataset of the same task."
-            )
 
 
 def _start_policy(setup: Setup, dataset: EpisodeDataset) -> Policy:

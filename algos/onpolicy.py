@@ -15,6 +15,7 @@ from algos.buffers import Appraisal, Experience
 from algos.functional import RewardScaler, explained_variance
 from algos.ratios import ChainRatio, CloningTerm
 from algos.surrogate import GeneratorDraws, PpoLearner
+from envs.fit import require_fit
 from envs.rollout import Rollout, RolloutPool
 from policies.errors import ConfigError
 from policies.policy import Policy
@@ -36,18 +37,9 @@ def check_setup(setup: Setup, algo: str) -> Policy:
         raise ConfigError(f"algo={algo} fine-tunes a policy and got none. Give init=<policy directory>.")
     if setup.env is None:
         raise ConfigError(f"algo={algo} learns in an environment and got none. Give env=<name>.")
-    spec, policy = setup.env.spec, setup.init
-    for what, wanted, found in (
-        ("observations", spec.obs_dim, policy.obs_dim),
-        ("actions", spec.action_dim, policy.chunk.action_dim),
-        ("goals", spec.goal_dim, policy.goal_dim),
-    ):
-        if wanted != found:
-            raise ConfigError(
-                f"env={spec.name} has {what} of width {wanted}, but the policy given by init was made for "
-                f"width {found}. Choose a policy of this task."
-            )
-    return policy
+    spec, advice = setup.env.spec, "Choose a policy of this task."
+    require_fit(f"env={spec.name}", spec, "the policy of init", setup.init, advice=advice)
+    return setup.init
 
 
 class OnPolicy:

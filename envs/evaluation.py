@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from envs.episodes import EpisodeRow
+from envs.fit import require_fit
 from envs.player import BLOCK_ROWS, EvaluatedPolicy, Evaluator, Player
 from envs.spec import EnvConfig
 from envs.statistics import Interval, bootstrap_mean, paired_difference, wilson
@@ -165,7 +166,8 @@ def evaluate(
     for name, value in switches.items():
         if value not in _CHOICES:
             raise ConfigError(f"{name} must be one of {_CHOICES}; got '{value}'.")
-    _check_fit(policy, env)
+    spec, advice = env.spec, "Evaluate it on the task it was made for."
+    require_fit(f"env={spec.name}", spec, "the policy", policy, advice=advice)
     protocol = {
         "env": _describe(env),
         "episodes": episodes,
@@ -303,17 +305,6 @@ def _packed(player: Player) -> bytes:
     return pickle.dumps(
         replace(player, policy=policy.on_cpu() if isinstance(policy, Policy) else policy), protocol=5
     )
-
-
-def _check_fit(policy: EvaluatedPolicy, env: EnvConfig) -> None:
-    """Refuse a policy of other widths before any simulator starts."""
-    pairs = [("action", policy.chunk.action_dim, env.spec.action_dim)]
-    for what, name in (("observation", "obs_dim"), ("goal", "goal_dim")):
-        if hasattr(policy, name):
-            pairs.append((what, getattr(policy, name), getattr(env.spec, name)))
-    for what, has, needs in pairs:
-        if has != needs:
-            raise ConfigError(f"env={env.spec.name} has {what} width {needs}; the policy has {has}.")
 
 
 def _describe(env: EnvConfig) -> dict[str, Any]:

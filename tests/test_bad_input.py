@@ -188,7 +188,7 @@ def test_nan_in_observations_and_rewards(kind: str, shell: Shell) -> None:
 def test_a_wrong_action_dimension(kind: str, shell: Shell) -> None:
     path = WRITERS[kind](shell.inputs / "demos.hdf5", action_dim=ACT + 1)
     line = shell.complaint("train", "algo=bc", "env=avoid", f"dataset={path}")
-    assert f"env 'avoid' has action width {ACT}" in line and f"{path} has action width {ACT + 1}" in line
+    assert f"env=avoid has action width {ACT}" in line and f"{path} has action width {ACT + 1}" in line
     assert "Use a dataset of the same task" in line
     policy = policy_directory(shell.inputs / "policy")
     line = shell.complaint("train", "algo=bc", f"dataset={path}", f"init={policy}")
@@ -301,7 +301,7 @@ def test_a_damaged_policy(command: str, spoil: Callable[[Path], None], shell: Sh
 def test_a_policy_of_another_task(shell: Shell) -> None:
     policy = policy_directory(shell.inputs / "policy", obs_dim=OBS + 3)
     line = shell.complaint("train", "algo=dppo", "env=avoid", f"init={policy}", "algo.tuned_steps=2")
-    assert f"env=avoid has observations of width {OBS}" in line and f"width {OBS + 3}" in line
+    assert f"env=avoid has observation width {OBS}" in line and f"width {OBS + 3}" in line
     assert "Choose a policy of this task" in line
     line = shell.complaint("eval", "env=avoid", f"policy={policy}", "num_workers=0")
     assert str(OBS) in line and str(OBS + 3) in line and "avoid" in line

@@ -378,8 +378,8 @@ def test_missing_dataset_is_named() -> None:
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        (NamedEnv(action_dim=3), "env 'toy' has action width 3, but two-modes has action width 1"),
-        (NamedEnv(obs_dim=5), "env 'toy' has observation width 5, but two-modes has observation width 2"),
+        (NamedEnv(action_dim=3), "env=toy has action width 3, but two-modes has action width 1"),
+        (NamedEnv(obs_dim=5), "env=toy has observation width 5, but two-modes has observation width 2"),
     ],
 )
 def test_dataset_of_another_task_is_refused(env: NamedEnv, message: str) -> None:

@@ -497,7 +497,7 @@ def test_unfit_setups_are_refused_before_work_starts() -> None:
     for setup, error, message in (
         ({"init": None}, ConfigError, "algo=dppo fine-tunes a policy and got none"),
         ({"init": make_init(), "env": None}, ConfigError, "algo=dppo learns in an environment"),
-        ({"init": make_init(), "env": WideEnv()}, ConfigError, "observations of width 3.*width 2"),
+        ({"init": make_init(), "env": WideEnv()}, ConfigError, "observation width 3.*width 2"),
         (
             {"init": make_init(levels=2)},
             ConfigError,

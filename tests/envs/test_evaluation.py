@@ -246,12 +246,12 @@ def test_bad_arguments_are_refused(options: dict[str, object], match: str) -> No
 
 @pytest.mark.parametrize("task", [env("walker2d"), env("halfcheetah")])
 def test_a_policy_of_another_robot_is_refused_before_anything_starts(task: EnvConfig) -> None:
-    with pytest.raises(ConfigError, match="has action width 6; the policy has 3"):
+    with pytest.raises(ConfigError, match="has action width 6, but the policy has action width 3"):
         evaluate(Standing(), task)
 
 
 def test_a_policy_that_wants_goals_is_refused_where_there_are_none() -> None:
     spec = TASK.spec
     policy = build_policy(PolicyConfig(), obs_dim=spec.obs_dim, action_dim=spec.action_dim, goal_dim=2)
-    with pytest.raises(ConfigError, match="env=hopper has goal width 0; the policy has 2"):
+    with pytest.raises(ConfigError, match="env=hopper has goal width 0, but the policy has goal width 2"):
         evaluate(policy, TASK)

@@ -1,0 +1,75 @@
+"""The README's path, executed as it is written, at the smallest sizes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+BC = [
+    "algo.steps=40",
+    "algo.batch_size=16",
+    "algo.warmup_steps=2",
+    "backbone.width=16",
+    "evaluation.episodes=2",
+]
+DPPO = ["algo.env_steps=100", "algo.num_envs=4", "algo.steps_per_iteration=5", "algo.batch_size=40"]
+DPPO += ["evaluation.episodes=2", "num_workers=0"]
+SMALL = {
+    "collect": ["episodes=4"],
+    "train algo=bc": BC,
+    "train algo=dppo": DPPO,
+    "train experiment=avoid_dppo": DPPO,
+    "eval": ["episodes=3", "num_workers=0"],
+    "report": ["episodes=2", "num_workers=0"],
+}
+"""What is appended to a command that begins like this."""
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), flags=re.S | re.M)
+
+
+def commands() -> list[str]:
+    return [
+        line for block in blocks("bash") for line in block.splitlines() if line and not line.startswith("#")
+    ]
+
+
+def shortened(command: str) -> list[str]:
+    program, *words = shlex.split(command)
+    assert program == "burnish"
+    extra = next((more for begin, more in SMALL.items() if " ".join(words).startswith(begin)), [])
+    return [sys.executable, "-m", "burnish", *words, *extra]
+
+
+def test_the_shell_path_runs_in_order(tmp_path: Path) -> None:
+    for command in commands():
+        done = subprocess.run(
+            shortened(command), cwd=tmp_path, capture_output=True, text=True, env=os.environ
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
+    assert (tmp_path / "exported" / "policy.onnx").stat().st_size > 0
+    assert (tmp_path / "runs" / "tuned" / "report" / "index.html").stat().st_size > 0
+
+
+def test_the_python_path_runs(tmp_path: Path) -> None:
+    (code,) = blocks("python")
+    for begin, more in (("avoid_bc", BC), ("avoid_dppo", DPPO)):
+        code = code.replace(
+            f'"experiment={begin}"', ", ".join(f'"{x}"' for x in (f"experiment={begin}", *more))
+        )
+    code = code.replace("episodes=20", "episodes=4").replace("episodes=100", "episodes=3, num_workers=0")
+    code = code.replace("burnish.report(tuned)", "burnish.report(tuned, episodes=2, num_workers=0)")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "exported_from_python" / "policy.onnx").exists()

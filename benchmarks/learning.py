@@ -177,7 +177,8 @@ def report(name: str) -> Path:
         if "mode" in runs[0]["after"]:
             lines += [_modes(algo, content) for content in runs]
     first = next(iter(found.values()))[0]["environment"]
-    lines += ["", f"Machine: {first.get('platform', '')}, {first.get('cpu_count', '?')} CPUs."]
+    packages = ", ".join(f"{p} {first['packages'][p]}" for p in ("torch", "mujoco", "gymnasium"))
+    lines += ["", f"Measured on {first['cpu_count']} shared CPU cores; {packages}. Rows are in `{name}/`."]
     draw(name, found)
     path = RESULTS / f"{name}.md"
     path.write_text("\n".join(lines) + "\n")

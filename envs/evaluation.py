@@ -30,8 +30,32 @@ from envs.workers import start_workers
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.policy import Policy
 
-_CHOICES = ("random", "zero")
+NOISES = ("random", "zero")
 _VERSIONS = ("mujoco", "gymnasium", "burnish")
+
+
+@dataclass
+class EvaluationSettings:
+    """The protocol of an evaluation, the only home of its defaults; hashed and stored with the numbers."""
+
+    episodes: int = (
+        100  # episode i starts from seed first_seed + i; at least 100 for numbers that are reported
+    )
+    first_seed: int = 0
+    noise_seed: int = 0  # root of the episodes' sampling noise
+    start_noise: str = "random"  # random | zero: where denoising starts from
+    sampling_noise: str = "random"  # random | zero: the steps of a stochastic sampler
+    steps: int | None = None  # denoising steps; null: the policy's own
+    num_envs: int = 16  # episodes side by side; never changes a number
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name, least in (("episodes", 0), ("first_seed", 0), ("num_envs", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}.")
+        for name in ("start_noise", "sampling_noise"):
+            if getattr(self, name) not in NOISES:
+                raise ConfigError(f"{name} must be random or zero; got '{getattr(self, name)}'.")
 
 
 @dataclass(frozen=True)
@@ -125,14 +149,14 @@ def evaluate(
     policy: EvaluatedPolicy,
     env: EnvConfig,
     *,
-    episodes: int = 100,
-    first_seed: int = 0,
-    num_envs: int = 16,
+    episodes: int = EvaluationSettings.episodes,
+    first_seed: int = EvaluationSettings.first_seed,
+    num_envs: int = EvaluationSettings.num_envs,
     num_workers: int = 0,
-    start_noise: str = "random",
-    sampling_noise: str = "random",
-    steps: int | None = None,
-    noise_seed: int = 0,
+    start_noise: str = EvaluationSettings.start_noise,
+    sampling_noise: str = EvaluationSettings.sampling_noise,
+    steps: int | None = EvaluationSettings.steps,
+    noise_seed: int = EvaluationSettings.noise_seed,
     keep_observations: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
@@ -141,7 +165,7 @@ def evaluate(
     Args:
         policy: The policy; left as it is.
         env: The task.
-        episodes: E; at least 100 for numbers that are reported.
+        episodes: E, at least 1. This and what follows: see `EvaluationSettings`.
         first_seed: Seed of episode 0; episode i has `first_seed + i`.
         num_envs: Environments in all; does not change the result.
         num_workers: Processes, which compute on the CPU; 0 stays in this one. Does not change the result
@@ -157,24 +181,20 @@ def evaluate(
         ConfigError: If an argument is out of range or the policy does not fit the task.
         CapabilityError: If `steps` is given and the policy's sampler has no number of steps.
     """
-    if episodes < 1 or num_envs < 1 or num_workers < 0:
+    settings = EvaluationSettings(
+        episodes, first_seed, noise_seed, start_noise, sampling_noise, steps, num_envs
+    )
+    if episodes < 1 or num_workers < 0:
         raise ConfigError(
-            f"episodes and num_envs must be at least 1, num_workers at least 0; "
-            f"got {episodes}, {num_envs}, {num_workers}."
+            f"episodes must be at least 1 and num_workers at least 0; got {episodes} and {num_workers}."
         )
-    switches = {"start_noise": start_noise, "sampling_noise": sampling_noise}
-    for name, value in switches.items():
-        if value not in _CHOICES:
-            raise ConfigError(f"{name} must be one of {_CHOICES}; got '{value}'.")
     spec, advice = env.spec, "Evaluate it on the task it was made for."
     require_fit(f"env={spec.name}", spec, "the policy", policy, advice=advice)
+    numbers = asdict(settings)
+    del numbers["num_envs"]  # changes no number
     protocol = {
         "env": _describe(env),
-        "episodes": episodes,
-        "first_seed": first_seed,
-        **switches,
-        "steps": steps,
-        "noise_seed": noise_seed,
+        **numbers,
         "block_rows": BLOCK_ROWS,
         "engine": "exact",
         "versions": {name: _version(name) for name in _VERSIONS},

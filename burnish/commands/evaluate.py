@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +15,10 @@ from burnish.config import restore_part
 from burnish.console import Counting, output, table
 from burnish.job import Job
 from burnish.locate import Located, locate
-from envs.evaluation import Comparison, Evaluation, compare
+from envs.evaluation import Comparison, Evaluation, EvaluationSettings, compare
 from envs.evaluation import evaluate as run_episodes
 from policies.errors import ConfigError
 from policies.policy import Policy
-
-NOISES = ("random", "zero")
-
-
-@dataclass
-class EvaluationSettings:
-    """The protocol of an evaluation; it is hashed and stored with the numbers."""
-
-    episodes: int = 100  # episode i starts from seed first_seed + i
-    first_seed: int = 0
-    noise_seed: int = 0  # root of the episodes' sampling noise
-    start_noise: str = "random"  # random | zero: where denoising starts from
-    sampling_noise: str = "random"  # random | zero: the steps of a stochastic sampler
-    steps: int | None = None  # denoising steps; null: the policy's own
-    num_envs: int = 16  # episodes side by side; never changes a number
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        for name, least in (("episodes", 0), ("first_seed", 0), ("num_envs", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}.")
-        for name in ("start_noise", "sampling_noise"):
-            if getattr(self, name) not in NOISES:
-                raise ConfigError(f"{name} must be random or zero; got '{getattr(self, name)}'.")
 
 
 @dataclass
@@ -104,7 +80,7 @@ def evaluate_with(
     policy: Policy, env: Any, settings: EvaluationSettings, num_workers: int, **options: Any
 ) -> Evaluation:
     """Evaluate by a protocol; options go to `envs.evaluation.evaluate`."""
-    protocol = {name: getattr(settings, name) for name in EvaluationSettings.__dataclass_fields__}
+    protocol = {f.name: getattr(settings, f.name) for f in fields(EvaluationSettings)}
     return run_episodes(policy, env, num_workers=num_workers, **protocol, **options)
 
 

@@ -14,20 +14,14 @@ import numpy as np
 
 from algos.metrics import read_jsonl
 from algos.state import RunDirectory
-from burnish.commands.evaluate import (
-    EvaluationSettings,
-    describe_comparison,
-    evaluate_with,
-    format_interval,
-    task_of,
-)
+from burnish.commands.evaluate import describe_comparison, evaluate_with, format_interval, task_of
 from burnish.console import Counting, output
 from burnish.job import Job
 from burnish.locate import Located, locate
 from burnish.page import Page
 from burnish.pictures import film_strip, learning_curves, to_png
 from envs.episodes import EpisodeRow
-from envs.evaluation import Evaluation
+from envs.evaluation import Evaluation, EvaluationSettings
 from envs.statistics import bootstrap_iqm, wilson
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
 

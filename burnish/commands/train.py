@@ -18,12 +18,13 @@ from algos.base import Setup
 from algos.state import RunDirectory
 from algos.trainer import TrainerSettings
 from algos.trainer import train as run_trainer
-from burnish.commands.evaluate import EvaluationSettings, evaluate_with, headline
+from burnish.commands.evaluate import evaluate_with, headline
 from burnish.config import GROUPS, describe, describe_part, restore
 from burnish.console import output, table
 from burnish.job import Job
 from burnish.locate import RUN_CONFIG, locate
 from envs.datasets import read_dataset
+from envs.evaluation import EvaluationSettings
 from policies import registry
 from policies.errors import ConfigError
 from policies.policy import Policy, PolicyConfig, complete

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from algos.base import Metrics, Setup
 from algos.optim import DecayRule, DelayedDecay, Ema, PowerDecay, restore_optimizer, warmup_cosine
-from algos.plain import capture_generator, restore_generator, seeded_generator
+from algos.plain import capture_generator, restore_generator
 from algos.sources import Demonstrations, Shuffle, Source
 from algos.validation import Validation, masked_mean, matching_of
 from envs.datasets.episodes import EpisodeDataset
@@ -34,6 +34,7 @@ from envs.fit import require_fit
 from policies.errors import CheckpointError, ConfigError
 from policies.policy import Policy, build_policy
 from policies.registry import register
+from policies.seeds import derive_seed, seeded_generator
 from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
@@ -149,8 +150,10 @@ class Bc:
             config.warmup_steps,
         )
         self._validation = self._validation_on(held_out, setup.seed)
-        self._shuffle = Shuffle(self._source.num, seeded_generator(setup.seed, "windows", setup.device))
-        self._generator = seeded_generator(setup.seed, "matching", setup.device)
+        self._shuffle = Shuffle(
+            self._source.num, seeded_generator(setup.seed, "windows", device=setup.device)
+        )
+        self._generator = seeded_generator(setup.seed, "matching", device=setup.device)
         self._parameters = [p for p in self.policy.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters, lr=config.lr, weight_decay=config.weight_decay, fused=True
@@ -307,7 +310,7 @@ def _start_policy(setup: Setup, dataset: EpisodeDataset) -> Policy:
             action_dim=dataset.action_dim,
             goal_dim=setup.env.spec.goal_dim if setup.env is not None else 0,
             statistics=dataset.statistics(),
-            seed=setup.seed,
+            seed=derive_seed(setup.seed, "weights"),
         )
     if policy.goal_dim and "goal" not in dataset.extras:
         raise ConfigError(f"the policy is conditioned on goals; {dataset.source} has no key 'goal'.")
@@ -324,4 +327,4 @@ def _hold_out(
             "no validation: %.3g of %d episodes is none.", config.validation_fraction, dataset.num_episodes
         )
         return dataset, None
-    return dataset.split(count / dataset.num_episodes, seed=seed)
+    return dataset.split(count / dataset.num_episodes, seed=derive_seed(seed, "held out"))

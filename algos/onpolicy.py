@@ -19,6 +19,7 @@ from envs.fit import require_fit
 from envs.rollout import Rollout, RolloutPool
 from policies.errors import ConfigError
 from policies.policy import Policy
+from policies.seeds import derive_seed, seeded_generator
 from policies.threads import torch_threads
 
 if TYPE_CHECKING:
@@ -99,7 +100,7 @@ class OnPolicy:
         """
         policy: Policy = ratio.policy
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(setup.seed)
+            torch.manual_seed(derive_seed(setup.seed, "critic"))
             critic = config.critic.build(policy.encoder.cond_dim).to(setup.device, policy.dtype)
         learner = PpoLearner(
             config,
@@ -117,7 +118,7 @@ class OnPolicy:
             obs_steps=policy.chunk.obs_steps,
             seed=setup.seed,
         )
-        draws = GeneratorDraws(torch.Generator().manual_seed(setup.seed))
+        draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
         return cls(config, ratio=ratio, learner=learner, pool=pool, draws=draws, shipped=shipped)
 
     @property

@@ -6,7 +6,6 @@ string, a tensor or a container of these is refused when it is saved, not when i
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,12 +57,6 @@ def from_plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(from_plain(item) for item in value)
     return value
-
-
-def seeded_generator(seed: int, stream: str, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return the generator of one named stream of a seed; streams are independent of each other."""
-    words = np.random.SeedSequence([seed, zlib.crc32(stream.encode())]).generate_state(1, np.uint64)
-    return torch.Generator(device=device).manual_seed(int(words[0] >> np.uint64(1)))
 
 
 def capture_generator(generator: torch.Generator | np.random.Generator) -> Any:

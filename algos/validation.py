@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from algos.base import Metrics
-from algos.plain import seeded_generator
 from algos.sources import Source
 from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.protocols import MatchingLoss
+from policies.seeds import seeded_generator
 
 
 class Validation:
@@ -43,7 +43,7 @@ class Validation:
         window, the sample closest to the demonstration: low when the demonstrated behaviour is among
         what the policy does, however many other behaviours it has.
         """
-        generator = seeded_generator(self._seed, "validation", policy.device)
+        generator = seeded_generator(self._seed, "validation", device=policy.device)
         cond = policy.encode(self._data.obs)
         noise = policy.sample_noise(len(cond) * self._num_samples, generator=generator)
         chunk = policy.physical(policy.decode(cond.repeat(self._num_samples), noise))

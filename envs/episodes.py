@@ -82,8 +82,3 @@ class Tally:
         """Continue from `state_dict`."""
         for name, values in vars(self).items():
             values[:] = np.asarray(state[name])
-
-
-def derive_seed(seed: int, *key: int, stream: int = 0) -> int:
-    """Return a 32-bit seed that depends on all arguments; streams never meet."""
-    return int(np.random.SeedSequence([seed, *key], spawn_key=(stream,)).generate_state(1)[0])

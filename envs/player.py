@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from envs.episodes import EpisodeRow, Tally, derive_seed
+from envs.episodes import EpisodeRow, Tally
 from envs.spec import EnvConfig
 from envs.vector import Array, VectorEnv
 from policies.protocols import ChunkSpec
+from policies.seeds import seeded_generator
 
 BLOCK_ROWS = 8  # rows of every call of the policy
 
@@ -58,7 +59,7 @@ class Player:
 
     def generator(self, episode: int) -> torch.Generator:
         """Return the noise generator of an episode."""
-        return torch.Generator().manual_seed(derive_seed(self.noise_seed, episode, stream=2))
+        return seeded_generator(self.noise_seed, "evaluation", episode)
 
     def noise(self, generator: torch.Generator) -> Tensor:
         """Draw the noise of one decision, (*noise_shape), with the switched-off parts zero."""

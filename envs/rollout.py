@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from envs.episodes import EpisodeRow, Tally, derive_seed
+from envs.episodes import EpisodeRow, Tally
 from envs.spec import EnvConfig
 from envs.vector import Array, ChunkStep, VectorEnv
 from envs.workers import start_workers
 from policies.errors import CheckpointError, ConfigError
+from policies.seeds import derive_seed, seeded_generator
 
 
 class Actor(Protocol):
@@ -157,7 +158,7 @@ class Collector:
         self._rows = rows
         self._seed = seed
         self._vector: VectorEnv = env.make_vector(len(rows), obs_steps=obs_steps)
-        self._generator = torch.Generator().manual_seed(derive_seed(seed, index, stream=1))
+        self._generator = seeded_generator(seed, "exploration", index)
         self._next_episode = np.zeros(len(rows), np.int64)
         self._tally = Tally(len(rows))
         self._obs: Array | None = None  # (n, To, Do); None before the first reset
@@ -212,7 +213,10 @@ class Collector:
 
     def _take_seeds(self, rows: Array) -> list[int]:
         """Return the seeds of the next episodes of these rows and note them."""
-        seeds = [derive_seed(self._seed, self._rows[i], int(self._next_episode[i])) for i in rows.tolist()]
+        seeds = [
+            derive_seed(self._seed, "episode", self._rows[i], int(self._next_episode[i]))
+            for i in rows.tolist()
+        ]
         self._tally.begin(rows, seeds, self._next_episode[rows])
         self._next_episode[rows] += 1
         return seeds

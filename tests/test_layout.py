@@ -129,6 +129,18 @@ def test_random_numbers_come_from_an_argument(path: Path) -> None:
     assert "random" not in imported(ast.walk(tree_of(path)))
 
 
+def streams(path: Path) -> Iterator[str]:
+    """Yield the names of the random streams that a module draws from."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("derive_seed", "seeded_generator"):
+            yield ast.unparse(node.args[1])
+
+
+def test_every_stream_of_random_numbers_is_drawn_from_in_one_place() -> None:
+    found = [name for path in MODULES if path.name != "seeds.py" for name in streams(path)]
+    assert "'episode'" in found and len(set(found)) == len(found)
+
+
 VAGUE = {"util", "utils", "misc", "helper", "helpers", "manager", "managers"}
 
 

@@ -22,7 +22,6 @@ from algos.plain import (
     from_plain,
     restore_generator,
     restore_global_rng,
-    seeded_generator,
     to_plain,
 )
 from algos.state import RunDirectory
@@ -262,15 +261,6 @@ def test_global_torch_state_continues() -> None:
     torch.rand(2)
     restore_global_rng(state)
     assert torch.equal(torch.rand(3), expected)
-
-
-def test_streams_of_a_seed_differ_and_repeat() -> None:
-    def draw(seed: int, stream: str) -> torch.Tensor:
-        return torch.rand(4, generator=seeded_generator(seed, stream))
-
-    assert torch.equal(draw(0, "a"), draw(0, "a"))
-    assert not torch.equal(draw(0, "a"), draw(0, "b"))
-    assert not torch.equal(draw(0, "a"), draw(1, "a"))
 
 
 def test_plain_values_return_as_they_were() -> None:

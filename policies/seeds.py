@@ -1,0 +1,31 @@
+"""Random streams: the only place where one seed becomes many.
+
+Whatever draws random numbers in a run names its stream, so that no two share one by accident: initial
+weights, shuffles, noise, episodes. A name is chosen where it is used; there is no list of them.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+
+
+def derive_seed(seed: int, stream: str, *key: int) -> int:
+    """Return a 32-bit seed that depends on all arguments; streams are independent of each other.
+
+    Args:
+        seed: The seed of a run or of an evaluation, not negative.
+        stream: Name of what is drawn.
+        key: Which one of many: an episode, a worker.
+    """
+    place = (zlib.crc32(stream.encode()), *key)
+    return int(np.random.SeedSequence(seed, spawn_key=place).generate_state(1)[0])
+
+
+def seeded_generator(
+    seed: int, stream: str, *key: int, device: torch.device | str = "cpu"
+) -> torch.Generator:
+    """Return a generator at the start of a stream; see `derive_seed`."""
+    return torch.Generator(device=device).manual_seed(derive_seed(seed, stream, *key))

@@ -10,7 +10,7 @@ from typing import Any
 from algos.state import RunDirectory
 from policies.errors import CheckpointError
 from policies.folder import CONFIG as POLICY_CONFIG
-from policies.folder import load_policy, read_config
+from policies.folder import load_policy, read_config, where_it_was_left
 from policies.policy import Policy
 
 RUN_CONFIG = "config.yaml"
@@ -53,7 +53,10 @@ def locate(path: str | Path, key: str = "policy") -> Located:
     """
     given = Path(path)
     if not given.exists():
-        raise CheckpointError(f"{key}={path} does not exist; give a policy directory or a run directory.")
+        raise CheckpointError(
+            f"{key}={path} does not exist; give a policy directory or a run directory."
+            f"{where_it_was_left(given)}"
+        )
     if (given / RUN_CONFIG).is_file():
         run = RunDirectory.open(given)
         step = run.latest()

@@ -4,15 +4,21 @@
     model.safetensors   weights and normaliser statistics
     README.md           a model card rendered from the facts above
 
-A directory is written aside and then renamed, so a reader never sees half of it. Loading looks names up
-in the registry and executes nothing from the directory.
+A directory is written aside and then renamed, so a reader never sees half of it. One that exists already is
+exchanged with the new one in a single step of the kernel (Linux); where that is impossible there is a moment
+between two renames, and a program that is killed then leaves the earlier directory beside, whole, under a
+name that the error of the next attempt to load tells. Loading looks names up in the registry and executes
+nothing from the directory.
 """
 
 from __future__ import annotations
 
+import ctypes
+import glob
 import json
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +35,7 @@ from policies.policy import Policy, PolicyConfig, build_policy
 
 FORMAT = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+_HERE, _RENAME_EXCHANGE = -100, 2  # of the system call renameat2: relative to here; swap the two names
 _PART_GROUPS = ("process", "backbone", "sampler")
 
 
@@ -95,7 +102,9 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """
     path = Path(directory) / CONFIG
     if not path.is_file():
-        raise CheckpointError(f"{directory} is not a policy directory: it has no {CONFIG}.")
+        raise CheckpointError(
+            f"{directory} is not a policy directory: it has no {CONFIG}.{where_it_was_left(directory)}"
+        )
     try:
         data = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -104,6 +113,13 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise CheckpointError(f"{path} must have format {FORMAT}; got {found}.")
     return data
+
+
+def where_it_was_left(directory: str | Path) -> str:
+    """Say where a policy directory is whose replacement was cut off by a kill; empty where there is none."""
+    target = Path(directory)
+    left = sorted(target.parent.glob(glob.escape(_old(target)) + "*"))
+    return f" A program was killed while replacing it; rename {left[-1]} to it." if left else ""
 
 
 def load_policy(directory: str | Path) -> Policy:
@@ -194,11 +210,13 @@ def _sync(directory: Path) -> None:
 
 
 def _swap(aside: Path, target: Path) -> None:
-    """Put `aside` in the place of `target`."""
+    """Put `aside` in the place of `target`; what stood there is removed, or left at `aside`."""
     if not target.exists():
         os.rename(aside, target)
         return
-    old = target.parent / f".{target.name}.old.{uuid.uuid4().hex[:8]}"
+    if _exchange(aside, target):
+        return
+    old = target.parent / f"{_old(target)}{uuid.uuid4().hex[:8]}"
     os.rename(target, old)
     try:
         os.rename(aside, target)
@@ -206,3 +224,17 @@ def _swap(aside: Path, target: Path) -> None:
         os.rename(old, target)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _old(target: Path) -> str:
+    """Return how the name begins under which `target` stands aside while it is replaced."""
+    return f".{target.name}.old."
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two paths swap names in one atomic step; False where system or file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
+    if rename is None:
+        return False
+    done: int = rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE)
+    return done == 0

@@ -1,11 +1,14 @@
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from small_policies import observations, small_policy
 
+from policies import folder
 from policies.errors import CheckpointError
 from policies.fields import SwitchedField
 from policies.folder import load_policy, save_policy
@@ -59,6 +62,7 @@ def test_a_replacement_that_fails_leaves_the_old_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_policy(small_policy(), tmp_path / "policy")
+    monkeypatch.setattr(folder, "_exchange", lambda *_: False)
     rename = os.rename
 
     def failing(source: Path, target: Path) -> None:
@@ -71,6 +75,55 @@ def test_a_replacement_that_fails_leaves_the_old_directory(
         save_policy(small_policy(RectifiedFlow()), tmp_path / "policy")
     assert [p.name for p in tmp_path.iterdir()] == ["policy"]
     assert type(load_policy(tmp_path / "policy").process) is VPDiffusion
+
+
+KILLED = """
+import os
+from pathlib import Path
+from small_policies import small_policy
+from policies import folder
+from policies.processes.flow import RectifiedFlow
+
+rename = os.rename
+
+def killed_between(source, target):
+    if Path(target).name == "policy":
+        os._exit(9)
+    rename(source, target)
+
+os.rename = killed_between
+{prepare}
+folder.save_policy(small_policy(RectifiedFlow()), "policy")
+"""
+
+
+def replaced_by_a_program_that_is_killed(cwd: Path, prepare: str) -> int:
+    save_policy(small_policy(), cwd / "policy")
+    command = [sys.executable, "-c", KILLED.format(prepare=prepare)]
+    return subprocess.run(
+        command, cwd=cwd, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ).returncode
+
+
+def test_a_kill_between_two_renames_leaves_the_earlier_policy_beside(tmp_path: Path) -> None:
+    assert replaced_by_a_program_that_is_killed(tmp_path, "folder._exchange = lambda *_: False") == 9
+    with pytest.raises(
+        CheckpointError, match=r"killed while replacing it; rename .*\.policy\.old\."
+    ) as refused:
+        load_policy(tmp_path / "policy")
+    beside = str(refused.value).split("rename ")[1].split(" to it")[0]
+    assert type(load_policy(beside).process) is VPDiffusion
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux exchanges directories")
+def test_an_exchange_leaves_no_moment_without_a_policy(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    if not folder._exchange(tmp_path / "a", tmp_path / "b"):
+        pytest.skip("this file system cannot")
+    assert replaced_by_a_program_that_is_killed(tmp_path, "") == 0  # nothing was renamed to this name
+    assert type(load_policy(tmp_path / "policy").process) is RectifiedFlow
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "policy"]
 
 
 def test_a_foreign_directory_is_not_overwritten(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from small_policies import observations, small_policy
 
+from burnish.locate import locate
 from policies import folder
 from policies.errors import CheckpointError
 from policies.fields import SwitchedField
@@ -111,6 +112,8 @@ def test_a_kill_between_two_renames_leaves_the_earlier_policy_beside(tmp_path: P
         CheckpointError, match=r"killed while replacing it; rename .*\.policy\.old\."
     ) as refused:
         load_policy(tmp_path / "policy")
+    with pytest.raises(CheckpointError, match=r"does not exist.*rename .*\.policy\.old\."):
+        locate(tmp_path / "policy")
     beside = str(refused.value).split("rename ")[1].split(" to it")[0]
     assert type(load_policy(beside).process) is VPDiffusion
 

@@ -327,4 +327,4 @@ def _hold_out(
             "no validation: %.3g of %d episodes is none.", config.validation_fraction, dataset.num_episodes
         )
         return dataset, None
-    return dataset.split(count / dataset.num_episodes, seed=derive_seed(seed, "held out"))
+    return dataset.split(count / dataset.num_episodes, seed=seed)

@@ -272,8 +272,14 @@ def _due(before: int, now: int, every: int, total: int) -> bool:
     return now >= total or (every > 0 and now // every > before // every)
 
 
+_DEFAULT = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
 class _StopSignals:
-    """Remembers the first SIGINT or SIGTERM; the second one acts as it would without us."""
+    """Remembers the first SIGINT or SIGTERM; the second one acts as it would without us.
+
+    A program that was started with signals ignored (in the background of a script) stops all the same.
+    """
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -287,7 +293,9 @@ class _StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
 
     @contextmanager
     def immediate(self) -> Iterator[None]:
@@ -302,12 +310,8 @@ class _StopSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.number = number
-        self._restore()
+        for known, handler in self._before.items():
+            signal.signal(known, _DEFAULT[known] if handler is signal.SIG_IGN else handler)
         if self._immediate:
             raise Interrupted(number)
         _log.warning("stopping after this iteration, then saving; a second signal stops at once.")
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}

@@ -49,7 +49,8 @@ def shortened(command: str) -> list[str]:
     program, *words = shlex.split(command)
     assert program == "burnish"
     extra = next((more for begin, more in SMALL.items() if " ".join(words).startswith(begin)), [])
-    return [sys.executable, "-m", "burnish", *words, *extra]
+    options = words.index("--cfg") if "--cfg" in words else len(words)
+    return [sys.executable, "-m", "burnish", *words[:options], *extra, *words[options:]]
 
 
 def test_the_shell_path_runs_in_order(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ def _due(before: int, now: int, every: int, total: int) -> bool:
     return now >= total or (every > 0 and now // every > before // every)
 
 
-_DEFAULT = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_DEFAULT: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 
 
 class _StopSignals:

@@ -227,7 +227,7 @@ def test_no_file_knows_the_machine_it_was_written_on(what: str) -> None:
     ("what", "text"),
     [
         ("a path of one machine", "see /home/ada/runs"),
-        ("a path of one machine", "'/work/x'"),
+        ("a path of one machine", "'/Users/x'"),
         ("a temporary path", "cd /tmp/abc"),
         ("a package index", "pip install --index-url x"),
         ("a registry host", "https://artifactory.example.com/api"),

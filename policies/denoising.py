@@ -108,13 +108,23 @@ class DenoisingPolicy(Policy):
 
     def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
         """Draw the times (n,) and the noise (n, Th, Da) of a matching loss."""
-        t = self.process.sample_time(n, generator=generator, device=self.device, dtype=self.dtype)
-        return TE(t, self._randn((n, *self.chunk.shape), generator))
+        times = self.process.levels(device=self.device, dtype=self.dtype)
+        if times is None:
+            t, level = (
+                self.process.sample_time(n, generator=generator, device=self.device, dtype=self.dtype),
+                None,
+            )
+        else:
+            source = self.device if generator is None else generator.device
+            level = torch.randint(len(times), (n,), generator=generator, device=source).to(self.device)
+            t = times.index_select(0, level)
+        return TE(t, self._randn((n, *self.chunk.shape), generator), level)
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         """Squared error of the network's output; `action` (B, Th, Da) normalised."""
         x = self.process.corrupt(action, te.eps, te.t)
-        pred = self.field(x, self.process.net_time(te.t), cond)
+        times = te.t if te.level is None else self.process.levels(device=x.device, dtype=te.t.dtype)
+        pred = self.field(x, self.process.net_time(times), cond, time_row=te.level)
         return reduce_elements((pred - self.process.target(action, te.eps, te.t)).square(), reduce)
 
     # -- ChainPolicy ----------------------------------------------------------------------------------

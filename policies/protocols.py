@@ -93,10 +93,17 @@ class Cond:
 
 @dataclass(frozen=True)
 class TE:
-    """Draws of a matching loss: sampling times `t` (B,) and noise `eps` (B, Th, Da)."""
+    """Draws of a matching loss.
+
+    Shapes:
+        t: (B,), sampling times. eps: (B, Th, Da), noise.
+        level: (B,) int64, where each time stands in `Process.levels`; None where times are continuous.
+            Networks then embed every level once instead of every row.
+    """
 
     t: Tensor
     eps: Tensor
+    level: Tensor | None = None
 
 
 @dataclass(frozen=True)

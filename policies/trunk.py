@@ -218,7 +218,11 @@ class ResidualTrunk(nn.Module):
         features = self.last_block.features_of(overwrite=may_overwrite)
 
         def finish(z: Tensor) -> Tensor:
-            return torch.addmm(z.narrow(1, width, out), features(z.narrow(1, 0, width)), feature)
+            if may_overwrite:  # what `split` returns refuses writes wherever a graph is built
+                h, linear = z.narrow(1, 0, width), z.narrow(1, width, out)
+            else:
+                h, linear = z.split((width, out), dim=1)
+            return torch.addmm(linear, features(h), feature)
 
         return finish
 

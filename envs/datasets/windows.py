@@ -5,9 +5,9 @@ A window belongs to a frame i, the newest observation the policy sees. Its obser
 i-To+1 … i and its actions frames i-s … i-s+Th-1, where s is `ChunkSpec.action_start`: 0 for chunks that
 begin at the newest observation (DPPO), To-1 for chunks that begin at the oldest (Diffusion Policy).
 
-Every episode is stored with copies of its first and last rows around it, so that each window is one
-contiguous stretch of memory: row r of `as_strided(x, (M-T+1, T*d), (d, 1))` is the window starting at r,
-without any copy until a batch is gathered.
+Every episode is stored with copies of its first and last rows around it where windows reach beyond it, so
+that each window is one contiguous stretch of memory: row r of `as_strided(x, (M-T+1, T*d), (d, 1))` is the
+window starting at r, without any copy until a batch is gathered.
 """
 
 from __future__ import annotations
@@ -67,18 +67,21 @@ class Windows:
             )
         self.chunk = chunk
         self.obs_dim = dataset.obs_dim
-        history, before, behind = chunk.obs_steps - 1, chunk.action_start, chunk.horizon - 1
+        self._index(dataset, pad_end)
+        history, before = chunk.obs_steps - 1, chunk.action_start
+        behind = chunk.horizon - 1 if pad_end else 0
         obs, _ = _padded(dataset, dataset.observations, history, 0)
         action, real = _padded(dataset, dataset.actions, before, behind)
         self._obs = _rows(obs, chunk.obs_steps)
         self._action = _rows(action, chunk.horizon)
-        self._real = _rows(real.unsqueeze(1), chunk.horizon)
-        self._index(dataset, pad_end)
+        self._real = None if real is None else _rows(real.unsqueeze(1), chunk.horizon)
+        self._all_real = torch.ones(1, chunk.horizon, dtype=torch.bool, device=action.device)
         # Frame i of episode e is row i + e*(copies per episode) + (copies before) of a padded store; a
         # window starts as many rows earlier as there are copies before the episode.
         episode = self._episode[self.frames]
         self._obs_row = (self.frames + episode * history).int()
-        self._action_row = (self.frames + episode * (before + behind)).int()
+        same = history == before + behind
+        self._action_row = self._obs_row if same else (self.frames + episode * (before + behind)).int()
         del self._episode
 
     @property
@@ -97,12 +100,17 @@ class Windows:
 
     def gather(self, index: Tensor) -> Batch:
         """Return the windows `index` (B,), integers in 0..W-1 on the windows' device."""
-        rows = self._action_row.index_select(0, index)
-        obs = self._obs.index_select(0, self._obs_row.index_select(0, index))
+        rows = obs_rows = self._action_row.index_select(0, index)
+        if self._obs_row is not self._action_row:
+            obs_rows = self._obs_row.index_select(0, index)
+        if self._real is None:
+            mask = self._all_real.expand(len(index), -1)
+        else:
+            mask = self._real.index_select(0, rows)
         return Batch(
-            obs=obs.view(-1, self.chunk.obs_steps, self.obs_dim),
+            obs=self._obs.index_select(0, obs_rows).view(-1, self.chunk.obs_steps, self.obs_dim),
             action=self._action.index_select(0, rows).view(-1, *self.chunk.shape),
-            mask=self._real.index_select(0, rows),
+            mask=mask,
         )
 
     def sample(self, size: int, *, generator: torch.Generator | None = None) -> Batch:
@@ -137,10 +145,12 @@ class Windows:
             )
 
 
-def _padded(dataset: EpisodeDataset, values: Tensor, before: int, behind: int) -> tuple[Tensor, Tensor]:
-    """Repeat the first and the last row of every episode; also tell real rows (M,) from copies."""
+def _padded(
+    dataset: EpisodeDataset, values: Tensor, before: int, behind: int
+) -> tuple[Tensor, Tensor | None]:
+    """Repeat the first and the last row of every episode; also tell real rows (M,) from copies, if any."""
     if before == behind == 0:
-        return values.contiguous(), torch.ones_like(dataset.terminated)
+        return values.contiguous(), None
     lengths, start = dataset.lengths, dataset.episode_start[:-1]
     sizes = lengths + before + behind
     offset = sizes.cumsum(0) - sizes + before

@@ -115,19 +115,25 @@ class MlpBackbone(nn.Module):
         if time_row is None and cond_row is None:
             z = F.linear(torch.cat(parts, dim=1), fold.weight, fold.bias)
         else:
-            chunk, *columns = fold.weight.split(self.part_dims, dim=1)
-            offset = self._offset(parts[1:], columns, fold.bias, (time_row, cond_row))
-            z = torch.addmm(offset, parts[0], chunk.t())
+            z = self._first_layer(parts, (None, time_row, cond_row), fold)
         return self.trunk.finish_of(fold)(z).view(-1, *self.chunk_shape)
 
-    @staticmethod
-    def _offset(
-        parts: tuple[Tensor, ...], columns: list[Tensor], bias: Tensor, rows: tuple[Tensor | None, ...]
-    ) -> Tensor:
-        """Return We e + Ws s + b of each row, every part projected before its rows are repeated; (M, H')."""
-        time, cond = F.linear(parts[0], columns[0], bias), F.linear(parts[1], columns[1])
-        time = time if rows[0] is None else time.index_select(0, rows[0])
-        return time + (cond if rows[1] is None else cond.index_select(0, rows[1]))
+    def _first_layer(self, parts: tuple[Tensor, ...], rows: tuple[Tensor | None, ...], fold: Fold) -> Tensor:
+        """Return z (M, H'); parts with repeated rows are projected before they are repeated."""
+        columns = fold.weight.split(self.part_dims, dim=1)
+        whole: list[tuple[Tensor, Tensor]] = []
+        repeated: list[Tensor] = []
+        for part, weight, row in zip(parts, columns, rows, strict=True):
+            if row is None:
+                whole.append((part, weight))
+            else:
+                bias = None if repeated else fold.bias
+                repeated.append(F.linear(part, weight, bias).index_select(0, row))
+        offset = repeated[0] if len(repeated) == 1 else repeated[0] + repeated[1]
+        if len(whole) == 1:
+            return torch.addmm(offset, whole[0][0], whole[0][1].t())
+        inputs, weights = (torch.cat(tensors, dim=1) for tensors in zip(*whole, strict=True))
+        return torch.addmm(offset, inputs, weights.t())
 
     def bind(self, cond: Cond, times: Tensor) -> BoundField:
         """Precompute all that depends on the condition and the times only; see `policies.backbones.Backbone`.

@@ -114,6 +114,12 @@ class VPDiffusion:
         """Return the level tau as a float, typed like t; fractional between levels."""
         return level_of_time(t, self.num_levels).to(t.dtype)
 
+    def levels(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor:
+        """Return the sampling times of the K levels (K,), cleanest first."""
+        return time_of_level(torch.arange(self.num_levels, device=device, dtype=dtype), self.num_levels)
+
     def sample_time(
         self,
         n: int,
@@ -125,7 +131,7 @@ class VPDiffusion:
         """Draw n training times (n,), uniform over the K levels."""
         source = device if generator is None else generator.device
         tau = torch.randint(0, self.num_levels, (n,), generator=generator, device=source)
-        return time_of_level(tau.to(device=device, dtype=dtype), self.num_levels)
+        return self.levels(device=device, dtype=dtype)[tau.to(device)]
 
     def default_sampler(self) -> DDPM:
         """Return ancestral sampling over all levels, as evaluation uses it."""

@@ -86,6 +86,9 @@ class RectifiedFlow:
         """Return time_scale * t."""
         return self.time_scale * t
 
+    def levels(self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> None:
+        """Return None: training times are continuous."""
+
     def sample_time(
         self,
         n: int,

@@ -60,6 +60,12 @@ class Process(Protocol):
         """Return the time that the backbone receives."""
         ...
 
+    def levels(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor | None:
+        """Return the times (K,) that training draws from, or None where they are continuous."""
+        ...
+
     def sample_time(
         self,
         n: int,

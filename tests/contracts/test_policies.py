@@ -241,6 +241,22 @@ def test_rows_do_not_see_each_other(process: str, backbone: str, sampler: Any) -
 
 
 @every_policy
+def test_embedding_every_level_once_changes_no_loss_and_no_gradient(
+    process: str, backbone: str, sampler: Any
+) -> None:
+    policy = build(process, backbone, sampler).to(torch.float64)
+    cond, action, te = loss_inputs(policy, 9)
+    results = []
+    for draws in (te, TE(te.t, te.eps)):
+        loss = policy.matching_loss(cond, action, draws, reduce="mean")  # type: ignore[attr-defined]
+        results.append((loss, *torch.autograd.grad(loss, list(policy.parameters()), allow_unused=True)))
+    has_levels = hasattr(policy, "process") and policy.process.levels() is not None
+    assert (te.level is not None) == has_levels
+    for once, per_row in zip(*results, strict=True):
+        torch.testing.assert_close(once, per_row, atol=1e-12, rtol=1e-9)
+
+
+@every_policy
 def test_a_saved_policy_returns_bit_by_bit(process: str, backbone: str, sampler: Any, tmp_path: Path) -> None:
     policy = build(process, backbone, sampler, goal_dim=GOAL_DIM)
     again = load_policy(save_policy(policy, tmp_path / "policy"))

@@ -5,7 +5,6 @@ It speaks the same protocols: its chain has one step, so the same PPO core fine-
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -20,8 +19,6 @@ from policies.protocols import TE, Chain, Cond, Reduction, SampleHook
 from policies.registry import name_of, register
 from policies.samplers import gaussian_entropy, gaussian_log_prob, misfit
 from policies.trunk import TrunkConfig
-
-_log = logging.getLogger(__name__)
 
 
 @register("process", "gaussian")
@@ -77,9 +74,9 @@ class GaussianPolicy(Policy):
                 f"{type(config.backbone).__name__}."
             )
         if ignored := getattr(config.backbone, "cond_dims", ()):
-            _log.warning(
-                "process=gaussian has no encoder of the condition: backbone.cond_dims=%s has no effect.",
-                list(ignored),
+            raise ConfigError(
+                f"process=gaussian has no encoder of the condition; got backbone.cond_dims={list(ignored)}. "
+                f"Set backbone.cond_dims=[]."
             )
         head = GaussianHeadConfig.from_parts(config.backbone, config.process)
         self.head: GaussianHead = head.build(self.chunk.shape, self.encoder.cond_dim)

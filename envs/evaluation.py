@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from functools import cache
@@ -307,7 +306,7 @@ def _play(
     if was_training:
         policy.eval()
     try:
-        sent = _packed(player) if num_workers else player
+        sent = _on_cpu(player) if num_workers else player
         arguments = [(env, sent, share, width) for share, width in zip(shares, widths, strict=True)]
         workers = start_workers(Evaluator, arguments, processes=num_workers > 0)
         try:
@@ -319,12 +318,10 @@ def _play(
             policy.train()
 
 
-def _packed(player: Player) -> bytes:
-    """Pickle a player for worker processes, its policy on the CPU."""
+def _on_cpu(player: Player) -> Player:
+    """Return a player for worker processes, its policy on the CPU."""
     policy = player.policy
-    return pickle.dumps(
-        replace(player, policy=policy.on_cpu() if isinstance(policy, Policy) else policy), protocol=5
-    )
+    return replace(player, policy=policy.on_cpu() if isinstance(policy, Policy) else policy)
 
 
 def _describe(env: EnvConfig) -> dict[str, Any]:

@@ -9,7 +9,6 @@ Legend: N environments, M of them playing, To observation history, Ta executed s
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -96,15 +95,15 @@ class Evaluator:
 
     Args:
         env: The task.
-        player: The policy and its switches, or their pickle.
+        player: The policy and its switches.
         episodes: Numbers of the episodes to play.
         num_envs: Environments of this worker.
     """
 
     notify: Callable[[Any], None]
 
-    def __init__(self, env: EnvConfig, player: Player | bytes, episodes: list[int], num_envs: int) -> None:
-        self._player: Player = pickle.loads(player) if isinstance(player, bytes) else player
+    def __init__(self, env: EnvConfig, player: Player, episodes: list[int], num_envs: int) -> None:
+        self._player = player
         self._waiting = _Queue(episodes)
         width = min(num_envs, len(episodes))
         self._vector: VectorEnv = env.make_vector(width, obs_steps=self._player.policy.chunk.obs_steps)

@@ -6,7 +6,6 @@ Ta executed steps per chunk, Do and Da widths.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -95,7 +94,6 @@ class RolloutPool:
         rows = np.array_split(np.arange(num_envs), max(1, num_workers))
         arguments = [(env, part.tolist(), obs_steps, seed, i) for i, part in enumerate(rows)]
         self._workers = start_workers(Collector, arguments, processes=num_workers > 0)
-        self._in_process = num_workers == 0
 
     def collect(self, actor: Actor, num_steps: int, *, reset: bool = False) -> Rollout:
         """Execute `num_steps` chunks in every environment.
@@ -111,8 +109,7 @@ class RolloutPool:
         """
         if num_steps < 1:
             raise ConfigError(f"num_steps must be at least 1; got {num_steps}.")
-        copy = actor if self._in_process else pickle.dumps(actor, protocol=5)
-        parts = self._workers.call("collect", [(copy, num_steps, reset)] * len(self._workers))
+        parts = self._workers.call("collect", [(actor, num_steps, reset)] * len(self._workers))
         return _join(parts)
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,9 +160,8 @@ class Collector:
         self._tally = Tally(len(rows))
         self._obs: Array | None = None  # (n, To, Do); None before the first reset
 
-    def collect(self, actor: Actor | bytes, num_steps: int, reset: bool) -> dict[str, Any]:
+    def collect(self, actor: Actor, num_steps: int, reset: bool) -> dict[str, Any]:
         """Execute T chunks; see `RolloutPool.collect`."""
-        actor = pickle.loads(actor) if isinstance(actor, bytes) else actor
         if reset or self._obs is None:
             self._restart()
         tape = _Tape(num_steps)

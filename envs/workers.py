@@ -8,6 +8,7 @@ children; large arrays travel outside of the pickle stream, so that they are cop
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import signal
@@ -17,6 +18,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from envs.nursery import Child, exit_on_hangup, fork_worker
 from policies.errors import ConfigError, WorkerError
@@ -193,11 +198,33 @@ class ProcessWorkers:
         )
 
 
+class _Pickler(pickle.Pickler):
+    """Sends tensors as arrays, whose memory travels outside of the pickle stream."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        plain = type(obj) in (Tensor, Parameter) and obj.device.type == "cpu" and obj.is_leaf
+        if not plain or obj.dtype not in _NUMPY_TYPES or obj.layout is not torch.strided:
+            return NotImplemented
+        return _tensor, (type(obj), obj.detach().numpy(), obj.requires_grad)
+
+
+_NUMPY_TYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+def _tensor(kind: type, values: Any, requires_grad: bool) -> Tensor:
+    """Return a tensor or parameter over the memory of an array."""
+    tensor = torch.from_numpy(values)
+    return Parameter(tensor, requires_grad) if kind is Parameter else tensor.requires_grad_(requires_grad)
+
+
 def send(link: Connection, message: Any) -> None:
-    """Send a picklable object; its large arrays follow the pickle, each as one message."""
+    """Send a picklable object; the memory of arrays and tensors follows, each as one message."""
     buffers: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
-    link.send_bytes(len(buffers).to_bytes(8, "little") + head)
+    head = io.BytesIO()
+    head.write(bytes(8))
+    _Pickler(head, protocol=5, buffer_callback=buffers.append).dump(message)
+    head.getbuffer()[:8] = len(buffers).to_bytes(8, "little")
+    link.send_bytes(head.getbuffer())
     for buffer in buffers:
         with buffer.raw() as view:
             link.send_bytes(view)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from envs.workers import ProcessWorkers, start_workers
+from envs.workers import ProcessWorkers, receive, send, start_workers
 from policies.errors import ConfigError, WorkerError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -89,6 +90,40 @@ def test_results_come_back_in_order_and_writable(pool: ProcessWorkers, size: int
         np.testing.assert_array_equal(result, array + start)
         result += 1
     assert sorted(messages) == [1, 2]
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    values = torch.arange(12.0).view(3, 4)
+    return {
+        "plain": values,
+        "double": values.double(),
+        "strided": values.t()[::2],
+        "empty": values[:0],
+        "scalar": torch.tensor(7),
+        "flags": values > 3,
+        "half": values.bfloat16(),
+        "leaf": values.clone().requires_grad_(),
+        "computed": torch.nn.Parameter(values).detach() * 2,
+        "parameter": torch.nn.Parameter(values),
+        "frozen": torch.nn.Parameter(values, requires_grad=False),
+    }
+
+
+def test_tensors_arrive_as_they_were_sent_and_share_no_memory() -> None:
+    ours, theirs = Pipe()
+    message = tensors()
+    message["again"] = message["plain"]
+    thread = threading.Thread(target=send, args=(ours, message))
+    thread.start()
+    arrived = receive(theirs)
+    thread.join()
+    for name, tensor in message.items():
+        twin = arrived[name]
+        assert type(twin) is type(tensor) and twin.requires_grad == tensor.requires_grad, name
+        torch.testing.assert_close(twin.detach(), tensor.detach(), rtol=0, atol=0)
+    assert arrived["again"] is arrived["plain"]
+    arrived["plain"].zero_()
+    assert message["plain"].sum() == 66
 
 
 def test_every_worker_is_a_process_with_one_thread(pool: ProcessWorkers) -> None:

@@ -91,6 +91,7 @@ def export_onnx(
     latency_batches: Sequence[int] = (1, 40),
     tolerance: float = 1e-5,
     seed: int = 0,
+    overwrite: bool = False,
 ) -> ExportReport:
     """Export a policy, with the sampler it carries, and check the result.
 
@@ -101,13 +102,16 @@ def export_onnx(
         latency_batches: Batches for the latency table; empty skips it.
         tolerance: Largest difference allowed, see `ExportReport`.
         seed: Seed of the random inputs.
+        overwrite: Replace the files of an export in a directory that is not empty.
 
     Raises:
         MissingExtraError: If onnx or onnxruntime are not installed.
-        ExportError: If the policy cannot be traced, or the graph does not reproduce it.
+        ExportError: If the directory holds something, the policy cannot be traced, or the graph does not
+            reproduce it.
     """
     for name in ("onnx", "onnxscript", "onnxruntime"):
         _require(name)
+    refuse_to_replace(directory, overwrite=overwrite)
     model = SampledPolicy(policy.clone().float().cpu().eval())
     target = Path(directory)
     with _draft_of(target) as draft:
@@ -117,6 +121,19 @@ def export_onnx(
         report = ExportReport(str(target), OPSET, tolerance, parity, latency)
         _write_facts(model, session, draft, report, generator)
     return report
+
+
+def refuse_to_replace(directory: str | Path, *, overwrite: bool) -> None:
+    """Refuse to write into a directory that holds something, unless told to.
+
+    Raises:
+        ExportError: If it is a file, or not empty and `overwrite` is false.
+    """
+    target = Path(directory)
+    if target.exists() and not target.is_dir():
+        raise ExportError(f"out={target} is a file; choose another directory.")
+    if not overwrite and target.is_dir() and any(target.iterdir()):
+        raise ExportError(f"out={target} exists; choose another directory or say overwrite=true.")
 
 
 def open_session(path: str | Path, *, threads: int = 1) -> Any:

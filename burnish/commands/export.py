@@ -11,7 +11,7 @@ from burnish.job import Job
 from burnish.locate import locate
 from envs.evaluation import with_steps
 from policies.errors import ConfigError
-from policies.export import ExportReport, export_onnx
+from policies.export import ExportReport, export_onnx, refuse_to_replace
 from policies.policy import Policy
 
 FORMATS = ("onnx",)
@@ -27,6 +27,7 @@ class ExportConfig:
     steps: int | None = None  # denoising steps; null: the policy's own
     tolerance: float = 1e-5  # largest difference to the original, see the report
     seed: int = 0  # of the random inputs on which both are compared
+    overwrite: bool = False  # replace the export in an existing directory
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -48,9 +49,12 @@ def export(config: ExportConfig) -> ExportReport:
     if config.policy is None:
         raise ConfigError("export needs policy=<run or policy directory>.")
     found = locate(config.policy)
-    policy = cast(Policy, with_steps(found.load(), config.steps))
     target = Path(config.out if config.out is not None else f"exported-{found.label}")
-    return export_onnx(policy, target, tolerance=config.tolerance, seed=config.seed)
+    refuse_to_replace(target, overwrite=config.overwrite)
+    policy = cast(Policy, with_steps(found.load(), config.steps))
+    return export_onnx(
+        policy, target, tolerance=config.tolerance, seed=config.seed, overwrite=config.overwrite
+    )
 
 
 def _tell(report: ExportReport) -> None:

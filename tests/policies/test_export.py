@@ -242,8 +242,27 @@ def test_a_failed_export_leaves_an_earlier_one_as_it_was(
         torch.onnx, "export", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no such op"))
     )
     with pytest.raises(ExportError, match="could not be traced to ONNX: no such op"):
-        export_onnx(policy, tmp_path / "out")
+        export_onnx(policy, tmp_path / "out", overwrite=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_a_directory_that_holds_something_is_left_alone_unless_asked(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, folder, _ = made
+    monkeypatch.setattr(export, "_write_graph", lambda _, path, *a, **k: shutil.copy(folder / MODEL, path))
+    own, other = tmp_path / "mine" / CARD, tmp_path / "mine" / "notes.txt"
+    own.parent.mkdir()
+    own.write_text("my own words")
+    other.write_text("more of them")
+    with pytest.raises(ExportError, match=r"mine exists; choose another directory or say overwrite=true"):
+        export_onnx(policy, own.parent, latency_batches=())
+    with pytest.raises(ExportError, match=r"notes\.txt is a file; choose another directory"):
+        export_onnx(policy, other, latency_batches=(), overwrite=True)
+    assert own.read_text() == "my own words" and len(list(own.parent.iterdir())) == 2
+    export_onnx(policy, own.parent, latency_batches=(), overwrite=True)
+    assert {path.name for path in own.parent.iterdir()} == {*FILES, other.name}
+    assert own.read_text().startswith("# Exported policy") and other.read_text() == "more of them"
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])

@@ -11,6 +11,7 @@ wall time); a run whose file is there is not repeated. The checkpoint that is ev
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import shutil
@@ -42,7 +43,7 @@ class Study:
     bases: dict[str, str]  # algorithm -> experiment that clones its initial policy
     tuned: dict[str, str]  # algorithm -> experiment that fine-tunes it
     quantity: str  # success | return
-    max_steps: int  # of an episode, for the text only
+    origin: str = ""  # where the dataset file comes from
 
 
 STUDIES = {
@@ -52,7 +53,6 @@ STUDIES = {
         {"dppo": "avoid_bc", "ppo": "avoid_gaussian_bc"},
         {"dppo": "avoid_dppo", "ppo": "avoid_ppo"},
         "success",
-        100,
     ),
     "hopper": Study(
         "hopper",
@@ -60,7 +60,8 @@ STUDIES = {
         {"dppo": "hopper_study_bc", "ppo": "hopper_study_gaussian_bc"},
         {"dppo": "hopper_study_dppo", "ppo": "hopper_study_ppo"},
         "return",
-        1000,
+        "It was recorded in Hopper-v5 from the stochastic SAC actor of a public agent zoo, in D4RL's layout; the "
+        "file is not part of this project. Another Hopper-v5 file of medium quality serves as well.",
     ),
     "cube-single": Study(
         "cube-single",
@@ -68,7 +69,6 @@ STUDIES = {
         {"dppo": "cube_single_bc", "ppo": "cube_single_gaussian_bc"},
         {"dppo": "cube_single_dppo", "ppo": "cube_single_ppo"},
         "success",
-        200,
     ),
 }
 
@@ -100,7 +100,7 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
     assert result.versus is not None and result.comparison is not None
     content = {
         "study": name, "algo": algo, "seed": seed, "experiment": study.tuned[algo],
-        "demonstrations": read_dataset(demos).num_episodes,
+        "dataset": describe_dataset(demos),
         "before": episode_columns(result.versus), "after": episode_columns(result.evaluation),
         "difference": asdict(result.comparison), "protocol": result.evaluation.protocol,
         "curve": list(curve(tuned.directory.metrics_path)),
@@ -110,6 +110,18 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content) + "\n")
     return target
+
+
+def describe_dataset(path: Path) -> dict[str, Any]:
+    """Return what identifies a file of demonstrations and says how good they are."""
+    dataset = read_dataset(path)
+    return {
+        "name": path.name,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "episodes": dataset.num_episodes,
+        "steps": dataset.num_frames,
+        "mean_return": round(float(dataset.returns.mean()), 3),
+    }
 
 
 def _trained(place: Path, experiment: str, **values: Any) -> burnish.api.Run:
@@ -159,12 +171,15 @@ def load(name: str) -> dict[str, list[dict[str, Any]]]:
 def report(name: str) -> Path:
     """Write docs/results/<study>.md and its curve."""
     study, found = STUDIES[name], load(name)
+    option = " --dataset FILE" if study.demonstrations is None else ""
     lines = [
         f"# {name}",
         "",
-        f"`python -m benchmarks.learning {name}`: policies cloned per seed, fine-tuned, last checkpoint, the "
-        f"same {EPISODES} episodes before and after. Intervals: 95 %; per seed over episodes, pooled over "
+        f"`python -m benchmarks.learning {name}{option}`: policies cloned per seed, fine-tuned, last checkpoint, "
+        f"the same {EPISODES} episodes before and after. Intervals: 95 %; per seed over episodes, pooled over "
         f"seeds and episodes.",
+        "",
+        _data(study, found),
         "",
         f"| algorithm | seed | {study.quantity} before | after | after − before | env steps | wall, tuning |",
         "|---|---|---|---|---|---|---|",
@@ -178,11 +193,36 @@ def report(name: str) -> Path:
             lines += [_modes(algo, content) for content in runs]
     first = next(iter(found.values()))[0]["environment"]
     packages = ", ".join(f"{p} {first['packages'][p]}" for p in ("torch", "mujoco", "gymnasium"))
-    lines += ["", f"Measured on {first['cpu_count']} shared CPU cores; {packages}. Rows are in `{name}/`."]
+    commits = sorted({c["environment"]["commit"] for runs in found.values() for c in runs})
+    short = ", ".join(f"{commit[:7]}{' (with changes)' * commit.endswith('dirty')}" for commit in commits)
+    lines += [
+        "",
+        f"Measured on {first['cpu_count']} shared CPU cores; {packages}; commits {short}. Rows, configurations "
+        f"and commits of every run are in `{name}/`.",
+    ]
     draw(name, found)
     path = RESULTS / f"{name}.md"
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def _data(study: Study, found: dict[str, list[dict[str, Any]]]) -> str:
+    """Say what the policies were cloned from."""
+    if study.demonstrations is not None:
+        return (
+            f"Every seed clones from {study.demonstrations} episodes of its own, recorded from the task's "
+            f"demonstrator."
+        )
+    files = {c["dataset"]["sha256"]: c["dataset"] for runs in found.values() for c in runs}
+    return (
+        "Cloned from "
+        + "; ".join(
+            f"`{d['name']}` ({d['episodes']} episodes, {d['steps']:,} steps, mean return {d['mean_return']:.0f}; "
+            f"SHA-256 `{sha}`)"
+            for sha, d in files.items()
+        )
+        + (f". {study.origin}" if study.origin else ".")
+    )
 
 
 def _interval(study: Study, values: np.ndarray) -> str:

@@ -60,8 +60,8 @@ STUDIES = {
         {"dppo": "hopper_study_bc", "ppo": "hopper_study_gaussian_bc"},
         {"dppo": "hopper_study_dppo", "ppo": "hopper_study_ppo"},
         "return",
-        "It was recorded in Hopper-v5 from the stochastic SAC actor of a public agent zoo, in D4RL's layout; the "
-        "file is not part of this project. Another Hopper-v5 file of medium quality serves as well.",
+        "It was recorded in Hopper-v5 from the stochastic SAC actor of a public agent zoo, in D4RL's layout; "
+        "the file is not part of this project. Another Hopper-v5 file of medium quality serves as well.",
     ),
     "cube-single": Study(
         "cube-single",
@@ -175,9 +175,9 @@ def report(name: str) -> Path:
     lines = [
         f"# {name}",
         "",
-        f"`python -m benchmarks.learning {name}{option}`: policies cloned per seed, fine-tuned, last checkpoint, "
-        f"the same {EPISODES} episodes before and after. Intervals: 95 %; per seed over episodes, pooled over "
-        f"seeds and episodes.",
+        f"`python -m benchmarks.learning {name}{option}`: policies cloned per seed, fine-tuned, last "
+        f"checkpoint, the same {EPISODES} episodes before and after. Intervals: 95 %; per seed over "
+        f"episodes, pooled over seeds and episodes.",
         "",
         _data(study, found),
         "",
@@ -197,8 +197,8 @@ def report(name: str) -> Path:
     short = ", ".join(f"{commit[:7]}{' (with changes)' * commit.endswith('dirty')}" for commit in commits)
     lines += [
         "",
-        f"Measured on {first['cpu_count']} shared CPU cores; {packages}; commits {short}. Rows, configurations "
-        f"and commits of every run are in `{name}/`.",
+        f"Measured on {first['cpu_count']} shared CPU cores; {packages}; commits {short}. The "
+        f"episodes of every run are in `{name}/`.",
     ]
     draw(name, found)
     path = RESULTS / f"{name}.md"
@@ -217,8 +217,8 @@ def _data(study: Study, found: dict[str, list[dict[str, Any]]]) -> str:
     return (
         "Cloned from "
         + "; ".join(
-            f"`{d['name']}` ({d['episodes']} episodes, {d['steps']:,} steps, mean return {d['mean_return']:.0f}; "
-            f"SHA-256 `{sha}`)"
+            f"`{d['name']}` ({d['episodes']} episodes, {d['steps']:,} steps, mean return "
+            f"{d['mean_return']:.0f}; SHA-256 `{sha}`)"
             for sha, d in files.items()
         )
         + (f". {study.origin}" if study.origin else ".")

@@ -3,7 +3,7 @@
 An export is a folder that needs nothing of ours to run:
 
     policy.onnx       (observation[, goal], noise) -> action, dynamic batch
-    signature.json    names, shapes, types, units, horizons of inputs and outputs
+    signature.json    names, shapes, types, units, limits, control rate, horizons of inputs and outputs
     sample.npz        one input/output pair
     report.json       parity on random inputs, latency
     README.md         how to run it with numpy and onnxruntime
@@ -51,6 +51,27 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Surroundings:
+    """What is known of the task that a policy was made for; it goes into the signature. None: not known.
+
+    Attributes:
+        task: Name of the task.
+        control_hz: Rate at which the rows of an action chunk are executed.
+        obs_names: Name and unit of every observation entry, (Do,).
+        action_names: Name and unit of every action entry, (Da,).
+        action_low: Smallest action of the task, (Da,), physical units; the graph does not clip.
+        action_high: Largest action of the task, (Da,).
+    """
+
+    task: str | None = None
+    control_hz: float | None = None
+    obs_names: Sequence[str] | None = None
+    action_names: Sequence[str] | None = None
+    action_low: Sequence[float] | None = None
+    action_high: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
 class ExportReport:
     """What was written and how well it agrees.
 
@@ -92,6 +113,7 @@ def export_onnx(
     tolerance: float = 1e-5,
     seed: int = 0,
     overwrite: bool = False,
+    surroundings: Surroundings | None = None,
 ) -> ExportReport:
     """Export a policy, with the sampler it carries, and check the result.
 
@@ -103,6 +125,7 @@ def export_onnx(
         tolerance: Largest difference allowed, see `ExportReport`.
         seed: Seed of the random inputs.
         overwrite: Replace the files of an export in a directory that is not empty.
+        surroundings: Facts about the task for the signature.
 
     Raises:
         MissingExtraError: If onnx or onnxruntime are not installed.
@@ -119,7 +142,8 @@ def export_onnx(
         session, generator = open_session(draft / MODEL), torch.Generator().manual_seed(seed + 1)
         latency = [_latency(model, session, batch, generator) for batch in latency_batches]
         report = ExportReport(str(target), OPSET, tolerance, parity, latency)
-        _write_facts(model, session, draft, report, generator)
+        facts = signature(model.policy, surroundings or Surroundings())
+        _write_facts(model, session, draft, report, generator, facts)
     return report
 
 
@@ -161,28 +185,42 @@ def random_inputs(policy: Policy, batch: int, generator: torch.Generator) -> dic
     return inputs
 
 
-def signature(policy: Policy) -> dict[str, Any]:
-    """Describe inputs and outputs of the graph; `B` is the dynamic batch."""
+def signature(policy: Policy, around: Surroundings) -> dict[str, Any]:
+    """Describe inputs and outputs of the graph; `B` is the dynamic batch, null is what is not known."""
     chunk = policy.chunk
-    inputs: dict[str, Any] = {
-        "observation": {
-            "shape": ["B", chunk.obs_steps, policy.obs_dim],
-            "dtype": "float32",
-            "units": "physical",
-        },
-        "noise": {"shape": ["B", *policy.noise_shape], "dtype": "float32", "units": "standard normal"},
+
+    def feature(*shape: int, units: str = "physical", **facts: Any) -> dict[str, Any]:
+        return {"shape": ["B", *shape], "dtype": "float32", "units": units, **facts}
+
+    inputs = {
+        "observation": feature(chunk.obs_steps, policy.obs_dim, names=_entries(around.obs_names)),
+        "noise": feature(*policy.noise_shape, units="standard normal"),
     }
     if policy.goal_dim:
-        inputs["goal"] = {"shape": ["B", policy.goal_dim], "dtype": "float32", "units": "physical"}
-    action = {"shape": ["B", chunk.act_steps, chunk.action_dim], "dtype": "float32", "units": "physical"}
+        inputs["goal"] = feature(policy.goal_dim, names=None)
+    action = feature(
+        chunk.act_steps,
+        chunk.action_dim,
+        names=_entries(around.action_names),
+        low=_entries(around.action_low),
+        high=_entries(around.action_high),
+    )
     return {
         "inputs": inputs,
         "outputs": {"action": action},
+        "task": around.task,
+        "control_hz": around.control_hz,
         "obs_steps": chunk.obs_steps,
+        "horizon": chunk.horizon,
+        "action_start": chunk.action_start,
         "act_steps": chunk.act_steps,
         "noise_changes_action": policy.noise_sensitive,
         "opset": OPSET,
     }
+
+
+def _entries(values: Sequence[Any] | None) -> list[Any] | None:
+    return None if values is None else list(values)
 
 
 @contextlib.contextmanager
@@ -325,10 +363,14 @@ def _run(session: Any, inputs: dict[str, Tensor]) -> np.ndarray:
 
 @torch.no_grad()
 def _write_facts(
-    model: SampledPolicy, session: Any, target: Path, report: ExportReport, generator: torch.Generator
+    model: SampledPolicy,
+    session: Any,
+    target: Path,
+    report: ExportReport,
+    generator: torch.Generator,
+    facts: dict[str, Any],
 ) -> None:
     """Write signature, sample, report and README."""
-    facts = signature(model.policy)
     (target / SIGNATURE).write_text(json.dumps(facts, indent=2) + "\n")
     inputs = random_inputs(model.policy, 2, generator)
     arrays: dict[str, Any] = {**_feed(session, inputs), "action": _run(session, inputs)}
@@ -346,10 +388,14 @@ def _card(facts: dict[str, Any], report: ExportReport) -> str:
     latency = "\n".join(
         f"| {row['batch']} | {row['eager_ms']:.2f} | {row['onnx_ms']:.2f} |" for row in report.latency
     )
+    made_for = "" if facts["task"] is None else f"\nMade for the task `{facts['task']}`"
+    made_for += "" if facts["control_hz"] is None else f", one action every {1e3 / facts['control_hz']:g} ms"
     return f"""# Exported policy
 
 `{MODEL}` maps observations and noise to `act_steps` = {facts["act_steps"]} actions, in physical units.
-Normaliser, network and the whole sampler are inside; opset {report.opset}.
+Normaliser, network and the whole sampler are inside; opset {report.opset}.{made_for}{"." if made_for else ""}
+`{SIGNATURE}` has the names of observations and actions, the action limits and the control rate, or null
+where they are not known. The graph does not clip actions.
 
 | input | shape | units |
 |---|---|---|

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
+from burnish.commands.evaluate import task_of
 from burnish.console import output, table
 from burnish.job import Job
-from burnish.locate import locate
+from burnish.locate import Located, locate
 from envs.evaluation import with_steps
 from policies.errors import ConfigError
-from policies.export import ExportReport, export_onnx, refuse_to_replace
+from policies.export import ExportReport, Surroundings, export_onnx, refuse_to_replace
 from policies.policy import Policy
+
+_log = logging.getLogger(__name__)
 
 FORMATS = ("onnx",)
 
@@ -53,7 +57,27 @@ def export(config: ExportConfig) -> ExportReport:
     refuse_to_replace(target, overwrite=config.overwrite)
     policy = cast(Policy, with_steps(found.load(), config.steps))
     return export_onnx(
-        policy, target, tolerance=config.tolerance, seed=config.seed, overwrite=config.overwrite
+        policy,
+        target,
+        tolerance=config.tolerance,
+        seed=config.seed,
+        overwrite=config.overwrite,
+        surroundings=surroundings_of(found),
+    )
+
+
+def surroundings_of(found: Located) -> Surroundings:
+    """Return what the task that a policy was made for says about its observations and actions.
+
+    A policy that does not name a task known here is exported without these facts.
+    """
+    try:
+        spec = task_of(found).spec
+    except ConfigError as error:
+        _log.info("the signature does not describe the task: %s", error)
+        return Surroundings()
+    return Surroundings(
+        spec.name, spec.control_hz, spec.obs_names, spec.action_names, spec.action_low, spec.action_high
     )
 
 

@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 import burnish
 from burnish.api import Run, overrides_of
 from burnish.commands.evaluate import task_of
+from burnish.commands.export import surroundings_of
 from burnish.commands.train import prepare
 from burnish.config import compose_config
 from burnish.locate import locate
+from envs.avoid import Avoid
 from envs.datasets import read_dataset
-from policies.errors import CheckpointError, ConfigError, DatasetError
+from policies.errors import CheckpointError, ConfigError, DatasetError, ExportError
 
 QUIET = {"num_workers": 0, "progress": False, "num_threads": 1}
 TINY_BC = {"steps": 12, "warmup_steps": 0, "batch_size": 16, "block_steps": 4, "validation_windows": 4}
@@ -136,6 +138,15 @@ def test_an_export_reproduces_the_tuned_policy(tuned: Run, tmp_path: Path) -> No
     report = burnish.export(tuned, out=tmp_path / "exported")
     assert report.worst <= report.tolerance
     assert (tmp_path / "exported" / "policy.onnx").stat().st_size > 0
+    with pytest.raises(ExportError, match="exported exists; choose another directory or say overwrite=true"):
+        burnish.export(tuned, out=tmp_path / "exported")
+
+
+def test_an_export_knows_what_the_task_of_its_policy_says(base: Run) -> None:
+    facts, spec = surroundings_of(locate(base.path)), Avoid().spec
+    assert (facts.task, facts.control_hz) == ("avoid", 20.0)
+    assert (facts.obs_names, facts.action_names) == (spec.obs_names, spec.action_names)
+    assert (facts.action_low, facts.action_high) == (spec.action_low, spec.action_high)
 
 
 @pytest.mark.parametrize("which", ["base", "tuned"])

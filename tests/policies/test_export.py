@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from policies import export
 from policies.backbones.mlp import MlpConfig
 from policies.errors import ExportError, MissingExtraError
-from policies.export import CARD, MODEL, REPORT, SAMPLE, SIGNATURE, export_onnx, random_inputs
+from policies.export import (
+    CARD,
+    MODEL,
+    REPORT,
+    SAMPLE,
+    SIGNATURE,
+    Surroundings,
+    export_onnx,
+    random_inputs,
+    signature,
+)
 from policies.fields import SwitchedField
 from policies.gaussian import GaussianProcess
 from policies.policy import Policy, PolicyConfig, build_policy
@@ -146,6 +156,22 @@ def test_the_signature_is_that_of_the_graph(made: Any) -> None:
     assert {node.name for node in session.get_inputs()} == {"observation", "noise", "goal"}
     assert facts["inputs"]["noise"]["shape"] == ["B", *policy.noise_shape]
     assert facts["act_steps"] == 2 and facts["obs_steps"] == 2 and facts["noise_changes_action"] is True
+
+
+def test_the_signature_says_what_is_known_of_the_task_and_null_for_the_rest(made: Any) -> None:
+    policy, folder, _ = made
+    facts = json.loads((folder / SIGNATURE).read_text())
+    action = facts["outputs"]["action"]
+    assert facts["task"] is facts["control_hz"] is facts["inputs"]["observation"]["names"] is None
+    assert action["names"] is action["low"] is action["high"] is None
+    assert (facts["horizon"], facts["action_start"]) == (4, 1)
+    known = Surroundings(
+        task="reach", control_hz=20.0, action_names=("x [m]", "y [m]"), action_low=(-1.0, -2.0)
+    )
+    facts = signature(policy, known)
+    assert (facts["task"], facts["control_hz"]) == ("reach", 20.0)
+    assert facts["outputs"]["action"]["names"] == ["x [m]", "y [m]"]
+    assert facts["outputs"]["action"]["low"] == [-1.0, -2.0] and facts["outputs"]["action"]["high"] is None
 
 
 def test_the_sample_reproduces_with_numpy_and_onnxruntime_alone(made: Any) -> None:

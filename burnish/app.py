@@ -19,6 +19,7 @@ from burnish.commands import COMMANDS
 from burnish.config import register_configs, to_object
 from burnish.explain import USER_ERRORS, explain
 from burnish.job import Job
+from burnish.overrides import check_arguments
 
 EXIT_USER_ERROR = 2
 
@@ -44,8 +45,13 @@ class Task:
 
 
 def run_app(command: str, arguments: Sequence[str]) -> None:
-    """Hand a command line to Hydra; everything Hydra offers (`--multirun`, `--cfg job`, …) works."""
+    """Hand a command line to Hydra; everything Hydra offers (`--multirun`, `--cfg job`, …) works.
+
+    Raises:
+        ConfigError: If an argument is refused before Hydra sees it.
+    """
     register_configs()
+    check_arguments(command, arguments)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main`, which words them in one line
     sys.argv = [sys.argv[0], *_continuing(command, arguments)]
     app: Any = hydra.main(version_base="1.3", config_path="pkg://configs", config_name=command)(Task(command))

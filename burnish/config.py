@@ -14,17 +14,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from hydra import compose, initialize_config_module
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from burnish.explain import explain
+from burnish.explain import explain, unknown_key
+from burnish.overrides import check_overrides, describe_groups
 from policies import registry
 from policies.errors import ConfigError
 
@@ -46,7 +47,7 @@ def scan_parts() -> None:
 
 @cache
 def register_configs() -> None:
-    """Put the parts and the schemas of the commands into Hydra's ConfigStore."""
+    """Put the parts and the schemas of the commands into Hydra's ConfigStore, and what help pages say."""
     from burnish.commands import COMMANDS
 
     scan_parts()
@@ -57,6 +58,7 @@ def register_configs() -> None:
     for command in COMMANDS.values():
         if command.schema is not None:
             store.store(name=f"{command.name}_schema", node=command.config_class(), provider="burnish")
+    OmegaConf.register_new_resolver("burnish_groups", describe_groups, replace=True)
 
 
 def _thawed(part: type) -> DictConfig:
@@ -78,20 +80,16 @@ def compose_config(command: str, overrides: Sequence[str]) -> Any:
     """Compose the configuration of a command from overrides, as the command line does.
 
     Raises:
-        ConfigError: If a value is out of its range. Hydra's own errors pass through.
+        ConfigError: If a key, an option or a value is refused; in the words of the command line.
     """
     register_configs()
-    with _hydra():
-        node = compose(config_name=command, overrides=list(overrides))
-    return to_object(node)
-
-
-def experiments() -> tuple[str, ...]:
-    """Return the names of the experiments that come with the package, sorted."""
-    folder = resources.files("configs") / "experiment"
-    return tuple(
-        sorted(path.name[: -len(".yaml")] for path in folder.iterdir() if path.name.endswith(".yaml"))
-    )
+    check_overrides(command, overrides)
+    try:
+        with _hydra():
+            node = compose(config_name=command, overrides=list(overrides))
+        return to_object(node)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(explain(error)) from error
 
 
 @contextmanager
@@ -110,7 +108,7 @@ def to_object(node: Any) -> Any:
     """Turn a composed tree into dataclasses, tuples, dicts and plain values.
 
     Raises:
-        ConfigError: If a dataclass refuses its values, or a mandatory value is missing.
+        ConfigError: If a dataclass refuses its values or lacks a key, or a mandatory value is missing.
     """
     if isinstance(node, ListConfig):
         return [to_object(item) for item in node]
@@ -119,6 +117,9 @@ def to_object(node: Any) -> Any:
     kind = OmegaConf.get_type(node)
     if not is_dataclass(kind):
         return {key: to_object(node[key]) for key in node}
+    names = {f.name for f in fields(kind)}
+    if unknown := [str(key) for key in node if key not in names]:
+        raise ConfigError(unknown_key(node._get_full_key(unknown[0]), kind))
     hints = typing.get_type_hints(kind)
     return kind(**{f.name: _value(node, f.name, hints[f.name]) for f in fields(kind) if f.init})
 

@@ -36,14 +36,19 @@ def closest(word: str, choices: Iterable[str]) -> str:
     return f" Did you mean '{match[0]}'?" if match else ""
 
 
+def unknown_key(key: str, owner: type) -> str:
+    """Say that a dataclass of the configuration has no such key, and which it has."""
+    names = [field.name for field in fields(owner)]
+    hint = closest(key.rsplit(".", 1)[-1], names)
+    return f"unknown key '{key}'; {owner.__name__} has: {', '.join(names)}.{hint}"
+
+
 def _unknown_key(error: OmegaConfBaseException) -> str:
     key = str(error.full_key or error.key)
     owner = error.object_type
     if not (isinstance(owner, type) and is_dataclass(owner)):
         return f"unknown key '{key}'. See the keys with --cfg job."
-    names = [field.name for field in fields(owner)]
-    hint = closest(key.rsplit(".", 1)[-1], names)
-    return f"unknown key '{key}'; {owner.__name__} has: {', '.join(names)}.{hint}"
+    return unknown_key(key, owner)
 
 
 def _unknown_option(error: MissingConfigException) -> str:

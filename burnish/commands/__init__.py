@@ -20,6 +20,7 @@ class Command:
     example: str
     module: str
     schema: str | None = None
+    main_key: str = ""  # what a bare word is taken for in error messages
 
     def load(self) -> ModuleType:
         """Import the module of the command."""
@@ -40,13 +41,15 @@ COMMANDS = {
             "burnish collect env=avoid episodes=50 out=avoid.hdf5",
             "collect",
             "CollectConfig",
+            "env",
         ),
         Command(
             "train",
             "clone a policy from demonstrations, or fine-tune one by reinforcement",
-            "burnish train algo=dppo env=avoid init=<run or policy directory>",
+            "burnish train experiment=avoid_dppo init=<run or policy directory>",
             "train",
             "TrainConfig",
+            "dataset",
         ),
         Command(
             "eval",
@@ -54,6 +57,7 @@ COMMANDS = {
             "burnish eval policy=<run> versus=<other run> episodes=100",
             "evaluate",
             "EvalConfig",
+            "policy",
         ),
         Command(
             "report",
@@ -61,6 +65,7 @@ COMMANDS = {
             "burnish report run=<run>",
             "report",
             "ReportConfig",
+            "run",
         ),
         Command(
             "export",
@@ -68,6 +73,7 @@ COMMANDS = {
             "burnish export policy=<run> format=onnx out=exported",
             "export",
             "ExportConfig",
+            "policy",
         ),
         Command(
             "list",

@@ -9,8 +9,9 @@ from importlib import resources
 
 import yaml
 
-from burnish.config import experiments, scan_parts
+from burnish.config import scan_parts
 from burnish.console import output, table
+from burnish.overrides import experiments
 from policies import registry
 from policies.errors import MissingExtraError
 

@@ -13,6 +13,7 @@ from burnish import cli
 from burnish.commands import COMMANDS
 from burnish.commands.doctor import main as doctor
 from burnish.commands.list import main as list_command
+from burnish.overrides import groups_of, keys_of
 
 
 def _run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -66,6 +67,16 @@ def test_an_unknown_command_is_one_line_with_a_suggestion(capsys: pytest.Capture
         (["collect", "env=hopper"], "env=hopper has no expert"),
         (["export", "format=exe"], "format must be one of: onnx"),
         (["report"], "report needs run="),
+        (["train", "+algo.learning_rate=9"], "unknown key 'algo.learning_rate'; BcConfig has: steps"),
+        (["train", "--algo", "bc"], "keys are given without dashes; write algo=bc instead of --algo"),
+        (["train", "--algo.lr=1"], "keys are given without dashes; write algo.lr=1"),
+        (["train", "--experiment", "avoid_bc"], "write experiment=avoid_bc instead of --experiment"),
+        (["eval", "--num-workers", "2"], "write num_workers=2 instead of --num-workers"),
+        (["eval", "--polcy", "x"], "unknown option '--polcy'; keys are given as key=value. Did you mean"),
+        (["eval", "-e", "5"], "unknown option '-e'"),
+        (["eval", "--cfg", "everything"], "argument --cfg/-c: invalid choice"),
+        (["eval", "runs/base"], "'runs/base' is not key=value; write policy=runs/base."),
+        (["collect", "algo=bc"], "burnish collect has no 'algo'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -111,7 +122,14 @@ def test_every_command_has_a_help_page(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert _main(command, "--help", monkeypatch=monkeypatch) == 0
-    assert f"usage: burnish {command}" in capsys.readouterr().out
+    page = capsys.readouterr().out
+    assert f"usage: burnish {command}" in page
+    listed = [line.split(":")[0].strip() for line in page.split("configuration (")[0].splitlines()[1:]]
+    offered = {"algo", "env", "process", "backbone", "sampler", "experiment"} & set(listed)
+    assert offered == set(groups_of(command))
+    assert offered <= set(keys_of(command))
+    assert "common" not in page and "$" not in page
+    assert "\n\n\n" not in page.split("configuration (")[0]
 
 
 def test_multirun_runs_every_job_in_a_folder_of_its_own(

@@ -58,7 +58,7 @@ class BcConfig:
     lr: float = 1e-3  # AdamW, highest rate
     min_lr: float = 1e-4  # rate at the first and the last step
     warmup_steps: int = 100  # gradient steps of linear rise
-    weight_decay: float = 1e-6
+    weight_decay: float = 1e-6  # of AdamW
     max_grad_norm: float | None = None  # None: gradients are not clipped
     ema: str = "power"  # power: 1 - (1 + change)^-3/4 up to ema_decay; delayed: ema_decay after ema_start
     ema_decay: float = 0.9999  # share of the old average (power: the largest)

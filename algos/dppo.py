@@ -50,8 +50,8 @@ class DppoConfig(PpoConfig):
     """DPPO with the published hyper-parameters of Hopper, Walker2d and HalfCheetah."""
 
     batch_size: int = 50_000  # rows of a minibatch; a row is one (environment step, denoising step)
-    tuned_steps: int = 10  # S
-    sampler: str = "ddpm"  # ddpm | ddim
+    tuned_steps: int = 10  # S, last denoising steps that learn
+    sampler: str = "ddpm"  # ddpm | ddim, while exploring and, without its noise, evaluating
     denoising_steps: int | None = None  # K; None: ddpm takes every level, ddim as many as the initial policy
     eta: float = 1.0  # share of the full noise in ddim while exploring; evaluation takes 0
     gamma_denoising: float = 0.99  # discount per denoising step, towards noisier ones

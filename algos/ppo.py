@@ -39,14 +39,14 @@ class PpoConfig:
     """
 
     # budget
-    num_envs: int = 40
+    num_envs: int = 40  # environments side by side
     steps_per_iteration: int = 500  # chunk steps of every environment
-    iterations: int = 1000
-    env_steps: int | None = None  # executed environment steps; replaces `iterations` when set
+    iterations: int = 1000  # of collecting and updating
+    env_steps: int | None = None  # executed control steps, up to whole iterations; replaces `iterations`
     reset_each_iteration: bool = False  # start every iteration from fresh episodes
     # advantages
     gamma: float = 0.99  # discount per chunk step
-    gae_lambda: float = 0.95
+    gae_lambda: float = 0.95  # weight of longer sums in advantages
     reward_scaling: bool = True  # divide rewards by the running deviation of the discounted return
     reward_scale_gamma: float = 0.99  # discount of that return, whatever `gamma` is
     reward_scale_clip: float = 10.0  # largest absolute scaled reward
@@ -55,12 +55,12 @@ class PpoConfig:
     advantage_quantiles: tuple[float, float] = (0.0, 1.0)  # clip normalised advantages to these quantiles
     # update
     batch_size: int = 5000  # rows of a minibatch; a row is one (environment step, inner step)
-    update_epochs: int = 5
+    update_epochs: int = 5  # passes over the rows of an iteration
     clip_range: float = 0.01  # of the ratio, at the last inner step
     target_kl: float | None = 1.0  # stop the iteration's updates above this KL estimate
     value_clip: float | None = None  # largest change of a value per iteration
     vf_coef: float = 0.5  # weight of the value loss (itself half the squared error)
-    entropy_coef: float = 0.0
+    entropy_coef: float = 0.0  # weight of the entropy, for a Gaussian only
     critic_warmup_iterations: int = 0  # iterations that train the critic only
     max_grad_norm: float | None = None  # of the actor
     log_prob_range: tuple[float, float] | None = (-5.0, 2.0)  # clamp of each element's log-density
@@ -68,16 +68,16 @@ class PpoConfig:
     bc_weight: float = 0.0  # weight of staying near the initial policy
     bc_rows: int | None = None  # rows of a minibatch used for that term; None: all
     # optimisers
-    actor_lr: float = 1e-4
-    actor_min_lr: float | None = None  # None: constant
-    actor_lr_warmup: int = 10  # iterations
-    actor_lr_cycle: int = 1000  # iterations
-    actor_weight_decay: float = 0.0
-    critic_lr: float = 1e-3
-    critic_min_lr: float | None = None
-    critic_lr_warmup: int = 10
-    critic_lr_cycle: int = 1000
-    critic_weight_decay: float = 0.0
+    actor_lr: float = 1e-4  # AdamW, highest rate
+    actor_min_lr: float | None = None  # rate at the ends of a cycle; None: constant
+    actor_lr_warmup: int = 10  # iterations of linear rise
+    actor_lr_cycle: int = 1000  # iterations of a cosine cycle
+    actor_weight_decay: float = 0.0  # of AdamW
+    critic_lr: float = 1e-3  # AdamW, highest rate
+    critic_min_lr: float | None = None  # rate at the ends of a cycle; None: constant
+    critic_lr_warmup: int = 10  # iterations of linear rise
+    critic_lr_cycle: int = 1000  # iterations of a cosine cycle
+    critic_weight_decay: float = 0.0  # of AdamW
     critic: CriticConfig = field(default_factory=CriticConfig)
     # execution
     chunk_rows: int = 2048  # rows per gradient task on a CPU; speed only

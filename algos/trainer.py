@@ -41,8 +41,10 @@ class TrainerSettings:
     """When to log, to save and to evaluate; counts are units of the algorithm (see `Algorithm.unit`)."""
 
     log_every: int = 0  # units between rows of metrics.jsonl; 0: after every iteration
-    checkpoint_every: int | None = None  # None: a tenth of the run; 0: at the end only
-    eval_every: int | None = None  # None: a tenth of the run; 0: at the end only
+    checkpoint_every: int | None = (
+        None  # units between checkpoints; None: a tenth of the run; 0: at the end only
+    )
+    eval_every: int | None = None  # units between evaluations; None: a tenth of the run; 0: at the end only
     eval_first: bool = False  # also evaluate before the first iteration
     keep_checkpoints: int | None = None  # newest checkpoints that stay; None: all
     tensorboard: bool = False  # also write TensorBoard event files

@@ -40,7 +40,7 @@ class EvaluationSettings:
     episodes: int = (
         100  # episode i starts from seed first_seed + i; at least 100 for numbers that are reported
     )
-    first_seed: int = 0
+    first_seed: int = 0  # seed of the first episode
     noise_seed: int = 0  # root of the episodes' sampling noise
     start_noise: str = "random"  # random | zero: where denoising starts from
     sampling_noise: str = "random"  # random | zero: the steps of a stochastic sampler

@@ -30,8 +30,8 @@ class GaussianProcess:
     """
 
     init_std: float = 0.1  # deviation at the start, normalised action units
-    min_std: float = 0.01
-    max_std: float = 0.2
+    min_std: float = 0.01  # lower limit of the deviation
+    max_std: float = 0.2  # upper limit of the deviation
     learn_std: bool = True  # one learned deviation per element of the chunk row
 
     def policy_class(self) -> type[Policy]:

@@ -28,14 +28,15 @@ class PolicyConfig:
     process: Any = None  # None: VP diffusion with its defaults
     backbone: Any = None  # None: the residual MLP with its defaults
     sampler: Any = None  # None: the process's own
-    obs_steps: int = 1  # To
-    horizon: int = 4  # Th
-    act_steps: int = 4  # Ta
+    obs_steps: int = 1  # To, observations that the policy sees
+    horizon: int = 4  # Th, actions that it predicts
+    act_steps: int = 4  # Ta, actions that are executed before it decides again
     action_start: int = (
         0  # first executed row; obs_steps - 1 for windows that begin at the oldest observation
     )
     normalizer: dict[str, str] = field(
         default_factory=lambda: {"state": "limits", "goal": "limits", "action": "limits"}
+        # per feature: limits (to [-1, 1]) | gaussian (mean 0, deviation 1) | identity
     )
 
     def chunk(self, action_dim: int) -> ChunkSpec:

@@ -18,9 +18,9 @@ from policies.errors import CapabilityError, ConfigError, DatasetError
 class CollectConfig:
     """What `burnish collect` does; how the expert behaves is part of the task (`env.demonstrator.…`)."""
 
-    env: Any = None
+    env: Any = None  # the task; it must have an expert
     episodes: int = 50  # demonstrations in the file
-    out: str = "demonstrations.hdf5"
+    out: str = "demonstrations.hdf5"  # file to write
     first_seed: int = 1_000_000  # attempt i starts from first_seed + i; evaluation starts from 0
     noise: float | None = None  # of the expert, in its own units; null: env.demonstrator.noise
     keep_failures: bool = False  # also keep demonstrations that miss the goal

@@ -26,7 +26,7 @@ class ExportConfig:
     """What `burnish export` does."""
 
     policy: str | None = None  # a run (its last checkpoint), a checkpoint, or a policy directory
-    format: str = "onnx"
+    format: str = "onnx"  # the only one so far
     out: str | None = None  # directory; null: exported-<policy>
     steps: int | None = None  # denoising steps; null: the policy's own
     tolerance: float = 1e-5  # largest difference to the original, see the report

@@ -37,7 +37,7 @@ class ReportConfig:
     run: Any = None  # a run, or a list of runs (seeds) that belong together
     out: str | None = None  # directory; null: <run>/report, or report for several runs
     episodes: int = 24  # episodes that are played for the pictures; 0: none
-    first_seed: int = 0
+    first_seed: int = 0  # seed of the first of these episodes
     num_workers: int = 2  # rollout processes; 0: this process
 
     def runs(self) -> list[RunDirectory]:

@@ -59,22 +59,22 @@ PolicyShape = _shape_schema()
 class TrainConfig:
     """What `burnish train` does."""
 
-    algo: Any = None
-    env: Any = None  # null: no rollouts (cloning from a file)
+    algo: Any = None  # what learns
+    env: Any = None  # the task; null: no rollouts (cloning from a file)
     dataset: str | None = None  # file of demonstrations or transitions
     init: str | None = None  # policy to start from: a run or a policy directory
-    resume: str | None = None  # run to continue, with the configuration it was started with
+    resume: str | None = None  # run to continue, with the configuration it was last run with
     name: str | None = MISSING  # end of the run directory's name; the algorithm's name when left out
-    seed: int = 0
-    process: Any = None
-    backbone: Any = None
-    sampler: Any = None  # null: the process's own
+    seed: int = 0  # root of every random stream of the run
+    process: Any = None  # what the output of a new policy's network means
+    backbone: Any = None  # network of a new policy
+    sampler: Any = None  # how a new policy is integrated; null: the process's own
     policy: Any = field(default_factory=PolicyShape)  # horizons and normalisation of a new policy
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(episodes=50))
     num_workers: int = Setup.num_workers  # rollout processes; 0: this process
     num_threads: int | None = Setup.num_threads  # null: 1 in cloning (of torch), 2 in fine-tuning (gradients)
-    device: str = "cpu"
+    device: str = "cpu"  # cpu, cuda or cuda:<n>: where gradients are computed; rollouts stay on the CPU
     progress: bool | None = None  # null: a bar on a terminal, lines elsewhere
 
     def policy_config(self) -> PolicyConfig:

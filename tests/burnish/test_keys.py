@@ -1,0 +1,76 @@
+"""The page of keys is what the dataclasses say, and every key is explained."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from burnish import keys
+from burnish.commands import COMMANDS
+from policies.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_committed_page_is_the_one_that_is_generated(tmp_path: Path) -> None:
+    assert keys.main([str(tmp_path / "keys.md")]) == 0
+    made, committed = (tmp_path / "keys.md").read_text(), (ROOT / keys.PAGE).read_text()
+    assert made == committed, "run python -m burnish.keys"
+
+
+def test_every_key_is_explained() -> None:
+    rows = [line for line in keys.page().splitlines() if line.startswith("| `")]
+    assert len(rows) > 200
+    assert not [row for row in rows if re.search(r"\|\s*\|$", row)]
+
+
+def test_every_command_with_keys_has_a_table() -> None:
+    page = keys.page()
+    for command in COMMANDS.values():
+        assert (f"### burnish {command.name}\n" in page) == (command.schema is not None)
+
+
+@dataclass
+class Inner:
+    """Below the other one.
+
+    Attributes:
+        width: Widths
+            of two things; None for none.
+    """
+
+    width: tuple[int, ...] = (1, 2)
+
+
+@dataclass
+class Base:
+    """What is inherited."""
+
+    kept: float | None = None  # None: a | b <c>
+    changed: int = 1  # explained in the base
+
+
+@dataclass
+class Outer(Base):
+    """Of every kind of field."""
+
+    changed: int = 2
+    inner: Inner = field(default_factory=lambda: Inner((3,)))
+    long: dict[str, int] = field(
+        # inside the brackets
+        default_factory=lambda: {"a": 1}
+    )
+
+    def __post_init__(self) -> None:
+        if self.changed < 0:  # no explanation of a field
+            raise ConfigError("negative")
+
+
+def test_explanations_come_from_comments_docstrings_and_bases() -> None:
+    assert list(keys.rows_of(Outer(), "x.")) == [
+        r"| `x.kept` | float or null | `null` | null: a \| b &lt;c> |",
+        "| `x.changed` | int | `2` | explained in the base |",
+        "| `x.inner.width` | list of int | `[3]` | Widths of two things; null for none |",
+        "| `x.long` | text → int | `{a: 1}` | inside the brackets |",
+    ]

@@ -113,7 +113,10 @@ class RunDirectory:
             CheckpointError: If this is not a run directory.
         """
         if not (Path(path) / _CONFIG).is_file():
-            raise CheckpointError(f"{path} is not a run directory: it has no {_CONFIG}. Check resume=<run>.")
+            why = f"it has no {_CONFIG}" if Path(path).is_dir() else "there is no such folder"
+            raise CheckpointError(
+                f"{path} is not a run directory: {why}. Give a run, for example runs/<date>/<name>."
+            )
         return cls(path)
 
     def amend(self, config: Mapping[str, Any], overrides: Sequence[str]) -> None:

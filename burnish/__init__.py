@@ -10,7 +10,7 @@ The whole path::
     print(burnish.evaluate(tuned, versus=base).comparison)
     burnish.report(tuned)
     burnish.export(tuned, out="exported")
-    policy = burnish.load_policy(tuned.directory.policy_path())
+    policy = burnish.load_policy(tuned)
 
 Names load when they are used, so that `import burnish` stays cheap.
 """
@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from burnish.api import clone, collect, evaluate, export, report, train
-    from policies.folder import load_policy, save_policy
+    from burnish.locate import load_policy
+    from policies.folder import save_policy
 
 __all__ = [
     "__version__",
@@ -49,7 +50,7 @@ _HOMES = {
     "export": "burnish.api",
     "report": "burnish.api",
     "train": "burnish.api",
-    "load_policy": "policies.folder",
+    "load_policy": "burnish.locate",
     "save_policy": "policies.folder",
 }
 

@@ -15,9 +15,11 @@ from burnish.commands import report as report_command
 from burnish.commands import train as train_command
 from burnish.commands.evaluate import Result
 from burnish.config import compose_config
+from burnish.console import log_lines
 from burnish.job import Job
 from burnish.locate import locate
 from policies import registry
+from policies.errors import ConfigError
 from policies.export import ExportReport
 from policies.policy import Policy
 
@@ -71,6 +73,7 @@ def _quoted(value: Any) -> str:
     return f"'{text}'" if text else "''"
 
 
+@log_lines()
 def collect(*overrides: str, **values: Any) -> Path:
     """Record demonstrations; see `burnish collect`. Returns the file.
 
@@ -83,6 +86,7 @@ def collect(*overrides: str, **values: Any) -> Path:
     return Path(config.out)
 
 
+@log_lines()
 def train(*overrides: str, directory: str | Path | None = None, **values: Any) -> Run:
     """Train or continue; see `burnish train`. Returns the run.
 
@@ -101,22 +105,34 @@ def train(*overrides: str, directory: str | Path | None = None, **values: Any) -
 
 
 def clone(dataset: str | Path, *overrides: str, **values: Any) -> Run:
-    """Clone a policy from a file of demonstrations: `train` with `algo=bc`."""
-    return train(*overrides, algo="bc", dataset=dataset, **values)
+    """Clone a policy from a file of demonstrations: `train` with `algo=bc`.
+
+    Raises:
+        ConfigError: If another algorithm is asked for.
+    """
+    algo = values.get("algo", "bc")
+    if not isinstance(algo, dict):
+        values.pop("algo", None)
+        if algo != "bc":
+            raise ConfigError(f"clone is algo=bc; got algo={algo}. Use train(algo='{algo}', ...).")
+    return train("algo=bc", *overrides, dataset=dataset, **values)
 
 
+@log_lines()
 def evaluate(policy: str | Path | Run, *overrides: str, **values: Any) -> Result:
     """Evaluate a policy, or compare it with another one (`versus=…`); see `burnish eval`."""
     config = compose_config("eval", overrides_of(overrides, {"policy": policy, **values}))
     return evaluate_command.evaluate(config)
 
 
+@log_lines()
 def report(run: Any, *overrides: str, **values: Any) -> Path:
     """Write the report of a run or a list of runs; see `burnish report`. Returns the page."""
     config = compose_config("report", overrides_of(overrides, {"run": run, **values}))
     return report_command.report(config)
 
 
+@log_lines()
 def export(policy: str | Path | Run, *overrides: str, **values: Any) -> ExportReport:
     """Export a policy, checked against the original; see `burnish export`."""
     config = compose_config("export", overrides_of(overrides, {"policy": policy, **values}))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import (
@@ -19,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 PLAIN_WIDTH = 160  # columns where there is no terminal to ask
+LOGGERS = ("burnish", "policies", "algos", "envs")
 
 
 def output() -> Console:
@@ -29,6 +32,25 @@ def output() -> Console:
 def logs() -> Console:
     """Return the console of standard error: progress and logs."""
     return Console(file=sys.stderr, width=None if sys.stderr.isatty() else PLAIN_WIDTH, highlight=False)
+
+
+@contextmanager
+def log_lines() -> Iterator[None]:
+    """Show log lines on standard error, as the commands do, unless the program has set up logging itself."""
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    silent = [(logger, logger.level) for logger in loggers if not logger.hasHandlers()]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s", "%H:%M:%S"))
+    for logger, level in silent:
+        logger.addHandler(handler)
+        if level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        for logger, level in silent:
+            logger.removeHandler(handler)
+            logger.setLevel(level)
 
 
 class RateColumn(ProgressColumn):

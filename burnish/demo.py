@@ -10,7 +10,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -28,7 +27,7 @@ def main() -> int:
 
     set_thread_defaults()
     import burnish
-    from burnish.commands.evaluate import describe_comparison, format_interval
+    from burnish.commands.evaluate import format_interval
     from burnish.console import output
 
     out, console = Path("runs/demo") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S"), output()
@@ -71,7 +70,7 @@ def main() -> int:
     for name, evaluation in (("before", result.versus), ("after", result.evaluation)):
         mean, interval = format_interval("success", evaluation.summary()["success"])
         console.print(f"  success {name:<7} {mean}  (95 % interval {interval}, {EPISODES} episodes)")
-    console.print(f"  after - before  {describe_comparison(asdict(result.comparison))}")
+    console.print(f"  after - before  {result.comparison}")
     console.print(
         f"  ONNX graph equals the policy to {exported.worst:.1e} (tolerance {exported.tolerance:.0e})"
     )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from algos.state import RunDirectory
-from policies.errors import CheckpointError
+from policies import folder
+from policies.errors import CheckpointError, ConfigError
 from policies.folder import CONFIG as POLICY_CONFIG
-from policies.folder import load_policy, read_config, where_it_was_left
+from policies.folder import read_config, where_it_was_left
 from policies.policy import Policy
 
 RUN_CONFIG = "config.yaml"
@@ -33,7 +35,7 @@ class Located:
 
     def load(self) -> Policy:
         """Load the policy."""
-        return load_policy(self.path)
+        return folder.load_policy(self.path)
 
     def provenance(self) -> Mapping[str, Any]:
         """Facts stored with the policy (task, algorithm, seed, ...)."""
@@ -41,7 +43,33 @@ class Located:
         return facts if isinstance(facts, dict) else {}
 
 
-def locate(path: str | Path, key: str = "policy") -> Located:
+def load_policy(policy: str | os.PathLike[str]) -> Policy:
+    """Load a policy; needs no dataset and no simulator, and runs no code from its directory.
+
+    Args:
+        policy: A run (its last checkpoint), a checkpoint, or a policy directory.
+
+    Raises:
+        CheckpointError: If there is no policy, a file is damaged, or weights and configuration disagree.
+    """
+    return locate(policy).load()
+
+
+def check_file_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
+    """Refuse a place where no file can be written, before any work is done for it.
+
+    Raises:
+        ConfigError: If it is a folder, or lies below a file.
+    """
+    target = Path(path)
+    if target.is_dir():
+        raise ConfigError(f"{key}={target} is a folder; give the name of a file, e.g. {target / 'name'}.")
+    parent = next(place for place in target.absolute().parents if place.exists())
+    if not parent.is_dir():
+        raise ConfigError(f"{key}={target} cannot be written: {parent} is a file, not a folder.")
+
+
+def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:
     """Find the policy directory behind a path.
 
     Args:

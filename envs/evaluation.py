@@ -217,6 +217,35 @@ class Comparison:
     episodes: int
     same_protocol: bool
 
+    def __str__(self) -> str:
+        """Say in one sentence whether the policies differ."""
+        mean, interval = format_interval(self.quantity, asdict(self.difference))
+        verdict = "clearly different" if self.difference.excludes_zero else "within noise"
+        return (
+            f"paired difference of {self.quantity}: {mean} (95 % interval {interval}) on "
+            f"{self.episodes} episodes: {verdict}."
+        )
+
+
+def format_interval(quantity: str, interval: Mapping[str, float]) -> tuple[str, str]:
+    """Format mean and interval: success in percent, everything else with three significant digits.
+
+    Args:
+        quantity: What was measured; see `Evaluation.values`.
+        interval: `Interval` as a dict.
+
+    Example:
+        >>> format_interval("return", {"value": 0.01, "low": 0.0, "high": 0.03})
+        ('0.0100', '0.0000 to 0.0300')
+    """
+    scale, unit = (100.0, " %") if quantity == "success" else (1.0, "")
+    value, low, high = (scale * interval[key] for key in ("value", "low", "high"))
+    largest = max(abs(value), abs(low), abs(high))
+    digits = 1
+    if quantity != "success" and 0 < largest < math.inf:
+        digits = min(max(2 - math.floor(math.log10(largest)), 1), 6)
+    return f"{value:.{digits}f}{unit}", f"{low:.{digits}f} to {high:.{digits}f}{unit}"
+
 
 def compare(
     before: Evaluation | Sequence[Evaluation],

@@ -8,6 +8,7 @@ from typing import Any
 
 from burnish.console import Counting, output, table
 from burnish.job import Job
+from burnish.locate import check_file_to_write
 from envs.collect import collect
 from envs.datasets import EpisodeDataset, write_robomimic
 from policies import registry
@@ -46,6 +47,7 @@ def record(config: CollectConfig) -> EpisodeDataset:
     """Record demonstrations and write them to `config.out`."""
     check_expert(config.env)
     target = Path(config.out)
+    check_file_to_write(target)
     if target.exists() and not config.overwrite:
         raise DatasetError(f"out={target} exists; choose another file or say overwrite=true.")
     with Counting(f"recording {config.env.spec.name}", config.episodes) as counting:

@@ -14,9 +14,10 @@ from algos.state import RunDirectory
 from burnish.config import restore_part
 from burnish.console import Counting, output, table
 from burnish.job import Job
-from burnish.locate import Located, locate
-from envs.evaluation import Comparison, Evaluation, EvaluationSettings, compare
+from burnish.locate import Located, check_file_to_write, locate
+from envs.evaluation import Comparison, Evaluation, EvaluationSettings, compare, format_interval
 from envs.evaluation import evaluate as run_episodes
+from envs.statistics import Interval
 from policies.errors import ConfigError
 from policies.policy import Policy
 
@@ -57,7 +58,7 @@ def run(config: EvalConfig, job: Job) -> float:
         both[str(config.versus)] = result.versus
     output().print(summary_table(both))
     if result.comparison is not None:
-        output().print(describe_comparison(asdict(result.comparison)), markup=False)
+        output().print(str(result.comparison), markup=False)
     output().print(f"written: {result.path}", markup=False, soft_wrap=True)
     numbers = headline(result.evaluation)
     return numbers.get("success", numbers["return"])
@@ -67,9 +68,11 @@ def evaluate(config: EvalConfig) -> Result:
     """Evaluate the policy, and the other one on the same episodes, and write the results."""
     if config.policy is None:
         raise ConfigError("eval needs policy=<run or policy directory>.")
+    if config.out is not None:
+        check_file_to_write(config.out)
     mine = locate(config.policy, "policy")
     other = None if config.versus is None else locate(config.versus, "versus")
-    env = config.env if config.env is not None else task_of(mine)
+    env = config.env if config.env is not None else task_of(mine, " Give env=<name>.")
     evaluation = _play(mine, env, config)
     versus = None if other is None else _play(other, env, config)
     comparison = None if versus is None else compare(versus, evaluation)
@@ -91,8 +94,12 @@ def headline(evaluation: Evaluation) -> dict[str, float]:
     return {name: float(summary[name]["value"]) for name in names if name in summary}
 
 
-def task_of(found: Located) -> Any:
+def task_of(found: Located, remedy: str = "") -> Any:
     """Return the configuration of the task that a policy was made for.
+
+    Args:
+        found: The policy.
+        remedy: What the error adds, for commands that take the task themselves.
 
     Raises:
         ConfigError: If its provenance does not tell.
@@ -100,7 +107,8 @@ def task_of(found: Located) -> Any:
     description = found.provenance().get("env")
     if not isinstance(description, Mapping):
         raise ConfigError(
-            f"the policy {found.path} does not say which task it was made for; give env=<name>."
+            f"the policy {found.path} does not say which task it was made for: it was trained without "
+            f"env=<name>.{remedy}"
         )
     return restore_part("env", description)
 
@@ -121,20 +129,8 @@ def summary_table(evaluations: Mapping[str, Evaluation]) -> Table:
 
 def describe_comparison(comparison: Mapping[str, Any]) -> str:
     """Say in one line how two policies differ on the same episodes; takes `Comparison` as a dict."""
-    difference = comparison["difference"]
-    mean, interval = format_interval(comparison["quantity"], difference)
-    clear = difference["low"] > 0 or difference["high"] < 0
-    return (
-        f"paired difference of {comparison['quantity']}: {mean} (95 % interval {interval}) on "
-        f"{comparison['episodes']} episodes: {'clearly different' if clear else 'within noise'}."
-    )
-
-
-def format_interval(quantity: str, interval: Mapping[str, float]) -> tuple[str, str]:
-    """Format mean and interval; success in percent."""
-    scale, unit = (100.0, " %") if quantity == "success" else (1.0, "")
-    value, low, high = (scale * interval[key] for key in ("value", "low", "high"))
-    return f"{value:.1f}{unit}", f"{low:.1f} to {high:.1f}{unit}"
+    values = {f.name: comparison[f.name] for f in fields(Comparison)}
+    return str(Comparison(**{**values, "difference": Interval(**values["difference"])}))
 
 
 def _play(one: Located, env: Any, config: EvalConfig) -> Evaluation:

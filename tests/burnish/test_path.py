@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +16,12 @@ from safetensors.torch import load_file
 
 import burnish
 from burnish.api import Run, overrides_of
-from burnish.commands.evaluate import task_of
+from burnish.commands import evaluate as evaluate_command
+from burnish.commands.evaluate import describe_comparison, task_of
 from burnish.commands.export import surroundings_of
 from burnish.commands.train import prepare
 from burnish.config import compose_config
+from burnish.console import log_lines
 from burnish.locate import locate
 from envs.avoid import Avoid
 from envs.datasets import read_dataset
@@ -110,6 +115,7 @@ def test_fine_tuning_compares_on_the_same_episodes_and_reports(base: Run, tuned:
     written = json.loads(result.path.read_text())
     assert result.path.parent == tuned.path / "eval"
     assert len(written["rows"]) == 3 and written["versus"]["episodes"] == 3
+    assert describe_comparison(written["versus"]) == str(result.comparison)
     page = burnish.report(tuned, episodes=2, num_workers=0, out=tmp_path / "report").read_text()
     assert "<h2>Learning</h2>" in page and "<h2>Behaviour</h2>" in page
     assert page.count("data:image/png;base64,") == 2
@@ -226,6 +232,86 @@ def test_keyword_values_are_written_in_the_grammar_of_overrides(tmp_path: Path) 
         "out='it\\'s a=b, c'",
         "on=true",
     ]
+
+
+@contextmanager
+def no_logging_set_up() -> Iterator[None]:
+    """Take the test runner's own handlers away."""
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    try:
+        yield
+    finally:
+        root.handlers = handlers
+
+
+def test_a_dict_sets_values_of_the_cloning_algorithm(demonstrations: Path, tmp_path: Path) -> None:
+    run = burnish.clone(
+        demonstrations, directory=tmp_path / "run", algo=TINY_BC, backbone={"width": 8}, **QUIET
+    )
+    assert run.directory.latest() == TINY_BC["steps"]
+    with pytest.raises(ConfigError, match=r"clone is algo=bc; got algo=dppo\. Use train"):
+        burnish.clone(demonstrations, algo="dppo")
+
+
+def test_python_shows_the_lines_of_the_command_line(
+    base: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(base.path, tmp_path / "copy", symlinks=True)
+    level = logging.getLogger("algos").level
+    shutil.rmtree(tmp_path / "copy" / "checkpoints" / "12")
+    with no_logging_set_up():
+        burnish.train(resume=tmp_path / "copy")
+    shown = capsys.readouterr()
+    assert "algos.progress INFO: copy: 12/12 gradient steps" in shown.err and shown.out == ""
+    assert logging.getLogger("algos").handlers == [] and logging.getLogger("algos").level == level
+
+
+def test_python_leaves_logging_alone_where_the_program_has_set_it_up(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with no_logging_set_up():
+        logging.getLogger().addHandler(logging.NullHandler())
+        with log_lines():
+            logging.getLogger("algos").warning("heard")
+            assert logging.getLogger("algos").handlers == []
+    assert capsys.readouterr().err == ""
+
+
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_played(
+    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate_command, "evaluate_with", lambda *_, **__: pytest.fail("was played"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"out=.* is a folder; give the name of a file"):
+        burnish.evaluate(base, out=tmp_path)
+    with pytest.raises(ConfigError, match=r"out=.* cannot be written: .*file is a file, not a folder"):
+        burnish.evaluate(base, out=tmp_path / "file" / "below.json")
+    with pytest.raises(ConfigError, match=r"out=.* is a folder"):
+        burnish.collect(env="avoid", episodes=1, out=tmp_path, overwrite=True)
+
+
+def test_messages_name_keys_that_the_command_has(base: Run, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="is not a run directory: there is no such folder") as caught:
+        burnish.report(tmp_path / "nope")
+    assert "resume=" not in str(caught.value)
+    copy = tmp_path / "policy"
+    shutil.copytree(base.directory.policy_path(), copy)
+    config = json.loads((copy / "config.json").read_text())
+    del config["provenance"]["env"]
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="does not say which task") as silent:
+        task_of(locate(copy))
+    assert "Give env=" not in str(silent.value)
+    with pytest.raises(ConfigError, match=r"does not say which task.* Give env=<name>\."):
+        burnish.evaluate(copy)
+
+
+def test_wherever_a_policy_is_asked_for_a_run_will_do(base: Run) -> None:
+    expected = burnish.load_policy(base.directory.policy_path()).state_dict()
+    for given in (base, base.path, str(base), base.directory.checkpoint_path()):
+        found = burnish.load_policy(given).state_dict()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_a_loaded_policy_acts(tuned: Run) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from envs.episodes import EpisodeRow
-from envs.evaluation import Evaluation, EvaluationSettings, compare, evaluate
+from envs.evaluation import Evaluation, EvaluationSettings, compare, evaluate, format_interval
 from envs.make import env
 from envs.spec import EnvConfig
 from policies.backbones.mlp import MlpConfig
@@ -228,6 +228,32 @@ def test_a_comparison_pairs_common_episodes_by_seed() -> None:
 def test_success_is_compared_where_the_task_has_it() -> None:
     comparison = compare(made([0, 1], [0, 0], rule="r"), made([0, 1], [0, 7], rule="r"))
     assert comparison.quantity == "success" and comparison.difference.value == 0.5
+
+
+def test_a_comparison_says_in_one_sentence_what_it_found() -> None:
+    few = compare(made([0, 1], [0, 0], rule="r"), made([0, 1], [0, 7], rule="r"))
+    assert str(few) == (
+        "paired difference of success: 50.0 % (95 % interval 0.0 to 100.0 %) on 2 episodes: within noise."
+    )
+    assert str(compare(made([0], [1.0]), made([0], [3.5]))).endswith(
+        "return: 2.50 (95 % interval 2.50 to 2.50) on 1 episodes: clearly different."
+    )
+
+
+@pytest.mark.parametrize(
+    ("quantity", "numbers", "shown"),
+    [
+        ("success", (0.01, 0.0, 0.0545), ("1.0 %", "0.0 to 5.5 %")),
+        ("return", (0.01, 0.0, 0.03), ("0.0100", "0.0000 to 0.0300")),
+        ("return", (-0.52, -0.9, 0.1), ("-0.520", "-0.900 to 0.100")),
+        ("return", (2345.67, 2300.0, 2400.0), ("2345.7", "2300.0 to 2400.0")),
+        ("return", (0.0, 0.0, 0.0), ("0.0", "0.0 to 0.0")),
+    ],
+)
+def test_small_numbers_keep_their_digits(
+    quantity: str, numbers: tuple[float, float, float], shown: tuple[str, str]
+) -> None:
+    assert format_interval(quantity, dict(zip(("value", "low", "high"), numbers, strict=True))) == shown
 
 
 def test_what_cannot_be_compared_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
@@ -25,6 +26,8 @@ from policies.threads import torch_threads
 if TYPE_CHECKING:
     from algos.ppo import PpoConfig
 
+_log = logging.getLogger(__name__)
+
 THREADS = 2  # that share a gradient, unless `num_threads` says otherwise; results do not depend on it
 
 
@@ -41,6 +44,22 @@ def check_setup(setup: Setup, algo: str) -> Policy:
     spec, advice = setup.env.spec, "Choose a policy of this task."
     require_fit(f"env={spec.name}", spec, "the policy of init", setup.init, advice=advice)
     return setup.init
+
+
+def warn_of_a_long_iteration(config: PpoConfig, act_steps: int) -> None:
+    """Warn where the first iteration alone exceeds the budget: iterations are executed whole."""
+    steps = config.num_envs * config.steps_per_iteration * act_steps
+    if config.env_steps is not None and steps > config.env_steps:
+        _log.warning(
+            "algo.env_steps=%d is less than one iteration, which is executed whole: up to %d steps "
+            "(algo.num_envs=%d x algo.steps_per_iteration=%d x %d actions of a chunk). "
+            "Lower algo.num_envs or algo.steps_per_iteration.",
+            config.env_steps,
+            steps,
+            config.num_envs,
+            config.steps_per_iteration,
+            act_steps,
+        )
 
 
 class OnPolicy:
@@ -110,6 +129,7 @@ class OnPolicy:
             cloning=None if frozen is None else CloningTerm(frozen, ratio),
             num_threads=setup.threads(THREADS),
         )
+        warn_of_a_long_iteration(config, policy.chunk.act_steps)
         assert setup.env is not None
         pool = RolloutPool(
             setup.env,

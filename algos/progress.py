@@ -23,6 +23,8 @@ from rich.text import Text
 _log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_LINES = 10.0
+WIDE = 100  # columns from which the bar has a column for the time so far
+BAR_WIDTH, ROOM_OF_TITLE, RATE_WIDTH, TIME_WIDTH = 24, 14, 7, 7  # columns
 _INTERESTING = (
     "eval/success",
     "eval/return",
@@ -69,33 +71,66 @@ class _Rate(ProgressColumn):
 
 
 def format_rate(speed: float) -> str:
-    """Format a rate with three digits: 7.31, 73.1, 731, 7.31k."""
+    """Format a rate with three digits: 7.31, 73.1, 731, 7.31k, 7.31M."""
+    if speed >= 1e6:
+        return f"{speed / 1e6:.3g}M"
     return f"{speed / 1000:.3g}k" if speed >= 1000 else f"{speed:.3g}"
 
 
 class Bar:
-    """A live bar with rate, time left and key numbers."""
+    """A live bar with rate, time left and, where there is room, key numbers.
 
-    def __init__(self, title: str, unit: str, total: int, done: int) -> None:
+    Args:
+        title: Name of the run; cut where the terminal is narrow.
+        unit: What is counted.
+        total: Units to do.
+        done: Units done so far.
+        console: Where it is drawn; None: standard error.
+    """
+
+    def __init__(
+        self, title: str, unit: str, total: int, done: int, *, console: Console | None = None
+    ) -> None:
+        self._console = Console(stderr=True) if console is None else console
+        self._unit = unit.replace("_", " ")
+        room = self._room(total)
+        name = (
+            title if len(title) <= max(room - BAR_WIDTH, ROOM_OF_TITLE) else f"{title[: ROOM_OF_TITLE - 1]}…"
+        )
+        self._bar_width = min(BAR_WIDTH, max(room - len(name), 4))
+        self._title_width = len(name)
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            TextColumn(f"{{task.completed:,}}/{{task.total:,}} {unit.replace('_', ' ')}"),
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=self._bar_width),
+            TextColumn(f"{{task.completed:,}}/{{task.total:,}} {self._unit}"),
             _Rate(),
-            TimeElapsedColumn(),
+            *([TimeElapsedColumn()] if self._is_wide else []),
             TextColumn("left"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[numbers]}"),
-            console=Console(stderr=True),
+            console=self._console,
         )
-        self._task = self._progress.add_task(title, total=total, completed=done, numbers="")
+        self._task = self._progress.add_task(name, total=total, completed=done, numbers="")
         self._values: dict[str, float] = {}
         self._progress.start()
+
+    @property
+    def _is_wide(self) -> bool:
+        return self._console.width >= WIDE
+
+    def _room(self, total: int) -> int:
+        """Return the columns that count, rate and times leave to everything else."""
+        times = TIME_WIDTH * (2 if self._is_wide else 1) + len("left")
+        columns = 8 if self._is_wide else 7
+        return self._console.width - len(f"{total:,}/{total:,} {self._unit}") - RATE_WIDTH - times - columns
 
     def show(self, done: int, total: int, values: Mapping[str, float]) -> None:
         """See `Display`."""
         self._values |= values
-        self._progress.update(self._task, completed=done, total=total, numbers=key_numbers(self._values))
+        room = self._room(max(done, total)) - self._title_width - self._bar_width
+        candidates = (key_numbers(self._values, count) for count in (3, 2, 1))
+        numbers = next((text for text in candidates if len(text) <= room), "")
+        self._progress.update(self._task, completed=done, total=total, numbers=numbers)
 
     def close(self) -> None:
         """See `Display`."""
@@ -119,7 +154,7 @@ class Lines:
             return
         self._last = now
         rate = (done - self._first) / max(now - self._start, 1e-9)
-        left = f"{(total - done) / rate:.0f} s left" if rate > 0 else "? left"
+        left = f"{max(total - done, 0) / rate:.0f} s left" if rate > 0 else "? left"
         _log.info(
             "%s: %d/%d %s, %s/s, %s, %s",
             self._title,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from algos.base import Algorithm
-from algos.metrics import Scalars, TensorBoardWriter, Writer, broken, read_out
+from algos.metrics import Scalars, TensorBoardWriter, Writer, broken, read_jsonl, read_out
 from algos.plain import capture_global_rng, restore_global_rng
 from algos.progress import Display, open_display
 from algos.state import RunDirectory
@@ -26,6 +26,12 @@ _log = logging.getLogger(__name__)
 
 Evaluator = Callable[[Policy, int], Mapping[str, float]]
 """Evaluates the policy of a step; names without a component are logged as `eval/<name>`."""
+
+
+HOW_TO_GO_ON = {
+    "env_steps": " To go on, raise algo.env_steps where it is set, otherwise algo.iterations.",
+    "gradient_steps": " To go on, start a new run from its policy: init={run}.",
+}
 
 
 class Interrupted(SystemExit):
@@ -97,6 +103,7 @@ def train(
         if amendment is not None:
             run.amend(*amendment)
         with session.opened(progress), _StopSignals() as stop:
+            session.say_if_finished()
             while True:
                 session.stop_if(stop)
                 session.checkpoint_if_due()
@@ -148,7 +155,27 @@ class _Session:
                 f"Resume with the configuration and data that the run was started with."
             ) from error
         self.saved = step
-        self.run.rewind(step, metrics_bytes=metrics_bytes)
+        if self._is_complete():
+            self.evaluated = step
+        else:
+            self.run.rewind(step, metrics_bytes=metrics_bytes)
+
+    def _is_complete(self) -> bool:
+        """Whether nothing is left to do: the end was saved, and evaluated where that is wanted."""
+        algorithm, rows = self.algorithm, read_jsonl(self.run.metrics_path)
+        if algorithm.progress < algorithm.total:
+            return False
+        last = rows[-1] if rows else {}
+        was_evaluated = last.get("step") == algorithm.progress and any(k.startswith("eval/") for k in last)
+        return was_evaluated or self.evaluator is None
+
+    def say_if_finished(self) -> None:
+        """Tell whoever resumes a finished run how to go on."""
+        algorithm = self.algorithm
+        if 0 < algorithm.total <= algorithm.progress == self.saved:
+            advice = HOW_TO_GO_ON.get(algorithm.unit, "").format(run=self.run.path)
+            unit = algorithm.unit.replace("_", " ")
+            _log.info("%s is already finished: %d %s.%s", self.run.path, algorithm.progress, unit, advice)
 
     @contextmanager
     def opened(self, progress: bool | None) -> Iterator[None]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -16,7 +17,7 @@ from omegaconf import MISSING
 
 from algos.base import Setup
 from algos.state import RunDirectory
-from algos.trainer import TrainerSettings
+from algos.trainer import Interrupted, TrainerSettings
 from algos.trainer import train as run_trainer
 from burnish.commands.evaluate import evaluate_with, headline
 from burnish.config import GROUPS, describe, describe_part, restore
@@ -187,18 +188,31 @@ def _train(
     last: dict[str, float] = {}
     try:
         directory = open_directory()
-        run_trainer(
-            algorithm,
-            directory,
-            config.trainer,
-            evaluator=_evaluator(config, directory, last),
-            progress=config.progress,
-            provenance=provenance(config),
-            amendment=(describe(config), changes) if changes else None,
-        )
+        with _said_how_to_continue(directory):
+            run_trainer(
+                algorithm,
+                directory,
+                config.trainer,
+                evaluator=_evaluator(config, directory, last),
+                progress=config.progress,
+                provenance=provenance(config),
+                amendment=(describe(config), changes) if changes else None,
+            )
     finally:
         algorithm.close()
     return Outcome(directory, last)
+
+
+@contextmanager
+def _said_how_to_continue(directory: RunDirectory) -> Iterator[None]:
+    """Name the command that continues a run, when it is stopped."""
+    try:
+        yield
+    except (Interrupted, KeyboardInterrupt):
+        step = directory.latest()
+        saved = "before its first checkpoint" if step is None else f"its last checkpoint is {step}"
+        _log.warning("stopped; %s. Continue with: burnish train resume=%s", saved, directory.path)
+        raise
 
 
 def prepare(config: TrainConfig) -> Setup:

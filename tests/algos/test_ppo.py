@@ -137,6 +137,15 @@ def test_budget_in_environment_steps_replaces_iterations() -> None:
     assert run.iteration == 2
 
 
+def test_a_budget_below_one_iteration_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    make_run(replace(SMALL, env_steps=128))
+    assert not caplog.messages
+    make_run(replace(SMALL, env_steps=127))
+    (line,) = caplog.messages
+    assert "algo.env_steps=127 is less than one iteration" in line and "up to 128 steps" in line
+    assert "Lower algo.num_envs or algo.steps_per_iteration." in line
+
+
 def test_values_bootstrap_through_truncation_from_the_true_final_observation() -> None:
     """Two steps of one environment: the first is cut, the second belongs to another episode."""
 

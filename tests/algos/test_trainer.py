@@ -255,3 +255,36 @@ def test_bar_shows_units_and_key_numbers(
 def test_impossible_settings_are_refused(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"trainer.{name}"):
         TrainerSettings(**{name: value})
+
+
+def test_resuming_a_finished_run_says_so_and_changes_nothing(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    evaluations: list[int] = []
+
+    def evaluator(policy: torch.nn.Module, step: int) -> dict[str, float]:
+        evaluations.append(step)
+        return {"success": 1.0}
+
+    train(RandomWalk(10), run, TrainerSettings(eval_every=0), evaluator=evaluator, progress=False)
+    before = run.metrics_path.read_bytes()
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    train(RandomWalk(10), run, TrainerSettings(eval_every=0), evaluator=evaluator, progress=False)
+    assert evaluations == [10] and run.metrics_path.read_bytes() == before
+    (line,) = caplog.messages
+    assert line.endswith(
+        "is already finished: 10 env steps. To go on, raise algo.env_steps where it is set, "
+        "otherwise algo.iterations."
+    )
+    caplog.clear()
+    train(RandomWalk(12), run, progress=False)  # raised: it goes on
+    assert run.latest() == 12 and "finished" not in caplog.text
+
+
+def test_an_evaluation_that_a_kill_prevented_is_made_up_for(run: RunDirectory) -> None:
+    train(RandomWalk(10), run, progress=False)
+    with run.metrics_path.open("a") as file:
+        file.write('{"step": 10, "eval/suc')
+    train(RandomWalk(10), run, evaluator=lambda policy, step: {"success": 0.5}, progress=False)
+    assert read_jsonl(run.metrics_path)[-1]["eval/success"] == 0.5

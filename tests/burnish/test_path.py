@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 import burnish
+from algos.bc import Bc
+from algos.trainer import Interrupted
 from burnish.api import Run, overrides_of
 from burnish.commands import evaluate as evaluate_command
 from burnish.commands.evaluate import describe_comparison, task_of
@@ -133,9 +137,33 @@ def test_evaluation_does_not_depend_on_the_number_of_environments(base: Run, tmp
     assert rows[0] == rows[1]
 
 
-def test_several_runs_share_a_report(base: Run, tuned: Run, tmp_path: Path) -> None:
+def test_several_seeds_share_a_report(base: Run, tmp_path: Path) -> None:
     page = burnish.report([base, base], episodes=0, out=tmp_path / "both").read_text()
-    assert "2 runs" in page and "all runs" in page
+    assert "2 runs" in page and "<th>all runs</th>" in page
+
+
+def test_runs_of_different_kinds_are_not_summarised_together(base: Run, tuned: Run, tmp_path: Path) -> None:
+    index = burnish.report([base, tuned], episodes=2, num_workers=0, out=tmp_path / "two")
+    page = index.read_text()
+    assert "bc on avoid: Numbers logged while training, over gradient steps." in page
+    assert "dppo on avoid: Numbers logged while training, over env steps." in page
+    assert "all runs" not in page and "bc on avoid:</p>" in page and "dppo on avoid:</p>" in page
+    assert "base: base@12: " in page and "tuned: before: " in page and "tuned: after: " in page
+    written = {path.name for path in index.parent.iterdir()}
+    assert {"learning-1.png", "behaviour-1.png", "behaviour-2.png"} <= written
+
+
+def test_a_report_is_replaced_only_when_asked(base: Run, tmp_path: Path) -> None:
+    index = burnish.report(base, episodes=0, out=tmp_path)
+    kept, stale = tmp_path / "own.png", tmp_path / "behaviour-7.png"
+    for path in (index, kept, stale):
+        path.write_text("before")
+    with pytest.raises(ConfigError, match="exists; choose another directory or say overwrite=true"):
+        burnish.report(base, episodes=0, out=tmp_path)
+    assert index.read_text() == "before"
+    burnish.report(base, episodes=0, out=tmp_path, overwrite=True)
+    assert "<h2>Learning</h2>" in index.read_text()
+    assert kept.exists() and not stale.exists()
 
 
 @pytest.mark.slow
@@ -198,6 +226,24 @@ def test_what_init_replaces_of_an_experiment_is_said(base: Run, caplog: pytest.L
 def test_a_run_is_not_overwritten(base: Run, demonstrations: Path) -> None:
     with pytest.raises(CheckpointError, match="holds a run already"):
         burnish.clone(demonstrations, directory=base.path, **{"algo.steps": 1, "algo.warmup_steps": 0})
+
+
+def test_a_stopped_run_names_the_command_that_continues_it(
+    demonstrations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    advance = Bc.advance
+
+    def stopped(self: Bc) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return advance(self)
+
+    monkeypatch.setattr(Bc, "advance", stopped)
+    with pytest.raises(Interrupted):
+        burnish.clone(
+            demonstrations, directory=tmp_path / "run", algo=TINY_BC, backbone={"width": 8}, **QUIET
+        )
+    assert "its last checkpoint is 4" in caplog.messages[-1]
+    assert caplog.messages[-1].endswith(f"Continue with: burnish train resume={tmp_path / 'run'}")
 
 
 def test_a_resumed_run_takes_values_of_its_own_parts(tuned: Run, tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""What a waiting person sees: it fits the terminal, and says nothing impossible."""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+
+import pytest
+from rich.console import Console
+
+from algos import progress
+from algos.progress import Bar, Lines
+
+NUMBERS = {"eval/success": 0.5, "policy/loss": 0.0123, "value/explained_variance": 0.9}
+
+
+def shown(width: int, title: str = "12-00-00-avoid_dppo") -> str:
+    """Return what the bar shows in the middle of a run."""
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    bar = Bar(title, "env_steps", 1_000_000, 0, console=console)
+    for done in (100_000, 500_000):
+        bar.show(done, 1_000_000, NUMBERS)
+        time.sleep(0.02)
+    paper = Console(file=io.StringIO(), width=width, color_system=None)
+    with paper.capture() as capture:
+        paper.print(bar._progress.get_renderable())
+    bar.close()
+    return capture.get().rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    "title", ["walk", "12-00-00-avoid_dppo", "a-name-that-is-longer-than-any-terminal" * 3]
+)
+@pytest.mark.parametrize("width", [80, 99, 100, 120, 200])
+def test_the_bar_fits_the_terminal_with_count_rate_and_time_left(width: int, title: str) -> None:
+    text = shown(width, title)
+    assert "\n" not in text and len(text) <= width
+    assert "━━━" in text and "500,000/1,000,000 env steps" in text
+    before, _, after = text.partition("left")
+    assert "/s" in before and before.split("/s")[0].split()[-1] != "-"
+    assert ":" in after
+
+
+def test_numbers_are_what_a_narrow_terminal_drops_first() -> None:
+    assert "eval/success" not in shown(80)
+    assert "eval/success 0.5" in shown(125) and "explained_variance" not in shown(125)
+    assert "explained_variance 0.9" in shown(200)
+
+
+def test_lines_never_promise_negative_time(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    caplog.set_level(logging.INFO)
+    lines = Lines("run", "env_steps", 0)
+    lines.show(1000, 3000, {})
+    lines.show(72218, 3000, {})
+    assert "-" not in caplog.text.split("72218/3000 env steps")[1]
+    assert ", 0 s left" in caplog.messages[-1]

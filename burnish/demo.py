@@ -6,10 +6,11 @@ same episodes; pictures, a report and an exported graph are written. Nothing is 
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -21,8 +22,19 @@ DEMONSTRATIONS = 20  # few, so that the clone is imperfect
 EPISODES = 100  # of each evaluation
 
 
-def main() -> int:
-    """Run the demonstration; returns 0, or 1 if fine-tuning did not clearly help."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the demonstration; returns 0, or 1 if fine-tuning did not clearly help.
+
+    Args:
+        arguments: Those of the command line, which are none but --help; None: what was typed.
+    """
+    parser = argparse.ArgumentParser(
+        prog="burnish-demo",
+        description=str(__doc__).replace(": what `make demo` runs", ""),
+        epilog="It takes no arguments and a few minutes on two cores, and writes to runs/demo/<time>.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args(arguments)
     from burnish.cli import set_thread_defaults
 
     set_thread_defaults()

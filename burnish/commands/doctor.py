@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes.util
 import importlib.util
 import os
 import platform
@@ -33,6 +34,7 @@ CORE = (
     "rich",
 )
 GL_BACKENDS = ("egl", "osmesa", "glfw")
+GL_LIBRARIES = {"egl": ("EGL", "Debian: libegl1"), "osmesa": ("OSMesa", "Debian: libosmesa6")}
 GL_TIMEOUT_S = 60
 _RENDER = """
 import mujoco
@@ -160,7 +162,20 @@ def _try_renderer(backend: str) -> str | None:
     if done.returncode == 0:
         return None
     lines = done.stderr.strip().splitlines()
-    return lines[-1] if lines else f"the process ended with code {done.returncode}"
+    found = lines[-1] if lines else f"the process ended with code {done.returncode}"
+    return f"not usable: {_missing_for(backend) or found}; one backend is enough"
+
+
+def _missing_for(backend: str) -> str | None:
+    """Return what a backend that failed lacks on this machine; None where that is not known."""
+    library, package = GL_LIBRARIES.get(backend, ("", ""))
+    if library and ctypes.util.find_library(library) is None:
+        return f"lib{library} is not installed ({package})"
+    if backend == "glfw" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        return "it needs a screen, and neither DISPLAY nor WAYLAND_DISPLAY is set"
+    if backend == "egl":
+        return "libEGL found no device that can draw"
+    return None
 
 
 def _version(package: str) -> str | None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from burnish import cli
+from burnish import cli, demo
 from burnish.commands import COMMANDS
+from burnish.commands import doctor as doctor_command
 from burnish.commands.doctor import main as doctor
 from burnish.commands.list import main as list_command
 from burnish.overrides import groups_of, keys_of
@@ -202,6 +203,39 @@ def test_doctor_notices_a_foreign_package_of_the_same_name(
     monkeypatch.delitem(sys.modules, "configs", raising=False)
     assert doctor(["--no-render"]) == 1
     assert "hides ours" in capsys.readouterr().out
+
+
+def test_doctor_says_in_words_why_a_renderer_is_not_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess([], 1, "", "AttributeError: 'NoneType' has no 'glGetError'")
+
+    monkeypatch.setattr(doctor_command.subprocess, "run", fails)
+    monkeypatch.setattr(doctor_command.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    found = {finding.subject: finding.detail for finding in doctor_command._rendering()}
+    assert found["rendering osmesa"].startswith("not usable: libOSMesa is not installed (Debian: libosmesa6)")
+    assert found["rendering egl"].startswith("not usable: libEGL is not installed")
+    assert found["rendering glfw"].startswith("not usable: it needs a screen")
+    assert not any("Error" in detail for detail in found.values())
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--fast"], 2), (["env=avoid"], 2)])
+def test_the_demo_explains_itself_and_refuses_arguments(
+    arguments: list[str],
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        demo.main(arguments)
+    assert ended.value.code == code and list(tmp_path.iterdir()) == []
+    shown = capsys.readouterr()
+    assert "usage: burnish-demo" in shown.out + shown.err
+    assert code or ("whole path" in shown.out and "runs/demo" in shown.out)
 
 
 def test_threads_default_to_one_unless_the_person_chose(monkeypatch: pytest.MonkeyPatch) -> None:

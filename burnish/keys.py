@@ -17,7 +17,6 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -72,13 +71,13 @@ def page() -> str:
     lines = [INTRODUCTION, "## Commands", ""]
     for command in COMMANDS.values():
         if command.schema is not None:
-            rows = list(rows_of(command.config_class()(), "", _chosen(command.name)))
+            keys = rows_of(command.config_class()(), "", _chosen(command.name))
             lines += [
                 f"### burnish {command.name}",
                 "",
                 *_sentence(EXTRA.get(command.name)),
                 *HEAD,
-                *rows,
+                *keys,
                 "",
             ]
     for group in GROUPS:
@@ -159,7 +158,6 @@ def _type(hint: Any) -> str:
     return KINDS.get(hint, str(hint))
 
 
-@cache
 def explanations(kind: type) -> dict[str, str]:
     """Return what the source says about the fields of a dataclass, by name; bases are asked first."""
     if kind is PolicyShape:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 DPI = 130
@@ -44,11 +46,32 @@ def read_curves(metrics: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -
     return curves
 
 
-def learning_curves(metrics: Mapping[str, Sequence[Mapping[str, Any]]], unit: str) -> bytes | None:
+def run_colours(labels: Sequence[str]) -> dict[str, Any]:
+    """Give every run a colour that it keeps in all pictures of a report."""
+    if len(labels) <= 10:
+        return {label: f"C{index}" for index, label in enumerate(labels)}
+    from matplotlib import colormaps
+
+    return dict(zip(labels, colormaps["turbo"](np.linspace(0.05, 0.95, len(labels))), strict=True))
+
+
+def learning_curves(
+    metrics: Mapping[str, Sequence[Mapping[str, Any]]],
+    unit: str,
+    *,
+    colours: Mapping[str, Any] | None = None,
+    means: Mapping[str, Sequence[str]] | None = None,
+) -> bytes | None:
     """Draw the most telling metrics that the runs have, a panel each; None where there is nothing to draw.
 
     A task with success has no panel of returns, a task without none of successes; the loss is drawn where
     it says something, in cloning.
+
+    Args:
+        metrics: The logged rows of every run, by label; all of one task.
+        unit: What their steps count.
+        colours: Of every run, by label; more of them than runs here call for a legend.
+        means: Labels of the runs that are averaged, by the name of their mean; None: all runs.
     """
     drawn = {name: read_curves(metrics, name) for name, _ in CURVES}
     skip = "/return" if drawn["eval/success"] else "/success" if drawn["eval/return"] else "?"
@@ -58,31 +81,43 @@ def learning_curves(metrics: Mapping[str, Sequence[Mapping[str, Any]]], unit: st
     panels = [(title, curves) for title, curves in panels if any(len(c.steps) > 1 for c in curves)][:3]
     if not panels:
         return None
+    colours = run_colours(list(metrics)) if colours is None else colours
+    means = {"": list(metrics)} if means is None else means
     figure = _figure(4.6 * len(panels), 3.4)
     for index, (title, curves) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), index + 1)
-        for curve in curves:
-            mark = "o" if len(curve.steps) <= 40 else None
-            axes.plot(curve.steps, curve.values, marker=mark, markersize=3, linewidth=1.3, label=curve.label)
-        if len(curves) > 1:
-            _draw_mean(axes, curves)
+        _draw_panel(axes, curves, colours, means)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel(unit.replace("_", " "))
-        axes.grid(alpha=0.3)
         if title.startswith("success"):
             axes.set_ylim(-0.02, 1.02)
-        if len(curves) > 1:
-            axes.legend(fontsize=7)
     return to_png(figure)
 
 
-def _draw_mean(axes: Any, curves: Sequence[Curve]) -> None:
-    """Draw the mean of the runs over the steps that all of them reached."""
+def _draw_panel(
+    axes: Axes, curves: Sequence[Curve], colours: Mapping[str, Any], means: Mapping[str, Sequence[str]]
+) -> None:
+    """Draw the curves of one metric, each in the colour of its run, and the means of runs."""
+    for curve in curves:
+        mark = "o" if len(curve.steps) <= 40 else None
+        style: dict[str, Any] = {"marker": mark, "markersize": 3, "linewidth": 1.3, "label": curve.label}
+        axes.plot(curve.steps, curve.values, color=colours[curve.label], **style)
+    for (title, labels), line in zip(means.items(), cycle(("-", "--", ":", "-."))):
+        together = [curve for curve in curves if curve.label in labels]
+        if len(together) > 1:
+            _draw_mean(axes, together, "mean" if len(means) == 1 else f"mean, {title}", line)
+    axes.grid(alpha=0.3)
+    if len(colours) > 1:
+        axes.legend(fontsize=7)
+
+
+def _draw_mean(axes: Axes, curves: Sequence[Curve], label: str, line: str) -> None:
+    """Draw the mean of runs over the steps that all of them reached."""
     first, last = max(c.steps[0] for c in curves), min(c.steps[-1] for c in curves)
     grid = curves[0].steps[(curves[0].steps >= first) & (curves[0].steps <= last)]
     if len(grid) > 1:
         mean = np.mean([np.interp(grid, c.steps, c.values) for c in curves], axis=0)
-        axes.plot(grid, mean, color="black", linewidth=2.2, label="mean")
+        axes.plot(grid, mean, color="black", linewidth=2.2, linestyle=line, label=label)
 
 
 def film_strip(frames: np.ndarray, *, title: str, columns: int = 6, rows: int = 2) -> bytes:

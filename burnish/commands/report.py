@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,31 +14,33 @@ import numpy as np
 
 from algos.metrics import read_jsonl
 from algos.state import RunDirectory
-from burnish.commands.evaluate import describe_comparison, evaluate_with, format_interval, task_of
-from burnish.console import Counting, output
+from burnish.behaviour import Stage, describe_ways, draw_behaviour
+from burnish.commands.evaluate import describe_comparison, format_interval
+from burnish.console import output
 from burnish.job import Job
-from burnish.locate import Located, locate
+from burnish.locate import locate
 from burnish.page import Page
-from burnish.pictures import film_strip, learning_curves, to_png
-from envs.episodes import EpisodeRow
-from envs.evaluation import Evaluation, EvaluationSettings
+from burnish.pictures import learning_curves, run_colours
+from envs.evaluation import Evaluation
 from envs.statistics import bootstrap_iqm, wilson
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
 
 _log = logging.getLogger(__name__)
 
-FRAMES = 24  # of a film strip, before it is thinned out
+INDEX = "index.html"
+PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.png")
 
 
 @dataclass
 class ReportConfig:
     """What `burnish report` does."""
 
-    run: Any = None  # a run, or a list of runs (seeds) that belong together
+    run: Any = None  # a run, or a list of runs; those of one algorithm and task are summarised together
     out: str | None = None  # directory; null: <run>/report, or report for several runs
     episodes: int = 24  # episodes that are played for the pictures; 0: none
     first_seed: int = 0  # seed of the first of these episodes
     num_workers: int = 2  # rollout processes; 0: this process
+    overwrite: bool = False  # replace the report in an existing directory
 
     def runs(self) -> list[RunDirectory]:
         """Open the runs.
@@ -59,33 +61,102 @@ def run(config: ReportConfig, job: Job) -> None:
 
 
 def report(config: ReportConfig) -> Path:
-    """Write index.html and its pictures; returns the path of the page."""
+    """Write index.html and its pictures; returns the path of the page.
+
+    Raises:
+        ConfigError: If no run is given, or the directory holds something and `overwrite` is false.
+        CheckpointError: If one is not a run.
+    """
     runs = config.runs()
     alone = runs[0].path / "report" if len(runs) == 1 else Path("report")
     target = Path(config.out) if config.out is not None else alone
-    target.mkdir(parents=True, exist_ok=True)
+    _refuse_to_replace(target, config.overwrite)
     named = _named(runs)
     first = next(iter(named))
     page = Page(first if len(runs) == 1 else f"{len(runs)} runs: {first} …")
+    groups = grouped(named)
     _facts(page, named)
-    _curves(page, named, target)
-    _numbers(page, named)
+    pictures = _curves(page, named, groups)
+    _numbers(page, groups)
     if config.episodes:
-        _behaviour(page, config, runs[0], target)
-    path = target / "index.html"
-    path.write_text(page.render())
-    return path
+        pictures |= _behaviour(page, config, named)
+    return _write(target, page, pictures)
+
+
+def _refuse_to_replace(target: Path, overwrite: bool) -> None:
+    """Refuse to write over what is there, before any work is done.
+
+    Raises:
+        ConfigError: If the target is a file, or a directory that is not empty and `overwrite` is false.
+    """
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"out={target} is a file; choose another directory.")
+    if not overwrite and target.is_dir() and any(target.iterdir()):
+        raise ConfigError(f"out={target} exists; choose another directory or say overwrite=true.")
+
+
+def _write(target: Path, page: Page, pictures: Mapping[str, bytes]) -> Path:
+    """Write the page and its pictures, and remove those of an earlier report."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in target.glob("*.png"):
+        if PICTURE.fullmatch(path.name):
+            path.unlink()
+    for name, png in pictures.items():
+        (target / name).write_bytes(png)
+    (target / INDEX).write_text(page.render())
+    return target / INDEX
 
 
 def _named(runs: Sequence[RunDirectory]) -> dict[str, RunDirectory]:
     """Give every run a name of its own."""
     named: dict[str, RunDirectory] = {}
     for one in runs:
-        name, number = one.path.resolve().name, 2
-        while name in named:
-            name, number = f"{one.path.resolve().name} ({number})", number + 1
-        named[name] = one
+        named[_unused(one.path.resolve().name, named)] = one
     return named
+
+
+def _unused(name: str, taken: Mapping[str, object]) -> str:
+    """Number a name that is taken already."""
+    unused, number = name, 2
+    while unused in taken:
+        unused, number = f"{name} ({number})", number + 1
+    return unused
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one algorithm on one task, which may be summarised together.
+
+    Attributes:
+        title: What they have in common, in words.
+        task: Description of the task with its options; empty without one.
+        unit: What their steps count.
+        runs: By name.
+    """
+
+    title: str
+    task: str
+    unit: str
+    runs: dict[str, RunDirectory]
+
+
+def grouped(named: Mapping[str, RunDirectory]) -> list[Group]:
+    """Put runs together that share algorithm, task (its options included) and unit."""
+    found: dict[tuple[str, str, str], dict[str, RunDirectory]] = {}
+    for name, one in named.items():
+        task = json.dumps(one.config.get("env") or {}, sort_keys=True)
+        found.setdefault((_part(one, "algo"), task, _unit(one)), {})[name] = one
+    titled: dict[str, Group] = {}
+    for (algo, task, unit), runs in found.items():
+        env = _part(next(iter(runs.values())), "env")
+        title = _unused(f"{algo} on {env}" if env else algo, titled)
+        titled[title] = Group(title, task, unit, runs)
+    return list(titled.values())
+
+
+def _part(directory: RunDirectory, group: str) -> str:
+    """Return the registered name of a run's part; empty without one."""
+    return str((directory.config.get(group) or {}).get("name", ""))
 
 
 def _facts(page: Page, runs: Mapping[str, RunDirectory]) -> None:
@@ -93,25 +164,33 @@ def _facts(page: Page, runs: Mapping[str, RunDirectory]) -> None:
     rows = []
     for name, one in runs.items():
         config = one.config
-        algo, env = ((config.get(key) or {}).get("name", "") for key in ("algo", "env"))
+        algo, env = _part(one, "algo"), _part(one, "env")
         source = config.get("dataset") or config.get("init") or ""
         rows.append((name, algo, env, config.get("seed"), source, one.latest() or "none"))
     page.rows(("run", "algo", "task", "seed", "from", "last checkpoint"), rows)
 
 
-def _curves(page: Page, runs: Mapping[str, RunDirectory], target: Path) -> None:
-    """Draw what was logged."""
-    metrics = {
-        f"{name} (seed {one.config.get('seed')})": read_jsonl(one.metrics_path) for name, one in runs.items()
-    }
-    unit = _unit(next(iter(runs.values())))
-    png = learning_curves(metrics, unit)
+def _curves(page: Page, named: Mapping[str, RunDirectory], groups: Sequence[Group]) -> dict[str, bytes]:
+    """Draw what was logged: one picture per task and unit, in which every run keeps its colour."""
+    labels = {name: f"{name} (seed {one.config.get('seed')})" for name, one in named.items()}
+    colours = run_colours(list(labels.values()))
+    shared: dict[tuple[str, str], list[Group]] = {}
+    for group in groups:
+        shared.setdefault((group.task, group.unit), []).append(group)
     page.heading("Learning")
-    if png is None:
-        page.text("Nothing to draw: fewer than two rows were logged.")
-        return
-    (target / "learning.png").write_bytes(png)
-    page.picture(png, f"Numbers logged while training, over {unit.replace('_', ' ')}.")
+    pictures: dict[str, bytes] = {}
+    for number, ((_, unit), together) in enumerate(shared.items(), 1):
+        drawn = {name: one for group in together for name, one in group.runs.items()}
+        metrics = {labels[name]: read_jsonl(one.metrics_path) for name, one in drawn.items()}
+        means = {group.title: [labels[name] for name in group.runs] for group in together}
+        png = learning_curves(metrics, unit, colours=colours, means=means)
+        subject = f"{' and '.join(means)}: " if len(groups) > 1 else ""
+        if png is None:
+            page.text(f"{subject}Nothing to draw: fewer than two rows were logged.")
+            continue
+        pictures["learning.png" if len(shared) == 1 else f"learning-{number}.png"] = png
+        page.picture(png, f"{subject}Numbers logged while training, over {unit.replace('_', ' ')}.")
+    return pictures
 
 
 def _unit(directory: RunDirectory) -> str:
@@ -121,24 +200,36 @@ def _unit(directory: RunDirectory) -> str:
     return str(locate(directory.path, "run").provenance().get("unit", "steps"))
 
 
-def _numbers(page: Page, runs: Mapping[str, RunDirectory]) -> None:
-    """Tabulate the last evaluation of every run, and all of them together."""
-    found = {name: content for name, one in runs.items() if (content := _last_evaluation(one)) is not None}
-    if not found:
+def _numbers(page: Page, groups: Sequence[Group]) -> None:
+    """Tabulate the last evaluation of every run, group by group, and the runs of each group together."""
+    found = {
+        group.title: {name: e for name, one in group.runs.items() if (e := _last_evaluation(one)) is not None}
+        for group in groups
+    }
+    if not any(found.values()):
         return
     page.heading("Evaluation")
-    evaluations = {name: Evaluation.from_json(json.dumps(content)) for name, content in found.items()}
+    for title, contents in found.items():
+        if contents:
+            if len(groups) > 1:
+                page.text(f"{title}:")
+            _tabulate(page, contents, f"all runs of {title}" if len(groups) > 1 else "all runs")
+    page.text("Per-episode rows are in eval/ of each run.")
+
+
+def _tabulate(page: Page, contents: Mapping[str, dict[str, Any]], together: str) -> None:
+    """Tabulate the evaluations of one group; runs are pooled where all followed one protocol."""
+    evaluations = {name: Evaluation.from_json(json.dumps(content)) for name, content in contents.items()}
     rows = [row for name, evaluation in evaluations.items() for row in _rows(name, evaluation.summary())]
     page.rows(("run", "quantity", "mean", "95 % interval", "episodes"), rows)
-    protocols = {evaluation.protocol_hash for evaluation in evaluations.values()}
+    protocols = sorted({evaluation.protocol_hash[:12] for evaluation in evaluations.values()})
     if len(evaluations) > 1 and len(protocols) == 1:
         pooled = list(_pooled(list(evaluations.values())))
-        page.rows(("all runs", "mean", "95 % interval", "episodes"), pooled)
-    for name, content in found.items():
+        page.rows((together, "mean", "95 % interval", "episodes"), pooled)
+    for name, content in contents.items():
         if versus := content.get("versus"):
             page.text(f"{name} against {versus['policy']}: {describe_comparison(versus)}")
-    hashes = ", ".join(sorted(protocol[:12] for protocol in protocols))
-    page.text(f"Protocol {hashes}; per-episode rows are in eval/ of each run.")
+    page.text(f"Protocol {', '.join(protocols)}{'; not pooled' if len(protocols) > 1 else ''}.")
 
 
 def _last_evaluation(directory: RunDirectory) -> dict[str, Any] | None:
@@ -166,78 +257,23 @@ def _pooled(evaluations: Sequence[Evaluation]) -> Iterator[tuple[object, ...]]:
     yield "return", *format_interval("return", asdict(bootstrap_iqm(values))), values.size
 
 
-def _behaviour(page: Page, config: ReportConfig, directory: RunDirectory, target: Path) -> None:
-    """Play a few episodes and draw them; says why where it cannot."""
+def _behaviour(page: Page, config: ReportConfig, named: Mapping[str, RunDirectory]) -> dict[str, bytes]:
+    """Play a few episodes of every run and draw them; says why where it cannot."""
     page.heading("Behaviour")
-    try:
-        found = locate(directory.path, "run")
-        env = task_of(found)
-        policies = {**_before(directory), "after" if directory.config.get("init") else found.label: found}
-        played = {title: _play(one, env, config) for title, one in policies.items()}
-        png, caption = draw_behaviour(env, played)
-    except (CheckpointError, ConfigError, MissingExtraError) as error:
-        _log.warning("no pictures of the behaviour: %s", error)
-        page.text(f"No pictures: {error}")
-        return
-    (target / "behaviour.png").write_bytes(png)
-    page.picture(png, caption)
-    for title, rows in played.items():
-        if ways := describe_ways(env, rows):
-            page.text(f"{title}: {ways}")
-
-
-def _before(directory: RunDirectory) -> dict[str, Located]:
-    """Return the policy that a fine-tuning run started from, if it is still there."""
-    init = directory.config.get("init")
-    if not init or not Path(init).exists():
-        return {}
-    return {"before": locate(init, "init")}
-
-
-def _play(found: Located, env: Any, config: ReportConfig) -> tuple[EpisodeRow, ...]:
-    """Play episodes and keep what happened in them; one is enough for a film strip."""
-    episodes = config.episodes if hasattr(env, "figure") else 1
-    settings = EvaluationSettings(episodes=episodes, first_seed=config.first_seed)
-    with Counting(f"playing {found.label}", episodes) as counting:
-        return evaluate_with(
-            found.load(),
-            env,
-            settings,
-            config.num_workers,
-            keep_observations=True,
-            on_progress=lambda done, _: counting.show(done),
-        ).rows
-
-
-def draw_behaviour(env: Any, played: Mapping[str, Sequence[EpisodeRow]]) -> tuple[bytes, str]:
-    """Return a trajectory plot where the task has one, else a film strip of one episode, and its caption.
-
-    Raises:
-        MissingExtraError: If a film strip is needed and there is no GL stack.
-    """
-    if hasattr(env, "figure"):
-        panels = {
-            title: ([row.observations for row in rows], [row.success for row in rows])
-            for title, rows in played.items()
-        }
-        return to_png(env.figure(panels)), f"Episodes on {env.spec.name}, all from the same starts."
-    row = list(played.values())[-1][0]
-    caption = describe_episode(row, env.spec.name)
-    frames = env.render_frames(row.seed, row.actions, every=max(row.length // FRAMES, 1))
-    return film_strip(frames, title=caption), caption
-
-
-def describe_ways(env: Any, rows: Sequence[EpisodeRow]) -> str:
-    """Count the ways to succeed that were used, for a task that names them; empty otherwise."""
-    if not hasattr(env, "mode_names"):
-        return ""
-    names = env.mode_names()
-    used = Counter(names[int(row.metrics["mode"])] for row in rows if row.success)
-    counts = ", ".join(f"{name} ({count})" for name, count in used.most_common())
-    return f"{len(used)} different ways in {len(rows)} episodes: {counts or 'none'}."
-
-
-def describe_episode(row: EpisodeRow, task: str) -> str:
-    """Say in one line how an episode went."""
-    end = "success" if row.success else "terminated" if row.terminated else "time limit"
-    return f"{task}, episode of seed {row.seed}: {row.length} steps, return {row.return_:.1f}, {end}."
+    stage = Stage(config.episodes, config.first_seed, config.num_workers)
+    pictures: dict[str, bytes] = {}
+    for number, (name, directory) in enumerate(named.items(), 1):
+        subject = f"{name}: " if len(named) > 1 else ""
+        try:
+            env, played = stage.play(directory)
+            png, caption = draw_behaviour(env, played)
+        except (CheckpointError, ConfigError, MissingExtraError) as error:
+            _log.warning("no pictures of the behaviour of %s: %s", name, error)
+            page.text(f"{subject}No pictures: {error}")
+            continue
+        pictures["behaviour.png" if len(named) == 1 else f"behaviour-{number}.png"] = png
+        page.picture(png, f"{subject}{caption}")
+        for title, rows in played.items():
+            if ways := describe_ways(env, rows):
+                page.text(f"{subject}{title}: {ways}")
+    return pictures

@@ -1,0 +1,83 @@
+"""Reports: who is drawn in which colour, who is averaged with whom, and in what words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from algos.state import RunDirectory
+from burnish import pictures
+from burnish.behaviour import describe_ways
+from burnish.commands.report import grouped
+
+
+def made(path: Path, algo: str, env: dict[str, Any] | None, seed: int = 0) -> RunDirectory:
+    config = {"algo": {"name": algo}, "env": env, "seed": seed}
+    return RunDirectory.create_at(path, config, [])
+
+
+def test_runs_of_one_algorithm_on_one_task_are_a_group(tmp_path: Path) -> None:
+    avoid, first, second = {"name": "avoid"}, *({"name": "cube-single", "task": task} for task in (1, 2))
+    kinds = {
+        "a": ("bc", avoid),
+        "b": ("dppo", avoid),
+        "c": ("bc", avoid),
+        "d": ("bc", None),
+        "e": ("ppo", first),
+        "f": ("ppo", second),
+    }
+    named = {name: made(tmp_path / name, *kind) for name, kind in kinds.items()}
+    found = {group.title: list(group.runs) for group in grouped(named)}
+    assert found == {
+        "bc on avoid": ["a", "c"],
+        "dppo on avoid": ["b"],
+        "bc": ["d"],
+        "ppo on cube-single": ["e"],
+        "ppo on cube-single (2)": ["f"],
+    }
+
+
+def rows(*values: float, name: str = "eval/success") -> list[dict[str, float]]:
+    return [{"step": step, name: value} for step, value in enumerate(values)]
+
+
+def test_a_run_has_one_colour_and_only_its_group_is_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(pictures, "to_png", lambda figure: drawn.append(figure) or b"")
+    metrics = {
+        "a": rows(0.0, 0.2),
+        "b": rows(0.4, 0.6) + rows(0.1, 0.2, name="rollout/success"),
+        "c": rows(0.8, 1.0) + rows(0.3, 0.4, name="rollout/success"),
+    }
+    colours = pictures.run_colours(["z", *metrics])
+    pictures.learning_curves(metrics, "env_steps", colours=colours, means={"one": ["a"], "two": ["b", "c"]})
+    evaluation, training = drawn[0].axes
+    lines = {line.get_label(): line for line in evaluation.lines}
+    assert list(lines) == ["a", "b", "c", "mean, two"]
+    assert lines["mean, two"].get_ydata() == pytest.approx([0.6, 0.8])
+    for line in training.lines[:2]:
+        assert line.get_color() == lines[line.get_label()].get_color() == colours[line.get_label()]
+
+
+@pytest.mark.parametrize("number", [3, 10, 25])
+def test_colours_of_runs_differ(number: int) -> None:
+    colours = pictures.run_colours([f"run {index}" for index in range(number)])
+    assert len({str(colour) for colour in colours.values()}) == number
+
+
+def test_ways_are_counted_among_successes() -> None:
+    task = SimpleNamespace(mode_names=lambda: ("left", "right"))
+
+    def row(mode: int, success: bool) -> Any:
+        return SimpleNamespace(metrics={"mode": mode}, success=success)
+
+    assert describe_ways(SimpleNamespace(), []) == ""
+    none = describe_ways(task, [row(-1, False), row(0, False)])
+    assert none == "none of 2 episodes succeeded, so no way through was found."
+    one = describe_ways(task, [row(1, True), row(-1, False)])
+    assert one == "1 way in the 1 of 2 episodes that succeeded: right (1)."
+    two = describe_ways(task, [row(1, True), row(1, True), row(0, True)])
+    assert two == "2 different ways in the 3 of 3 episodes that succeeded: right (2), left (1)."

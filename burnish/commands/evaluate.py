@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -53,15 +53,25 @@ class Result:
 def run(config: EvalConfig, job: Job) -> float:
     """Evaluate, write, print; returns the success rate, or the mean return of a task without success."""
     result = evaluate(config)
-    both = {result.label: result.evaluation}
+    mine, other = shown_names(result.label, str(config.policy), str(config.versus))
+    both = [(mine, result.evaluation)]
     if result.versus is not None:
-        both[str(config.versus)] = result.versus
+        both.append((other, result.versus))
     output().print(summary_table(both))
     if result.comparison is not None:
         output().print(str(result.comparison), markup=False)
     output().print(f"written: {result.path}", markup=False, soft_wrap=True)
     numbers = headline(result.evaluation)
     return numbers.get("success", numbers["return"])
+
+
+def shown_names(label: str, policy: str, versus: str) -> tuple[str, str]:
+    """Return what two policies are called in a table: a label and a path, or two paths that differ."""
+    if label != versus:
+        return label, versus
+    if policy != versus:
+        return policy, versus
+    return f"{policy} (policy)", f"{versus} (versus)"
 
 
 def evaluate(config: EvalConfig) -> Result:
@@ -113,10 +123,10 @@ def task_of(found: Located, remedy: str = "") -> Any:
     return restore_part("env", description)
 
 
-def summary_table(evaluations: Mapping[str, Evaluation]) -> Table:
+def summary_table(evaluations: Iterable[tuple[str, Evaluation]]) -> Table:
     """Return one row per policy and quantity: mean, 95 % interval, episodes."""
     rows = []
-    for label, evaluation in evaluations.items():
+    for label, evaluation in evaluations:
         summary = evaluation.summary()
         for name in ("success", "d4rl_score", "return", "length"):
             if name in summary:

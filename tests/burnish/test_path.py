@@ -26,6 +26,7 @@ from burnish.commands.export import surroundings_of
 from burnish.commands.train import prepare
 from burnish.config import compose_config
 from burnish.console import log_lines
+from burnish.job import Job
 from burnish.locate import locate
 from envs.avoid import Avoid
 from envs.datasets import read_dataset
@@ -125,6 +126,25 @@ def test_fine_tuning_compares_on_the_same_episodes_and_reports(base: Run, tuned:
     assert page.count("data:image/png;base64,") == 2
     assert "before: " in page and "after: " in page
     assert "http" not in page, "the page needs nothing from elsewhere"
+
+
+def test_policies_with_one_name_keep_their_own_numbers(
+    base: Run, tuned: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(base.directory.policy_path(), "p")
+    shutil.copytree(tuned.directory.policy_path(), "a/p")
+    tables: list[Any] = []
+    monkeypatch.setattr(evaluate_command, "summary_table", lambda rows: tables.append(list(rows)) or "")
+    for policy, versus in (("a/p", "p"), ("p", "p")):
+        written = overrides_of((), {"policy": policy, "versus": versus, "episodes": 2, "num_workers": 0})
+        evaluate_command.run(compose_config("eval", written), Job(tmp_path))
+    assert [[name for name, _ in rows] for rows in tables] == [
+        ["a/p", "p"],
+        ["p (policy)", "p (versus)"],
+    ]
+    (_, other), (_, again) = tables[0][1], tables[1][0]
+    assert other.rows == again.rows
 
 
 def test_evaluation_does_not_depend_on_the_number_of_environments(base: Run, tmp_path: Path) -> None:

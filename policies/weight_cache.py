@@ -7,13 +7,17 @@ never sees a stale value. A weight counts as changed when
 * its autograd version advanced (`copy_`, `lerp_`, `load_state_dict`, for-each optimisers, EMA);
 * any optimiser of `torch.optim` took a step: fused optimisers do not advance versions.
 
-Not seen are writes through `weight.data` in place, writes by other processes into shared memory, and
-replays of a captured CUDA graph: call `forget` after those.
+Not seen are writes through `weight.data` in place, direct calls of fused kernels (`torch._fused_adamw_`),
+in-place writes to a flat vector whose slices became the weights (`vector_to_parameters`), writes by other
+processes into shared memory, and replays of a captured CUDA graph: call `forget` after those.
+
+Several threads may use one cache, also with different sources: each gets the value of its own sources.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
 
@@ -38,6 +42,27 @@ def _count_optimizer_steps() -> None:
     register_optimizer_step_post_hook(after_step)
 
 
+@dataclass(frozen=True)
+class _Entry(Generic[T]):
+    """A value and what it was computed from; never changed, so a thread sees all of it or none."""
+
+    value: T
+    sources: tuple[Tensor, ...]
+    aliases: tuple[Tensor, ...]  # they keep the storage alive: no new weight sits at a freed address
+    versions: tuple[int, ...]
+    steps: int
+
+    def is_current(self, sources: Sequence[Tensor]) -> bool:
+        """Return whether these are the sources and none of them changed."""
+        if self.steps != _OptimizerSteps.count or len(sources) != len(self.sources):
+            return False
+        known = zip(sources, self.sources, self.aliases, self.versions, strict=True)
+        return all(
+            new is old and new._version == version and new.data_ptr() == alias.data_ptr()
+            for new, old, alias, version in known
+        )
+
+
 class WeightCache(Generic[T]):
     """Remembers one value computed from tensors until one of them changes.
 
@@ -53,11 +78,7 @@ class WeightCache(Generic[T]):
 
     def clear(self) -> None:
         """Forget the value."""
-        self._value: T | None = None
-        self._sources: tuple[Tensor, ...] = ()
-        self._aliases: tuple[Tensor, ...] = ()
-        self._versions: tuple[int, ...] = ()
-        self._steps = -1
+        self._entry: _Entry[T] | None = None
 
     def get(self, sources: Sequence[Tensor], compute: Callable[[], T]) -> T:
         """Return `compute()`, or its remembered result where that is valid and safe to reuse.
@@ -70,31 +91,22 @@ class WeightCache(Generic[T]):
             The value: freshly computed, with its graph, while tracing and whenever a gradient could flow
             to a source; otherwise detached and possibly remembered.
         """
-        if self.sealed and self._value is not None:
-            return self._value
+        entry = self._entry  # read once: another thread may replace it at any moment
+        if self.sealed and entry is not None:
+            return entry.value
         if not _cacheable(sources):
             return compute()
-        if self._is_current(sources):
-            return self._value  # type: ignore[return-value]
+        if entry is not None and entry.is_current(sources):
+            return entry.value
         _count_optimizer_steps()
+        # Taken before computing: a write in the meantime makes the entry stale.
+        steps, versions = _OptimizerSteps.count, tuple(source._version for source in sources)
+        aliases = tuple(source.detach() for source in sources)
         no_autocast = torch.autocast(sources[0].device.type, enabled=False)
         with torch.inference_mode(False), torch.no_grad(), no_autocast:
-            self._value = compute()
-        self._sources = tuple(sources)
-        # An alias keeps the storage alive: a new weight can never sit at the address of a freed one.
-        self._aliases = tuple(source.detach() for source in sources)
-        self._versions = tuple(source._version for source in sources)
-        self._steps = _OptimizerSteps.count
-        return self._value
-
-    def _is_current(self, sources: Sequence[Tensor]) -> bool:
-        if self._steps != _OptimizerSteps.count or len(sources) != len(self._sources):
-            return False
-        known = zip(sources, self._sources, self._aliases, self._versions, strict=True)
-        return all(
-            new is old and new._version == version and new.data_ptr() == alias.data_ptr()
-            for new, old, alias, version in known
-        )
+            value = compute()
+        self._entry = _Entry(value, tuple(sources), aliases, versions, steps)
+        return value
 
 
 def _cacheable(sources: Sequence[Tensor]) -> bool:

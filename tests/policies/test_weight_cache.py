@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -160,7 +160,7 @@ def test_copies_and_pickles_start_empty() -> None:
     with torch.no_grad():
         module()
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert twin.cache._value is None
+        assert twin.cache._entry is None
         with torch.no_grad():
             twin.linear.weight.add_(1.0)
             assert torch.equal(twin(), twin.fresh())
@@ -199,3 +199,31 @@ def test_functional_call_sees_its_own_weights() -> None:
         ones = {name: torch.ones_like(weight) for name, weight in module.named_parameters()}
         assert torch.func.functional_call(module, ones, ()).item() == 12
         assert torch.equal(module(), module.fresh())
+
+
+class _Interrupted(tuple[torch.Tensor, ...]):
+    """Sources at whose n-th reading something else happens, as if another thread had been scheduled."""
+
+    countdown = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.countdown -= 1
+        if self.countdown == 0:
+            self.meanwhile()
+        return super().__iter__()
+
+    def meanwhile(self) -> None:
+        raise AssertionError("to be replaced")
+
+
+@pytest.mark.parametrize("reading", [1, 2, 3, 4])
+def test_a_use_with_other_sources_at_any_moment_never_shows(reading: int) -> None:
+    cache: WeightCache[str] = WeightCache()
+    mine, others = (torch.zeros(2),), (torch.ones(2),)
+    cache.get(mine, lambda: "mine")
+    sources = _Interrupted(mine)
+    sources.countdown = reading
+    sources.meanwhile = lambda: cache.get(others, lambda: "others")  # type: ignore[method-assign]
+    assert cache.get(sources, lambda: "mine") == "mine"
+    assert cache.get(mine, lambda: "mine") == "mine"
+    assert cache.get(others, lambda: "others") == "others"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -86,7 +87,8 @@ def evaluate(config: EvalConfig) -> Result:
     evaluation = _play(mine, env, config)
     versus = None if other is None else _play(other, env, config)
     comparison = None if versus is None else compare(versus, evaluation)
-    return Result(mine.label, evaluation, versus, comparison, _write(config, mine, evaluation, comparison))
+    path = _write(config, mine, other, evaluation, comparison)
+    return Result(mine.label, evaluation, versus, comparison, path)
 
 
 def evaluate_with(
@@ -150,17 +152,29 @@ def _play(one: Located, env: Any, config: EvalConfig) -> Evaluation:
         )
 
 
-def _write(config: EvalConfig, mine: Located, evaluation: Evaluation, comparison: Comparison | None) -> Path:
+def _write(
+    config: EvalConfig, mine: Located, other: Located | None, evaluation: Evaluation, found: Comparison | None
+) -> Path:
     content = json.loads(evaluation.to_json())
     content["policy"] = mine.label
-    if comparison is not None:
-        content["versus"] = {"policy": str(config.versus), **asdict(comparison)}
-    name = (
-        f"{'step-' + str(mine.step) if mine.step is not None else mine.label}-{evaluation.protocol_hash[:8]}"
-    )
+    if found is not None:
+        content["versus"] = {"policy": str(config.versus), **asdict(found)}
+    name = _file_name(mine, other, evaluation.protocol_hash)
     if config.out is None and mine.run is not None:
         return RunDirectory.open(mine.run).write_eval(name, content)
     path = Path(config.out if config.out is not None else f"eval-{name}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=2) + "\n")
     return path
+
+
+def _file_name(mine: Located, other: Located | None, protocol_hash: str) -> str:
+    """Name policy, protocol and opponent, so that no two evaluations share a file by accident."""
+    subject = _identified(mine) if mine.run is None else f"step-{mine.step}"
+    opponent = "" if other is None else f"-versus-{_identified(other)}"
+    return f"{subject}-{protocol_hash[:8]}{opponent}"
+
+
+def _identified(one: Located) -> str:
+    """Return a label that no policy elsewhere shares: it ends with a hash of the place."""
+    return f"{one.label}-{hashlib.sha256(str(one.path.resolve()).encode()).hexdigest()[:6]}"

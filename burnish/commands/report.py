@@ -233,12 +233,12 @@ def _tabulate(page: Page, contents: Mapping[str, dict[str, Any]], together: str)
 
 
 def _last_evaluation(directory: RunDirectory) -> dict[str, Any] | None:
-    """Return the evaluation of the last checkpoint that has one; the one with the most episodes."""
-    found: list[tuple[int, int, dict[str, Any]]] = []
-    for path in (directory.path / "eval").glob("step-*.json"):
+    """Return the evaluation of the last checkpoint that has one: most episodes, then a comparison."""
+    found: list[tuple[int, int, bool, dict[str, Any]]] = []
+    for path in sorted((directory.path / "eval").glob("step-*.json")):
         content = json.loads(path.read_text())
-        found.append((int(path.stem.split("-")[1]), len(content["rows"]), content))
-    return max(found, key=lambda item: item[:2])[2] if found else None
+        found.append((int(path.stem.split("-")[1]), len(content["rows"]), "versus" in content, content))
+    return max(found, key=lambda item: item[:3])[3] if found else None
 
 
 def _rows(name: str, summary: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:

@@ -147,6 +147,20 @@ def test_policies_with_one_name_keep_their_own_numbers(
     assert other.rows == again.rows
 
 
+def test_evaluations_do_not_replace_one_another(
+    base: Run, tuned: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(base.directory.policy_path(), "p")
+    shutil.copytree(tuned.directory.policy_path(), "a/p")
+    pairs: list[tuple[Any, Any]] = [(base, "a/p"), (base, "p"), (base, None), ("p", None), ("a/p", None)]
+    paths = {
+        burnish.evaluate(policy, versus=versus, episodes=1, num_workers=0).path for policy, versus in pairs
+    }
+    assert len(paths) == len(pairs)
+    assert all(path.is_file() for path in paths)
+
+
 def test_evaluation_does_not_depend_on_the_number_of_environments(base: Run, tmp_path: Path) -> None:
     rows = [
         burnish.evaluate(

@@ -24,8 +24,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from policies import registry
 from policies.denoising import DenoisingPolicy
@@ -126,7 +128,8 @@ def load_policy(directory: str | Path) -> Policy:
     """Load a policy directory; needs no dataset and no simulator, and runs no code from it.
 
     Raises:
-        CheckpointError: If a file is missing or damaged, or weights and configuration disagree.
+        CheckpointError: If a file is missing or damaged, weights and configuration disagree, or a weight is
+            not finite.
     """
     data = read_config(directory)
     registry.scan_policies()
@@ -147,7 +150,7 @@ def load_policy(directory: str | Path) -> Policy:
 
 
 def _load_weights(policy: Policy, path: Path) -> None:
-    """Load weights strictly: every name and shape must agree."""
+    """Load weights strictly: every name and shape must agree, every value must be usable."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing.")
     try:
@@ -165,7 +168,21 @@ def _load_weights(policy: Policy, path: Path) -> None:
             raise CheckpointError(
                 f"{path}: '{name}' must have shape {tuple(own[name].shape)}; got {tuple(value.shape)}."
             )
+        if fault := _fault_of(name, value, own[name].dtype):
+            raise CheckpointError(f"{path}: '{name}' {fault}. Export the policy again.")
     policy.load_state_dict(state)
+
+
+def _fault_of(name: str, value: Tensor, dtype: torch.dtype) -> str:
+    """Say what is wrong with the values of a tensor that is loaded into one of `dtype`; empty if nothing."""
+    if value.is_floating_point() != dtype.is_floating_point or value.is_complex():
+        return f"must have a type like {dtype}; got {value.dtype}"
+    value = value.to(dtype)
+    if not value.isfinite().all():
+        return "must be finite; it holds NaN or inf"
+    if name.startswith("normalizer.") and name.endswith("_scale") and not value.all():
+        return "must not hold zeros: it is divided by"
+    return ""
 
 
 def model_card(policy: Policy, description: Mapping[str, Any]) -> str:

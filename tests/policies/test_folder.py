@@ -2,10 +2,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_policies import observations, small_policy
 
 from burnish.locate import locate
@@ -180,3 +182,24 @@ def test_weights_of_another_network_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "a" / "model.safetensors").write_bytes((tmp_path / "b" / "model.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match=r"missing .*field"):
         load_policy(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("field.trunk.inlet.bias", lambda value: value.fill_(float("nan")), "must be finite"),
+        ("normalizer.state_offset", lambda value: value.fill_(float("inf")), "must be finite"),
+        ("normalizer.action_scale", torch.zeros_like, "must not hold zeros"),
+        ("normalizer.action_scale", lambda value: value.int(), r"type like torch\.float32; got torch\.int32"),
+        ("normalizer.action_scale", lambda value: value.bool(), r"got torch\.bool"),
+        ("normalizer.action_offset", lambda value: value.double() + 1e300, "must be finite"),
+    ],
+)
+def test_values_that_cannot_act_are_refused(
+    name: str, change: Callable[[torch.Tensor], torch.Tensor], message: str, tmp_path: Path
+) -> None:
+    weights = save_policy(small_policy(), tmp_path / "policy") / "model.safetensors"
+    state = load_file(weights)
+    save_file(state | {name: change(state[name])}, weights)
+    with pytest.raises(CheckpointError, match=f"'{name}' .*{message}"):
+        load_policy(tmp_path / "policy")

@@ -24,10 +24,11 @@ import h5py
 import numpy as np
 
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.hdf5 import peek_hdf5, read_hdf5
+from envs.datasets.hdf5 import peek_hdf5, read_hdf5, read_value
 from policies.errors import DatasetError
 
 _REQUIRED = ("observations", "actions", "rewards", "terminals")
+_SCALARS = ("rewards", "terminals", "timeouts")  # one number per step
 _JUMP = 1e-6  # a successor further than this from the next row's observation marks the end of an episode
 
 Arrays = dict[str, Any]
@@ -48,33 +49,60 @@ def load_d4rl(path: str | Path) -> Arrays:
     """Read every dataset of a file under its slash path; (N, 1) rewards and terminals become (N,).
 
     Raises:
-        DatasetError: If the file is unreadable, lacks a required key, or keys disagree in length.
+        DatasetError: If the file is unreadable, lacks a required key, keys disagree in length, or an end
+            flag is neither 0 nor 1.
     """
     arrays: Arrays = {}
     with read_hdf5(path) as file:
         file.visititems(
             lambda key, item: arrays.update({key: item}) if isinstance(item, h5py.Dataset) else None
         )
-        arrays = {key: item[()] for key, item in arrays.items()}
+        arrays = {key: read_value(item, str(path), key) for key, item in arrays.items()}
+    checked = (*_REQUIRED, "timeouts", "next_observations")
+    arrays = {k: v for k, v in arrays.items() if k in checked or not isinstance(v, h5py.Empty)}
     missing = [key for key in _REQUIRED if key not in arrays]
     if missing:
         raise DatasetError(
             f"{path}: expected the keys {list(_REQUIRED)}; missing {missing}, found {sorted(arrays)}."
         )
-    for key in ("rewards", "terminals", "timeouts"):
-        if key in arrays and np.shape(arrays[key])[1:] == (1,):
+    for key in _SCALARS:
+        if key in arrays and _shape(arrays[key])[1:] == (1,):
             arrays[key] = arrays[key][:, 0]
-    num = len(np.atleast_1d(arrays["observations"]))
-    for key in (*_REQUIRED, "timeouts", "next_observations"):
-        value = arrays.get(key)
-        if value is None:
-            continue
-        if np.shape(value)[:1] != (num,) or value.dtype.kind not in "biuf":
-            got = f"shape {np.shape(value)}, type {getattr(value, 'dtype', type(value).__name__)}"
-            raise DatasetError(
-                f"{path}: key '{key}' must have {num} rows of numbers, one per step; got {got}."
-            )
+    num = next(iter(_shape(arrays["observations"])), 1)
+    for key in checked:
+        if key in arrays:
+            _check_rows(path, key, arrays[key], num)
+    _check_steps(path, arrays)
     return arrays
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return () if isinstance(value, h5py.Empty) else np.shape(value)
+
+
+def _check_rows(path: str | Path, key: str, value: Any, num: int) -> None:
+    """Refuse what is not numbers with one row per step, and a file without steps."""
+    if _shape(value)[:1] != (num,) or value.dtype.kind not in "biuf":
+        got = f"shape {_shape(value)}, type {getattr(value, 'dtype', type(value).__name__)}"
+        raise DatasetError(f"{path}: key '{key}' must have {num} rows of numbers, one per step; got {got}.")
+    if num == 0:
+        raise DatasetError(f"{path}: key '{key}' must have at least one row; got shape {value.shape}.")
+
+
+def _check_steps(path: str | Path, arrays: Arrays) -> None:
+    """Check the shapes of single steps, and that end flags are flags."""
+    shapes = {key: arrays["rewards"].shape[:1] for key in _SCALARS}
+    shapes["next_observations"] = arrays["observations"].shape
+    for key, shape in shapes.items():
+        if key in arrays and arrays[key].shape != shape:
+            raise DatasetError(f"{path}: key '{key}' must have shape {shape}; got {arrays[key].shape}.")
+    for key in ("terminals", "timeouts"):
+        bad = np.flatnonzero(~np.isin(arrays[key], (0, 1))) if key in arrays else ()
+        if len(bad):
+            raise DatasetError(
+                f"{path}: key '{key}' must be 0 or 1 in every row; got {arrays[key][bad[0]]} in row {bad[0]} "
+                f"({len(bad)} such rows). Repair the flags, or remove the affected episodes."
+            )
 
 
 def qlearning_dataset(

@@ -1,4 +1,4 @@
-"""Opening HDF5 files so that every way of being unreadable ends in one clear error."""
+"""Reading and writing HDF5 files so that every way of being unreadable ends in one clear error."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import h5py
+import numpy as np
 
-from policies.errors import DatasetError
+from policies.errors import BurnishError, DatasetError
+
+_UNREADABLE = (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError)
+"""What h5py and numpy raise over damaged files and over objects of a kind that was not expected."""
 
 
 @contextmanager
@@ -17,7 +22,8 @@ def read_hdf5(path: str | Path) -> Iterator[h5py.File]:
     """Open a file for reading; what goes wrong while reading becomes a `DatasetError` naming the file.
 
     Raises:
-        DatasetError: If the file is missing, is not HDF5, or is truncated or damaged.
+        DatasetError: If the file is missing, is not HDF5, is truncated or damaged, or holds something else
+            than the code inside expects.
     """
     path = Path(path)
     if not path.is_file():
@@ -25,9 +31,9 @@ def read_hdf5(path: str | Path) -> Iterator[h5py.File]:
     try:
         with h5py.File(path, "r") as file:
             yield file
-    except DatasetError:
+    except BurnishError:
         raise
-    except (OSError, RuntimeError, KeyError) as error:
+    except _UNREADABLE as error:
         raise DatasetError(
             f"{path}: expected a readable HDF5 file; reading failed with '{error}'. The file is truncated, "
             f"damaged, or of another kind: copy or download it again."
@@ -46,6 +52,50 @@ def peek_hdf5(path: str | Path) -> Iterator[h5py.File | None]:
         return
     with read_hdf5(path) as file:
         yield file
+
+
+def read_value(item: Any, source: str, key: str) -> Any:
+    """Read a whole dataset: an array in the machine's byte order, or a scalar.
+
+    Args:
+        item: The dataset.
+        source: Names the file, and where in it, in error messages.
+        key: Names the dataset there.
+
+    Raises:
+        DatasetError: If there is a group in its place, or reading fails.
+    """
+    if not isinstance(item, h5py.Dataset):
+        raise DatasetError(f"{source}: key '{key}' must be a dataset; got a {type(item).__name__.lower()}.")
+    try:
+        value = item[()]
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iufc":
+            value = value.astype(_native(value.dtype), copy=False)
+    except _UNREADABLE as error:
+        raise DatasetError(
+            f"{source}: key '{key}' must be readable; reading failed with '{error}'. The file is truncated "
+            f"or damaged: copy or download it again."
+        ) from error
+    return value
+
+
+def read_numbers(item: Any, source: str, key: str) -> np.ndarray:
+    """Read a whole dataset of real numbers; see `read_value`.
+
+    Raises:
+        DatasetError: If it is no dataset, cannot be read, or holds text, complex numbers or nothing.
+    """
+    value = read_value(item, source, key)
+    kind = getattr(value, "dtype", None)
+    if isinstance(value, h5py.Empty) or kind is None or kind.kind not in "biuf":
+        got = "nothing" if isinstance(value, h5py.Empty) else f"type {kind or type(value).__name__}"
+        raise DatasetError(f"{source}: key '{key}' must hold real numbers; got {got}.")
+    return np.asarray(value)
+
+
+def _native(dtype: np.dtype) -> np.dtype:
+    """Return the type of this machine's byte order; long doubles become float64."""
+    return np.dtype(np.float64) if dtype.kind == "f" and dtype.itemsize > 8 else dtype.newbyteorder("=")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.hdf5 import peek_hdf5, read_hdf5, write_hdf5
+from envs.datasets.hdf5 import peek_hdf5, read_hdf5, read_numbers, write_hdf5
 from policies.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -112,10 +112,10 @@ def read(
         layout = _layout(data, names[0], path, obs_keys)
         demos = [_read_demo(data[name], layout, f"{path}: {name}") for name in names]
         _check_alike(demos, names, path)
-        meta = json.loads(data.attrs["meta"]) if "meta" in data.attrs else {}
+        meta = _json_attribute(data, "meta", path) if "meta" in data.attrs else {}
         meta |= {"source": str(path), "format": "robomimic", "obs_layout": dict(layout)}
         if "env_args" in data.attrs:
-            meta["env_args"] = json.loads(data.attrs["env_args"])
+            meta["env_args"] = _json_attribute(data, "env_args", path)
         if not data.attrs.get("successors_recorded", True):
             for demo in demos:
                 demo.pop("next_observations", None)
@@ -136,19 +136,46 @@ def _demo_names(file: h5py.File, path: str | Path, mask: str | None) -> list[str
                 f"{path}: mask/{mask} must name demonstrations of the file; got {missing or []}."
             )
         names = [name for name in names if name in chosen]
+    odd = sorted(name for name in names if not name.removeprefix("demo_").isdecimal())
+    if odd:
+        raise DatasetError(f"{path}: demonstrations must be called data/demo_<number>; got {odd}.")
     return sorted(names, key=lambda name: int(name.removeprefix("demo_")))
+
+
+def _json_attribute(data: h5py.Group, name: str, path: str | Path, *, kind: type = dict) -> Any:
+    """Parse an attribute of `data` that must hold JSON of one kind."""
+    text = data.attrs[name]
+    try:
+        value = json.loads(text)
+    except (TypeError, ValueError):
+        value = None
+    if not isinstance(value, kind):
+        raise DatasetError(
+            f"{path}: attribute '{name}' of data must be a JSON {'object' if kind is dict else 'array'}; got "
+            f"{str(text)[:60]!r}. Remove or repair the attribute."
+        )
+    return value
+
+
+def _recorded_keys(data: h5py.Group, path: str | Path) -> list[str]:
+    """Return the observation keys of the attribute `obs_layout`."""
+    parts = _json_attribute(data, "obs_layout", path, kind=list)
+    if not all(isinstance(part, list) and len(part) == 2 and isinstance(part[0], str) for part in parts):
+        raise DatasetError(
+            f"{path}: attribute 'obs_layout' of data must list pairs of key and width; got {parts}."
+        )
+    return [key for key, _ in parts]
 
 
 def _layout(
     data: h5py.Group, first: str, path: str | Path, obs_keys: Sequence[str] | None
 ) -> list[tuple[str, int]]:
     """Decide which observation keys make up the flat state, in which order."""
-    if "obs" not in data[first]:
-        raise DatasetError(f"{path}: expected the key data/{first}/obs; found {sorted(data[first])}.")
-    obs = data[first]["obs"]
-    widths = {key: item.shape[1] for key, item in obs.items() if len(item.shape) == 2}
+    obs = _group(_group(data, first, f"{path}"), "obs", f"{path}: {first}")
+    tables = {key: item for key, item in obs.items() if isinstance(item, h5py.Dataset) and item.ndim == 2}
+    widths = {key: item.shape[1] for key, item in tables.items()}
     if obs_keys is None and "obs_layout" in data.attrs:
-        obs_keys = [key for key, _ in json.loads(data.attrs["obs_layout"])]
+        obs_keys = _recorded_keys(data, path)
     elif obs_keys is None:
         obs_keys = [key for key in _LOW_DIM if key in widths] if "object" in widths else sorted(widths)
     missing = [key for key in obs_keys if key not in widths]
@@ -159,33 +186,70 @@ def _layout(
     return [(key, widths[key]) for key in obs_keys]
 
 
+def _group(parent: h5py.Group, key: str, source: str) -> h5py.Group:
+    """Return a group that must be there."""
+    if key not in parent:
+        raise DatasetError(f"{source}: expected the key {key}; found {sorted(parent)}.")
+    if not isinstance(parent[key], h5py.Group):
+        raise DatasetError(f"{source}: key '{key}' must be a group; got a dataset.")
+    return parent[key]
+
+
 def _read_demo(demo: h5py.Group, layout: list[tuple[str, int]], source: str) -> dict[str, Any]:
     """Read one demonstration as arrays by our names."""
+    if not isinstance(demo, h5py.Group):
+        raise DatasetError(f"{source} must be a group; got a dataset.")
     missing = [key for key in ("actions", "rewards") if key not in demo]
     if missing:
         raise DatasetError(f"{source}: expected the keys {missing}; found {sorted(demo)}.")
-    num = len(demo["actions"])
-    done = bool(demo["dones"][-1]) if "dones" in demo and num else False
-    terminated = bool(demo.attrs.get("terminated", done))
+    actions = read_numbers(demo["actions"], source, "actions")
+    if actions.ndim == 0:
+        raise DatasetError(f"{source}: key 'actions' must have one row per step; got a single number.")
+    num = len(actions)
+    extras = {key: read_numbers(demo[key], source, key) for key in ("states",) if key in demo}
     out: dict[str, Any] = {
-        "observations": _flat(demo["obs"], layout, num, f"{source}/obs"),
-        "actions": demo["actions"][()],
-        "rewards": demo["rewards"][()],
-        "terminated": terminated,
-        "truncated": bool(demo.attrs.get("truncated", not terminated)),
-        "extras": {key: item[()] for key, item in demo.get("extras", {}).items()},
-        "episode_extras": {key: item[()] for key, item in demo.get("episode_extras", {}).items()},
+        "observations": _flat(_group(demo, "obs", source), layout, num, f"{source}/obs"),
+        "actions": actions,
+        "rewards": read_numbers(demo["rewards"], source, "rewards"),
+        "extras": _read_all(demo, "extras", source) | extras,
+        "episode_extras": _read_all(demo, "episode_extras", source),
     }
     if "next_obs" in demo:
-        out["next_observations"] = _flat(demo["next_obs"], layout, num, f"{source}/next_obs")
-    if "states" in demo:
-        out["extras"]["states"] = demo["states"][()]
+        successors = _group(demo, "next_obs", source)
+        out["next_observations"] = _flat(successors, layout, num, f"{source}/next_obs")
     for key, value in {**out["extras"], "rewards": out["rewards"]}.items():
-        if len(value) != num:
-            raise DatasetError(
-                f"{source}: key '{key}' must have {num} rows as the actions have; got {len(value)}."
-            )
-    return out
+        if value.shape[:1] != (num,):
+            got = len(value) if value.ndim else "a single number"
+            raise DatasetError(f"{source}: key '{key}' must have {num} rows as the actions have; got {got}.")
+    return out | _read_ends(demo, num, source)
+
+
+def _read_all(demo: h5py.Group, name: str, source: str) -> dict[str, np.ndarray]:
+    """Read the datasets of a group that may be absent."""
+    if name not in demo:
+        return {}
+    items = _group(demo, name, source).items()
+    return {key: read_numbers(item, f"{source}/{name}", key) for key, item in items}
+
+
+def _read_ends(demo: h5py.Group, num: int, source: str) -> dict[str, bool]:
+    """Tell how a demonstration ended: its attributes, else whether its last step is done."""
+    done = False
+    if "dones" in demo:
+        dones = read_numbers(demo["dones"], source, "dones")
+        if dones.shape not in ((num,), (num, 1)):
+            raise DatasetError(f"{source}: key 'dones' must have shape ({num},); got {dones.shape}.")
+        done = num > 0 and bool(dones[-1])
+    terminated = _flag(demo, "terminated", done, source)
+    return {"terminated": terminated, "truncated": _flag(demo, "truncated", not terminated, source)}
+
+
+def _flag(demo: h5py.Group, name: str, default: bool, source: str) -> bool:
+    """Return an attribute that must be 0 or 1 where it is there."""
+    value = demo.attrs.get(name, default)
+    if np.shape(value) != () or isinstance(value, str | bytes) or value not in (0, 1):
+        raise DatasetError(f"{source}: attribute '{name}' must be true or false; got {value!r}.")
+    return bool(value)
 
 
 def _check_alike(demos: list[dict[str, Any]], names: list[str], path: str | Path) -> None:
@@ -198,15 +262,22 @@ def _check_alike(demos: list[dict[str, Any]], names: list[str], path: str | Path
                     f"{path}: {name}: key '{key}' must have shape {(len(rows), *first.shape[1:])}, as in "
                     f"{names[0]}; got {rows.shape}. Leave this demonstration out, or record it again."
                 )
+        for key in _shared(demos, "episode_extras"):
+            first, value = demos[0]["episode_extras"][key], demo["episode_extras"][key]
+            if value.shape != first.shape:
+                raise DatasetError(
+                    f"{path}: {name}: key 'episode_extras/{key}' must have shape {first.shape}, as in "
+                    f"{names[0]}; got {value.shape}."
+                )
 
 
 def _flat(group: h5py.Group, layout: list[tuple[str, int]], num: int, source: str) -> np.ndarray:
     """Join the parts of the observation."""
     for key, width in layout:
-        if key not in group or group[key].shape != (num, width):
-            got = group[key].shape if key in group else "nothing"
+        got = getattr(group[key], "shape", "a group") if key in group else "nothing"
+        if got != (num, width):
             raise DatasetError(f"{source}: key '{key}' must have shape ({num}, {width}); got {got}.")
-    return np.concatenate([group[key][()] for key, _ in layout], axis=1)
+    return np.concatenate([read_numbers(group[key], source, key) for key, _ in layout], axis=1)
 
 
 def _assemble(demos: list[dict[str, Any]], meta: dict[str, Any]) -> EpisodeDataset:

@@ -20,6 +20,7 @@ from envs.datasets import (
     write_robomimic,
 )
 from envs.datasets.d4rl import load_d4rl, qlearning_dataset
+from envs.datasets.hdf5 import read_hdf5
 from envs.datasets.scores import reference
 from policies.errors import DatasetError
 
@@ -296,12 +297,38 @@ def test_other_unusable_files_are_one_clear_error(tmp_path):
         ({"observations": np.zeros((10, 3, 2))}, r"'observations' must have shape \(10, Do\)"),
         ({"observations": np.zeros(())}, r"'observations' must have 1 rows of numbers"),
         ({"rewards": np.array([b"a"] * 10)}, r"'rewards' must have 10 rows of numbers.*type \|S1"),
+        ({"next_observations": np.zeros((10, 4))}, r"'next_observations' must have shape \(10, 3\)"),
+        ({"timeouts": np.zeros((10, 2), bool)}, r"'timeouts' must have shape \(10,\); got \(10, 2\)"),
+        ({"terminals": np.full(10, np.nan)}, "'terminals' must be 0 or 1 in every row; got nan in row 0"),
+        ({"timeouts": np.arange(10)}, r"'timeouts' must be 0 or 1.*got 2 in row 2 \(8 such rows\)"),
+        ({"observations": h5py.Empty("f")}, r"'observations' must have 1 rows of numbers"),
+        (
+            {key: np.zeros((0, 2)) for key in ("observations", "actions")}
+            | {key: np.zeros(0) for key in ("rewards", "terminals", "timeouts")},
+            r"'observations' must have at least one row",
+        ),
     ],
 )
 def test_bad_d4rl_content_names_file_and_key(tmp_path, changes, message):
     with pytest.raises(DatasetError, match=message) as error:
         read_dataset(write_d4rl(tmp_path / "bad.hdf5", **changes))
     assert "bad.hdf5" in str(error.value)
+
+
+def test_the_byte_order_of_the_file_does_not_matter(tmp_path):
+    data, swapped = arrays(), {"infos/x": np.arange(10.0).astype(">f8")}
+    for key in ("observations", "actions", "rewards"):
+        swapped[key] = data[key].astype(data[key].dtype.newbyteorder())
+    got = read_dataset(write_d4rl(tmp_path / "swapped.hdf5", **swapped))
+    plain = read_dataset(write_d4rl(tmp_path / "plain.hdf5", **{"infos/x": np.arange(10.0)}))
+    assert got.digest() == plain.digest()
+
+
+@pytest.mark.parametrize("error", [ValueError, TypeError, AttributeError, IndexError, KeyError])
+def test_what_fails_while_reading_is_one_clear_error(tmp_path, error):
+    path = write_d4rl(tmp_path / "a.hdf5")
+    with pytest.raises(DatasetError, match=r"a\.hdf5.*odd"), read_hdf5(path):
+        raise error("odd")
 
 
 def test_scores_are_zero_at_random_and_hundred_at_expert():

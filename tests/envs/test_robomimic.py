@@ -152,6 +152,14 @@ def test_foreign_files_give_proprioception_then_object_in_numeric_order(tmp_path
             {"obs/object": np.zeros((9, 2))},
             r"demo_2/obs: key 'object' must have shape \(4, 2\); got \(9, 2\)",
         ),
+        ({"actions": np.full((4, 7), 1j)}, "demo_2: key 'actions' must hold real numbers; got type complex"),
+        ({"actions": np.full((4, 7), b"a")}, r"demo_2: key 'actions' must hold real numbers; got type \|S1"),
+        ({"actions": 3.0}, "demo_2: key 'actions' must have one row per step"),
+        ({"rewards": 3.0}, "demo_2: key 'rewards' must have 4 rows as the actions have; got a single number"),
+        ({"rewards": h5py.Empty("f")}, "demo_2: key 'rewards' must hold real numbers; got nothing"),
+        ({"dones": 1}, r"demo_2: key 'dones' must have shape \(4,\); got \(\)"),
+        ({"dones": np.zeros(0)}, r"demo_2: key 'dones' must have shape \(4,\); got \(0,\)"),
+        ({"extras/s": np.array([b"a"] * 4)}, "demo_2/extras: key 's' must hold real numbers"),
     ],
 )
 def test_bad_content_names_file_demonstration_and_key(tmp_path, changes, message):
@@ -159,6 +167,44 @@ def test_bad_content_names_file_demonstration_and_key(tmp_path, changes, message
     with pytest.raises(DatasetError, match=message) as error:
         read_dataset(path)
     assert "bad.hdf5" in str(error.value)
+
+
+def replaced_by_numbers(key):
+    def spoil(file):
+        del file[key]
+        file[key] = np.zeros(3)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda file: file["data"].attrs.update(obs_layout="{no"), "'obs_layout' of data must be a JSON a"),
+        (lambda file: file["data"].attrs.update(obs_layout="[1, 2]"), "'obs_layout' of data must list pairs"),
+        (lambda file: file["data"].attrs.update(meta="{no"), "'meta' of data must be a JSON object"),
+        (lambda file: file["data"].attrs.update(env_args=3), "'env_args' of data must be a JSON object"),
+        (lambda file: file["data/demo_1"].attrs.update(terminated="no"), "'terminated' must be true"),
+        (lambda file: file.copy("data/demo_1", "data/demo_foo"), r"data/demo_<number>; got \['demo_foo'\]"),
+        (replaced_by_numbers("data/demo_0"), "'demo_0' must be a group"),
+        (replaced_by_numbers("data/demo_1"), "demo_1 must be a group"),
+        (replaced_by_numbers("data/demo_0/obs"), "demo_0: key 'obs' must be a group"),
+        (replaced_by_numbers("data/demo_1/next_obs"), "demo_1: key 'next_obs' must be a group"),
+    ],
+)
+def test_a_damaged_structure_names_what_it_should_be(tmp_path, dataset, spoil, message):
+    write_robomimic(tmp_path / "bad.hdf5", dataset)
+    with h5py.File(tmp_path / "bad.hdf5", "a") as file:
+        spoil(file)
+    with pytest.raises(DatasetError, match=r"bad\.hdf5: .*" + message):
+        read_dataset(tmp_path / "bad.hdf5")
+
+
+def test_a_group_among_the_observations_is_passed_over(tmp_path, dataset):
+    write_robomimic(tmp_path / "demo.hdf5", dataset)
+    with h5py.File(tmp_path / "demo.hdf5", "a") as file:
+        file.create_group("data/demo_0/obs/more")
+    assert_same(read_dataset(tmp_path / "demo.hdf5"), dataset)
 
 
 def test_nan_in_a_demonstration_is_refused(tmp_path, dataset):

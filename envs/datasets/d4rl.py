@@ -16,6 +16,7 @@ conversions bit for bit, with these properties:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ import numpy as np
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.hdf5 import peek_hdf5, read_hdf5, read_value
 from policies.errors import DatasetError
+
+_log = logging.getLogger(__name__)
 
 _REQUIRED = ("observations", "actions", "rewards", "terminals")
 _SCALARS = ("rewards", "terminals", "timeouts")  # one number per step
@@ -77,6 +80,7 @@ def load_d4rl(path: str | Path) -> Arrays:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
+    """Return a shape; that of an empty dataset is ()."""
     return () if isinstance(value, h5py.Empty) else np.shape(value)
 
 
@@ -91,13 +95,13 @@ def _check_rows(path: str | Path, key: str, value: Any, num: int) -> None:
 
 def _check_steps(path: str | Path, arrays: Arrays) -> None:
     """Check the shapes of single steps, and that end flags are flags."""
-    shapes = {key: arrays["rewards"].shape[:1] for key in _SCALARS}
+    shapes: dict[str, tuple[int, ...]] = {key: arrays["rewards"].shape[:1] for key in _SCALARS}
     shapes["next_observations"] = arrays["observations"].shape
     for key, shape in shapes.items():
         if key in arrays and arrays[key].shape != shape:
             raise DatasetError(f"{path}: key '{key}' must have shape {shape}; got {arrays[key].shape}.")
     for key in ("terminals", "timeouts"):
-        bad = np.flatnonzero(~np.isin(arrays[key], (0, 1))) if key in arrays else ()
+        bad = np.flatnonzero(~np.isin(arrays.get(key, 0), (0, 1)))
         if len(bad):
             raise DatasetError(
                 f"{path}: key '{key}' must be 0 or 1 in every row; got {arrays[key][bad[0]]} in row {bad[0]} "
@@ -166,6 +170,8 @@ def read(
     if d4rl_compat:
         return _official_episodes(arrays, max_episode_steps, meta | {"d4rl_compat": True})
     terminated = arrays["terminals"].astype(bool)
+    if max_episode_steps is None and not {"timeouts", "next_observations"} & set(arrays):
+        _warn_of_unseen_ends(path, int(terminated.sum()), len(terminated))
     ends = _episode_ends(arrays, max_episode_steps)
     start = np.concatenate([[0], np.flatnonzero(ends) + 1])
     timeouts = arrays.get("timeouts", np.zeros_like(terminated)).astype(bool)
@@ -181,6 +187,19 @@ def read(
         extras=extras,
         episode_extras=episode_extras,
         meta=meta,
+    )
+
+
+def _warn_of_unseen_ends(path: str | Path, num_terminals: int, num: int) -> None:
+    """Say that episodes cut by a time limit cannot be told apart."""
+    _log.warning(
+        "%s: neither 'timeouts' nor 'next_observations' tell where time limits ended episodes; only the %d "
+        "terminals of %d steps do, so that training windows may reach from one episode into the next. Give "
+        "the episode length, read_dataset(path, max_episode_steps=...), and save the result with "
+        "write_robomimic, or add the key 'timeouts' to the file.",
+        path,
+        num_terminals,
+        num,
     )
 
 

@@ -208,6 +208,21 @@ def test_time_limit_cuts_files_without_timeouts_at_every_multiple(tmp_path):
         read_d4rl(path, d4rl_compat=True)
 
 
+@pytest.mark.parametrize(
+    ("changes", "options", "warned"),
+    [
+        ({"timeouts": None}, {}, True),
+        ({"timeouts": None}, {"max_episode_steps": 3}, False),
+        ({"timeouts": None, "next_observations": arrays()["observations"]}, {}, False),
+        ({}, {}, False),
+    ],
+)
+def test_ends_that_nothing_tells_are_warned_of(tmp_path, caplog, changes, options, warned):
+    read_d4rl(write_d4rl(tmp_path / "a.hdf5", **changes), **options)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+    assert not warned or all(hint in caplog.text for hint in ("a.hdf5", "1 terminals", "max_episode_steps="))
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("terminate_on_end", [False, True])
 def test_official_counter_equals_a_row_by_row_loop(seed, terminate_on_end):

@@ -91,7 +91,7 @@ def spaced_levels(num_levels: int, steps: int, spacing: str = "leading") -> list
 
     Args:
         num_levels: K.
-        steps: How many levels to visit, 1 to K.
+        steps: How many levels to visit, 1 to K; a single one must be the noisiest (`trailing`).
         spacing: `leading` takes multiples of K // steps and ends at 0; `trailing` starts at K-1;
             `linspace` includes both ends.
 
@@ -105,6 +105,11 @@ def spaced_levels(num_levels: int, steps: int, spacing: str = "leading") -> list
         raise ConfigError(
             f"sampler.steps must be between 1 and process.num_levels={num_levels}; got {steps}. "
             "Lower sampler.steps or train with more levels."
+        )
+    if steps == 1 < num_levels and spacing in ("leading", "linspace"):
+        raise ConfigError(
+            f"sampler.steps=1 with sampler.spacing={spacing} visits level 0 only, where noise counts as "
+            "nearly clean and is returned as it is. Use sampler.spacing=trailing, or 2 steps or more."
         )
     if spacing == "leading":
         return [i * (num_levels // steps) for i in reversed(range(steps))]

@@ -59,6 +59,14 @@ def test_a_step_count_outside_the_levels_is_refused(steps: int) -> None:
         spaced_levels(20, steps)
 
 
+@pytest.mark.parametrize("spacing", ["leading", "linspace"])
+def test_a_single_step_must_start_at_the_noise(spacing: str) -> None:
+    with pytest.raises(ConfigError, match=f"spacing={spacing} visits level 0 only.*spacing=trailing, or 2"):
+        spaced_levels(20, 1, spacing)
+    assert spaced_levels(20, 1, "trailing") == [19]
+    assert spaced_levels(1, 1, spacing) == [0]
+
+
 def test_unknown_names_are_refused_with_the_choices() -> None:
     with pytest.raises(ConfigError, match="one of cosine, linear, scaled_linear; got 'sigmoid'"):
         make_betas(10, "sigmoid")

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from omegaconf import OmegaConf
@@ -56,6 +56,7 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._lock: IO[str] | None = None  # held from `create_at` to the end of the first `claim`
 
     @classmethod
     def create(
@@ -90,18 +91,22 @@ class RunDirectory:
     ) -> RunDirectory:
         """Make a run of a folder that somebody else chose (and may have made), and describe it there.
 
+        The run is held for writing from here to the end of its first `claim`.
+
         Raises:
-            CheckpointError: If there is a run already.
+            CheckpointError: If there is a run already, or another process is making one.
         """
         path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        run = cls(path)
+        run._lock = run._take_lock()
         if (path / _CONFIG).exists():
             raise CheckpointError(
                 f"{path} holds a run already. Continue it with resume={path}, or choose another."
             )
-        (path / _CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        (path / _CHECKPOINTS).mkdir(exist_ok=True)
         (path / "eval").mkdir(exist_ok=True)
         _write_text(path / _ENVIRONMENT, json.dumps(describe_environment(), indent=2) + "\n")
-        run = cls(path)
         run._describe(config, overrides)
         return run
 
@@ -149,16 +154,23 @@ class RunDirectory:
         Raises:
             CheckpointError: If another process holds it.
         """
-        (self.path / _CHECKPOINTS).mkdir(exist_ok=True)
-        with (self.path / ".lock").open("w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise CheckpointError(
-                    f"{self.path} is being written by another process. Wait for it, or start another run."
-                ) from None
+        lock, self._lock = self._lock or self._take_lock(), None
+        with lock:
+            (self.path / _CHECKPOINTS).mkdir(exist_ok=True)
             self._clean()
             yield
+
+    def _take_lock(self) -> IO[str]:
+        """Return the open file whose lock keeps other writers out until it is closed."""
+        lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise CheckpointError(
+                f"{self.path} is being written by another process. Wait for it, or start another run."
+            ) from None
+        return lock
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -334,12 +346,15 @@ def _make_new(folder: Path, name: str) -> Path:
 
 def _write_text(path: Path, text: str) -> None:
     """Write a file aside, flush it and rename it."""
-    aside = path.with_name(f"{_ASIDE}{path.name}")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    aside = path.with_name(f"{_ASIDE}{uuid.uuid4().hex[:8]}-{path.name}")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _sync_tree(root: Path) -> None:

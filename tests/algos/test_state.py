@@ -170,9 +170,10 @@ def test_an_end_at_any_moment_of_saving_leaves_loadable_checkpoints(tmp_path: Pa
     while ended:
         moment += 1
         run = RunDirectory.create(tmp_path, f"run-{moment}", {})
-        for step in (1, 2):
-            run.save_checkpoint(step, tiny_policy(step), {"value": step})
-        ended = save_cut(run, moment)
+        with run.claim():
+            for step in (1, 2):
+                run.save_checkpoint(step, tiny_policy(step), {"value": step})
+            ended = save_cut(run, moment)
         found = RunDirectory.open(run.path)
         assert found.latest() in (2, 3)
         for step in found.checkpoints():
@@ -200,6 +201,18 @@ except CheckpointError as error:
     assert "being written by another process" in result.stdout
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout == ""
+
+
+def test_a_run_that_is_being_made_belongs_to_its_maker(tmp_path: Path) -> None:
+    first = RunDirectory.create_at(tmp_path / "run", {"seed": 0})
+    with pytest.raises(CheckpointError, match="being written by another process"):
+        RunDirectory.create_at(tmp_path / "run", {"seed": 1})
+    with first.claim():
+        assert first.config == {"seed": 0}
+    with pytest.raises(CheckpointError, match="holds a run already"):
+        RunDirectory.create_at(tmp_path / "run", {"seed": 1})
+    with RunDirectory.open(tmp_path / "run").claim():
+        assert first.config == {"seed": 0}
 
 
 def test_reading_does_not_disturb_a_writer(run: RunDirectory) -> None:

@@ -83,11 +83,13 @@ class BcConfig:
             "validation_samples",
         ):
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
-        _require(self.epochs is None or self.epochs > 0, "epochs", "positive, or null", self.epochs)
-        _require(self.lr > 0, "lr", "positive", self.lr)
+        epochs = self.epochs
+        _require(epochs is None or 0 < epochs < math.inf, "epochs", "positive and finite, or null", epochs)
+        _require(0 < self.lr < math.inf, "lr", "positive and finite", self.lr)
         _require(0 <= self.min_lr <= self.lr, "min_lr", f"in 0..lr={self.lr}", self.min_lr)
         _require(self.warmup_steps >= 0, "warmup_steps", "0 or more", self.warmup_steps)
-        _require(self.weight_decay >= 0, "weight_decay", "0 or more", self.weight_decay)
+        decay = self.weight_decay
+        _require(0 <= decay < math.inf, "weight_decay", "0 or more and finite", decay)
         _require(self.ema in EMA_RULES, "ema", f"one of {', '.join(EMA_RULES)}", self.ema)
         _require(0 <= self.ema_decay < 1, "ema_decay", "in [0, 1)", self.ema_decay)
         _require(self.ema_start >= 0, "ema_start", "0 or more", self.ema_start)

@@ -24,6 +24,7 @@ Deviations from the reference:
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +43,7 @@ from policies.registry import register
 from policies.samplers import DDIM, DDPM
 
 SAMPLERS = ("ddpm", "ddim")
+_MAX_CLIP_RATE = 100.0  # growth much faster than this is a step, and overflows
 
 
 @register("algo", "dppo")
@@ -74,8 +76,11 @@ class DppoConfig(PpoConfig):
         self._require(
             "entropy_coef", self.entropy_coef == 0, "0: the noise of denoising steps is not learned"
         )
-        for name in ("clip_range_base", "min_sampling_std", "min_log_prob_std", "noise_clip"):
-            self._require(name, getattr(self, name) > 0, "positive")
+        for name in ("clip_range_base", "min_sampling_std", "min_log_prob_std"):
+            self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
+        self._require("noise_clip", self.noise_clip > 0, "positive")
+        rate, most = self.clip_range_rate, _MAX_CLIP_RATE
+        self._require("clip_range_rate", -most <= rate <= most, f"in [-{most:g}, {most:g}]")
 
     def clip_range_of(self, inner_steps: int) -> Tensor:
         """Return the clip range of each tuned denoising step, (S,)."""

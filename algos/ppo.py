@@ -14,6 +14,8 @@ that ends during an iteration counts in its statistics; a training state resumes
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,20 +100,43 @@ class PpoConfig:
             self._require(name, 0.0 <= getattr(self, name) <= 1.0, "in [0, 1]")
         for name in ("env_steps", "target_kl", "value_clip", "max_grad_norm", "bc_rows"):
             self._require(name, getattr(self, name) is None or getattr(self, name) > 0, "positive, or empty")
-        for name in ("vf_coef", "bc_weight", "critic_warmup_iterations"):
-            self._require(name, getattr(self, name) >= 0, "at least 0")
-        self._require("clip_range", self.clip_range > 0, "positive")
+        for name in (
+            "vf_coef",
+            "bc_weight",
+            "critic_warmup_iterations",
+            "actor_weight_decay",
+            "critic_weight_decay",
+        ):
+            self._require(name, 0 <= getattr(self, name) < math.inf, "at least 0 and finite")
+        for name in ("clip_range", "reward_scale_const", "actor_lr", "critic_lr"):
+            self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
+        self._require("reward_scale_clip", self.reward_scale_clip > 0, "positive")
+        self._require("entropy_coef", math.isfinite(self.entropy_coef), "finite")
         self._require(
             "log_prob_reduction", self.log_prob_reduction in REDUCTIONS, f"one of {', '.join(REDUCTIONS)}"
         )
-        low, high = self.advantage_quantiles
-        self._require("advantage_quantiles", 0.0 <= low < high <= 1.0, "two rising numbers in [0, 1]")
-        if self.log_prob_range is not None:
-            self._require(
-                "log_prob_range", self.log_prob_range[0] < self.log_prob_range[1], "rising, or empty"
-            )
+        self._require(
+            "batch_size",
+            self.batch_size > 1 or not self.normalize_advantage,
+            "at least 2 with algo.normalize_advantage=true, for one advantage normalises to 0",
+        )
+        self._check_ranges()
         for who in ("actor", "critic"):
             check_schedule(who, **self.schedule(who), may_rise=self.paper_compat)
+
+    def _check_ranges(self) -> None:
+        """Check the pairs of numbers, and the learning rates that may be empty."""
+        quantiles = self.advantage_quantiles
+        self._require(
+            "advantage_quantiles",
+            _rising(quantiles) and quantiles[0] >= 0.0 and quantiles[1] <= 1.0,
+            "two rising numbers in [0, 1]",
+        )
+        if self.log_prob_range is not None:
+            self._require("log_prob_range", _rising(self.log_prob_range), "two rising numbers, or empty")
+        for name in ("actor_min_lr", "critic_min_lr"):
+            low = getattr(self, name)
+            self._require(name, low is None or 0 <= low < math.inf, "at least 0 and finite, or empty")
 
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
@@ -154,3 +179,8 @@ class PpoConfig:
     def ratio(self, policy: Any) -> ChainRatio:
         """Return the ratio estimator of a policy."""
         return ChainRatio(policy, log_prob_range=self.log_prob_range, reduction=self.log_prob_reduction)
+
+
+def _rising(values: Sequence[float]) -> bool:
+    """Whether these are two numbers, the second above the first."""
+    return len(values) == 2 and values[0] < values[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -438,11 +439,16 @@ def test_checkpoint_of_other_data_or_length_is_refused() -> None:
     [
         ("steps", 0),
         ("epochs", 0.0),
+        ("epochs", math.nan),
+        ("epochs", math.inf),
         ("batch_size", 0),
         ("lr", 0.0),
+        ("lr", math.nan),
+        ("lr", math.inf),
         ("min_lr", 1.0),
         ("warmup_steps", 6),
         ("weight_decay", -1.0),
+        ("weight_decay", math.inf),
         ("max_grad_norm", 0.0),
         ("ema", "sometimes"),
         ("ema_decay", 1.0),

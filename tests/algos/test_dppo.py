@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -464,11 +465,40 @@ def test_config_is_a_structured_config() -> None:
         ({"advantage_quantiles": (0.9, 0.1)}, "algo.advantage_quantiles"),
         ({"min_log_prob_std": 0.0}, "algo.min_log_prob_std must be positive"),
         ({"entropy_coef": 0.1}, r"algo.entropy_coef must be 0.*got 0\.1"),
+        ({"batch_size": 1}, "algo.batch_size must be at least 2 with algo.normalize_advantage=true"),
+        ({"advantage_quantiles": (0.5,)}, "algo.advantage_quantiles must be two rising"),
+        ({"advantage_quantiles": (0.1, 0.2, 0.3)}, "algo.advantage_quantiles must be two rising"),
+        ({"log_prob_range": (1.0,)}, "algo.log_prob_range must be two rising numbers"),
+        ({"log_prob_range": (5.0, math.nan)}, "algo.log_prob_range must be two rising numbers"),
+        ({"clip_range_rate": 1000.0}, r"algo.clip_range_rate must be in \[-100, 100\]; got 1000"),
+        ({"clip_range_rate": math.nan}, "algo.clip_range_rate must be in"),
+        ({"min_sampling_std": math.inf}, "algo.min_sampling_std must be positive and finite"),
+        ({"actor_min_lr": math.inf, "paper_compat": True}, "algo.actor_min_lr must be"),
     ],
 )
 def test_bad_values_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         replace(SMALL, **change)
+
+
+SIZES = [
+    *("reward_scale_clip", "reward_scale_const", "gamma", "gae_lambda", "vf_coef", "bc_weight"),
+    *("actor_lr", "actor_min_lr", "actor_weight_decay", "critic_lr", "critic_min_lr", "critic_weight_decay"),
+]
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0])
+@pytest.mark.parametrize("name", SIZES)
+def test_numbers_that_cannot_be_meant_are_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"algo.{name} must be .*; got {value}"):
+        replace(SMALL, **{name: value})
+
+
+def test_what_looks_odd_but_can_be_meant_is_allowed() -> None:
+    replace(SMALL, paper_compat=True, actor_lr=2e-5, actor_min_lr=1e-4)
+    replace(SMALL, batch_size=1, normalize_advantage=False)
+    replace(SMALL, reward_scale_clip=math.inf, clip_range_rate=100.0).clip_range_of(5)
+    replace(SMALL, log_prob_range=None)
 
 
 def test_a_resumed_run_takes_the_weight_decay_it_is_given() -> None:

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -37,7 +38,7 @@ class Task:
         try:
             result: float | None = COMMANDS[self.command].load().run(to_object(node), job)
         except USER_ERRORS as error:
-            _remove_if_empty(job.directory)
+            NewFolders.remove_empty()
             if wants_traceback() or hydra_config.mode != RunMode.RUN:
                 raise
             raise SystemExit(complain(error)) from None
@@ -58,14 +59,23 @@ def run_app(command: str, arguments: Sequence[str]) -> None:
     app()
 
 
-def _remove_if_empty(directory: Path) -> None:
-    """Take away the folder that Hydra made for a job that never started, and those around it up to here."""
-    here = Path.cwd()
-    folder = directory.resolve()
-    with contextlib.suppress(OSError):  # not empty
-        while folder != here:
-            folder.rmdir()
-            folder = folder.parent if folder.is_relative_to(here) else here
+class NewFolders(Callback):
+    """Notes, before Hydra makes the folder of a job, which folders around it do not exist yet."""
+
+    noted: ClassVar[list[Path]] = []  # innermost first
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Look where the job will be."""
+        HydraConfig.instance().set_config(config)  # as Hydra does next; the name may refer to it
+        folder = Path(config.hydra.run.dir).absolute()
+        self.noted[:] = [place for place in (folder, *folder.parents) if not place.exists()]
+
+    @classmethod
+    def remove_empty(cls) -> None:
+        """Take away the folders that were made for a job that never started."""
+        with contextlib.suppress(OSError):  # not empty
+            for folder in cls.noted:
+                folder.rmdir()
 
 
 def _continuing(command: str, arguments: Sequence[str]) -> list[str]:

@@ -96,6 +96,17 @@ def test_mistakes_end_in_one_line_and_leave_nothing_behind(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
+def test_a_mistake_leaves_empty_folders_of_the_person_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for theirs in ("mine/inner", "runs"):
+        Path(theirs).mkdir(parents=True)
+    for place in (["hydra.run.dir=mine/inner"], ["hydra.run.dir=mine/inner/new/newer"], []):
+        assert _main("train", "algo=bc", *place, monkeypatch=monkeypatch) == 2
+        assert sorted(map(str, Path().rglob("*"))) == ["mine", "mine/inner", "runs"]
+
+
 def test_a_mistake_in_a_process_of_its_own_exits_with_2_and_one_line(tmp_path: Path) -> None:
     done = _run("train", "algo.lrr=1", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""

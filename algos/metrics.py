@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError, MissingExtraError
+
+_log = logging.getLogger(__name__)
 
 Scalars = dict[str, float]
 """`component/quantity` -> plain number."""
@@ -61,7 +64,10 @@ def append_jsonl(path: Path, values: Mapping[str, float], step: int) -> None:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics file; a last line cut short by a kill is left out."""
+    """Return the rows of a metrics file.
+
+    A last line cut short by a kill is left out; other lines that are no row are left out with a warning.
+    """
     return [row for _, row in _complete_rows(Path(path))]
 
 
@@ -80,15 +86,18 @@ def _complete_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         return
     end = 0
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, start=1):
             end += len(line)
+            if not line.endswith(b"\n"):
+                return
             try:
                 row = json.loads(line)
             except ValueError:
-                return
-            if not line.endswith(b"\n"):
-                return
-            yield end, row
+                row = None
+            if isinstance(row, dict):
+                yield end, row
+            else:
+                _log.warning("%s: line %d is no JSON object and is left out; it is damaged.", path, number)
 
 
 class Writer(Protocol):

@@ -63,6 +63,20 @@ def test_row_cut_short_is_left_out(tmp_path: Path) -> None:
     assert [row["step"] for row in read_jsonl(path)] == [1]
 
 
+@pytest.mark.parametrize("damage", [b"\0\0\0", b'{"step": 2, "a', b"\xff\xfe", b"3", b""])
+def test_only_a_damaged_line_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2, 3, 4):
+        append_jsonl(path, {"a/b": 1.0}, step)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0], damage, *lines[2:4], lines[0][:5]]))
+    assert [row["step"] for row in read_jsonl(path)] == [1, 3, 4]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"{path}: line 2" in caplog.text
+
+
 def test_truncation_cuts_at_the_size_and_drops_partial_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append_jsonl(path, {"a/b": 1.0}, 1)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from algos.base import Metrics, Setup
+from algos.continuity import digest_of, require_unchanged
 from algos.optim import DecayRule, DelayedDecay, Ema, PowerDecay, restore_optimizer, warmup_cosine
 from algos.plain import capture_generator, restore_generator
 from algos.sources import Demonstrations, Shuffle, Source
@@ -140,6 +141,7 @@ class Bc:
         self.config, self._num_threads = config, setup.threads(THREADS)
         dataset = _dataset_of(setup)
         self._digest, self._dataset_name = dataset.digest(), dataset.source
+        self._lasting = {"seed": setup.seed, "init": digest_of(setup.init)}
         self.policy = _start_policy(setup, dataset).to(setup.device).train()
         self._matching = matching_of(self.policy)
         train, held_out = _hold_out(dataset.to(setup.device), config, setup.seed)
@@ -246,10 +248,15 @@ class Bc:
             "optimizer": self._optimizer.state_dict(),
             "shuffle": self._shuffle.state_dict(),
             "generator": capture_generator(self._generator),
+            **self._lasting,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
+        """Continue from `state_dict`.
+
+        Raises:
+            CheckpointError: If length, data, seed or the policy to start from are not those of the run.
+        """
         if state["total"] != self._total:
             raise CheckpointError(
                 f"the checkpoint belongs to a run of {state['total']} gradient steps, this one has "
@@ -261,6 +268,7 @@ class Bc:
                 f"the checkpoint belongs to a run on other data than {self._dataset_name} holds now. Resume "
                 f"with the file as it was, or start a run from its policy (init=<policy directory>)."
             )
+        require_unchanged(state, self._lasting)
         if state.get("num_threads", self._num_threads) != self._num_threads:
             _log.warning(
                 "this run used num_threads=%d, now it is %d: results may differ in the last bits.",

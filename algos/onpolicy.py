@@ -13,6 +13,7 @@ from torch import nn
 
 from algos.base import Metrics, Setup
 from algos.buffers import Appraisal, Experience
+from algos.continuity import digest_of, require_unchanged
 from algos.functional import RewardScaler, explained_variance
 from algos.ratios import ChainRatio, CloningTerm
 from algos.surrogate import GeneratorDraws, PpoLearner
@@ -72,6 +73,7 @@ class OnPolicy:
         pool: Where experience comes from.
         draws: Source of the permutations and the noise of updates.
         shipped: Returns an independent copy of the policy with its evaluation sampler.
+        origin: Digest of the policy that the run started from, compared on resuming; None: not compared.
     """
 
     unit = "env_steps"
@@ -85,9 +87,10 @@ class OnPolicy:
         pool: RolloutPool,
         draws: GeneratorDraws,
         shipped: Callable[[], Policy],
+        origin: str | None = None,
     ) -> None:
         self.config, self.ratio, self.learner, self.pool = config, ratio, learner, pool
-        self.draws, self.shipped = draws, shipped
+        self.draws, self.shipped, self._origin = draws, shipped, origin
         gamma, clip = config.reward_scale_gamma, config.reward_scale_clip
         self.scaler = RewardScaler(config.num_envs, gamma=gamma, clip=clip) if config.reward_scaling else None
         self.appraise = Appraisal(
@@ -139,7 +142,10 @@ class OnPolicy:
             seed=setup.seed,
         )
         draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
-        return cls(config, ratio=ratio, learner=learner, pool=pool, draws=draws, shipped=shipped)
+        origin = digest_of(setup.init)
+        return cls(
+            config, ratio=ratio, learner=learner, pool=pool, draws=draws, shipped=shipped, origin=origin
+        )
 
     @property
     def policy(self) -> Policy:
@@ -200,10 +206,24 @@ class OnPolicy:
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "draws": self.draws.generator.get_state(),
             "pool": self.pool.state_dict(),
+            **self._lasting(),
         }
 
+    def _lasting(self) -> dict[str, Any]:
+        """Return what must not change when the run is continued."""
+        facts: dict[str, Any] = {
+            "inner_steps": self.ratio.inner_steps,
+            "switch_time": getattr(getattr(self.policy, "field", None), "switch_time", None),
+        }
+        return facts if self._origin is None else facts | {"init": self._origin}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
+        """Continue from `state_dict`.
+
+        Raises:
+            CheckpointError: If the run started from another policy or divides its denoising steps otherwise.
+        """
+        require_unchanged(state, self._lasting())
         self.policy.load_state_dict(state["policy"])
         self.learner.load_state_dict(state["learner"])
         if self.scaler is not None:

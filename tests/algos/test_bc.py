@@ -434,6 +434,19 @@ def test_checkpoint_of_other_data_or_length_is_refused() -> None:
         tiny(steps=8).build(two_mode_setup()).load_state_dict(state)
 
 
+def test_another_seed_or_start_is_refused_on_resuming() -> None:
+    setup = two_mode_setup()
+    state = tiny().build(setup).state_dict()
+    with pytest.raises(
+        CheckpointError, match=rf"seed must stay .*: {setup.seed}; got {setup.seed + 1}\. Res"
+    ):
+        tiny().build(replace(setup, seed=setup.seed + 1)).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"policy to start from \(init\) must stay .*: None; got"):
+        tiny().build(replace(setup, init=tiny().build(setup).snapshot())).load_state_dict(state)
+    old = {name: value for name, value in state.items() if name not in ("seed", "init")}
+    tiny().build(replace(setup, seed=setup.seed + 1)).load_state_dict(old)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -1,0 +1,54 @@
+"""What must stay as it was for a training state to be continued."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from policies.errors import CheckpointError
+
+_WHAT = {
+    "seed": "seed",
+    "init": "the weights of the policy to start from (init)",
+    "inner_steps": "the number of trained inner steps (algo.tuned_steps)",
+    "switch_time": "the level below which the network is tuned (algo.sampler, algo.denoising_steps, "
+    "algo.tuned_steps)",
+}
+
+
+def require_unchanged(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Compare facts of a run with those of the checkpoint that it continues from.
+
+    Args:
+        saved: A training state; facts that it does not hold are not compared.
+        present: The facts of this run.
+
+    Raises:
+        CheckpointError: If one differs.
+    """
+    for name, value in present.items():
+        if name in saved and saved[name] != value:
+            raise CheckpointError(
+                f"{_WHAT[name]} must stay what it was when a run is continued: {_short(saved[name])}; got "
+                f"{_short(value)}. Resume without the change, or start a new run with it."
+            )
+
+
+def digest_of(module: nn.Module | None) -> str | None:
+    """Return the SHA-256 of the weights of a module, with their names, types and shapes; None of None."""
+    if module is None:
+        return None
+    seen = hashlib.sha256()
+    for name, value in sorted(module.state_dict().items()):
+        seen.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
+        seen.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return seen.hexdigest()
+
+
+def _short(value: Any) -> str:
+    """Return a value for a message; digests are cut."""
+    return f"{value[:12]}…" if isinstance(value, str) and len(value) > 12 else str(value)

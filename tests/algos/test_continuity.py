@@ -1,0 +1,69 @@
+"""A run is continued as what it was: changes that would corrupt it are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from point_env import PointEnv
+
+from algos.base import Setup
+from algos.continuity import digest_of
+from algos.dppo import DppoConfig
+from algos.onpolicy import OnPolicy
+from algos.plain import from_plain, to_plain
+from policies.backbones.mlp import MlpConfig
+from policies.errors import CheckpointError
+from policies.heads import CriticConfig
+from policies.policy import Policy, PolicyConfig, build_policy
+from policies.processes.diffusion import VPDiffusion
+
+
+def make_init(levels: int = 5, seed: int = 3) -> Policy:
+    config = PolicyConfig(
+        process=VPDiffusion(levels), backbone=MlpConfig(width=8, time_dim=4), horizon=3, act_steps=2
+    )
+    one = {"min": -torch.ones(2), "max": torch.ones(2), "mean": torch.zeros(2), "std": torch.ones(2)}
+    return build_policy(config, obs_dim=2, action_dim=2, statistics={"state": one, "action": one}, seed=seed)
+
+
+def make_run(init: Policy | None = None, **changes: Any) -> OnPolicy:
+    values = {"num_envs": 2, "steps_per_iteration": 2, "tuned_steps": 3} | changes
+    config = DppoConfig(**values, iterations=1, batch_size=8, critic=CriticConfig(width=8))
+    return config.build(Setup(env=PointEnv(), init=init or make_init(), num_workers=0, num_threads=1))
+
+
+@pytest.mark.parametrize(
+    ("init", "changes", "message"),
+    [
+        (
+            {},
+            {"tuned_steps": 2},
+            r"inner steps \(algo\.tuned_steps\) must stay .*: 3; got 2\. Resume without",
+        ),
+        ({"levels": 10}, {"sampler": "ddim", "denoising_steps": 4}, r"below which .*: 2\.5; got 5\.0\."),
+        ({"seed": 8}, {}, r"policy to start from \(init\).*Resume without the change, or start a new run"),
+    ],
+)
+def test_changes_that_would_corrupt_a_resumed_run_are_refused(
+    init: dict[str, int], changes: dict[str, Any], message: str
+) -> None:
+    state = from_plain(to_plain(make_run().state_dict()))
+    changed = make_run(make_init(**init), **changes)
+    with pytest.raises(CheckpointError, match=message):
+        changed.load_state_dict(state)
+    make_run().load_state_dict(state)
+
+
+def test_states_without_these_facts_are_continued() -> None:
+    state = make_run().state_dict()
+    old = {name: value for name, value in state.items() if name not in ("inner_steps", "switch_time", "init")}
+    make_run(make_init(seed=8)).load_state_dict(old)
+
+
+def test_a_digest_tells_weights_apart() -> None:
+    policy = make_init()
+    assert digest_of(policy) == digest_of(policy.clone()) != digest_of(make_init(seed=4))
+    assert digest_of(policy.clone().to(torch.bfloat16)) != digest_of(policy)
+    assert digest_of(None) is None

@@ -42,6 +42,9 @@ class Task:
             if wants_traceback() or hydra_config.mode != RunMode.RUN:
                 raise
             raise SystemExit(complain(error)) from None
+        except OSError:  # `main` words it
+            NewFolders.remove_empty()
+            raise
         return result
 
 

@@ -79,6 +79,10 @@ def _dispatch(name: str, arguments: list[str]) -> int:
     except BrokenPipeError:  # the reader, for example `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if wants_traceback():
+            raise
+        return complain(error)
     except KeyboardInterrupt:
         sys.stderr.write("burnish: interrupted\n")
         return 130

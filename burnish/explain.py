@@ -20,6 +20,8 @@ def explain(error: BaseException) -> str:
     """Return one line: what was expected, what was received, where, and what to do."""
     if isinstance(error, MissingConfigException):
         return _unknown_option(error)
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}."
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         return _unknown_key(cause)

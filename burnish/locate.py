@@ -64,6 +64,22 @@ def check_file_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
     target = Path(path)
     if target.is_dir():
         raise ConfigError(f"{key}={target} is a folder; give the name of a file, e.g. {target / 'name'}.")
+    _check_parents(target, key)
+
+
+def check_folder_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
+    """Refuse a place where no folder can be made, before any work is done for it.
+
+    Raises:
+        ConfigError: If it is a file, or lies below one.
+    """
+    target = Path(path)
+    if target.exists() and not target.is_dir():
+        raise ConfigError(f"{key}={target} is a file; choose another directory.")
+    _check_parents(target, key)
+
+
+def _check_parents(target: Path, key: str) -> None:
     parent = next(place for place in target.absolute().parents if place.exists())
     if not parent.is_dir():
         raise ConfigError(f"{key}={target} cannot be written: {parent} is a file, not a folder.")

@@ -10,7 +10,7 @@ from typing import cast
 from burnish.commands.evaluate import task_of
 from burnish.console import output, table
 from burnish.job import Job
-from burnish.locate import Located, locate
+from burnish.locate import Located, check_folder_to_write, locate
 from envs.evaluation import with_steps
 from policies.errors import ConfigError
 from policies.export import ExportReport, Surroundings, export_onnx, refuse_to_replace
@@ -54,6 +54,7 @@ def export(config: ExportConfig) -> ExportReport:
         raise ConfigError("export needs policy=<run or policy directory>.")
     found = locate(config.policy)
     target = Path(config.out if config.out is not None else f"exported-{found.label}")
+    check_folder_to_write(target)
     refuse_to_replace(target, overwrite=config.overwrite)
     policy = cast(Policy, with_steps(found.load(), config.steps))
     return export_onnx(

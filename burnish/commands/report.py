@@ -18,7 +18,7 @@ from burnish.behaviour import Stage, describe_ways, draw_behaviour
 from burnish.commands.evaluate import describe_comparison, format_interval
 from burnish.console import output
 from burnish.job import Job
-from burnish.locate import locate
+from burnish.locate import check_folder_to_write, locate
 from burnish.page import Page
 from burnish.pictures import learning_curves, run_colours
 from envs.evaluation import Evaluation
@@ -87,10 +87,9 @@ def _refuse_to_replace(target: Path, overwrite: bool) -> None:
     """Refuse to write over what is there, before any work is done.
 
     Raises:
-        ConfigError: If the target is a file, or a directory that is not empty and `overwrite` is false.
+        ConfigError: If the target is a file or below one, or a directory that is not empty and `overwrite` is false.
     """
-    if target.exists() and not target.is_dir():
-        raise ConfigError(f"out={target} is a file; choose another directory.")
+    check_folder_to_write(target)
     if not overwrite and target.is_dir() and any(target.iterdir()):
         raise ConfigError(f"out={target} exists; choose another directory or say overwrite=true.")
 

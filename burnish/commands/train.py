@@ -23,7 +23,7 @@ from burnish.commands.evaluate import evaluate_with, headline
 from burnish.config import GROUPS, describe, describe_part, restore
 from burnish.console import output, table
 from burnish.job import Job
-from burnish.locate import RUN_CONFIG, locate
+from burnish.locate import RUN_CONFIG, check_folder_to_write, locate
 from envs.datasets import read_dataset
 from envs.evaluation import EvaluationSettings
 from policies import registry
@@ -106,6 +106,7 @@ def train(config: TrainConfig, job: Job) -> Outcome:
     """Train, or continue the run that `config.resume` names."""
     if config.resume is None:
         _refuse_a_new_policy_beside_init(config, job.overrides)
+        check_folder_to_write(job.directory, "hydra.run.dir")
         config = _with_lasting_paths(config)
         return _train(config, lambda: RunDirectory.create_at(job.directory, describe(config), job.overrides))
     directory = RunDirectory.open(config.resume)

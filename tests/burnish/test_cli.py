@@ -107,6 +107,17 @@ def test_a_mistake_leaves_empty_folders_of_the_person_alone(
         assert sorted(map(str, Path().rglob("*"))) == ["mine", "mine/inner", "runs"]
 
 
+def test_a_run_below_a_file_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("afile").touch()
+    for place in ("afile", "afile/below"):
+        assert _main("train", f"hydra.run.dir={place}", monkeypatch=monkeypatch) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"burnish: error: {place}: ") and error.count("\n") == 1
+
+
 def test_a_mistake_in_a_process_of_its_own_exits_with_2_and_one_line(tmp_path: Path) -> None:
     done = _run("train", "algo.lrr=1", cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""

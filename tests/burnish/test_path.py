@@ -369,6 +369,10 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_played(
         burnish.evaluate(base, out=tmp_path / "file" / "below.json")
     with pytest.raises(ConfigError, match=r"out=.* is a folder"):
         burnish.collect(env="avoid", episodes=1, out=tmp_path, overwrite=True)
+    for command in (burnish.export, burnish.report):
+        for out in (tmp_path / "file", tmp_path / "file" / "below"):
+            with pytest.raises(ConfigError, match=r"out=.*file(/below cannot be written: .*)? is a file"):
+                command(base, out=out)
 
 
 def test_messages_name_keys_that_the_command_has(base: Run, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -69,8 +70,10 @@ def _quoted(value: Any) -> str:
         return repr(value)
     if isinstance(value, (list, tuple)):
         return f"[{','.join(map(_quoted, value))}]"
-    text = str(value).replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{text}'" if text else "''"
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))  # no interpolation
+    text = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    text = re.sub(r"(\\+)$", r"\1\1", text)  # in front of a quote only, a backslash counts twice
+    return f"'{text}'"
 
 
 @log_lines()
@@ -100,7 +103,7 @@ def train(*overrides: str, directory: str | Path | None = None, **values: Any) -
     if directory is None:
         name = config.name or registry.name_of("algo", config.algo)
         directory = Path("runs") / datetime.now().strftime(f"%Y-%m-%d/%H-%M-%S-{name}")
-    outcome = train_command.train(config, Job(Path(directory), tuple(written)))
+    outcome = train_command.train(config, Job(Path(directory).expanduser(), tuple(written)))
     return Run(outcome.directory.path)
 
 

@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from burnish.commands import COMMANDS
-from burnish.config import register_configs, to_object
+from burnish.config import register_configs, to_command
 from burnish.explain import USER_ERRORS, explain
 from burnish.job import Job
 from burnish.overrides import check_arguments
@@ -36,7 +36,7 @@ class Task:
         hydra_config = HydraConfig.get()
         job = Job(Path(hydra_config.runtime.output_dir), tuple(hydra_config.overrides.task))
         try:
-            result: float | None = COMMANDS[self.command].load().run(to_object(node), job)
+            result: float | None = COMMANDS[self.command].load().run(to_command(node), job)
         except USER_ERRORS as error:
             NewFolders.remove_empty()
             if wants_traceback() or hydra_config.mode != RunMode.RUN:
@@ -88,7 +88,7 @@ def _continuing(command: str, arguments: Sequence[str]) -> list[str]:
         return list(arguments)
     known: list[str] = COMMANDS[command].load().with_resumed_parts(arguments)
     chosen = any(a.startswith("hydra.run.dir=") for a in arguments)
-    return known if chosen else [*known, f"hydra.run.dir={resumed[-1]}"]
+    return known if chosen else [*known, f"hydra.run.dir={os.path.expanduser(resumed[-1])}"]
 
 
 def wants_traceback() -> bool:

@@ -8,11 +8,12 @@ Hydra's ConfigStore, so that an unknown key, a wrong type or an unknown option i
 
 from __future__ import annotations
 
+import os
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -31,6 +32,9 @@ from policies.errors import ConfigError
 
 GROUPS = ("algo", "env", "process", "backbone", "sampler")
 """Hydra groups filled from the registry; the chosen part stands under the group's name."""
+
+PATH_KEYS = ("dataset", "init", "out", "policy", "resume", "run", "versus")
+"""Keys of commands that name files or folders."""
 
 
 @cache
@@ -87,7 +91,7 @@ def compose_config(command: str, overrides: Sequence[str]) -> Any:
     try:
         with _hydra():
             node = compose(config_name=command, overrides=list(overrides))
-        return to_object(node)
+        return to_command(node)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error
 
@@ -102,6 +106,22 @@ def _hydra() -> Iterator[None]:
             yield
     finally:
         GlobalHydra.instance().hydra = outer
+
+
+def to_command(node: DictConfig) -> Any:
+    """Turn the composed configuration of a command into its dataclass; `~` in a path is the home folder.
+
+    Raises:
+        ConfigError: As `to_object`.
+    """
+    config = to_object(node)
+    return replace(config, **{k: _at_home(v) for k, v in vars(config).items() if k in PATH_KEYS})
+
+
+def _at_home(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_at_home(item) for item in value]
+    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def to_object(node: Any) -> Any:

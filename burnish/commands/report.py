@@ -87,7 +87,7 @@ def _refuse_to_replace(target: Path, overwrite: bool) -> None:
     """Refuse to write over what is there, before any work is done.
 
     Raises:
-        ConfigError: If the target is a file or below one, or a directory that is not empty and `overwrite` is false.
+        ConfigError: If the target is a file, below one, or a full directory and `overwrite` is false.
     """
     check_folder_to_write(target)
     if not overwrite and target.is_dir() and any(target.iterdir()):

@@ -120,10 +120,11 @@ def with_resumed_parts(overrides: Sequence[str]) -> list[str]:
     """Put the parts of the run that is resumed in front, so that their keys are known while composing."""
     parser = OverridesParser.create()
     named = [parser.parse_override(text).value() for text in overrides if text.startswith("resume=")]
-    if not named or named[-1] is None or not (Path(str(named[-1])) / RUN_CONFIG).is_file():
+    run = None if not named or named[-1] is None else Path(str(named[-1])).expanduser()
+    if run is None or not (run / RUN_CONFIG).is_file():
         return list(overrides)
     typed = {text.partition("=")[0] for text in overrides}
-    parts = parts_of(RunDirectory.open(str(named[-1])))
+    parts = parts_of(RunDirectory.open(run))
     return [*(part for part in parts if part.partition("=")[0] not in typed), *overrides]
 
 

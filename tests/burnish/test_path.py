@@ -314,6 +314,19 @@ def test_keyword_values_are_written_in_the_grammar_of_overrides(tmp_path: Path) 
     ]
 
 
+@pytest.mark.parametrize(
+    "text", [r"a\b", r"a\'b", "a'b'", "a\\", "${seed}/x", r"\${seed}", r"\\${seed}'\\", "", "a,b=[c]"]
+)
+def test_keyword_values_arrive_as_they_are(text: str) -> None:
+    assert compose_config("train", overrides_of((), {"dataset": text})).dataset == text
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert compose_config("collect", ["out='~/x.hdf5'"]).out == str(tmp_path / "x.hdf5")
+    assert compose_config("report", overrides_of((), {"run": ["~/a", "b"]})).run == [f"{tmp_path}/a", "b"]
+
+
 @contextmanager
 def no_logging_set_up() -> Iterator[None]:
     """Take the test runner's own handlers away."""

@@ -4,6 +4,7 @@
       config.yaml  overrides.txt  environment.json  metrics.jsonl  eval/*.json
       checkpoints/<step>/policy/                    what is shipped (see policies.folder)
       checkpoints/<step>/training_state/state.pt    what is resumed from: tensors and plain values
+      checkpoints/<step>/SHA256SUMS                 checksums of both; what is resumed from is compared
       checkpoints/last -> <step>
 
 A checkpoint is written aside, flushed to the disk and renamed: the rename is the moment it exists, so a
@@ -27,6 +28,7 @@ from typing import IO, Any
 import torch
 from omegaconf import OmegaConf
 
+from algos.checksums import CHECKSUMS, is_intact, write_checksums
 from algos.metrics import append_jsonl, truncate_jsonl
 from algos.plain import from_plain, to_plain
 from algos.provenance import describe_environment
@@ -43,6 +45,10 @@ _CONFIG, _OVERRIDES, _ENVIRONMENT, _METRICS = (
 )
 _CHECKPOINTS, _LAST, _ASIDE = "checkpoints", "last", ".aside-"
 _STATE_FILE = Path("training_state") / "state.pt"
+_UNREADABLE = (  # what `torch.load` raises on damaged files
+    *(RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError),
+    *(AttributeError, TypeError, IndexError),
+)
 
 
 class RunDirectory:
@@ -238,6 +244,7 @@ class RunDirectory:
             )
             (aside / _STATE_FILE).parent.mkdir()
             torch.save(state, aside / _STATE_FILE)
+            write_checksums(aside)
             _sync_tree(aside)
             os.rename(aside, folder / str(step))
         finally:
@@ -255,12 +262,15 @@ class RunDirectory:
         Raises:
             CheckpointError: If it is missing, damaged, or of another format.
         """
-        path = self.checkpoint_path(step) / _STATE_FILE
+        folder = self.checkpoint_path(step)
+        path = folder / _STATE_FILE
         if not path.is_file():
             raise CheckpointError(f"{path} is missing: this checkpoint can be run but not resumed.")
         try:
+            if not is_intact(folder, _STATE_FILE):
+                raise OSError(f"its SHA-256 is not that of {CHECKSUMS}")
             state = torch.load(path, map_location="cpu", weights_only=True)
-        except (RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        except _UNREADABLE as error:
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise CheckpointError(
                 f"{path} is damaged ({reason}). Remove its checkpoint to continue from the one before."

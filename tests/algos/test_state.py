@@ -107,12 +107,50 @@ def overwrite(path: Path) -> None:
     path.write_bytes(b"not a training state")
 
 
+@pytest.mark.parametrize("has_checksums", [True, False])
 @pytest.mark.parametrize("damage", [truncate, overwrite, lambda path: path.write_bytes(b"")])
-def test_damaged_state_is_one_clear_error(run: RunDirectory, damage: Callable[[Path], None]) -> None:
+def test_damaged_state_is_one_clear_error(
+    run: RunDirectory, damage: Callable[[Path], None], has_checksums: bool
+) -> None:
     run.save_checkpoint(1, tiny_policy(), {"x": torch.zeros(100)})
+    if not has_checksums:
+        (run.checkpoint_path() / "SHA256SUMS").unlink()
     damage(run.checkpoint_path() / "training_state" / "state.pt")
     with pytest.raises(CheckpointError, match=r"state.pt is damaged"):
         run.load_training_state()
+
+
+@pytest.mark.parametrize("position", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_a_single_flipped_bit_is_noticed(run: RunDirectory, position: float) -> None:
+    run.save_checkpoint(1, tiny_policy(), {"x": torch.zeros(1000)})
+    path = run.checkpoint_path() / "training_state" / "state.pt"
+    content = bytearray(path.read_bytes())
+    content[int(position * len(content))] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"state.pt is damaged \(its SHA-256 is not that of SHA256SUMS"):
+        run.load_training_state()
+
+
+@pytest.mark.parametrize("error", [AttributeError, TypeError, IndexError])
+def test_whatever_a_damaged_file_raises_is_one_clear_error(
+    run: RunDirectory, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object, **__: object) -> None:
+        raise error("odd")
+
+    run.save_checkpoint(1, tiny_policy(), {})
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(CheckpointError, match=r"state.pt is damaged \(odd\)"):
+        run.load_training_state()
+
+
+def test_checksums_name_every_file_and_older_checkpoints_have_none(run: RunDirectory) -> None:
+    folder = run.save_checkpoint(1, tiny_policy(), {"x": 1})
+    named = {line.split("  ")[1] for line in (folder / "SHA256SUMS").read_text().splitlines()}
+    files = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    assert named == files - {"SHA256SUMS"}
+    (folder / "SHA256SUMS").unlink()
+    assert run.load_training_state()["x"] == 1
 
 
 def test_state_that_would_run_code_is_refused(run: RunDirectory, tmp_path: Path) -> None:
@@ -122,6 +160,7 @@ def test_state_that_would_run_code_is_refused(run: RunDirectory, tmp_path: Path)
 
     run.save_checkpoint(1, tiny_policy(), {})
     torch.save({"format": 1, "evil": Evil()}, run.checkpoint_path() / "training_state" / "state.pt")
+    (run.checkpoint_path() / "SHA256SUMS").unlink()
     with pytest.raises(CheckpointError, match="damaged"):
         run.load_training_state()
     assert not (tmp_path / "ran").exists()

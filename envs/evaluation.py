@@ -30,7 +30,24 @@ from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.policy import Policy
 
 NOISES = ("random", "zero")
+SEEDS = 2**32  # what every simulator takes: 0 to SEEDS - 1
 _VERSIONS = ("mujoco", "gymnasium", "burnish")
+
+
+def check_seeds(name: str, first: int, count: int = 1) -> None:
+    """Refuse seeds that a simulator would not take.
+
+    Args:
+        name: Configuration key of the first seed.
+        first: The first seed.
+        count: How many consecutive seeds are used.
+
+    Raises:
+        ConfigError: If one of them is negative or too large.
+    """
+    if first < 0 or first + max(count, 1) > SEEDS:
+        largest = SEEDS - max(count, 1)
+        raise ConfigError(f"{name} must be from 0 to {largest}; got {first}.")
 
 
 @dataclass
@@ -49,9 +66,13 @@ class EvaluationSettings:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name, least in (("episodes", 0), ("first_seed", 0), ("num_envs", 1)):
+        for name, least in (("episodes", 0), ("num_envs", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}.")
+        check_seeds("first_seed", self.first_seed, self.episodes)
+        check_seeds("noise_seed", self.noise_seed)
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"steps must be at least 1, or null; got {self.steps}.")
         for name in ("start_noise", "sampling_noise"):
             if getattr(self, name) not in NOISES:
                 raise ConfigError(f"{name} must be random or zero; got '{getattr(self, name)}'.")

@@ -38,6 +38,8 @@ class EvalConfig(EvaluationSettings):
         super().__post_init__()
         if self.episodes < 1:
             raise ConfigError(f"episodes must be at least 1; got {self.episodes}.")
+        if self.num_workers < 0:
+            raise ConfigError(f"num_workers must be 0 or more; got {self.num_workers}.")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -15,7 +15,7 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING
 
-from algos.base import Setup
+from algos.base import Algorithm, Setup
 from algos.state import RunDirectory
 from algos.trainer import Interrupted, TrainerSettings
 from algos.trainer import train as run_trainer
@@ -25,7 +25,7 @@ from burnish.console import output, table
 from burnish.job import Job
 from burnish.locate import RUN_CONFIG, check_folder_to_write, locate
 from envs.datasets import read_dataset
-from envs.evaluation import EvaluationSettings
+from envs.evaluation import EvaluationSettings, check_seeds, with_steps
 from policies import registry
 from policies.errors import ConfigError
 from policies.policy import Policy, PolicyConfig, complete
@@ -189,6 +189,7 @@ def _train(
     algorithm = config.algo.build(prepare(config))
     last: dict[str, float] = {}
     try:
+        _try_evaluation(config, algorithm)
         directory = open_directory()
         with _said_how_to_continue(directory):
             run_trainer(
@@ -205,6 +206,17 @@ def _train(
     return Outcome(directory, last)
 
 
+def _try_evaluation(config: TrainConfig, algorithm: Algorithm) -> None:
+    """Refuse an evaluation that could not be made, before anything is trained.
+
+    Raises:
+        ConfigError: If the policy cannot denoise in so many steps.
+        CapabilityError: If its sampler has no number of steps.
+    """
+    if config.env is not None and config.evaluation.episodes and config.evaluation.steps is not None:
+        with_steps(algorithm.snapshot(), config.evaluation.steps)
+
+
 @contextmanager
 def _said_how_to_continue(directory: RunDirectory) -> Iterator[None]:
     """Name the command that continues a run, when it is stopped."""
@@ -219,12 +231,10 @@ def _said_how_to_continue(directory: RunDirectory) -> Iterator[None]:
 
 def prepare(config: TrainConfig) -> Setup:
     """Load what a run is built from; everything that can be refused is refused here or in `build`."""
-    try:
-        device = torch.device(config.device)
-    except RuntimeError:
-        raise ConfigError(f"device must be cpu, cuda or cuda:<n>; got '{config.device}'.") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device={config.device} is not available on this machine. Use device=cpu.")
+    device = _device(config.device)
+    check_seeds("seed", config.seed)
+    if config.num_workers < 0:
+        raise ConfigError(f"num_workers must be 0 or more; got {config.num_workers}.")
     init = None if config.init is None else locate(config.init, "init").load()
     if init is not None:
         _say_what_init_replaces(config, init)
@@ -238,6 +248,22 @@ def prepare(config: TrainConfig) -> Setup:
         num_threads=config.num_threads,
         device=device,
     )
+
+
+def _device(name: str) -> torch.device:
+    """Return the device of a name.
+
+    Raises:
+        ConfigError: If it is of another kind, or not there.
+    """
+    device: torch.device | None = None
+    with suppress(RuntimeError):
+        device = torch.device(name)
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be cpu, cuda or cuda:<n>; got '{name}'.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={name} is not available on this machine. Use device=cpu.")
+    return device
 
 
 def provenance(config: TrainConfig) -> dict[str, Any]:

@@ -262,6 +262,29 @@ def test_a_run_is_not_overwritten(base: Run, demonstrations: Path) -> None:
         burnish.clone(demonstrations, directory=base.path, **{"algo.steps": 1, "algo.warmup_steps": 0})
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("evaluation.steps", 100, "steps"),
+        ("evaluation.steps", 0, "steps must be at least 1"),
+        ("evaluation.noise_seed", -1, "noise_seed must be from 0 to"),
+        ("evaluation.first_seed", 10**30, "first_seed must be from 0 to"),
+        ("num_workers", -1, "num_workers must be 0 or more"),
+        ("seed", -1, "seed must be from 0 to"),
+        ("device", "meta", "device must be cpu, cuda or cuda:<n>; got 'meta'"),
+        ("device", "mps", "device must be cpu, cuda or cuda:<n>; got 'mps'"),
+        ("device", "cuda:99", "device=cuda:99 is not available"),
+    ],
+)
+def test_what_would_fail_later_is_refused_before_training(
+    key: str, value: Any, message: str, demonstrations: Path, tmp_path: Path
+) -> None:
+    values = {**QUIET, key: value, "directory": tmp_path / "run", "backbone": {"width": 8}}
+    with pytest.raises(ConfigError, match=message):
+        burnish.clone(demonstrations, env="avoid", algo=TINY_BC, **values)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_stopped_run_names_the_command_that_continues_it(
     demonstrations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -86,7 +86,8 @@ class BcConfig:
             _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
         epochs = self.epochs
         _require(epochs is None or 0 < epochs < math.inf, "epochs", "positive and finite, or null", epochs)
-        _require(0 < self.lr < math.inf, "lr", "positive and finite", self.lr)
+        _require(self.lr > 0, "lr", "positive", self.lr)
+        _require(self.lr < math.inf, "lr", "finite", self.lr)
         _require(0 <= self.min_lr <= self.lr, "min_lr", f"in 0..lr={self.lr}", self.min_lr)
         _require(self.warmup_steps >= 0, "warmup_steps", "0 or more", self.warmup_steps)
         decay = self.weight_decay

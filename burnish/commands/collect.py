@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 from burnish.console import Counting, output, table
 from burnish.job import Job
 from burnish.locate import check_file_to_write
-from envs.collect import collect
+from envs.collect import MAX_ATTEMPTS, collect
 from envs.datasets import EpisodeDataset, write_robomimic
+from envs.evaluation import check_seeds
 from policies import registry
 from policies.errors import CapabilityError, ConfigError, DatasetError
 
@@ -32,8 +34,9 @@ class CollectConfig:
         """Check the values."""
         if self.episodes < 1:
             raise ConfigError(f"episodes must be at least 1; got {self.episodes}.")
-        if self.first_seed < 0:
-            raise ConfigError(f"first_seed must be 0 or more; got {self.first_seed}.")
+        check_seeds("first_seed", self.first_seed, MAX_ATTEMPTS * self.episodes)
+        if self.noise is not None and not (math.isfinite(self.noise) and self.noise >= 0):
+            raise ConfigError(f"noise must be 0 or more and finite, or null; got {self.noise}.")
         if not 0 <= self.valid_fraction < 1:
             raise ConfigError(f"valid_fraction must be in [0, 1); got {self.valid_fraction}.")
 

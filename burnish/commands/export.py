@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -11,7 +12,7 @@ from burnish.commands.evaluate import task_of
 from burnish.console import output, table
 from burnish.job import Job
 from burnish.locate import Located, check_folder_to_write, locate
-from envs.evaluation import with_steps
+from envs.evaluation import check_seeds, with_steps
 from policies.errors import ConfigError
 from policies.export import ExportReport, Surroundings, export_onnx, refuse_to_replace
 from policies.policy import Policy
@@ -37,8 +38,9 @@ class ExportConfig:
         """Check the values."""
         if self.format not in FORMATS:
             raise ConfigError(f"format must be one of: {', '.join(FORMATS)}; got '{self.format}'.")
-        if self.tolerance <= 0:
-            raise ConfigError(f"tolerance must be positive; got {self.tolerance}.")
+        if not (math.isfinite(self.tolerance) and self.tolerance > 0):
+            raise ConfigError(f"tolerance must be positive and finite; got {self.tolerance}.")
+        check_seeds("seed", self.seed)
 
 
 def run(config: ExportConfig, job: Job) -> float:

@@ -21,7 +21,7 @@ from burnish.job import Job
 from burnish.locate import check_folder_to_write, locate
 from burnish.page import Page
 from burnish.pictures import learning_curves, run_colours
-from envs.evaluation import Evaluation
+from envs.evaluation import Evaluation, check_seeds
 from envs.statistics import bootstrap_iqm, wilson
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
 
@@ -41,6 +41,13 @@ class ReportConfig:
     first_seed: int = 0  # seed of the first of these episodes
     num_workers: int = 2  # rollout processes; 0: this process
     overwrite: bool = False  # replace the report in an existing directory
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name in ("episodes", "num_workers"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must be 0 or more; got {getattr(self, name)}.")
+        check_seeds("first_seed", self.first_seed, self.episodes)
 
     def runs(self) -> list[RunDirectory]:
         """Open the runs.

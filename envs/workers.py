@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from envs.nursery import Child, exit_on_hangup, fork_worker
-from policies.errors import ConfigError, WorkerError
+from policies.errors import BurnishError, ConfigError, WorkerError
 from policies.threads import torch_threads
 
 Factory = Callable[..., Any]
@@ -102,6 +102,7 @@ class ProcessWorkers:
     """One process per object.
 
     Raises:
+        BurnishError: What a worker raised on purpose, as it is.
         WorkerError: If an object cannot be built; the message carries the worker's traceback.
     """
 
@@ -129,8 +130,10 @@ class ProcessWorkers:
         """Call a method of every object at the same time.
 
         Raises:
-            WorkerError: If a call raises or a process dies. The other processes are ended, too, because
-                what they hold no longer belongs together.
+            BurnishError: What a worker raised on purpose, as it is.
+            WorkerError: If a call raises anything else or a process dies.
+
+        After either the other processes are ended, too, because what they hold no longer belongs together.
         """
         if not self._children:
             raise WorkerError("these worker processes are closed. Start them again.")
@@ -183,6 +186,8 @@ class ProcessWorkers:
                 if kind == "message":
                     (on_message or _ignore)(value)
                     continue
+                if kind == "refusal":
+                    raise value
                 if kind == "error":
                     raise WorkerError(f"worker {index} of {len(self)} failed:\n{value}")
                 results[index] = value
@@ -280,6 +285,8 @@ def _answer(link: Connection) -> None:
             send(link, ("ok", answer))
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
+        except BurnishError as error:
+            send(link, ("refusal", error))
         except Exception:
             send(link, ("error", traceback.format_exc()))
 

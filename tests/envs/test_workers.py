@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from envs.workers import ProcessWorkers, receive, send, start_workers
+from envs.workers import LocalWorkers, ProcessWorkers, receive, send, start_workers
 from policies.errors import ConfigError, WorkerError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,6 +44,9 @@ class Probe:
     def fail(self, who: int) -> None:
         if who == self.start:
             raise RuntimeError(f"simulator {self.start} exploded")
+
+    def refuse(self) -> None:
+        raise ConfigError(f"start must be 2; got {self.start}.")
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -149,6 +152,14 @@ def test_an_exception_comes_back_with_its_traceback_and_ends_the_pool() -> None:
     assert not any(alive(pid) for pid in pids)
     with pytest.raises(WorkerError, match="closed"):
         workers.call("environment", [(), ()])
+
+
+@pytest.mark.parametrize("kind", [LocalWorkers, ProcessWorkers])
+def test_a_refusal_is_the_same_here_and_in_a_process(kind: type) -> None:
+    workers = kind(Probe, [(1,)])
+    with pytest.raises(ConfigError) as refused:
+        workers.call("refuse", [()])
+    assert str(refused.value) == "start must be 2; got 1."
 
 
 def test_a_killed_worker_is_named() -> None:

@@ -8,6 +8,7 @@ nearly every demonstration succeeds.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -45,7 +46,7 @@ class AvoidDemonstrator:
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
-        if self.noise < 0 or not 0 < self.pace <= 1:
+        if not (0 <= self.noise < math.inf and 0 < self.pace <= 1):
             raise ConfigError(
                 "env.demonstrator needs noise >= 0 and 0 < pace <= 1; "
                 f"got noise={self.noise}, pace={self.pace}. Defaults are 1.0 and 0.75."

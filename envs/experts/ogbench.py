@@ -6,6 +6,7 @@ the executed actions therefore widens the states a clone sees, at little cost in
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ class CubeDemonstrator:
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
-        if self.noise < 0 or self.min_norm < 0:
+        if not (0 <= self.noise < math.inf and 0 <= self.min_norm < math.inf):
             raise ConfigError(
                 "env.demonstrator needs noise >= 0 and min_norm >= 0; "
                 f"got noise={self.noise}, min_norm={self.min_norm}. Defaults are 0.0 and 0.4."

@@ -59,7 +59,10 @@ def check_loadable(run: RunDirectory) -> int:
 def test_killed_runs_lose_nothing_before_their_last_checkpoint(tmp_path: Path) -> None:
     """Killed several times at random moments, with a checkpoint at every step; the end is the same."""
     steps, moments = 600, random.Random(0)
-    run, whole = (RunDirectory.create(tmp_path, name, {}) for name in ("killed", "whole"))
+    # Opened anew: a maker holds its run, and here other processes write.
+    run, whole = (
+        RunDirectory.open(RunDirectory.create(tmp_path, name, {}).path) for name in ("killed", "whole")
+    )
     newest = 0
     for _ in range(3):
         process = start(run, steps, 1)
@@ -76,7 +79,7 @@ def test_killed_runs_lose_nothing_before_their_last_checkpoint(tmp_path: Path) -
 
 
 def test_terminated_run_saves_the_step_it_reached(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "run", {})
+    run = RunDirectory.open(RunDirectory.create(tmp_path, "run", {}).path)
     process = start(run, 1_000_000, 50)
     wait_for_progress(process, run, 0)
     process.terminate()

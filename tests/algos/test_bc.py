@@ -237,7 +237,11 @@ def test_step_reads_nothing_back_from_the_device(monkeypatch: pytest.MonkeyPatch
 
     for name in ("item", "cpu", "tolist", "numpy", "__bool__", "__float__"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
-    algorithm._step(algorithm._source.gather(algorithm._shuffle.take(8)))
+    with pytest.raises(AssertionError, match="waited"):
+        torch.ones(()).item()
+    loss = algorithm._step(algorithm._source.gather(algorithm._shuffle.take(8)))
+    monkeypatch.undo()
+    assert math.isfinite(loss.item())
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, 1), (1, 1), (3, 3)])

@@ -495,10 +495,11 @@ def test_numbers_that_cannot_be_meant_are_refused_by_name(name: str, value: floa
 
 
 def test_what_looks_odd_but_can_be_meant_is_allowed() -> None:
-    replace(SMALL, paper_compat=True, actor_lr=2e-5, actor_min_lr=1e-4)
-    replace(SMALL, batch_size=1, normalize_advantage=False)
-    replace(SMALL, reward_scale_clip=math.inf, clip_range_rate=100.0).clip_range_of(5)
-    replace(SMALL, log_prob_range=None)
+    assert replace(SMALL, paper_compat=True, actor_lr=2e-5, actor_min_lr=1e-4).actor_min_lr == 1e-4
+    assert replace(SMALL, batch_size=1, normalize_advantage=False).batch_size == 1
+    steep = replace(SMALL, reward_scale_clip=math.inf, clip_range_rate=100.0)
+    assert bool(steep.clip_range_of(5).isfinite().all())
+    assert replace(SMALL, log_prob_range=None).log_prob_range is None
 
 
 def test_a_resumed_run_takes_the_weight_decay_it_is_given() -> None:

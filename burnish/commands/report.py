@@ -15,13 +15,13 @@ import numpy as np
 from algos.metrics import read_jsonl
 from algos.state import RunDirectory
 from burnish.behaviour import Stage, describe_ways, draw_behaviour
-from burnish.commands.evaluate import describe_comparison, format_interval
+from burnish.commands.evaluate import describe_comparison
 from burnish.console import output
 from burnish.job import Job
 from burnish.locate import check_folder_to_write, locate
 from burnish.page import Page
 from burnish.pictures import learning_curves, run_colours
-from envs.evaluation import Evaluation, check_seeds
+from envs.evaluation import Evaluation, check_seeds, format_interval
 from envs.statistics import bootstrap_iqm, wilson
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
 

@@ -128,12 +128,16 @@ def test_fine_tuning_compares_on_the_same_episodes_and_reports(base: Run, tuned:
     assert "http" not in page, "the page needs nothing from elsewhere"
 
 
+def put_two_policies_called_p(base: Run, tuned: Run, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    shutil.copytree(base.directory.policy_path(), "p")
+    shutil.copytree(tuned.directory.policy_path(), "a/p")
+
+
 def test_policies_with_one_name_keep_their_own_numbers(
     base: Run, tuned: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(base.directory.policy_path(), "p")
-    shutil.copytree(tuned.directory.policy_path(), "a/p")
+    put_two_policies_called_p(base, tuned, tmp_path, monkeypatch)
     tables: list[Any] = []
     monkeypatch.setattr(evaluate_command, "summary_table", lambda rows: tables.append(list(rows)) or "")
     for policy, versus in (("a/p", "p"), ("p", "p")):
@@ -150,9 +154,7 @@ def test_policies_with_one_name_keep_their_own_numbers(
 def test_evaluations_do_not_replace_one_another(
     base: Run, tuned: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(base.directory.policy_path(), "p")
-    shutil.copytree(tuned.directory.policy_path(), "a/p")
+    put_two_policies_called_p(base, tuned, tmp_path, monkeypatch)
     pairs: list[tuple[Any, Any]] = [(base, "a/p"), (base, "p"), (base, None), ("p", None), ("a/p", None)]
     paths = {
         burnish.evaluate(policy, versus=versus, episodes=1, num_workers=0).path for policy, versus in pairs

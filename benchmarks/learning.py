@@ -65,7 +65,7 @@ STUDIES = {
     ),
     "cube-single": Study(
         "cube-single",
-        10,
+        9,
         {"dppo": "cube_single_bc", "ppo": "cube_single_gaussian_bc"},
         {"dppo": "cube_single_dppo", "ppo": "cube_single_ppo"},
         "success",

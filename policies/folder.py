@@ -60,6 +60,7 @@ def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dic
         "act_steps": config.act_steps,
         "action_start": config.action_start,
         "normalizer": dict(policy.normalizer.modes),
+        "observation_clip": config.observation_clip,
         "provenance": dict(provenance or {}),
     }
 
@@ -137,7 +138,9 @@ def load_policy(directory: str | Path) -> Policy:
         parts = {group: registry.from_json(group, data["parts"][group]) for group in _PART_GROUPS}
         names = ("obs_steps", "horizon", "act_steps", "action_start")
         modes = {"state": "limits", "goal": "limits", "action": "limits"} | data["normalizer"]
-        config = PolicyConfig(**parts, **{name: data[name] for name in names}, normalizer=modes)
+        horizons = {name: data[name] for name in names}
+        clip = data.get("observation_clip")
+        config = PolicyConfig(**parts, **horizons, normalizer=modes, observation_clip=clip)
         obs_dim, action_dim, goal_dim = (int(data[name]) for name in ("obs_dim", "action_dim", "goal_dim"))
         policy = build_policy(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim)
     except (ConfigError, KeyError, TypeError, ValueError) as error:

@@ -51,11 +51,22 @@ class Normalizer(nn.Module):
     Args:
         modes: Mode of each feature.
         dims: Width D of each feature.
+        clips: Largest magnitude of a feature's encoded values; a feature that is not named, or whose mode
+            is identity, is not clipped.
     """
 
-    def __init__(self, modes: Mapping[str, str], dims: Mapping[str, int]) -> None:
+    def __init__(
+        self, modes: Mapping[str, str], dims: Mapping[str, int], clips: Mapping[str, float] | None = None
+    ) -> None:
         super().__init__()
         self.modes = dict(modes)
+        kept = {name: clip for name, clip in (clips or {}).items() if self.modes.get(name) != "identity"}
+        for name, clip in kept.items():
+            if not clip >= 1.0:  # also nan
+                raise ConfigError(
+                    f"policy.observation_clip must be at least 1, where the data end; got {clip} for '{name}'."
+                )
+        self.clips = kept
         for name, mode in self.modes.items():
             if mode not in MODES:
                 raise ConfigError(
@@ -94,9 +105,10 @@ class Normalizer(nn.Module):
         return self
 
     def encode(self, name: str, x: Tensor) -> Tensor:
-        """Physical -> normalised; x is (..., D)."""
+        """Physical -> normalised, clipped where the feature has a clip; x is (..., D)."""
         scale, offset = self._buffers_of(name)
-        return torch.addcmul(offset, x, scale)
+        y = torch.addcmul(offset, x, scale)
+        return y.clamp(-self.clips[name], self.clips[name]) if name in self.clips else y
 
     def decode(self, name: str, y: Tensor) -> Tensor:
         """Normalised -> physical; y is (..., D)."""

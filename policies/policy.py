@@ -38,6 +38,7 @@ class PolicyConfig:
         default_factory=lambda: {"state": "limits", "goal": "limits", "action": "limits"}
         # per feature: limits (to [-1, 1]) | gaussian (mean 0, deviation 1) | identity
     )
+    observation_clip: float | None = 5.0  # clip normalised states and goals to ± this; null: not at all
 
     def chunk(self, action_dim: int) -> ChunkSpec:
         """Return the horizons for an action width."""
@@ -62,7 +63,10 @@ class Policy(nn.Module):
         self.chunk = config.chunk(action_dim)
         self.encoder = StateEncoder(obs_dim, config.obs_steps, goal_dim)
         dims = {"state": obs_dim, "goal": goal_dim, "action": action_dim}
-        self.normalizer = Normalizer({k: config.normalizer[k] for k, d in dims.items() if d}, dims)
+        modes = {k: config.normalizer[k] for k, d in dims.items() if d}
+        clip = config.observation_clip
+        clips = {} if clip is None else {k: clip for k in modes if k != "action"}
+        self.normalizer = Normalizer(modes, dims, clips)
 
     @property
     def obs_dim(self) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -20,8 +21,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread: small networks lose far more to waiting threads than they gain."""
+    """One thread: small networks lose far more to waiting threads than they gain. Examples may be slow."""
     torch.set_num_threads(1)
+    settings.register_profile("burnish", deadline=None)
+    settings.load_profile("burnish")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

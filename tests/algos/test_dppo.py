@@ -101,7 +101,7 @@ NETS = {
 }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     prediction=st.sampled_from(["eps", "x0", "v"]),
     net=st.sampled_from(sorted(NETS)),

@@ -65,7 +65,7 @@ def estimate(r: dict[str, torch.Tensor], gamma: float, lam: float) -> tuple[torc
     return gae(r["reward"], r["value"], following, r["terminated"], r["truncated"], gamma=gamma, lam=lam)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 9), st.integers(1, 3), st.floats(0, 1), st.floats(0, 1))
 def test_gae_equals_following_each_episode(
     seed: int, steps: int, envs: int, gamma: float, lam: float
@@ -76,7 +76,7 @@ def test_gae_equals_following_each_episode(
     torch.testing.assert_close(target, advantage + r["value"])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10_000))
 def test_gae_never_looks_past_an_episode_end(seed: int) -> None:
     r = rollout(seed, 8, 2)
@@ -142,7 +142,7 @@ def test_normalize_advantage_of_one_row_is_zero() -> None:
     assert many.std().item() == pytest.approx(1.0, abs=1e-6)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=40), st.floats(0, 0.5), st.floats(0.5, 1)
 )
@@ -180,7 +180,7 @@ def test_explained_variance_of_perfect_mean_and_constant() -> None:
     assert math.isnan(explained_variance(target, torch.ones(6)).item())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10_000), st.integers(2, 20), st.integers(2, 20))
 def test_merge_moments_keeps_the_joint_mean(seed: int, first: int, second: int) -> None:
     data = torch.randn(first + second, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

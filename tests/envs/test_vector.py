@@ -106,7 +106,7 @@ def test_inactive_rows_do_not_move() -> None:
     np.testing.assert_array_equal(step.obs[1, 0], [1, 0])
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(end=st.integers(1, 12), limit=st.integers(1, 12), steps=st.integers(1, 5), obs_steps=st.integers(1, 4))
 def test_chunks_of_any_length_see_the_same_episode(end: int, limit: int, steps: int, obs_steps: int) -> None:
     v = vector(end, limit=limit, obs_steps=obs_steps)

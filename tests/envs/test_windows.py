@@ -38,7 +38,7 @@ def by_item(data, chunk, pad_end):
     return out
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     obs_steps=st.integers(1, 4),

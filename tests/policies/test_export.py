@@ -118,6 +118,18 @@ def test_the_graph_equals_the_policy_at_any_batch(name: str, tmp_path: Path) -> 
     )
 
 
+def test_observations_far_outside_the_data_are_clipped_in_the_graph_too(tmp_path: Path) -> None:
+    policy = small_policy(VPDiffusion(num_levels=2), observation_clip=2.0)
+    export_onnx(policy, tmp_path, latency_batches=())
+    sample = dict(np.load(tmp_path / SAMPLE))
+    feed = {"observation": 1e4 * sample["observation"], "noise": sample["noise"]}
+    inputs = {name: torch.from_numpy(value) for name, value in feed.items()}
+    ran = open_plainly(tmp_path).run(None, feed)[0]
+    np.testing.assert_allclose(expected(policy, inputs), ran, atol=TOLERANCE, rtol=0)
+    further = open_plainly(tmp_path).run(None, feed | {"observation": 10 * feed["observation"]})[0]
+    np.testing.assert_array_equal(ran, further)
+
+
 # -- the folder -----------------------------------------------------------------------------------------
 
 

@@ -40,6 +40,22 @@ def test_a_saved_policy_acts_the_same_to_the_last_bit(name: str, tmp_path: Path)
     assert loaded.sampler == policy.sampler
 
 
+@pytest.mark.parametrize("clip", [None, 2.0, 5.0])
+def test_the_clip_of_observations_is_saved_and_binds(clip: float | None, tmp_path: Path) -> None:
+    loaded = load_policy(save_policy(small_policy(observation_clip=clip), tmp_path / "policy"))
+    assert loaded.config.observation_clip == clip
+    far = loaded.encode({"state": 1e4 * observations(4)}).vec.abs().max().item()
+    assert far == clip if clip is not None else far > 100
+
+
+def test_a_directory_that_says_nothing_of_a_clip_has_none(tmp_path: Path) -> None:
+    path = save_policy(small_policy(observation_clip=2.0), tmp_path / "policy") / "config.json"
+    description = json.loads(path.read_text())
+    del description["observation_clip"]
+    path.write_text(json.dumps(description))
+    assert load_policy(tmp_path / "policy").config.observation_clip is None
+
+
 def test_frozen_and_tuned_networks_travel_together(tmp_path: Path) -> None:
     policy = small_policy(VPDiffusion(num_levels=6))
     tuned = policy.clone().field

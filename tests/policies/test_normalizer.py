@@ -40,6 +40,25 @@ def test_constant_features_are_shifted_but_not_blown_up(mode: str) -> None:
     assert abs(out[0, 0].item()) < 0.01
 
 
+def test_values_far_outside_the_data_are_clipped_and_the_rest_is_untouched() -> None:
+    data = torch.tensor([[0.0, 0.0], [1.0, 0.002]])
+    stats = {"min": data[0], "max": data[1], "mean": data.mean(0), "std": data.std(0)}
+    clipped = Normalizer({"state": "limits"}, {"state": 2}, {"state": 3.0}).fit({"state": stats})
+    plain = Normalizer({"state": "limits"}, {"state": 2}).fit({"state": stats})
+    near, far = torch.tensor([[1.5, 0.003]]), torch.tensor([[-0.5, 2.0]])
+    assert torch.equal(clipped.encode("state", near), plain.encode("state", near))
+    assert clipped.encode("state", far).tolist() == [[-2.0, 3.0]]
+    assert plain.encode("state", far)[0, 1] > 1000
+
+
+def test_identity_is_never_clipped_and_a_clip_inside_the_data_is_refused() -> None:
+    normalizer = Normalizer({"state": "identity"}, {"state": 1}, {"state": 2.0})
+    assert normalizer.encode("state", torch.tensor([[40.0]])).item() == 40.0
+    for clip in (0.5, float("nan")):
+        with pytest.raises(ConfigError, match="at least 1"):
+            Normalizer({"state": "limits"}, {"state": 1}, {"state": clip})
+
+
 def test_a_feature_without_statistics_is_an_error() -> None:
     with pytest.raises(ConfigError, match="'state' has no statistics"):
         Normalizer({"state": "limits"}, {"state": 2}).fit({})

@@ -64,7 +64,7 @@ class Normalizer(nn.Module):
         for name, clip in kept.items():
             if not clip >= 1.0:  # also nan
                 raise ConfigError(
-                    f"policy.observation_clip must be at least 1, where the data end; got {clip} for '{name}'."
+                    f"policy.observation_clip must be at least 1 (where the data end); got {clip} for {name}."
                 )
         self.clips = kept
         for name, mode in self.modes.items():

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.activations import mish
+from policies.errors import CapabilityError
 
 
 def sinusoid(time: Tensor, dim: int) -> Tensor:
@@ -44,3 +45,25 @@ class TimeEmbedding(nn.Module):
         """Embed network times (...,) of any real dtype; (..., dim) in the dtype of the weights."""
         waves = sinusoid(time.to(self.linear1.weight.dtype), self.dim)
         return self.linear2(mish(self.linear1(waves)))
+
+
+def embed_times(
+    first: TimeEmbedding, second: TimeEmbedding | None, time: Tensor, second_time: Tensor | None
+) -> Tensor:
+    """Embed one network time, or the sum of two.
+
+    Args:
+        first: Embeds the first time.
+        second: Embeds the second one; None: the network was built without it.
+        time: (...,).
+        second_time: (...,), or None.
+
+    Raises:
+        CapabilityError: If a second time is missing or not expected.
+    """
+    if second is None and second_time is None:
+        return first(time)
+    if second is None or second_time is None:
+        built, called = ("without", "with") if second is None else ("with", "without")
+        raise CapabilityError(f"the network was built {built} a second time and called {called} one.")
+    return first(time) + second(second_time)

@@ -50,6 +50,7 @@ class SwitchedField(nn.Module):
         cond: Cond,
         cond_row: Tensor | None = None,
         time_row: Tensor | None = None,
+        second_time: Tensor | None = None,
     ) -> Tensor:
         """Evaluate each row with the network of its time; see `policies.backbones.Backbone`.
 
@@ -63,14 +64,14 @@ class SwitchedField(nn.Module):
         is_tuned = time < self.switch_time
         if _is_traced() or time.device.type != "cpu":
             rows = is_tuned if time_row is None else is_tuned.index_select(0, time_row)
-            arguments = (x, time, cond, cond_row, time_row)
+            arguments = (x, time, cond, cond_row, time_row, second_time)
             return torch.where(rows[:, None, None], self.tuned(*arguments), self.base(*arguments))
         if bool(is_tuned.all()):
-            return self.tuned(x, time, cond, cond_row, time_row)
+            return self.tuned(x, time, cond, cond_row, time_row, second_time)
         if not bool(is_tuned.any()):
-            return self.base(x, time, cond, cond_row, time_row)
+            return self.base(x, time, cond, cond_row, time_row, second_time)
         rows = is_tuned if time_row is None else is_tuned.index_select(0, time_row)
-        return self._by_side(rows, x, time, cond, cond_row, time_row)
+        return self._by_side(rows, x, time, cond, cond_row, time_row, second_time)
 
     def _by_side(
         self,
@@ -80,32 +81,39 @@ class SwitchedField(nn.Module):
         cond: Cond,
         cond_row: Tensor | None,
         time_row: Tensor | None,
+        second_time: Tensor | None,
     ) -> Tensor:
         """Evaluate the rows of each side with its network and put them back in order."""
         out = torch.empty_like(x)
         for side, network in ((is_tuned, self.tuned), (~is_tuned, self.base)):
             index = side.nonzero().squeeze(1)
+
+            def pick(part: Tensor | None, index: Tensor = index) -> Tensor | None:
+                return None if part is None else part.index_select(0, index)
+
             rows = network(
                 x.index_select(0, index),
-                time.index_select(0, index) if time_row is None else time,
+                pick(time) if time_row is None else time,
                 cond.rows(index) if cond_row is None else cond,
-                None if cond_row is None else cond_row.index_select(0, index),
-                None if time_row is None else time_row.index_select(0, index),
+                pick(cond_row),
+                pick(time_row),
+                pick(second_time) if time_row is None else second_time,
             )
             out = out.index_copy(0, index, rows)
         return out
 
-    def bind(self, cond: Cond, times: Tensor) -> BoundField:
+    def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         """Bind each network to its own times; a step runs one network only. See `Backbone`.
 
         Pass the same `times` tensor every time: its split is kept (on an accelerator, reading it waits).
         A tracer cannot read times: unless the split is sealed, both networks run and the result is selected.
         """
         if _is_traced() and not self._cache.sealed:
-            return self._bind_both(cond, times)
-        split = self._cache.get((times,), lambda: _Split(times, self.switch_time))
-        base = self.base.bind(cond, split.base_times) if split.base_times.numel() else None
-        tuned = self.tuned.bind(cond, split.tuned_times) if split.tuned_times.numel() else None
+            return self._bind_both(cond, times, second_times)
+        sources = (times,) if second_times is None else (times, second_times)
+        split = self._cache.get(sources, lambda: _Split(times, second_times, self.switch_time))
+        base = self.base.bind(cond, *split.base_times) if split.has_base else None
+        tuned = self.tuned.bind(cond, *split.tuned_times) if split.has_tuned else None
         steps: list[tuple[BoundField, int]] = [
             (tuned, place) if is_tuned else (base, place)  # type: ignore[misc]
             for is_tuned, place in zip(split.is_tuned, split.place, strict=True)
@@ -117,9 +125,9 @@ class SwitchedField(nn.Module):
 
         return bound
 
-    def _bind_both(self, cond: Cond, times: Tensor) -> BoundField:
+    def _bind_both(self, cond: Cond, times: Tensor, second_times: Tensor | None) -> BoundField:
         is_tuned = times < self.switch_time
-        base, tuned = self.base.bind(cond, times), self.tuned.bind(cond, times)
+        base, tuned = (network.bind(cond, times, second_times) for network in (self.base, self.tuned))
         return lambda k, x: torch.where(is_tuned[k], tuned(k, x), base(k, x))
 
 
@@ -130,13 +138,18 @@ def _is_traced() -> bool:
 class _Split:
     """Times (K,) divided into those of the tuned and those of the base network.
 
-    `is_tuned[k]` tells the side of step k, `place[k]` its position among the times of that side.
+    `is_tuned[k]` tells the side of step k, `place[k]` its position among the times of that side, which are
+    (times, second times or None).
     """
 
-    def __init__(self, times: Tensor, switch_time: float) -> None:
+    def __init__(self, times: Tensor, second_times: Tensor | None, switch_time: float) -> None:
         self.is_tuned = [time < switch_time for time in times.tolist()]
+        self.has_tuned, self.has_base = any(self.is_tuned), not all(self.is_tuned)
         sides = [[k for k, side in enumerate(self.is_tuned) if side == wanted] for wanted in (True, False)]
-        self.tuned_times, self.base_times = (times[torch.tensor(side, dtype=torch.long)] for side in sides)
+        self.tuned_times, self.base_times = (
+            (times[index], None if second_times is None else second_times[index])
+            for index in (torch.tensor(side, dtype=torch.long) for side in sides)
+        )
         self.place = [self.is_tuned[:k].count(side) for k, side in enumerate(self.is_tuned)]
 
 

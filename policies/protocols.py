@@ -74,21 +74,30 @@ class ChunkSpec:
 
 @dataclass(frozen=True)
 class Cond:
-    """An encoded observation: what the backbone is conditioned on. `vec` is (B, C)."""
+    """An encoded observation: what the backbone is conditioned on.
+
+    Shapes:
+        vec: (B, C), features of the whole observation.
+        tokens: (B, N, Ct), features of its parts, for backbones that attend to them; None: there are none.
+    """
 
     vec: Tensor
+    tokens: Tensor | None = None
 
     def __len__(self) -> int:
         """Return the batch size."""
         return self.vec.shape[0]
 
     def repeat(self, n: int) -> Cond:
-        """Repeat every row n times, row-major: (B, C) -> (B n, C)."""
-        return Cond(self.vec.repeat_interleave(n, dim=0))
+        """Repeat every row n times, row-major: (B, ...) -> (B n, ...)."""
+        return self._map(lambda part: part.repeat_interleave(n, dim=0))
 
     def rows(self, index: Tensor) -> Cond:
         """Select rows by an index tensor (M,)."""
-        return Cond(self.vec.index_select(0, index))
+        return self._map(lambda part: part.index_select(0, index))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Cond:
+        return Cond(change(self.vec), None if self.tokens is None else change(self.tokens))
 
 
 @dataclass(frozen=True)

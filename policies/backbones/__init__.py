@@ -25,12 +25,14 @@ class Backbone(Protocol):
         cond: Cond,
         cond_row: Tensor | None = None,
         time_row: Tensor | None = None,
+        second_time: Tensor | None = None,
     ) -> Tensor:
         """Evaluate the network.
 
         Shapes:
             x: (M, Th, Da). time: (M,), or (K,) with `time_row`. cond: M rows, or any number with `cond_row`.
             cond_row, time_row: (M,) integer row of `cond` and of `time` that belongs to each row of x.
+            second_time: as `time`.
 
         Args:
             x: Noisy chunks.
@@ -38,13 +40,15 @@ class Backbone(Protocol):
             cond: Encoded observations.
             cond_row: Given when many rows share a condition: it is projected once per distinct row.
             time_row: Given when many rows share a time: it is embedded once per distinct value.
+            second_time: Where a step ends or how long it is, for processes that learn whole steps; given
+                exactly if the backbone was built with one.
 
         Returns:
             (M, Th, Da)
         """
         ...
 
-    def bind(self, cond: Cond, times: Tensor) -> BoundField:
+    def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         """Precompute all that depends on the condition (B rows, or one for all) and the times (K,) only.
 
         Returns:
@@ -61,6 +65,18 @@ class Backbone(Protocol):
 class BackboneConfig(Protocol):
     """Configuration of a backbone: a registered dataclass."""
 
-    def build(self, chunk_shape: tuple[int, int], cond_dim: int) -> Backbone:
-        """Build a backbone for chunks (Th, Da) and conditions of width `cond_dim`."""
+    def build(
+        self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
+    ) -> Backbone:
+        """Build a backbone.
+
+        Args:
+            chunk_shape: (Th, Da).
+            cond_dim: Width C of `Cond.vec`.
+            token_dim: Width Ct of `Cond.tokens`; 0: there are none.
+            second_time: Whether the network receives a second time.
+
+        Raises:
+            CapabilityError: If it cannot attend to tokens or take a second time, and should.
+        """
         ...

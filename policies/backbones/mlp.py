@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from policies.embeddings import TimeEmbedding
-from policies.errors import ConfigError
+from policies.embeddings import TimeEmbedding, embed_times
+from policies.errors import CapabilityError, ConfigError
 from policies.protocols import BoundField, Cond
 from policies.registry import register
 from policies.trunk import Fold, PlainTrunk, TrunkConfig, official_plain_keys
@@ -49,9 +49,20 @@ class MlpConfig(TrunkConfig):
         if any(dim < 1 for dim in self.cond_dims):
             raise ConfigError(f"backbone.cond_dims must all be at least 1; got {tuple(self.cond_dims)}.")
 
-    def build(self, chunk_shape: tuple[int, int], cond_dim: int) -> MlpBackbone:
-        """Build the backbone for chunks (Th, Da) and conditions of width `cond_dim`."""
-        return MlpBackbone(self, chunk_shape, cond_dim)
+    def build(
+        self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
+    ) -> MlpBackbone:
+        """Build the backbone; see `policies.backbones.BackboneConfig`.
+
+        Raises:
+            CapabilityError: If there are tokens to attend to.
+        """
+        if token_dim:
+            raise CapabilityError(
+                "backbone=mlp cannot attend to tokens, and the encoder gives some. Use a backbone with "
+                "attention, or an encoder that gives one vector."
+            )
+        return MlpBackbone(self, chunk_shape, cond_dim, second_time=second_time)
 
     def official_keys(self) -> dict[str, str]:
         """Map the parameter names of DPPO's released `DiffusionMLP` to ours."""
@@ -84,12 +95,20 @@ class MlpBackbone(nn.Module):
         DPPO (arXiv 2409.00588), `DiffusionMLP` of the released code; equal up to rounding.
     """
 
-    def __init__(self, config: MlpConfig, chunk_shape: tuple[int, int], cond_dim: int) -> None:
+    def __init__(
+        self,
+        config: MlpConfig,
+        chunk_shape: tuple[int, int],
+        cond_dim: int,
+        *,
+        second_time: bool = False,
+    ) -> None:
         super().__init__()
         self.config = config
         self.chunk_shape = tuple(chunk_shape)
         chunk = chunk_shape[0] * chunk_shape[1]
         self.time_embedding = TimeEmbedding(config.time_dim)
+        self.second_embedding = TimeEmbedding(config.time_dim) if second_time else None
         cond_dims = (cond_dim, *config.cond_dims)
         self.cond_encoder = PlainTrunk(cond_dims, config.activation) if config.cond_dims else nn.Identity()
         self.part_dims = (chunk, config.time_dim, cond_dims[-1])
@@ -103,15 +122,17 @@ class MlpBackbone(nn.Module):
         cond: Cond,
         cond_row: Tensor | None = None,
         time_row: Tensor | None = None,
+        second_time: Tensor | None = None,
     ) -> Tensor:
         """Evaluate the network; see `policies.backbones.Backbone`.
 
         Shapes:
-            x: (M, Th, Da) -> (M, Th, Da). time: (M,), or (K,) with time_row (M,).
+            x: (M, Th, Da) -> (M, Th, Da). time and second_time: (M,), or (K,) with time_row (M,).
             cond.vec: (M, C), or any number of rows with cond_row (M,).
         """
         fold = self.trunk.fold()
-        parts = (x.flatten(1), self.time_embedding(time), self.cond_encoder(cond.vec))
+        embedded = embed_times(self.time_embedding, self.second_embedding, time, second_time)
+        parts = (x.flatten(1), embedded, self.cond_encoder(cond.vec))
         if time_row is None and cond_row is None:
             z = F.linear(torch.cat(parts, dim=1), fold.weight, fold.bias)
         else:
@@ -135,15 +156,16 @@ class MlpBackbone(nn.Module):
         inputs, weights = (torch.cat(tensors, dim=1) for tensors in zip(*whole, strict=True))
         return torch.addmm(offset, inputs, weights.t())
 
-    def bind(self, cond: Cond, times: Tensor) -> BoundField:
+    def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         """Precompute all that depends on the condition and the times only; see `policies.backbones.Backbone`.
 
-        Pass the same `times` tensor every time: the table of time projections is kept for it.
+        Pass the same `times` tensors every time: the table of time projections is kept for them.
 
         Shapes:
-            cond.vec: (B, C) or (1, C). times: (K,).
+            cond.vec: (B, C) or (1, C). times and second_times: (K,).
         """
-        plan = self._cache.get((*self.parameters(), times), lambda: self._plan(times))
+        given = (times,) if second_times is None else (times, second_times)
+        plan = self._cache.get((*self.parameters(), *given), lambda: self._plan(*given))
         finish, chunk = self.trunk.finish_of(plan.fold), plan.chunk
         shape, width = self.chunk_shape, self.part_dims[0]
         offset = _offsets(plan.table, self.cond_encoder(cond.vec) @ plan.cond)
@@ -153,10 +175,11 @@ class MlpBackbone(nn.Module):
 
         return bound
 
-    def _plan(self, times: Tensor) -> _Plan:
+    def _plan(self, times: Tensor, second_times: Tensor | None = None) -> _Plan:
         fold = self.trunk.fold()
         chunk, time, cond = fold.weight.split(self.part_dims, dim=1)
-        table = F.linear(self.time_embedding(times), time, fold.bias)
+        embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
+        table = F.linear(embedded, time, fold.bias)
         return _Plan(table, chunk.t().contiguous(), cond.t().contiguous(), fold)
 
 

@@ -29,8 +29,8 @@ class Counting(nn.Module):
         self.rows += x.shape[0]
         return self.net(x, *arguments, **named)
 
-    def bind(self, cond: Cond, times: Tensor) -> BoundField:
-        inner = self.net.bind(cond, times)
+    def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
+        inner = self.net.bind(cond, times, second_times)
 
         def bound(k: int, x: Tensor) -> Tensor:
             self.rows += x.shape[0]
@@ -95,6 +95,26 @@ def test_bind_works_when_all_steps_are_on_one_side(field: SwitchedField, times: 
     x, cond = inputs(2)
     out = field.bind(cond, torch.tensor(times))(1, x)
     torch.testing.assert_close(out, expected(field, x, torch.full((2,), times[1]), cond))
+
+
+def test_a_second_time_reaches_the_network_of_its_row() -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        base, tuned = (MlpConfig(width=8, time_dim=4).build((2, 3), 5, second_time=True) for _ in range(2))
+    field, (x, cond) = SwitchedField(base, tuned, SWITCH), inputs(STEPS)
+    times, seconds = torch.tensor([6.0, 1.0, 5.0, 0.0, 3.0, 2.0, 4.0]), torch.arange(STEPS) / 2.0
+    rows = {
+        "base": base(x, times, cond, second_time=seconds),
+        "tuned": tuned(x, times, cond, second_time=seconds),
+    }
+    wanted = torch.where((times < SWITCH)[:, None, None], rows["tuned"], rows["base"])
+    torch.testing.assert_close(field(x, times, cond, second_time=seconds), wanted)
+    row = torch.arange(STEPS)
+    torch.testing.assert_close(field(x, times, cond, time_row=row, second_time=seconds), wanted)
+    with torch.no_grad():
+        bound = field.bind(cond, times, seconds)
+        for k in range(STEPS):
+            torch.testing.assert_close(bound(k, x)[k], wanted[k])
 
 
 def test_gradients_reach_the_tuned_network_only(field: SwitchedField) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from policies.backbones import Backbone
 from policies.backbones.mlp import MlpBackbone, MlpConfig
 from policies.embeddings import sinusoid
-from policies.errors import ConfigError
+from policies.errors import CapabilityError, ConfigError
 from policies.protocols import Cond
 from policies.registry import from_json, to_json
 from policies.trunk import PlainTrunk
@@ -61,11 +61,15 @@ def inputs(n: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, 
     return draw[0], torch.randint(STEPS, (n,), generator=generator).to(dtype), Cond(draw[1])
 
 
-def textbook(net: MlpBackbone, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
+def textbook(
+    net: MlpBackbone, x: Tensor, time: Tensor, cond: Cond, second_time: Tensor | None = None
+) -> Tensor:
     """The network written plainly: concatenate, then layer after layer, nothing folded or shared."""
     act = F.relu if net.config.activation == "relu" else F.mish
-    embedding = net.time_embedding
-    e = embedding.linear2(F.mish(embedding.linear1(sinusoid(time, embedding.dim))))
+    e = torch.zeros(())
+    for embedding, given in ((net.time_embedding, time), (net.second_embedding, second_time)):
+        if embedding is not None and given is not None:
+            e = e + embedding.linear2(F.mish(embedding.linear1(sinusoid(given, embedding.dim))))
     s = cond.vec
     if isinstance(net.cond_encoder, PlainTrunk):
         s = net.cond_encoder.inlet(s)
@@ -347,3 +351,52 @@ def test_exported_loop_follows_any_batch(one_block: MlpBackbone) -> None:
         for n in (1, 2, 7):
             x, _, cond = inputs(n)
             torch.testing.assert_close(program(x, cond.vec), Loop()(x, cond.vec), rtol=1e-5, atol=1e-6)
+
+
+# -- a second time ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_times() -> MlpBackbone:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return CONFIGS["two-blocks-mish-norm-encoder"].build(CHUNK, COND, second_time=True)
+
+
+def test_a_second_time_has_an_embedding_of_its_own_that_is_added(two_times: MlpBackbone) -> None:
+    net = two_times.double()
+    x, time, cond = inputs(7, torch.float64)
+    second = time.flip(0) + 0.5
+    ours, theirs = net(x, time, cond, second_time=second), textbook(net, x, time, cond, second)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert_same(gradients(net, ours), gradients(net, theirs), 1e-12)
+
+
+def test_bind_and_shared_rows_carry_the_second_time(two_times: MlpBackbone) -> None:
+    x, _, cond = inputs(9)
+    times = torch.arange(STEPS).float()
+    seconds, row = times.flip(0) / 3, torch.arange(9) % STEPS
+    with torch.no_grad():
+        for _ in range(2):  # the second time from the tables of the first
+            bound = two_times.bind(cond, times, seconds)
+            for k in range(STEPS):
+                here = two_times(x, times[k].expand(9), cond, second_time=seconds[k].expand(9))
+                torch.testing.assert_close(bound(k, x), here, rtol=1e-5, atol=1e-6)
+        shared = two_times(x, times, cond, time_row=row, second_time=seconds)
+        plain = two_times(x, times[row], cond, second_time=seconds[row])
+        moved = two_times.bind(cond, times, seconds + 1)(0, x)
+    torch.testing.assert_close(shared, plain, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(moved, bound(0, x))
+
+
+def test_a_second_time_that_is_missing_or_not_expected_is_refused(two_times: MlpBackbone) -> None:
+    x, time, cond = inputs(3)
+    with pytest.raises(CapabilityError, match="built with a second time and called without"):
+        two_times(x, time, cond)
+    with pytest.raises(CapabilityError, match="built without a second time and called with"):
+        CONFIGS["one-block"].build(CHUNK, COND)(x, time, cond, second_time=time)
+
+
+def test_tokens_are_refused() -> None:
+    with pytest.raises(CapabilityError, match="cannot attend to tokens"):
+        CONFIGS["one-block"].build(CHUNK, COND, token_dim=3)

@@ -104,19 +104,35 @@ class MujocoStepper:
 
     def step(self, rows: Array, actions: Array) -> StepResult:
         """Advance rows (M,) by actions (M, Da) for one control step (`frame_skip` physics steps)."""
-        index = rows.tolist()
+        return self.step_through(rows, actions[:, None]).at(0)
+
+    def step_through(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by whole chunks (M, Ta, Da), one robot after the other, also when it falls.
+
+        A robot's memory stays in the cache, and everything but the physics happens once per chunk.
+        """
+        m, steps = actions.shape[:2]
+        qpos, qvel = (np.empty((m, steps, size)) for size in (self.model.nq, self.model.nv))
         mj_step, model, skip = self._mj_step, self.model, self.task.frame_skip
-        for i, action in zip(index, actions, strict=True):
-            self._ctrl[i][:] = action
-            mj_step(model, self.datas[i], nstep=skip)
-        qpos = np.concatenate([self._qpos[i] for i in index]).reshape(len(index), -1)
-        qvel = np.concatenate([self._qvel[i] for i in index]).reshape(len(index), -1)
-        x_velocity = (qpos[:, 0] - self._x[rows]) / self._dt
-        self._x[rows] = qpos[:, 0]
-        fell = self.task.fell(qpos, qvel)
-        reward = self.task.reward(x_velocity, actions, fell)
-        no = np.zeros(len(index), bool)
-        return StepResult(self.task.observe(qpos, qvel), reward, fell, no, no)
+        for i, chunk, positions, velocities in zip(rows.tolist(), actions, qpos, qvel, strict=True):
+            data, ctrl, position, velocity = self.datas[i], self._ctrl[i], self._qpos[i], self._qvel[i]
+            for j in range(steps):
+                ctrl[:] = chunk[j]
+                mj_step(model, data, nstep=skip)
+                positions[j], velocities[j] = position, velocity
+        x = np.concatenate([self._x[rows, None], qpos[:, :, 0]], axis=1)
+        self._x[rows] = x[:, -1]
+        return self._judge(qpos, qvel, (x[:, 1:] - x[:, :-1]) / self._dt, actions)
+
+    def _judge(self, qpos: Array, qvel: Array, x_velocity: Array, actions: Array) -> StepResult:
+        """Return what (M, Ta, ...) states and actions are worth."""
+        shape = qpos.shape[:2]
+        flat = [part.reshape(-1, part.shape[-1]) for part in (qpos, qvel, actions)]
+        fell = self.task.fell(flat[0], flat[1])
+        reward = self.task.reward(x_velocity.reshape(-1), flat[2], fell)
+        no = np.zeros(shape, bool)
+        obs = self.task.observe(flat[0], flat[1]).reshape(*shape, -1)
+        return StepResult(obs, reward.reshape(shape), fell.reshape(shape), no, no)
 
     def metrics(self) -> dict[str, Array]:
         """Return nothing: the return says it all."""

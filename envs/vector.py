@@ -11,8 +11,8 @@ Legend: N environments, M of them addressed, To observation history, Ta executed
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -100,6 +100,10 @@ class StepResult:
     truncated: Array
     success: Array
 
+    def at(self, j: int) -> StepResult:
+        """Return step j of a whole chunk (M, Ta, ...)."""
+        return StepResult(*(getattr(self, f.name)[:, j] for f in fields(self)))
+
 
 class Stepper(Protocol):
     """One simulator: advances chosen environments by one control step."""
@@ -133,6 +137,18 @@ class Stepper(Protocol):
 
     def close(self) -> None:
         """Release the simulators."""
+        ...
+
+
+@runtime_checkable
+class ChunkStepper(Protocol):
+    """A simulator that is faster over whole chunks and may run on past the end of an episode."""
+
+    def step_through(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by chunks (M, Ta, Da); every field of the result is (M, Ta, ...).
+
+        What follows the end of an episode is thrown away, and the row is reset before it is used again.
+        """
         ...
 
 
@@ -198,6 +214,8 @@ class ChunkVector:
         """
         running = np.ones(self.num_envs, bool) if active is None else np.array(active, bool)
         actions = self._checked(actions, running)
+        if isinstance(self.stepper, ChunkStepper) and not self.paper_compat:
+            return self._step_through(self.stepper, actions, running)
         n, num_steps = actions.shape[:2]
         rewards = np.zeros((n, num_steps))
         path = np.zeros((n, num_steps, self.spec.obs_dim))
@@ -216,6 +234,29 @@ class ChunkVector:
             truncated[rows] = step.truncated | (self._elapsed[rows] >= self.spec.max_episode_steps)
             success[rows] |= step.success
             running &= ~(terminated | truncated)
+        self._finished |= terminated | truncated
+        obs = self._history.copy()
+        return ChunkStep(obs, rewards, length, terminated, truncated, success, path, self.stepper.metrics())
+
+    def _step_through(self, stepper: ChunkStepper, actions: Array, running: Array) -> ChunkStep:
+        """Execute whole chunks at once and keep what lies before the end of each episode."""
+        n, num_steps = actions.shape[:2]
+        rows = np.flatnonzero(running)
+        step, count = stepper.step_through(rows, actions[rows]), np.arange(1, num_steps + 1)
+        limited = step.truncated | (self._elapsed[rows, None] + count >= self.spec.max_episode_steps)
+        ended = step.terminated | limited  # (M, Ta)
+        executed = np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, num_steps)
+        kept, last = count <= executed[:, None], (np.arange(len(rows)), executed - 1)
+        rewards, path = np.zeros((n, num_steps)), np.zeros((n, num_steps, self.spec.obs_dim))
+        length, flags = np.zeros(n, np.int64), np.zeros((3, n), bool)
+        rewards[rows], length[rows] = np.where(kept, step.reward, 0.0), executed
+        path[rows] = np.where(kept[:, :, None], step.obs, 0.0)
+        flags[:, rows] = step.terminated[last], limited[last], (step.success & kept).any(axis=1)
+        terminated, truncated, success = flags
+        seen = np.concatenate([self._history[rows], step.obs], axis=1)  # (M, To + Ta, Do)
+        window = executed[:, None] + np.arange(self.obs_steps)
+        self._history[rows] = seen[np.arange(len(rows))[:, None], window]
+        self._elapsed[rows] += executed
         self._finished |= terminated | truncated
         obs = self._history.copy()
         return ChunkStep(obs, rewards, length, terminated, truncated, success, path, self.stepper.metrics())

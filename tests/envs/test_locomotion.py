@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 import gymnasium
 import numpy as np
 import pytest
@@ -62,6 +65,37 @@ def test_time_limits_equal_gymnasium(name: str) -> None:
     assert count["truncated"] > 20
     if name != "halfcheetah":
         assert count["terminated"] > 5 and count["both"] > 0
+
+
+@pytest.mark.parametrize("obs_steps", [1, 3])
+@pytest.mark.parametrize("name", sorted(IDS))
+def test_whole_chunks_equal_single_steps(name: str, obs_steps: int) -> None:
+    """What a robot does past the end of its episode, and rows that rest, leave no trace."""
+
+    class OneByOne:
+        def __init__(self, stepper: Any) -> None:
+            self.step, self.reset, self.num_envs = stepper.step, stepper.reset, stepper.num_envs
+            self.metrics = stepper.metrics
+
+    task = env(name, max_episode_steps=13)
+    whole, single = (task.make_vector(NUM_ENVS, obs_steps=obs_steps) for _ in range(2))
+    single.stepper = OneByOne(single.stepper)
+    rng, ends = np.random.default_rng(0), 0
+    for vector in (whole, single):
+        vector.reset(range(NUM_ENVS))
+    for i in range(30):
+        actions = rng.normal(size=(NUM_ENVS, 5, whole.spec.action_dim)) * 2
+        active = rng.random(NUM_ENVS) < 0.8
+        steps = [vector.step_chunk(actions, active) for vector in (whole, single)]
+        for part in fields(steps[0]):
+            if part.name != "metrics":
+                ours, theirs = (getattr(step, part.name) for step in steps)
+                np.testing.assert_array_equal(ours, theirs, err_msg=part.name)
+        done = np.flatnonzero(steps[0].done)
+        ends += done.size
+        for vector in (whole, single):
+            vector.reset((1000 * i + done).tolist(), done)
+    assert ends > 20
 
 
 @pytest.mark.parametrize(("name", "ends"), [("walker2d", "terminated"), ("halfcheetah", "truncated")])

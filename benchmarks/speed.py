@@ -35,7 +35,8 @@ from envs.datasets.episodes import EpisodeDataset
 from envs.make import env as make_env
 from envs.rollout import RolloutPool
 from policies.denoising import DenoisingPolicy
-from policies.export import export_onnx, open_session
+from policies.export import export_onnx
+from policies.export_graph import open_session
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.protocols import ChunkSpec

@@ -21,7 +21,7 @@ from burnish.job import Job
 from burnish.locate import locate
 from policies import registry
 from policies.errors import ConfigError
-from policies.export import ExportReport
+from policies.export_folder import ExportReport
 from policies.policy import Policy
 
 

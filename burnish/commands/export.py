@@ -14,7 +14,8 @@ from burnish.job import Job
 from burnish.locate import Located, check_folder_to_write, locate
 from envs.evaluation import check_seeds, with_steps
 from policies.errors import ConfigError
-from policies.export import ExportReport, Surroundings, export_onnx, refuse_to_replace
+from policies.export import export_onnx
+from policies.export_folder import ExportReport, Surroundings, refuse_to_replace
 from policies.policy import Policy
 
 _log = logging.getLogger(__name__)

@@ -15,20 +15,21 @@ import torch
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, small_policy, statistics
 from torch import Tensor, nn
 
-from policies import export
+from policies import export_graph
 from policies.backbones.mlp import MlpConfig
 from policies.errors import ExportError, MissingExtraError
-from policies.export import (
+from policies.export import export_onnx
+from policies.export_folder import (
     CARD,
     MODEL,
     REPORT,
     SAMPLE,
     SIGNATURE,
+    ExportReport,
     Surroundings,
-    export_onnx,
-    random_inputs,
     signature,
 )
+from policies.export_graph import random_inputs
 from policies.fields import SwitchedField
 from policies.gaussian import GaussianProcess
 from policies.policy import Policy, PolicyConfig, build_policy
@@ -134,7 +135,7 @@ def test_observations_far_outside_the_data_are_clipped_in_the_graph_too(tmp_path
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, Path, export.ExportReport]:
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, Path, ExportReport]:
     """A goal-conditioned policy that executes rows 1 and 2 of a chunk of 4, exported once."""
     policy = small_policy(
         VPDiffusion(num_levels=2), goal_dim=GOAL_DIM, horizon=4, act_steps=2, obs_steps=2, action_start=1
@@ -262,9 +263,11 @@ def test_a_graph_that_disagrees_is_an_error_and_leaves_nothing(
     made: Any, change: Any, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, folder, _ = made
-    monkeypatch.setattr(export, "_write_graph", lambda _, path, *a, **k: shutil.copy(folder / MODEL, path))
-    plain = export.open_session
-    monkeypatch.setattr(export, "open_session", lambda path: Perturbed(plain(path), change))
+    monkeypatch.setattr(
+        export_graph, "_write_graph", lambda _, path, *a, **k: shutil.copy(folder / MODEL, path)
+    )
+    plain = export_graph.open_session
+    monkeypatch.setattr(export_graph, "open_session", lambda path: Perturbed(plain(path), change))
     with pytest.raises(ExportError, match=f"within 1e-05 for batches of 1, 2, 7; it {shown}"):
         export_onnx(policy, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -288,7 +291,9 @@ def test_a_directory_that_holds_something_is_left_alone_unless_asked(
     made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, folder, _ = made
-    monkeypatch.setattr(export, "_write_graph", lambda _, path, *a, **k: shutil.copy(folder / MODEL, path))
+    monkeypatch.setattr(
+        export_graph, "_write_graph", lambda _, path, *a, **k: shutil.copy(folder / MODEL, path)
+    )
     own, other = tmp_path / "mine" / CARD, tmp_path / "mine" / "notes.txt"
     own.parent.mkdir()
     own.write_text("my own words")

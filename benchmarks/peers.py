@@ -205,6 +205,30 @@ def chunked_env(name: str, act_steps: int) -> Callable[[], gymnasium.Env]:
     return make
 
 
+class NaiveRollout:
+    """Gymnasium environments of one name behind a chunk wrapper, policy and physics taking turns."""
+
+    def __init__(self, program: ReferenceStyle, kind: type, name: str, num_envs: int) -> None:
+        makers = [chunked_env(name, program.tuned.chunk[0]) for _ in range(num_envs)]
+        self.envs, self.program = kind(makers), program
+        self.obs, _ = self.envs.reset(seed=0)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def collect(self, steps: int) -> dict[str, Tensor]:
+        """Run chunk steps in every environment and store what an update needs."""
+        states, chains, rewards, ended = [], [], [], []
+        for _ in range(steps):
+            state = torch.from_numpy(self.obs).float()
+            action, chain = self.program.sample(state, self.generator)
+            self.obs, reward, terminated, truncated, _ = self.envs.step(action.numpy())
+            states.append(state)
+            chains.append(chain)
+            rewards.append(torch.from_numpy(reward))
+            ended.append(torch.from_numpy(terminated | truncated))
+        columns = {"state": states, "chain": chains, "reward": rewards, "ended": ended}
+        return {name: torch.stack(column) for name, column in columns.items()}
+
+
 class ChunkDataset(Dataset):
     """One chunk per item, sliced in Python."""
 

@@ -1,0 +1,130 @@
+"""Cases of acting: what it takes to sample an action, and to gather experience with it."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import torch
+
+from benchmarks import peers
+from benchmarks.sides import (
+    CHUNK,
+    ENVS,
+    LEVELS,
+    OBS,
+    dppo_run,
+    our_policy,
+    plain_nets,
+    reference,
+    require_close,
+    tape,
+)
+from benchmarks.timing import Figure, interleave
+from envs.make import env as make_env
+from envs.rollout import RolloutPool
+from policies.export import export_onnx
+from policies.export_graph import open_session
+
+
+def sampling(options: argparse.Namespace) -> Iterator[Figure]:
+    """Twenty DDPM steps, one thread, against a diffusers scheduler in the loop."""
+    net, schedule = plain_nets()[0], peers.scheduler(LEVELS)
+    policy = our_policy(net, noise_clip=None)
+    for batch, floor in ((1, 5.0), (40, 2.4), (500, 1.7)):
+        state = torch.randn(batch, OBS, generator=torch.Generator().manual_seed(batch))
+        obs = state.unsqueeze(1)
+        expected = peers.diffusers_sample(net, schedule, state, torch.Generator().manual_seed(1))
+        require_close("sampling", policy.act(obs, noise=tape(batch, 1, last=False)), expected, 2e-5)
+        generator = torch.Generator().manual_seed(2)
+        times = interleave(
+            {
+                "ours": lambda obs=obs, g=generator: policy.act(obs, generator=g),
+                "peer": lambda state=state, g=generator: peers.diffusers_sample(net, schedule, state, g),
+            },
+            rounds=options.rounds,
+            slot_s=0.1,
+        )
+        yield Figure(
+            f"sample, batch {batch}", "policy.act", "diffusers loop", times["ours"], times["peer"], floor
+        )
+
+
+def exported(options: argparse.Namespace) -> Iterator[Figure]:
+    """The exported graph at batch 1, one thread."""
+    net, schedule = plain_nets()[0], peers.scheduler(LEVELS)
+    policy = our_policy(net, noise_clip=None)
+    state = torch.randn(1, OBS, generator=torch.Generator().manual_seed(1))
+    with tempfile.TemporaryDirectory() as folder:
+        export_onnx(policy, folder, latency_batches=())
+        session = open_session(Path(folder) / "policy.onnx")
+    rng = np.random.default_rng(0)
+    obs = state.unsqueeze(1).numpy()
+
+    def run() -> np.ndarray:
+        noise = rng.standard_normal((1, LEVELS + 1, *CHUNK), dtype=np.float32)
+        return session.run(None, {"observation": obs, "noise": noise})[0]
+
+    expected = peers.diffusers_sample(net, schedule, state, torch.Generator().manual_seed(1))
+    feed = {"observation": obs, "noise": tape(1, 1, last=False).numpy()}
+    require_close("exported", session.run(None, feed)[0], expected, 2e-5)
+    generator = torch.Generator().manual_seed(2)
+    peer = lambda: peers.diffusers_sample(net, schedule, state, generator)  # noqa: E731
+    times = interleave({"ours": run, "peer": peer}, rounds=options.rounds, slot_s=0.1)
+    yield Figure(
+        "sample, batch 1, exported", "onnxruntime", "diffusers loop", times["ours"], times["peer"], 9.0
+    )
+
+
+def check_engine(chunks: int = 100) -> None:
+    """Step our exact engine and gymnasium with the same seeds and actions; every bit must agree."""
+    engine, generator = make_env("hopper").make_vector(3), np.random.default_rng(0)
+    singles = [gymnasium.make("Hopper-v5") for _ in range(3)]
+    seeds = list(range(3))
+    obs = engine.reset(seeds)
+    theirs = np.stack([single.reset(seed=seed)[0] for single, seed in zip(singles, seeds, strict=True)])
+    for _ in range(chunks):
+        if not np.array_equal(obs[:, -1], theirs):
+            raise SystemExit("rollout: the engine's observations differ from gymnasium's")
+        actions = generator.uniform(-1.3, 1.3, (3, *CHUNK))
+        step = engine.step_chunk(actions)
+        obs = step.obs.copy()
+        for row, single in enumerate(singles):
+            total, done = 0.0, False
+            for k in range(CHUNK[0]):
+                theirs[row], reward, terminated, truncated, _ = single.step(np.clip(actions[row, k], -1, 1))
+                done = terminated or truncated
+                if reward != step.rewards[row, k]:
+                    raise SystemExit("rollout: the engine's rewards differ from gymnasium's")
+                total += reward
+                if done:
+                    break
+            if done != bool(step.terminated[row] or step.truncated[row]):
+                raise SystemExit("rollout: the engine's ends differ from gymnasium's")
+            if done:
+                seeds[row] += 10
+                obs[row] = engine.reset([seeds[row]], [row])[0]
+                theirs[row] = single.reset(seed=seeds[row])[0]
+
+
+def rollout(options: argparse.Namespace) -> Iterator[Figure]:
+    """Experience per second on Hopper: 40 environments, chunks of 4, 20 denoising steps."""
+    check_engine()
+    run, steps = dppo_run(0, 1, 1), 25
+    pool = RolloutPool(make_env("hopper"), num_envs=ENVS, num_workers=2)
+    program = reference()
+    vectors = (gymnasium.vector.SyncVectorEnv, gymnasium.vector.AsyncVectorEnv)
+    naive = {kind.__name__: peers.NaiveRollout(program, kind, "Hopper-v5", ENVS) for kind in vectors}
+    variants: dict[str, Callable[[], object]] = {"ours": lambda: pool.collect(run.ratio, steps)}
+    variants |= {name: lambda loop=loop: loop.collect(steps) for name, loop in naive.items()}
+    times = interleave(variants, rounds=max(5, options.rounds // 2), slot_s=0.5)
+    for loop in naive.values():
+        loop.envs.close()
+    pool.close()
+    run.close()
+    best = min(naive, key=lambda name: times[name])
+    yield Figure("rollout, 40 envs, chunk 4", "2 processes", best, times["ours"], times[best], 3.2)

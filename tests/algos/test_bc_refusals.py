@@ -1,0 +1,123 @@
+"""What cloning refuses before it trains: data, policies and numbers that cannot be meant."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from small_cloning import finish, tiny
+from two_modes import two_mode_dataset, two_mode_setup
+
+from algos.base import Setup
+from envs.spec import EnvSpec
+from policies.errors import CapabilityError, ConfigError, DatasetError
+from policies.protocols import ChunkSpec
+
+
+@dataclass(frozen=True)
+class NamedEnv:
+    """An environment that is only described."""
+
+    obs_dim: int = 2
+    action_dim: int = 1
+
+    @property
+    def spec(self) -> EnvSpec:
+        return EnvSpec(
+            name="toy",
+            family="toy",
+            obs_dim=self.obs_dim,
+            action_dim=self.action_dim,
+            action_low=(-1.0,) * self.action_dim,
+            action_high=(1.0,) * self.action_dim,
+            max_episode_steps=10,
+            control_hz=10.0,
+            obs_names=("x",) * self.obs_dim,
+            action_names=("a",) * self.action_dim,
+        )
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> Any:
+        raise AssertionError("cloning needs no simulator")
+
+
+def test_missing_dataset_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"algo=bc needs demonstrations.*dataset="):
+        tiny().build(Setup())
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (NamedEnv(action_dim=3), "env=toy has action width 3, but two-modes has action width 1"),
+        (NamedEnv(obs_dim=5), "env=toy has observation width 5, but two-modes has observation width 2"),
+    ],
+)
+def test_dataset_of_another_task_is_refused(env: NamedEnv, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny().build(replace(two_mode_setup(), env=env))
+
+
+def test_dataset_that_does_not_fit_the_initial_policy_is_refused() -> None:
+    base = tiny().build(two_mode_setup()).snapshot()
+    data = two_mode_dataset()
+    wide = replace(data, actions=data.actions.expand(-1, 2).contiguous())
+    with pytest.raises(
+        ConfigError, match="policy of init has action width 1, but two-modes has action width 2"
+    ):
+        tiny().build(replace(two_mode_setup(), init=base, dataset=wide))
+
+
+def test_episodes_shorter_than_a_chunk_are_refused_without_padding() -> None:
+    setup = two_mode_setup(length=1)
+    with pytest.raises(DatasetError, match="chunk of 2"):
+        tiny(pad_end=False).build(setup)
+    finish(tiny(pad_end=True).build(setup))
+
+
+def test_nan_in_the_data_is_refused_before_training() -> None:
+    data = two_mode_dataset()
+    actions = data.actions.clone()
+    actions[7] = torch.nan
+    with pytest.raises(DatasetError, match=r"'actions' must be finite.*7"):
+        tiny().build(replace(two_mode_setup(), dataset=replace(data, actions=actions)))
+
+
+def test_policy_without_a_matching_loss_is_refused() -> None:
+    class Silent(torch.nn.Module):
+        obs_dim, goal_dim, chunk = 2, 0, ChunkSpec(1, 2, 2)
+
+        def clone(self) -> Silent:
+            return self
+
+    with pytest.raises(CapabilityError, match="cloning needs a policy with a matching loss; Silent has none"):
+        tiny().build(replace(two_mode_setup(), init=Silent()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", 0),
+        ("epochs", 0.0),
+        ("epochs", math.nan),
+        ("epochs", math.inf),
+        ("batch_size", 0),
+        ("lr", 0.0),
+        ("lr", math.nan),
+        ("lr", math.inf),
+        ("min_lr", 1.0),
+        ("warmup_steps", 6),
+        ("weight_decay", -1.0),
+        ("weight_decay", math.inf),
+        ("max_grad_norm", 0.0),
+        ("ema", "sometimes"),
+        ("ema_decay", 1.0),
+        ("validation_fraction", 1.0),
+        ("validation_every", -1),
+    ],
+)
+def test_impossible_values_are_refused_by_name(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"algo.{name} must be"):
+        tiny(**{name: value}).build(two_mode_setup())

@@ -1,0 +1,101 @@
+"""Cloning stopped and continued, or begun again: the same numbers, on the same data, or a refusal."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from small_cloning import PROCESSES, finish, tiny, weights
+from two_modes import two_mode_setup
+
+from policies.errors import CheckpointError
+
+
+@pytest.mark.parametrize("stop_at", [2, 4])
+@pytest.mark.parametrize("process", PROCESSES)
+def test_continuation_is_bit_exact(process: object, stop_at: int) -> None:
+    config = tiny(validation_fraction=0.1, validation_every=2)
+    straight = config.build(two_mode_setup(process=process))
+    expected = finish(straight)
+    first = config.build(two_mode_setup(process=process))
+    while first.progress < stop_at:
+        first.advance()
+    state = copy.deepcopy(first.state_dict())
+    second = config.build(two_mode_setup(process=process))
+    second.load_state_dict(state)
+    got = finish(second)
+    assert torch.equal(weights(second.policy), weights(straight.policy))
+    assert torch.equal(weights(second.snapshot()), weights(straight.snapshot()))
+    for row, other in zip(got, expected[-len(got) :], strict=True):
+        assert {k: float(v) for k, v in row.items() if not k.startswith("time/")} == {
+            k: float(v) for k, v in other.items() if not k.startswith("time/")
+        }
+
+
+def test_runs_of_a_seed_repeat_and_ignore_the_global_state() -> None:
+    results = []
+    for global_seed in (0, 1):
+        torch.manual_seed(global_seed)
+        algorithm = tiny().build(two_mode_setup(3))
+        finish(algorithm)
+        results.append(weights(algorithm.policy))
+    other = tiny().build(two_mode_setup(4))
+    finish(other)
+    assert torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], weights(other.policy))
+
+
+def test_a_continued_run_takes_the_weight_decay_it_is_given() -> None:
+    setup = two_mode_setup()
+    state = tiny().build(setup).state_dict()
+    algorithm = replace(tiny(), weight_decay=0.5).build(setup)
+    algorithm.load_state_dict(state)
+    assert algorithm._optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+def test_continuing_on_another_number_of_threads_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    setup = two_mode_setup()
+    state = tiny().build(setup).state_dict()
+    tiny().build(setup).load_state_dict(state)
+    assert "num_threads" not in caplog.text
+    tiny().build(replace(setup, num_threads=2)).load_state_dict(state)
+    assert "num_threads=1, now it is 2" in caplog.text
+
+
+# -- refusals -----------------------------------------------------------------------------------------
+
+
+def test_continuing_on_other_data_is_refused_even_when_there_is_as_much_of_it() -> None:
+    setup = two_mode_setup()
+    state = tiny().build(setup).state_dict()
+    actions = setup.dataset.actions.clone()
+    actions[3, 0] += 1e-3
+    with pytest.raises(CheckpointError, match="run on other data than"):
+        tiny().build(replace(setup, dataset=replace(setup.dataset, actions=actions))).load_state_dict(state)
+    moved = replace(setup.dataset, meta={"source": "elsewhere.hdf5"})
+    tiny().build(replace(setup, dataset=moved)).load_state_dict(state)
+
+
+def test_checkpoint_of_other_data_or_length_is_refused() -> None:
+    state = tiny().build(two_mode_setup()).state_dict()
+    with pytest.raises(CheckpointError, match="run on other data than"):
+        tiny().build(two_mode_setup(num_episodes=10)).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="240 windows; this dataset gives"):
+        tiny(pad_end=False).build(two_mode_setup()).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="run of 6 gradient steps, this one has 8"):
+        tiny(steps=8).build(two_mode_setup()).load_state_dict(state)
+
+
+def test_another_seed_or_start_is_refused_on_resuming() -> None:
+    setup = two_mode_setup()
+    state = tiny().build(setup).state_dict()
+    with pytest.raises(
+        CheckpointError, match=rf"seed must stay .*: {setup.seed}; got {setup.seed + 1}\. Res"
+    ):
+        tiny().build(replace(setup, seed=setup.seed + 1)).load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"policy to start from \(init\) must stay .*: None; got"):
+        tiny().build(replace(setup, init=tiny().build(setup).snapshot())).load_state_dict(state)
+    old = {name: value for name, value in state.items() if name not in ("seed", "init")}
+    tiny().build(replace(setup, seed=setup.seed + 1)).load_state_dict(old)

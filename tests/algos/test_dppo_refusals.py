@@ -1,0 +1,114 @@
+"""What DPPO refuses, before work starts, and what looks odd but is allowed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigKeyError, ValidationError
+from point_dppo import SMALL, make_init
+from point_env import PointEnv
+
+from algos.base import Setup
+from algos.dppo import DppoConfig
+from policies.backbones.mlp import MlpConfig
+from policies.errors import CapabilityError, ConfigError
+from policies.policy import PolicyConfig, build_policy
+from policies.processes.flow import RectifiedFlow
+
+
+def test_config_is_a_structured_config() -> None:
+    schema = OmegaConf.structured(DppoConfig)
+    merged = OmegaConf.merge(schema, {"tuned_steps": 5, "min_sampling_std": 1, "target_kl": None})
+    config = OmegaConf.to_object(merged)
+    assert isinstance(config, DppoConfig)
+    assert isinstance(config.min_sampling_std, float)
+    assert config.target_kl is None
+    with pytest.raises(ConfigKeyError):
+        OmegaConf.merge(schema, {"clip": 0.1})
+    with pytest.raises(ValidationError):
+        OmegaConf.merge(schema, {"tuned_steps": "ten"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"actor_lr": 2e-5, "actor_min_lr": 1e-4}, "actor_min_lr must not exceed"),
+        ({"actor_lr_warmup": 10, "actor_lr_cycle": 10, "paper_compat": True}, "actor_lr_warmup must lie in"),
+        ({"sampler": "euler"}, "algo.sampler must be one of ddpm, ddim; got euler"),
+        ({"eta": 0.0}, "deterministic sampler has no density"),
+        ({"tuned_steps": 0}, "algo.tuned_steps must be at least 1; got 0"),
+        ({"batch_size": 0}, "algo.batch_size"),
+        ({"gamma": 1.5}, "algo.gamma must be in"),
+        ({"log_prob_reduction": "sum"}, "mean, per_step, joint"),
+        ({"advantage_quantiles": (0.9, 0.1)}, "algo.advantage_quantiles"),
+        ({"min_log_prob_std": 0.0}, "algo.min_log_prob_std must be positive"),
+        ({"entropy_coef": 0.1}, r"algo.entropy_coef must be 0.*got 0\.1"),
+        ({"batch_size": 1}, "algo.batch_size must be at least 2 with algo.normalize_advantage=true"),
+        ({"advantage_quantiles": (0.5,)}, "algo.advantage_quantiles must be two rising"),
+        ({"advantage_quantiles": (0.1, 0.2, 0.3)}, "algo.advantage_quantiles must be two rising"),
+        ({"log_prob_range": (1.0,)}, "algo.log_prob_range must be two rising numbers"),
+        ({"log_prob_range": (5.0, math.nan)}, "algo.log_prob_range must be two rising numbers"),
+        ({"clip_range_rate": 1000.0}, r"algo.clip_range_rate must be in \[-100, 100\]; got 1000"),
+        ({"clip_range_rate": math.nan}, "algo.clip_range_rate must be in"),
+        ({"min_sampling_std": math.inf}, "algo.min_sampling_std must be positive and finite"),
+        ({"actor_min_lr": math.inf, "paper_compat": True}, "algo.actor_min_lr must be"),
+    ],
+)
+def test_bad_values_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        replace(SMALL, **change)
+
+
+SIZES = [
+    *("reward_scale_clip", "reward_scale_const", "gamma", "gae_lambda", "vf_coef", "bc_weight"),
+    *("actor_lr", "actor_min_lr", "actor_weight_decay", "critic_lr", "critic_min_lr", "critic_weight_decay"),
+]
+
+
+@pytest.mark.parametrize("value", [math.nan, -1.0])
+@pytest.mark.parametrize("name", SIZES)
+def test_numbers_that_cannot_be_meant_are_refused_by_name(name: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"algo.{name} must be .*; got {value}"):
+        replace(SMALL, **{name: value})
+
+
+def test_what_looks_odd_but_can_be_meant_is_allowed() -> None:
+    assert replace(SMALL, paper_compat=True, actor_lr=2e-5, actor_min_lr=1e-4).actor_min_lr == 1e-4
+    assert replace(SMALL, batch_size=1, normalize_advantage=False).batch_size == 1
+    steep = replace(SMALL, reward_scale_clip=math.inf, clip_range_rate=100.0)
+    assert bool(steep.clip_range_of(5).isfinite().all())
+    assert replace(SMALL, log_prob_range=None).log_prob_range is None
+
+
+def test_rising_rate_is_allowed_for_parity_only() -> None:
+    assert replace(SMALL, actor_lr=2e-5, actor_min_lr=1e-4, paper_compat=True).actor_min_lr == 1e-4
+
+
+def test_unfit_setups_are_refused_before_work_starts() -> None:
+    class NoEnv(PointEnv):
+        def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> Any:
+            pytest.fail("environments were made")
+
+    class WideEnv(NoEnv):
+        @property
+        def spec(self) -> Any:
+            return replace(PointEnv().spec, obs_dim=3)
+
+    flow = PolicyConfig(process=RectifiedFlow(), backbone=MlpConfig(width=8, time_dim=4), act_steps=2)
+    for setup, error, message in (
+        ({"init": None}, ConfigError, "algo=dppo fine-tunes a policy and got none"),
+        ({"init": make_init(), "env": None}, ConfigError, "algo=dppo learns in an environment"),
+        ({"init": make_init(), "env": WideEnv()}, ConfigError, "observation width 3.*width 2"),
+        (
+            {"init": make_init(levels=2)},
+            ConfigError,
+            "tuned_steps must not exceed the 2 denoising steps; got 3",
+        ),
+        ({"init": build_policy(flow, obs_dim=2, action_dim=2)}, CapabilityError, "dppo needs.*RectifiedFlow"),
+    ):
+        with pytest.raises(error, match=message):
+            SMALL.build(Setup(**({"env": NoEnv(), "num_workers": 0} | setup)))

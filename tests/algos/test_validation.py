@@ -1,0 +1,35 @@
+"""Validation: errors of sampled actions in physical units, the same whenever it is asked."""
+
+from __future__ import annotations
+
+import pytest
+from small_cloning import tiny
+from two_modes import two_mode_setup
+
+from algos.sources import Source
+from algos.validation import Validation
+
+
+def test_validation_is_in_physical_units_and_best_is_not_above_mean() -> None:
+    setup = two_mode_setup()
+    policy = tiny().build(setup).snapshot()
+    source = Source(setup.dataset, policy.chunk, pad_end=True)
+    found = Validation(source, num_windows=50, num_samples=3, seed=0).measure(policy)
+    assert 0.0 < found["validation/action_mse_best"] <= found["validation/action_mse"]
+    again = Validation(source, num_windows=50, num_samples=3, seed=0).measure(policy)
+    assert found == again
+
+
+def test_validation_of_the_demonstrator_itself_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = two_mode_setup()
+    policy = tiny().build(setup).snapshot()
+    validation = Validation(
+        Source(setup.dataset, policy.chunk, pad_end=True), num_windows=9, num_samples=2, seed=0
+    )
+    truth = policy.normalize_action(validation._data.action).repeat_interleave(2, dim=0)
+    truth[1::2] += 1.0  # the second sample of every window is one normalised unit off
+    monkeypatch.setattr(policy, "decode", lambda cond, noise: truth)
+    found = validation.measure(policy)
+    unit = 1.0 / policy.normalizer.action_scale.item()
+    assert float(found["validation/action_mse_best"]) == pytest.approx(0.0, abs=1e-10)
+    assert float(found["validation/action_mse"]) == pytest.approx(unit**2 / 2.0, rel=1e-5)

@@ -334,6 +334,7 @@ KNOWN_LONG = {
     "envs/datasets/episodes.py": 371,
     "envs/datasets/robomimic.py": 362,
     "envs/evaluation.py": 418,
+    "envs/locomotion.py": 363,
     "policies/samplers.py": 361,
     "policies/steps.py::lay_out": 61,
 }

@@ -77,7 +77,6 @@ def test_numbers_that_cannot_be_meant_are_refused_by_name(name: str, value: floa
 
 
 def test_what_looks_odd_but_can_be_meant_is_allowed() -> None:
-    assert replace(SMALL, paper_compat=True, actor_lr=2e-5, actor_min_lr=1e-4).actor_min_lr == 1e-4
     assert replace(SMALL, batch_size=1, normalize_advantage=False).batch_size == 1
     steep = replace(SMALL, reward_scale_clip=math.inf, clip_range_rate=100.0)
     assert bool(steep.clip_range_of(5).isfinite().all())
@@ -85,7 +84,10 @@ def test_what_looks_odd_but_can_be_meant_is_allowed() -> None:
 
 
 def test_rising_rate_is_allowed_for_parity_only() -> None:
-    assert replace(SMALL, actor_lr=2e-5, actor_min_lr=1e-4, paper_compat=True).actor_min_lr == 1e-4
+    rising = {"actor_lr": 2e-5, "actor_min_lr": 1e-4}
+    assert replace(SMALL, paper_compat=True, **rising).actor_min_lr == 1e-4
+    with pytest.raises(ConfigError, match="actor_min_lr must not exceed actor_lr"):
+        replace(SMALL, **rising)
 
 
 def test_unfit_setups_are_refused_before_work_starts() -> None:

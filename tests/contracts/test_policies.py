@@ -49,7 +49,10 @@ def small(part: type, **changes: Any) -> Any:
 
 
 def build(process: str, backbone: str, sampler: Any, *, goal_dim: int = 0, **chunk: int) -> Policy:
-    """Build a policy; a part that needs an extra, or another chunk, skips the test and says why."""
+    """Build a policy in general position, with weights away from where they start, which may be zero.
+
+    A part that needs an extra, or another chunk, skips the test and says why.
+    """
     try:
         config = PolicyConfig(
             process=small(registry.lookup("process", process)),
@@ -71,13 +74,17 @@ def build(process: str, backbone: str, sampler: Any, *, goal_dim: int = 0, **chu
         if "horizon" in str(error):
             pytest.skip(str(error))
         raise
+    generator = seeded(2)
+    with torch.no_grad():
+        for weight in policy.parameters():
+            weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
     return policy.eval()
 
 
-def sampler_fits(process: str, sampler: str) -> bool:
-    config = PolicyConfig(
-        process=small(registry.lookup("process", process)), sampler=small(registry.lookup("sampler", sampler))
-    )
+def fits(process: str, **parts: str) -> bool:
+    """Tell whether a process can be combined with a sampler or a backbone, by their names."""
+    chosen = {group: small(registry.lookup(group, name)) for group, name in parts.items()}
+    config = PolicyConfig(process=small(registry.lookup("process", process)), **chosen)
     try:
         build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM)
     except ConfigError:
@@ -90,13 +97,14 @@ def sampler_fits(process: str, sampler: str) -> bool:
 def combinations() -> Iterator[Any]:
     """Every process x backbone x sampler that fits, plain and exploring."""
     for process in registry.parts("process"):
+        backbones = [name for name in registry.parts("backbone") if fits(process, backbone=name)]
         for name, sampler in registry.parts("sampler").items():
-            if not sampler_fits(process, name):
+            if not fits(process, sampler=name):
                 continue
             variants = {"": small(sampler), "-exploring": small(sampler, **EXPLORING)}
             if variants[""] == variants["-exploring"]:
                 del variants["-exploring"]
-            for backbone in registry.parts("backbone"):
+            for backbone in backbones:
                 for mode, variant in variants.items():
                     yield pytest.param(process, backbone, variant, id=f"{process}-{backbone}-{name}{mode}")
 
@@ -107,7 +115,13 @@ MISFITS = [
     (process, sampler)
     for process in registry.parts("process")
     for sampler in registry.parts("sampler")
-    if not sampler_fits(process, sampler)
+    if not fits(process, sampler=sampler)
+]
+NOT_RUN_BY = [
+    (process, backbone)
+    for process in registry.parts("process")
+    for backbone in registry.parts("backbone")
+    if not fits(process, backbone=backbone)
 ]
 
 
@@ -126,6 +140,14 @@ def test_a_sampler_of_another_process_is_refused_by_both_names(process: str, sam
     with pytest.raises(ConfigError) as refused:
         build(process, "mlp", small(registry.lookup("sampler", sampler)))
     assert f"sampler={sampler}" in str(refused.value) and f"process={process}" in str(refused.value)
+
+
+@pytest.mark.parametrize(("process", "backbone"), NOT_RUN_BY)
+def test_only_a_process_that_says_so_refuses_a_backbone(process: str, backbone: str) -> None:
+    sampler = registry.lookup("process", process)().default_sampler()
+    with pytest.raises(ConfigError, match=f"process={process} needs .* backbone"):
+        build(process, backbone, sampler)
+    assert process not in ("diffusion", "flow")
 
 
 # -- inputs ---------------------------------------------------------------------------------------------

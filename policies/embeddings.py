@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,7 @@ class TimeEmbedding(nn.Module):
 
 
 def embed_times(
-    first: TimeEmbedding, second: TimeEmbedding | None, time: Tensor, second_time: Tensor | None
+    first: Callable[[Tensor], Tensor], second: TimeEmbedding | None, time: Tensor, second_time: Tensor | None
 ) -> Tensor:
     """Embed one network time, or the sum of two.
 

@@ -1,0 +1,195 @@
+"""The layers that every transformer here is made of: attention, normalisation and a feed-forward network.
+
+Attention is softmax(q kᵀ / √(D/H)) v per head, over the keys that a mask allows. Attention and normalisation
+are computed in one of two ways, chosen by `set_attention`:
+
+* `auto`: PyTorch's fused kernels, fast and thrifty, for first derivatives only;
+* `math`: elementary operations, which can be differentiated as often as one likes, forwards and backwards.
+  Objectives with `torch.func.jvp` (MeanFlow) or a gradient of a gradient (energies) ask for it.
+
+Beyond first derivatives the fused attention of PyTorch 2.13 raises an error, while its fused LayerNorm
+silently gives wrong gradients of a forward-mode derivative: they lack what flows through mean and variance.
+
+Legend: M rows, T queries, S keys, D width, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from policies.errors import ConfigError
+
+
+def explicit_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0
+) -> Tensor:
+    """Attend by elementary operations; a drop-in for `F.scaled_dot_product_attention`.
+
+    Shapes:
+        query: (M, H, T, D/H). key, value: (M or 1, H, S, D/H). attn_mask: (T, S) bool, True where a query may
+        look; every query needs a key. Returns (M, H, T, D/H).
+
+    Source:
+        arXiv 1706.03762, equation 1.
+    """
+    scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    weights = scores.softmax(dim=-1)
+    return (F.dropout(weights, dropout_p) if dropout_p else weights) @ value
+
+
+def explicit_layer_norm(
+    h: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> Tensor:
+    """Normalise by elementary operations; a drop-in for `F.layer_norm` over the last dimension.
+
+    Shapes:
+        h: (..., D) -> (..., D). weight, bias: (D,).
+
+    Source:
+        arXiv 1607.06450, equation 4.
+    """
+    variance, mean = torch.var_mean(h, dim=-1, correction=0, keepdim=True)
+    normal = (h - mean) * torch.rsqrt(variance + eps)
+    return normal if weight is None or bias is None else torch.addcmul(bias, normal, weight)
+
+
+ATTENTIONS: dict[str, Callable[..., Tensor]] = {
+    "auto": F.scaled_dot_product_attention,
+    "math": explicit_attention,
+}
+NORMS: dict[str, Callable[..., Tensor]] = {"auto": F.layer_norm, "math": explicit_layer_norm}
+"""Ways of computing the same numbers, under the same names."""
+
+
+class LayerNorm(nn.LayerNorm):
+    """Layer normalisation of every token, in one of two ways; weights and defaults are those of PyTorch."""
+
+    how = "auto"
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
+        return NORMS[self.how](h, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class Attention(nn.Module):
+    """Multi-head attention, to its own input or to a memory whose keys and values are projected beforehand.
+
+    Args:
+        width: D of queries, memory and output.
+        heads: H, a divisor of the width.
+        dropout: Share of the attention weights that is dropped in training, by PyTorch's global generator.
+
+    Source:
+        arXiv 1706.03762, section 3.2.2; the layout of the weights is that of `nn.MultiheadAttention`.
+    """
+
+    how = "auto"
+
+    def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(width, 3 * width)  # queries, keys, values
+        self.outlet = nn.Linear(width, width)
+        self.heads, self.dropout = heads, dropout
+
+    def forward(self, h: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend from every token to the tokens of its row; (M, T, D) -> (M, T, D), mask (T, T)."""
+        query, key, value = self._projected(h, slice(0, 3))
+        return self._attend(query, key, value, mask)
+
+    def memory(self, tokens: Tensor) -> Tensor:
+        """Project tokens (M, S, D) to keys and values (2, M, H, S, D/H) for `read`."""
+        return self._projected(tokens, slice(1, 3))
+
+    def read(self, h: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend from h (M, T, D) to a memory of M rows, or of one for all; (M, T, D), mask (T, S)."""
+        (query,) = self._projected(h, slice(0, 1))
+        key, value = memory
+        return self._attend(query, key, value, mask)
+
+    def _projected(self, tokens: Tensor, parts: slice) -> Tensor:
+        """Return some of queries, keys and values, (n, M, H, T, D/H)."""
+        width, count = tokens.shape[-1], parts.stop - parts.start
+        rows = slice(parts.start * width, parts.stop * width)
+        projected = F.linear(tokens, self.inlet.weight[rows], self.inlet.bias[rows])
+        return projected.unflatten(-1, (count, self.heads, width // self.heads)).permute(2, 0, 3, 1, 4)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        found = ATTENTIONS[self.how](query, key, value, attn_mask=mask, dropout_p=dropout)
+        return self.outlet(found.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """Two linear layers with an activation between them, applied to every token by itself.
+
+    Args:
+        width: D of input and output.
+        hidden: Width between the layers.
+        dropout: Share of the hidden features that is dropped in training, by PyTorch's global generator.
+        activation: Between the layers.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        dropout: float = 0.0,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+    ) -> None:
+        super().__init__()
+        self.linear1 = nn.Linear(width, hidden)
+        self.linear2 = nn.Linear(hidden, width)
+        self.dropout = nn.Dropout(dropout)
+        self.activation = activation
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(..., D) -> (..., D)."""
+        return self.linear2(self.dropout(self.activation(self.linear1(h))))
+
+
+def set_attention(module: nn.Module, how: str) -> None:
+    """Choose how attention and normalisation inside a module are computed; one without any stays as it is.
+
+    A choice for this object and its copies: it is not saved with a policy, because it changes no number by
+    more than rounding. Whoever needs more than first derivatives asks for `math`.
+
+    Args:
+        module: A backbone, a policy, or any other module.
+        how: `auto` or `math`; see the top of this file.
+
+    Raises:
+        ConfigError: If there is no such way.
+    """
+    if how not in ATTENTIONS:
+        raise ConfigError(f"attention must be one of {', '.join(ATTENTIONS)}; got '{how}'.")
+    for part in module.modules():
+        if isinstance(part, Attention | LayerNorm):
+            part.how = how
+
+
+def causal_mask(size: int) -> Tensor:
+    """Return (T, T) bool: a token sees itself and what is before it."""
+    return torch.ones(size, size, dtype=torch.bool).tril()
+
+
+def check_attention(width: int, heads: int, dropout: float) -> None:
+    """Refuse heads that do not share the width evenly, and a share that cannot be dropped.
+
+    Raises:
+        ConfigError: If there are no heads, or they do not divide the width (the message lists what does), or
+            dropout is not in [0, 1).
+    """
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"backbone.dropout must be in [0, 1); got {dropout}.")
+    if heads < 1 or width % heads:
+        choices = ", ".join(str(n) for n in range(1, min(width, 16) + 1) if width % n == 0)
+        raise ConfigError(
+            f"backbone.heads must divide backbone.width={width}; got {heads}. Use one of {choices}, or "
+            f"change the width."
+        )

@@ -1,0 +1,320 @@
+"""The transformer of Diffusion Policy as a denoising backbone: a decoder that reads time and observations.
+
+The memory holds one token for the time and one for every observation of the history, each embedded, given a
+learned position, and encoded. The decoder has one token per action; each of its blocks acts on tokens h as
+
+    h <- h + attention(n(h)),     h <- h + read(n(h), memory),     h <- h + W2 gelu(W1 n(h) + b1) + b2
+
+with a LayerNorm n of its own each. While the memory is encoded token by token, keys and values of the time
+token depend on the time only and those of the observations on the condition only: `forward` computes them
+once per distinct row where rows are shared, and `bind` keeps the former as a table over denoising steps and
+computes the latter once per action. Both are exact.
+
+Legend: M rows, B batch, K times, Th rows of a chunk, C condition width, N observations, S = 1 + N memory
+tokens, D width, L blocks, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from policies.activations import mish
+from policies.attention import Attention, FeedForward, LayerNorm, causal_mask, check_attention
+from policies.embeddings import TimeEmbedding, embed_times, sinusoid
+from policies.errors import CapabilityError, ConfigError
+from policies.protocols import BoundField, Cond
+from policies.registry import register
+from policies.weight_cache import WeightCache
+
+_FFN_RATIO = 4
+
+
+@register("backbone", "dp_transformer")
+@dataclass(frozen=True)
+class DpTransformerConfig:
+    """The transformer of Diffusion Policy.
+
+    Attributes:
+        width: Width of a token, even, at least 4.
+        depth: Blocks of the decoder.
+        heads: Attention heads, a divisor of the width.
+        memory_depth: Blocks of a transformer that encodes the memory; 0: two linear layers, token by token.
+        obs_tokens: Equal parts into which the condition is cut, oldest first; `policy.obs_steps` for one
+            token per observation.
+        causal: Let action t attend to actions and observations up to t only, which fits windows that begin
+            at the oldest observation (`policy.action_start` = `policy.obs_steps` - 1).
+        dropout: Share of attention weights and of features that training drops; drawn from PyTorch's global
+            generator.
+    """
+
+    width: int = 128
+    depth: int = 4
+    heads: int = 4
+    memory_depth: int = 0
+    obs_tokens: int = 1
+    causal: bool = True
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("depth", 1), ("memory_depth", 0), ("obs_tokens", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"backbone.{name} must be at least {least}; got {getattr(self, name)}.")
+        if self.width < 4 or self.width % 2:
+            raise ConfigError(f"backbone.width must be even and at least 4; got {self.width}.")
+        check_attention(self.width, self.heads, self.dropout)
+
+    def build(
+        self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
+    ) -> DpTransformer:
+        """Build the backbone; see `policies.backbones.BackboneConfig`.
+
+        Raises:
+            CapabilityError: If there are tokens to attend to.
+            ConfigError: If the condition cannot be cut into `obs_tokens` equal parts, or some stay unseen.
+        """
+        if token_dim:
+            raise CapabilityError(
+                "backbone=dp_transformer makes its tokens from the condition vector, and the encoder gives "
+                "some. Use backbone=transformer, or an encoder that gives one vector."
+            )
+        if cond_dim % self.obs_tokens:
+            raise ConfigError(
+                f"backbone.obs_tokens must cut the condition (history and goal together) into equal parts; "
+                f"got {self.obs_tokens} for a width of {cond_dim}. Use backbone.obs_tokens=1."
+            )
+        if self.causal and self.obs_tokens > chunk_shape[0]:
+            raise ConfigError(
+                f"backbone.causal shows action t the observations up to t, so the horizon must be at least "
+                f"backbone.obs_tokens={self.obs_tokens}; got {chunk_shape[0]}. Use backbone.causal=false or "
+                f"backbone.obs_tokens=1."
+            )
+        return DpTransformer(self, chunk_shape, cond_dim, second_time=second_time)
+
+    def official_keys(self) -> dict[str, str]:
+        """Map the parameter names of the released `TransformerForDiffusion` to ours."""
+        names = {"input_emb": "inlet", "cond_obs_emb": "obs_inlet", "ln_f": "norm", "head": "outlet"}
+        if self.memory_depth == 0:
+            names |= {"encoder.0": "memory_encoder.linear1", "encoder.2": "memory_encoder.linear2"}
+        blocks = {f"encoder.layers.{i}.": f"memory_encoder.{i}." for i in range(self.memory_depth)}
+        blocks |= {f"decoder.layers.{i}.": f"blocks.{i}." for i in range(self.depth)}
+        keys = {"pos_emb": "positions", "cond_pos_emb": "memory_positions"}
+        for theirs, ours in blocks.items():
+            is_decoder = ours.startswith("blocks.")
+            attentions = {"self_attn": "attention"} | ({"multihead_attn": "cross"} if is_decoder else {})
+            for their_name, our_name in attentions.items():
+                keys |= {
+                    f"{theirs}{their_name}.in_proj_{k}": f"{ours}{our_name}.inlet.{k}"
+                    for k in ("weight", "bias")
+                }
+                names[f"{theirs}{their_name}.out_proj"] = f"{ours}{our_name}.outlet"
+            names |= {f"{theirs}linear{n}": f"{ours}ffn.linear{n}" for n in (1, 2)}
+            names |= {f"{theirs}norm{n}": f"{ours}norm{n}" for n in range(1, len(attentions) + 2)}
+        return keys | {f"{a}.{kind}": f"{b}.{kind}" for a, b in names.items() for kind in ("weight", "bias")}
+
+
+class EncoderBlock(nn.Module):
+    """Pre-norm self-attention and feed-forward network."""
+
+    def __init__(self, config: DpTransformerConfig) -> None:
+        super().__init__()
+        width, dropout = config.width, config.dropout
+        self.norm1, self.norm2 = LayerNorm(width), LayerNorm(width)
+        self.attention = Attention(width, config.heads, dropout)
+        self.ffn = FeedForward(width, _FFN_RATIO * width, dropout)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(M, S, D) -> (M, S, D)."""
+        h = h + self.dropout(self.attention(self.norm1(h)))
+        return h + self.dropout(self.ffn(self.norm2(h)))
+
+
+class DecoderBlock(nn.Module):
+    """Pre-norm self-attention, attention to a memory, and feed-forward network."""
+
+    def __init__(self, config: DpTransformerConfig) -> None:
+        super().__init__()
+        width, dropout = config.width, config.dropout
+        self.norm1, self.norm2, self.norm3 = (LayerNorm(width) for _ in range(3))
+        self.attention = Attention(width, config.heads, dropout)
+        self.cross = Attention(width, config.heads, dropout)
+        self.ffn = FeedForward(width, _FFN_RATIO * width, dropout)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, h: Tensor, memory: Tensor, mask: Tensor | None, memory_mask: Tensor | None) -> Tensor:
+        """Let attention, memory and feed-forward network add to the tokens.
+
+        Shapes:
+            h: (M, Th, D) -> (M, Th, D). memory: (2, M or 1, H, S, D/H), of `cross`. mask: (Th, Th).
+            memory_mask: (Th, S).
+        """
+        h = h + self.dropout(self.attention(self.norm1(h), mask))
+        h = h + self.dropout(self.cross.read(self.norm2(h), memory, memory_mask))
+        return h + self.dropout(self.ffn(self.norm3(h)))
+
+
+class DpTransformer(nn.Module):
+    """See `DpTransformerConfig`; satisfies `policies.backbones.Backbone`.
+
+    Source:
+        Diffusion Policy (arXiv 2303.04137), `TransformerForDiffusion` of the released code with time and
+        observations as condition; equal up to rounding. Deviations: a second time has an embedding of its
+        own, added to the time token; no dropout of embeddings (zero in the published settings); the variant
+        without a memory, which sees no observation, is left out.
+    """
+
+    mask: Tensor | None
+    memory_mask: Tensor | None
+
+    def __init__(
+        self,
+        config: DpTransformerConfig,
+        chunk_shape: tuple[int, int],
+        cond_dim: int,
+        *,
+        second_time: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.chunk_shape = tuple(chunk_shape)
+        horizon, action_dim = chunk_shape
+        width, observations = config.width, config.obs_tokens
+        self.inlet = nn.Linear(action_dim, width)
+        self.positions = nn.Parameter(torch.empty(1, horizon, width))
+        self.obs_inlet = nn.Linear(cond_dim // observations, width)
+        self.second_embedding = TimeEmbedding(width) if second_time else None
+        self.memory_positions = nn.Parameter(torch.empty(1, 1 + observations, width))
+        self.memory_encoder = (
+            nn.Sequential(*(EncoderBlock(config) for _ in range(config.memory_depth)))
+            if config.memory_depth
+            else FeedForward(width, _FFN_RATIO * width, activation=mish)
+        )
+        self.blocks: Any = nn.ModuleList(DecoderBlock(config) for _ in range(config.depth))
+        self.norm = LayerNorm(width)
+        self.outlet = nn.Linear(width, action_dim)
+        self._initialize()
+        masks = (
+            (causal_mask(horizon), memory_mask(horizon, 1 + observations)) if config.causal else (None, None)
+        )
+        for name, mask in zip(("mask", "memory_mask"), masks, strict=True):
+            self.register_buffer(name, mask, persistent=False)
+        self._cache: WeightCache[Tensor] = WeightCache()
+
+    def _initialize(self) -> None:
+        """Draw all weights from N(0, 0.02²), with biases at zero."""
+        for part in self.modules():
+            if isinstance(part, nn.Linear):
+                nn.init.normal_(part.weight, std=0.02)
+                nn.init.zeros_(part.bias)
+        for positions in (self.positions, self.memory_positions):
+            nn.init.normal_(positions, std=0.02)
+
+    def forward(
+        self,
+        x: Tensor,
+        time: Tensor,
+        cond: Cond,
+        cond_row: Tensor | None = None,
+        time_row: Tensor | None = None,
+        second_time: Tensor | None = None,
+    ) -> Tensor:
+        """Evaluate the network; see `policies.backbones.Backbone`.
+
+        Shapes:
+            x: (M, Th, Da) -> (M, Th, Da). time and second_time: (M,), or (K,) with time_row (M,).
+            cond.vec: (M, C), or any number of rows with cond_row (M,).
+
+        Raises:
+            CapabilityError: If there is a time for every action.
+        """
+        if time.dim() != 1:
+            raise CapabilityError(
+                f"backbone=dp_transformer takes one time per chunk, (M,); got {tuple(time.shape)}. "
+                f"Use backbone=transformer."
+            )
+        times, observations = self._time_token(time, second_time), self._obs_tokens(cond)
+        if self._is_tokenwise:
+            of_time, of_obs = self._remember(times), self._remember(observations)
+            parts = (_rows(of_time, time_row, dim=2), _rows(of_obs, cond_row, dim=2))
+            return self._denoise(x, torch.cat(parts, dim=-2))
+        tokens = (_rows(times, time_row, dim=0), _rows(observations, cond_row, dim=0))
+        return self._denoise(x, self._remember(torch.cat(tokens, dim=1)))
+
+    def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
+        """Precompute all that depends on the condition and the times only; see `policies.backbones.Backbone`.
+
+        Pass the same `times` tensors every time: keys and values of their tokens are kept for them, unless
+        the memory is encoded by blocks, which mix time and observations.
+
+        Shapes:
+            cond.vec: (B, C) or (1, C). times and second_times: (K,).
+        """
+        given = (times,) if second_times is None else (times, second_times)
+        observations = self._obs_tokens(cond)
+        if self._is_tokenwise:
+            sources = (*self._memory_weights(), *given)
+            table = self._cache.get(sources, lambda: self._remember(self._time_token(*given)))
+            of_obs = self._remember(observations)
+            sizes = (-1, -1, of_obs.shape[2], -1, -1, -1)
+
+            def bound(k: int, x: Tensor) -> Tensor:
+                of_time = table.narrow(2, k, 1).expand(sizes)
+                return self._denoise(x, torch.cat([of_time, of_obs], dim=-2))
+
+            return bound
+        tokens = self._time_token(*given)
+
+        def bound_and_encoded(k: int, x: Tensor) -> Tensor:
+            time = tokens.narrow(0, k, 1).expand(observations.shape[0], -1, -1)
+            return self._denoise(x, self._remember(torch.cat([time, observations], dim=1)))
+
+        return bound_and_encoded
+
+    @property
+    def _is_tokenwise(self) -> bool:
+        """Whether encoding leaves the tokens of the memory to themselves."""
+        return self.config.memory_depth == 0
+
+    def _time_token(self, time: Tensor, second_time: Tensor | None = None) -> Tensor:
+        """Embed times (K,) as tokens of the memory, (K, 1, D)."""
+        embedded = embed_times(self._waves, self.second_embedding, time, second_time)
+        return embedded.unsqueeze(1) + self.memory_positions[:, :1]
+
+    def _waves(self, time: Tensor) -> Tensor:
+        return sinusoid(time.to(self.positions.dtype), self.config.width)
+
+    def _obs_tokens(self, cond: Cond) -> Tensor:
+        """Cut conditions (B, C) into tokens of the memory, (B, N, D)."""
+        parts = cond.vec.unflatten(-1, (self.config.obs_tokens, self.obs_inlet.in_features))
+        return self.obs_inlet(parts) + self.memory_positions[:, 1:]
+
+    def _remember(self, tokens: Tensor) -> Tensor:
+        """Encode tokens (M, S, D) and return keys and values of every block, (L, 2, M, H, S, D/H)."""
+        encoded = self.memory_encoder(tokens)
+        return torch.stack([block.cross.memory(encoded) for block in self.blocks])
+
+    def _memory_weights(self) -> list[Tensor]:
+        """Return the weights that keys and values of the time token depend on."""
+        parts = [self.second_embedding, self.memory_encoder, *(block.cross.inlet for block in self.blocks)]
+        weights = [weight for part in parts if part is not None for weight in part.parameters()]
+        return [self.memory_positions, *weights]
+
+    def _denoise(self, x: Tensor, memory: Tensor) -> Tensor:
+        """Send chunks x (M, Th, Da) through the decoder, given its memory (L, 2, M or 1, H, S, D/H)."""
+        h = self.inlet(x) + self.positions
+        for block, own in zip(self.blocks, memory.unbind(0), strict=True):
+            h = block(h, own, self.mask, self.memory_mask)
+        return self.outlet(self.norm(h))
+
+
+def memory_mask(horizon: int, tokens: int) -> Tensor:
+    """Return (Th, S) bool: action t sees token s if s <= t + 1: the time, and observations up to t."""
+    return torch.ones(horizon, tokens, dtype=torch.bool).tril(1)
+
+
+def _rows(part: Tensor, row: Tensor | None, dim: int) -> Tensor:
+    return part if row is None else part.index_select(dim, row)

@@ -1,0 +1,299 @@
+"""A diffusion transformer as a denoising backbone: one token per action of the chunk.
+
+Every sublayer f (self-attention, attention to the tokens of the condition where there are any, feed-forward)
+acts on tokens h as
+
+    h <- h + gate f(scale n(h) + shift),      out = W (scale n(h) + shift) + b
+
+with n a LayerNorm without weights. Scales, shifts and gates come from network time and condition, for all
+sublayers in one product that is a sum of two parts,
+
+    [scale - 1, shift, gate] = (W_t a(e_time) + b) + W_c a(e_cond),
+
+so that `forward` computes each part once per distinct row where rows are shared, and `bind` makes the
+bracket a table over denoising steps (kept until a weight changes) and the other part once per action. Both
+are exact.
+
+Legend: M rows, B batch, K times, Th rows of a chunk, C condition width, N tokens of width Ct, D width, L
+blocks, H heads, P scales, shifts and gates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from policies.attention import Attention, FeedForward, LayerNorm, causal_mask, check_attention
+from policies.embeddings import TimeEmbedding, embed_times
+from policies.errors import CapabilityError, ConfigError
+from policies.protocols import BoundField, Cond
+from policies.registry import register
+from policies.weight_cache import WeightCache
+
+
+@register("backbone", "transformer")
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Diffusion transformer over the actions of a chunk.
+
+    Attributes:
+        width: Width of a token.
+        depth: Blocks.
+        heads: Attention heads, a divisor of the width.
+        ffn_ratio: Width inside the feed-forward layers over the width of a token.
+        time_dim: Width of the time embedding, even, at least 4.
+        causal: Let an action attend to itself and earlier ones only.
+        dropout: Share of attention weights and of features that training drops; drawn from PyTorch's global
+            generator.
+    """
+
+    width: int = 128
+    depth: int = 4
+    heads: int = 4
+    ffn_ratio: int = 4
+    time_dim: int = 64
+    causal: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("width", "depth", "ffn_ratio"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"backbone.{name} must be at least 1; got {getattr(self, name)}.")
+        check_attention(self.width, self.heads, self.dropout)
+        if self.time_dim < 4 or self.time_dim % 2:
+            raise ConfigError(f"backbone.time_dim must be even and at least 4; got {self.time_dim}.")
+
+    def build(
+        self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
+    ) -> TransformerBackbone:
+        """Build the backbone; see `policies.backbones.BackboneConfig`."""
+        return TransformerBackbone(self, chunk_shape, cond_dim, token_dim=token_dim, second_time=second_time)
+
+
+class Adaptation(NamedTuple):
+    """What time and condition do to one sublayer; each (M or 1, Th or 1, D)."""
+
+    scale: Tensor
+    shift: Tensor
+    gate: Tensor
+
+
+class Modulation(nn.Module):
+    """Scales, shifts and gates of all sublayers and of the output, from time and condition.
+
+    All zero at first: no sublayer does anything until training opens its gate.
+
+    Args:
+        time_dim: Width of the time embedding.
+        width: D, also of the embedded condition.
+        sublayers: Of all blocks together.
+    """
+
+    def __init__(self, time_dim: int, width: int, sublayers: int) -> None:
+        super().__init__()
+        self.sublayers, self.width = sublayers, width
+        numbers = (3 * sublayers + 2) * width
+        self.time = nn.Linear(time_dim, numbers)
+        self.cond = nn.Linear(width, numbers, bias=False)
+        for weight in self.parameters():
+            nn.init.zeros_(weight)
+
+    def of_time(self, embedded: Tensor) -> Tensor:
+        """Return the part of the time, bias included; (..., time_dim) -> (..., P)."""
+        return self.time(F.silu(embedded))
+
+    def of_cond(self, embedded: Tensor) -> Tensor:
+        """Return the part of the condition; (..., D) -> (..., P)."""
+        return self.cond(F.silu(embedded))
+
+    def split(self, numbers: Tensor) -> tuple[list[Adaptation], tuple[Tensor, Tensor]]:
+        """Return the sum of both parts (M, Th or 1, P) by sublayer, and scale and shift of the output."""
+        sizes = (self.sublayers + 1, self.sublayers + 1, self.sublayers)
+        scales, shifts, gates = numbers.unflatten(-1, (sum(sizes), self.width)).split(sizes, dim=-2)
+        *scale, scale_out = (1 + scales).unbind(-2)
+        *shift, shift_out = shifts.unbind(-2)
+        return list(map(Adaptation, scale, shift, gates.unbind(-2))), (scale_out, shift_out)
+
+
+class Modulated(LayerNorm):
+    """Layer normalisation whose scale and shift are given with every call."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width, eps=1e-6, elementwise_affine=False)
+
+    def forward(self, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:  # type: ignore[override]
+        """(M, Th, D), with scale and shift (M or 1, Th or 1, D)."""
+        return torch.addcmul(shift, super().forward(h), scale)
+
+
+class Block(nn.Module):
+    """Self-attention, attention to the condition's tokens if there are any, and a feed-forward network."""
+
+    def __init__(self, config: TransformerConfig, *, has_tokens: bool) -> None:
+        super().__init__()
+        width, dropout = config.width, config.dropout
+        self.attention = Attention(width, config.heads, dropout)
+        self.cross = Attention(width, config.heads, dropout) if has_tokens else None
+        self.ffn = FeedForward(width, config.ffn_ratio * width, dropout)
+        self.dropout = nn.Dropout(dropout)
+        self.norm = Modulated(width)
+
+    @property
+    def sublayers(self) -> int:
+        """How many adaptations `forward` takes."""
+        return 2 if self.cross is None else 3
+
+    def forward(
+        self, h: Tensor, adaptations: list[Adaptation], mask: Tensor | None, memory: Tensor | None
+    ) -> Tensor:
+        """Let every sublayer add to the tokens.
+
+        Shapes:
+            h: (M, Th, D) -> (M, Th, D). mask: (Th, Th). memory: (2, M or 1, H, N, D/H), of `cross`.
+        """
+        parts: list[Callable[[Tensor], Tensor]] = [lambda h: self.attention(h, mask), self.ffn]
+        if (cross := self.cross) is not None and memory is not None:
+            parts.insert(1, lambda h: cross.read(h, memory))
+        for part, (scale, shift, gate) in zip(parts, adaptations, strict=True):
+            h = torch.addcmul(h, gate, self.dropout(part(self.norm(h, scale, shift))))
+        return h
+
+
+class TransformerBackbone(nn.Module):
+    """See `TransformerConfig`; satisfies `policies.backbones.Backbone`.
+
+    Beyond the protocol, `forward` takes a time for every action of a chunk, (M, Th) or (K, Th) with
+    `time_row`.
+
+    Source:
+        DiT with adaLN-zero (arXiv 2212.09748, section 3.2), whose sizes 256 x 8 x 4 and 384 x 12 x 6 are
+        used for actions. Deviations: tokens are actions and positions are learned; time and condition enter
+        the modulation as a sum of two projections instead of a projection of their sum, which is what makes
+        it a table; tokens of the condition are attended to between self-attention and feed-forward,
+        modulated like these.
+    """
+
+    mask: Tensor | None
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        chunk_shape: tuple[int, int],
+        cond_dim: int,
+        *,
+        token_dim: int = 0,
+        second_time: bool = False,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.chunk_shape = tuple(chunk_shape)
+        horizon, action_dim = chunk_shape
+        width = config.width
+        self.inlet = nn.Linear(action_dim, width)
+        self.positions = nn.Parameter(torch.empty(horizon, width))
+        self.time_embedding = TimeEmbedding(config.time_dim)
+        self.second_embedding = TimeEmbedding(config.time_dim) if second_time else None
+        self.cond_embedding = nn.Sequential(nn.Linear(cond_dim, width), nn.SiLU(), nn.Linear(width, width))
+        self.token_inlet = nn.Sequential(nn.Linear(token_dim, width), LayerNorm(width)) if token_dim else None
+        blocks = [Block(config, has_tokens=token_dim > 0) for _ in range(config.depth)]
+        self.blocks: Any = nn.ModuleList(blocks)
+        self.norm = Modulated(width)
+        self.outlet = nn.Linear(width, action_dim)
+        self._initialize()
+        self.modulation = Modulation(config.time_dim, width, sum(block.sublayers for block in blocks))
+        self.register_buffer("mask", causal_mask(horizon) if config.causal else None, persistent=False)
+        self._cache: WeightCache[Tensor] = WeightCache()
+
+    def _initialize(self) -> None:
+        """Draw weights as DiT does; the output starts at zero."""
+        for part in self.modules():
+            if isinstance(part, nn.Linear):
+                nn.init.xavier_uniform_(part.weight)
+                nn.init.zeros_(part.bias)
+        nn.init.normal_(self.positions, std=0.02)
+        nn.init.zeros_(self.outlet.weight)
+
+    def forward(
+        self,
+        x: Tensor,
+        time: Tensor,
+        cond: Cond,
+        cond_row: Tensor | None = None,
+        time_row: Tensor | None = None,
+        second_time: Tensor | None = None,
+    ) -> Tensor:
+        """Evaluate the network; see `policies.backbones.Backbone`.
+
+        Shapes:
+            x: (M, Th, Da) -> (M, Th, Da). time and second_time: (M,) or (M, Th), or (K,) or (K, Th) with
+            time_row (M,). cond.vec: (M, C), cond.tokens: (M, N, Ct), or any number of rows of both with
+            cond_row (M,).
+        """
+        of_time = self._of_time(time, second_time)
+        of_cond, memory = self._of_cond(cond)
+        if time_row is not None:
+            of_time = of_time.index_select(0, time_row)
+        if cond_row is not None:
+            of_cond = of_cond.index_select(0, cond_row)
+            memory = None if memory is None else memory.index_select(2, cond_row)
+        per_action = of_time if of_time.dim() == 3 else of_time.unsqueeze(1)
+        return self._denoise(x, per_action + of_cond.unsqueeze(1), memory)
+
+    def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
+        """Precompute all that depends on the condition and the times only; see `policies.backbones.Backbone`.
+
+        Pass the same `times` tensors every time: the table of their modulations is kept for them.
+
+        Shapes:
+            cond.vec: (B, C) or (1, C), cond.tokens: (B or 1, N, Ct). times and second_times: (K,).
+        """
+        given = (times,) if second_times is None else (times, second_times)
+        embeddings = (self.time_embedding, self.second_embedding, self.modulation.time)
+        weights = [weight for part in embeddings if part is not None for weight in part.parameters()]
+        table = self._cache.get((*weights, *given), lambda: self._of_time(*given)).unbind(0)
+        of_cond, memory = self._of_cond(cond)
+        return lambda k, x: self._denoise(x, (table[k] + of_cond).unsqueeze(1), memory)
+
+    def _of_time(self, time: Tensor, second_time: Tensor | None = None) -> Tensor:
+        """Return the part of the time in the modulation, (..., P)."""
+        return self.modulation.of_time(
+            embed_times(self.time_embedding, self.second_embedding, time, second_time)
+        )
+
+    def _of_cond(self, cond: Cond) -> tuple[Tensor, Tensor | None]:
+        """Return the part of the condition in the modulation (B, P), and keys and values of its tokens.
+
+        The latter are (L, 2, B, H, N, D/H), for every block its own.
+
+        Raises:
+            CapabilityError: If tokens are missing or not expected.
+        """
+        if (self.token_inlet is None) != (cond.tokens is None):
+            built, called = ("without", "with") if self.token_inlet is None else ("with", "without")
+            raise CapabilityError(
+                f"the network was built {built} tokens to attend to and called {called} any."
+            )
+        of_cond = self.modulation.of_cond(self.cond_embedding(cond.vec))
+        if self.token_inlet is None:
+            return of_cond, None
+        tokens = self.token_inlet(cond.tokens)
+        return of_cond, torch.stack([block.cross.memory(tokens) for block in self.blocks])
+
+    def _denoise(self, x: Tensor, numbers: Tensor, memory: Tensor | None) -> Tensor:
+        """Send chunks x (M, Th, Da) through the blocks.
+
+        Shapes:
+            numbers: (M or 1, Th or 1, P), all scales, shifts and gates. memory: (L, 2, M or 1, H, N, D/H).
+        """
+        adaptations, (scale, shift) = self.modulation.split(numbers)
+        memories = [None] * len(self.blocks) if memory is None else memory.unbind(0)
+        h = self.inlet(x) + self.positions
+        for block, memory in zip(self.blocks, memories, strict=True):
+            own, adaptations = adaptations[: block.sublayers], adaptations[block.sublayers :]
+            h = block(h, own, self.mask, memory)
+        return self.outlet(self.norm(h, scale, shift))

@@ -46,7 +46,9 @@ class AffineNet(nn.Module):
         time = time if time_row is None else time[time_row]
         return (x.flatten(1) @ self.Wx.T + state + time[:, None] * self.wt + self.b).view_as(x)
 
-    def bind(self, cond: Cond, times: Tensor) -> Callable[[int, Tensor], Tensor]:
+    def bind(
+        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
+    ) -> Callable[[int, Tensor], Tensor]:
         return lambda k, x: self(x, times[k].expand(len(x)), cond)
 
 

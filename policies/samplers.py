@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -198,6 +199,9 @@ class DDPM(StepRules):
         steps: Levels to visit; None: all of the process.
         spacing: Which levels: `leading`, `trailing` or `linspace`.
         variance: `fixed_small` (posterior variance) or `fixed_large` (beta).
+        levels: The levels themselves, noisiest first, for a short run that begins from a guess. Every one
+            is left by a single step of the process, also where the list then skips some (RTI-DP,
+            arXiv 2508.05396). Empty: as steps and spacing say.
 
     Source:
         arXiv 2006.11239, eq. 7; DPPO (arXiv 2409.00588) for the floors and clips.
@@ -208,20 +212,29 @@ class DDPM(StepRules):
     steps: int | None = None
     spacing: str = "leading"
     variance: str = "fixed_small"
+    levels: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check the choices."""
         super().__post_init__()
+        object.__setattr__(self, "levels", tuple(self.levels))
         if self.variance not in ("fixed_small", "fixed_large"):
             raise ConfigError(f"sampler.variance must be fixed_small or fixed_large; got '{self.variance}'.")
+        if any(later >= earlier for earlier, later in pairwise(self.levels)):
+            raise ConfigError(f"sampler.levels must fall, noisiest first; got {list(self.levels)}.")
+        if self.levels and self.steps is not None:
+            raise ConfigError(
+                f"sampler.steps and sampler.levels both choose the levels; got steps={self.steps} and "
+                f"levels={list(self.levels)}. Give one of them."
+            )
 
     def table(self, process: Any) -> StepTable:
         """Lay the steps out for a diffusion process.
 
         Raises:
-            ConfigError: If the process is not a diffusion or has fewer levels than steps.
+            ConfigError: If the process is not a diffusion, has fewer levels than steps, or not these levels.
         """
-        path = _LevelPath.of(self, process, self.steps, self.spacing)
+        path = _LevelPath.of(self, process, self.steps, self.spacing, levels=self.levels)
         keep = path.bar / path.bar_next  # product of alphas from the next level to this one
         to_x0 = path.bar_next.sqrt() * (1 - keep) / path.var
         to_x = keep.sqrt() * path.var_next / path.var
@@ -332,16 +345,27 @@ class _LevelPath(NamedTuple):
 
     @staticmethod
     def of(
-        sampler: StepRules, process: Any, steps: int | None, spacing: str, *, stop_at: int = -1
+        sampler: StepRules,
+        process: Any,
+        steps: int | None,
+        spacing: str,
+        *,
+        stop_at: int = -1,
+        levels: Sequence[int] = (),
     ) -> _LevelPath:
-        """Visit `steps` levels of a diffusion and stop at a level."""
+        """Visit `steps` levels of a diffusion, or the given ones, and stop at a level."""
         if not isinstance(process, VPDiffusion):
             raise misfit(sampler, process, needs="diffusion", instead="euler")
-        levels = process.num_levels
-        here = spaced_levels(levels, levels if steps is None else steps, spacing)
-        there = [max(tau - levels // len(here), stop_at) for tau in here]
-        t = time_of_level(torch.tensor([*here, there[-1]], dtype=torch.float64), levels)
-        t_next = time_of_level(torch.tensor(there, dtype=torch.float64), levels)
+        count = process.num_levels
+        if levels and not 0 <= levels[-1] <= levels[0] < count:
+            raise ConfigError(
+                f"sampler.levels must lie in 0..{count - 1}, the levels of the process; got {list(levels)}."
+            )
+        here = list(levels) or spaced_levels(count, count if steps is None else steps, spacing)
+        stride = 1 if levels else count // len(here)
+        there = [max(tau - stride, stop_at) for tau in here]
+        t = time_of_level(torch.tensor([*here, there[-1]], dtype=torch.float64), count)
+        t_next = time_of_level(torch.tensor(there, dtype=torch.float64), count)
         squares = [a.square()[:, None] for pair in (t[:-1], t_next) for a in process.alpha_sigma(pair)]
         return _LevelPath(t.tolist(), *squares)
 

@@ -28,6 +28,7 @@ PAIRS = [
         DDPM(),
         DDPM(min_std=0.1, final_std=None, clip_action=0.5),
         DDPM(steps=5, variance="fixed_large", clip_x0=None, noise_clip=None),
+        DDPM(levels=(7, 3, 1, 0)),
         DDIM(steps=10),
         DDIM(steps=5, eta=1.0, min_std=0.1),
         DDIM(steps=5, eta_per_dim=(0.2, 0.5, 1.0), recompute_eps=False),
@@ -322,6 +323,8 @@ def test_a_saved_sampler_is_the_same_sampler(sampler, process) -> None:
         (DDPM(steps=50), VPDiffusion(20), r"between 1 and process\.num_levels=20; got 50"),
         (Euler(steps=0), RectifiedFlow(), r"sampler\.steps must be at least 1; got 0"),
         (DDIM(spacing="even"), VPDiffusion(20), r"sampler\.spacing must be one of leading"),
+        (DDPM(levels=(20, 3)), VPDiffusion(20), r"levels must lie in 0\.\.19, .*; got \[20, 3\]"),
+        (DDPM(levels=(3, -1)), VPDiffusion(20), r"levels must lie in 0\.\.19, .*; got \[3, -1\]"),
     ],
 )
 def test_a_sampler_that_does_not_fit_is_refused(sampler, process, message: str) -> None:
@@ -335,6 +338,8 @@ def test_a_sampler_that_does_not_fit_is_refused(sampler, process, message: str) 
         (lambda: DDPM(clip_x0=0.0), "clip_x0 must be positive or null; got 0"),
         (lambda: DDPM(min_std=-0.1), "min_std must not be negative; got -0.1"),
         (lambda: DDPM(variance="learned"), "variance must be fixed_small or fixed_large"),
+        (lambda: DDPM(levels=(3, 3, 0)), r"levels must fall, noisiest first; got \[3, 3, 0\]"),
+        (lambda: DDPM(levels=(3, 0), steps=2), r"both choose the levels; got steps=2 and levels=\[3, 0\]"),
         (lambda: DDIM(eta=1.5), "eta must lie in 0..1; got 1.5"),
         (lambda: DDIM(final_alpha="zero"), "final_alpha must be one or first"),
         (lambda: DDIM(eps_clip=-1.0), "eps_clip must be positive"),
@@ -343,6 +348,17 @@ def test_a_sampler_that_does_not_fit_is_refused(sampler, process, message: str) 
 def test_bad_settings_are_named(make, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+def test_listed_levels_are_the_steps_of_the_whole_run_at_these_levels() -> None:
+    """Each leads to the level below it, whatever is listed next."""
+    lists = (tuple(reversed(range(20))), (7, 3, 0))
+    whole, few = (DDPM(levels=levels).table(VPDiffusion(20)) for levels in lists)
+    rows = [19 - 7, 19 - 3, 19]
+    assert torch.equal(whole.coefficients, DDPM().table(VPDiffusion(20)).coefficients)
+    assert torch.equal(few.coefficients, whole.coefficients[:, rows])
+    assert few.net_time.tolist() == [7, 3, 0]
+    assert few.times == pytest.approx([whole.times[k] for k in (*rows, 20)])
 
 
 def test_noise_and_steps_that_do_not_fit_the_table_are_refused() -> None:

@@ -30,7 +30,7 @@ from burnish.overrides import check_overrides, describe_groups
 from policies import registry
 from policies.errors import ConfigError
 
-GROUPS = ("algo", "env", "process", "backbone", "sampler")
+GROUPS = ("algo", "env", "process", "encoder", "backbone", "sampler")
 """Hydra groups filled from the registry; the chosen part stands under the group's name."""
 
 PATH_KEYS = ("dataset", "init", "out", "policy", "resume", "run", "versus")

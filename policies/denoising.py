@@ -32,10 +32,12 @@ class DenoisingPolicy(Policy):
         log_prob_min_std: Floor on the deviation in densities, normalised action units.
     """
 
-    def __init__(self, config: PolicyConfig, *, obs_dim: int, action_dim: int, goal_dim: int = 0) -> None:
-        super().__init__(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim)
+    def __init__(self, config: PolicyConfig, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
         self.process = config.process
-        self.field: Any = config.backbone.build(self.chunk.shape, self.encoder.cond_dim)
+        self.field: Any = config.backbone.build(
+            self.chunk.shape, self.encoder.cond_dim, token_dim=self.encoder.token_dim
+        )
         self._use_sampler(config.sampler, tuned_steps=None, log_prob_min_std=None)
 
     # -- choosing how to sample -------------------------------------------------------------------

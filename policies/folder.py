@@ -21,6 +21,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,22 +39,20 @@ from policies.policy import Policy, PolicyConfig, build_policy
 FORMAT = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 _HERE, _RENAME_EXCHANGE = -100, 2  # of the system call renameat2: relative to here; swap the two names
-_PART_GROUPS = ("process", "backbone", "sampler")
+_PART_GROUPS = ("process", "encoder", "backbone", "sampler")
 
 
 def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return everything needed to rebuild a policy around its weights; JSON types only."""
-    config = policy.config
+    config = replace(policy.config, sampler=getattr(policy, "sampler", policy.config.sampler))
     field = getattr(policy, "field", None)
     return {
         "format": FORMAT,
-        "parts": {
-            group: registry.to_json(group, getattr(policy, group, getattr(config, group)))
-            for group in _PART_GROUPS
-        },
+        "parts": {group: registry.to_json(group, getattr(config, group)) for group in _PART_GROUPS},
         "switch_time": field.switch_time if isinstance(field, SwitchedField) else None,
         "obs_dim": policy.obs_dim,
         "goal_dim": policy.goal_dim,
+        "images": {camera: list(shape) for camera, shape in policy.images.items()},
         "action_dim": policy.chunk.action_dim,
         "obs_steps": config.obs_steps,
         "horizon": config.horizon,
@@ -135,14 +134,18 @@ def load_policy(directory: str | Path) -> Policy:
     data = read_config(directory)
     registry.scan_policies()
     try:
-        parts = {group: registry.from_json(group, data["parts"][group]) for group in _PART_GROUPS}
+        described = {"encoder": {"name": "state"}} | data["parts"]  # there was one encoder at first
+        parts = {group: registry.from_json(group, described[group]) for group in _PART_GROUPS}
         names = ("obs_steps", "horizon", "act_steps", "action_start")
         modes = {"state": "limits", "goal": "limits", "action": "limits"} | data["normalizer"]
         horizons = {name: data[name] for name in names}
         clip = data.get("observation_clip")
         config = PolicyConfig(**parts, **horizons, normalizer=modes, observation_clip=clip)
         obs_dim, action_dim, goal_dim = (int(data[name]) for name in ("obs_dim", "action_dim", "goal_dim"))
-        policy = build_policy(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim)
+        images = {camera: (int(h), int(w), int(c)) for camera, (h, w, c) in data.get("images", {}).items()}
+        policy = build_policy(
+            config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim, images=images
+        )
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         reason = f"missing key {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{Path(directory) / CONFIG} does not describe a policy: {reason}") from error
@@ -191,6 +194,7 @@ def _fault_of(name: str, value: Tensor, dtype: torch.dtype) -> str:
 def model_card(policy: Policy, description: Mapping[str, Any]) -> str:
     """Render README.md from facts."""
     parts, facts = description["parts"], description["provenance"]
+    cameras = description["images"].items()
     count = sum(p.numel() for p in policy.parameters())
     lines = [
         "---",
@@ -205,6 +209,7 @@ def model_card(policy: Policy, description: Mapping[str, Any]) -> str:
         "|---|---|",
         *(f"| {group} | `{json.dumps(parts[group])}` |" for group in _PART_GROUPS),
         f"| observation | {description['obs_steps']} × {description['obs_dim']} |",
+        *(f"| camera `{camera}` | {height} × {width} |" for camera, (height, width, _) in cameras),
         f"| action chunk | predicts {description['horizon']}, executes {description['act_steps']}, "
         f"{description['action_dim']} wide |",
         *(f"| {key} | {value} |" for key, value in sorted(facts.items())),

@@ -63,8 +63,8 @@ class GaussianPolicy(Policy):
     noise_sensitive = False
     tuned_steps = 1
 
-    def __init__(self, config: PolicyConfig, *, obs_dim: int, action_dim: int, goal_dim: int = 0) -> None:
-        super().__init__(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim)
+    def __init__(self, config: PolicyConfig, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
         self.process: GaussianProcess = config.process
         self.sampler = config.sampler
         _require_mean(config.sampler)

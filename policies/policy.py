@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from policies.encoders import StateEncoder
+from policies.encoders import Encoder, ImageShape, ObservationSizes
 from policies.errors import CapabilityError, ConfigError
 from policies.normalizer import Normalizer, Statistics
 from policies.protocols import ChunkSpec, Cond, Observation, Reduction, SampleHook
@@ -23,9 +23,10 @@ from policies.protocols import ChunkSpec, Cond, Observation, Reduction, SampleHo
 
 @dataclass
 class PolicyConfig:
-    """What a policy is made of; `process`, `backbone` and `sampler` are registered parts."""
+    """What a policy is made of; `process`, `encoder`, `backbone` and `sampler` are registered parts."""
 
     process: Any = None  # None: VP diffusion with its defaults
+    encoder: Any = None  # None: the state as it is
     backbone: Any = None  # None: the residual MLP with its defaults
     sampler: Any = None  # None: the process's own
     obs_steps: int = 1  # To, observations that the policy sees
@@ -53,15 +54,25 @@ class Policy(nn.Module):
         obs_dim: Do, width of one observation.
         action_dim: Da.
         goal_dim: Dg, 0 without goals.
+        images: Shapes of the images of every camera that there is.
     """
 
     noise_sensitive = True
 
-    def __init__(self, config: PolicyConfig, *, obs_dim: int, action_dim: int, goal_dim: int = 0) -> None:
+    def __init__(
+        self,
+        config: PolicyConfig,
+        *,
+        obs_dim: int,
+        action_dim: int,
+        goal_dim: int = 0,
+        images: Mapping[str, ImageShape] | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.chunk = config.chunk(action_dim)
-        self.encoder = StateEncoder(obs_dim, config.obs_steps, goal_dim)
+        sizes = ObservationSizes(obs_dim, config.obs_steps, goal_dim, images or {})
+        self.encoder: Encoder = config.encoder.build(sizes)
         dims = {"state": obs_dim, "goal": goal_dim, "action": action_dim}
         modes = {k: config.normalizer[k] for k, d in dims.items() if d}
         clip = config.observation_clip
@@ -71,12 +82,17 @@ class Policy(nn.Module):
     @property
     def obs_dim(self) -> int:
         """Do."""
-        return self.encoder.obs_dim
+        return self.encoder.sizes.obs_dim
 
     @property
     def goal_dim(self) -> int:
         """Dg."""
-        return self.encoder.goal_dim
+        return self.encoder.sizes.goal_dim
+
+    @property
+    def images(self) -> Mapping[str, ImageShape]:
+        """Shapes of the images that the policy looks at, by camera."""
+        return self.encoder.sizes.images
 
     @property
     def _like(self) -> Tensor:
@@ -96,11 +112,16 @@ class Policy(nn.Module):
     def observation(self, obs: Any) -> Observation:
         """Bring an observation (array, tensor, or mapping of them) to tensors of the policy's type."""
         items = obs if isinstance(obs, Mapping) else {"state": obs}
-        return {k: torch.as_tensor(v, dtype=self.dtype, device=self.device) for k, v in items.items()}
+        types = {name: None if name in self.images else self.dtype for name in items}  # images keep theirs
+        return {k: torch.as_tensor(v, dtype=types[k], device=self.device) for k, v in items.items()}
 
-    def encode(self, obs: Observation) -> Cond:
-        """Encode physical observations: `state` (B, To, Do)."""
-        return self.encoder(obs, self.normalizer)
+    def encode(self, obs: Observation, *, generator: torch.Generator | None = None) -> Cond:
+        """Encode physical observations: `state` (B, To, Do), and what else the encoder reads.
+
+        A learning algorithm gives a generator, from which the encoder draws the augmentation of images;
+        without one an observation is seen as it is when acting. The mode of the module decides nothing.
+        """
+        return self.encoder(obs, self.normalizer, generator)
 
     def normalize_action(self, action: Tensor) -> Tensor:
         """Physical -> normalised; (..., Da)."""
@@ -121,7 +142,8 @@ class Policy(nn.Module):
         """Choose actions: observations (B, To, Do) in physical units -> actions (B, Ta, Da), physical.
 
         Args:
-            obs: Tensor, array, or mapping with `state` and, for goal-conditioned policies, `goal`.
+            obs: Tensor, array, or mapping with `state`, `goal` for goal-conditioned policies, and images
+                (B, To, H, W, 3), uint8 or float in [0, 1], by the names of the cameras.
             noise: (B, *noise_shape); makes the call deterministic.
             generator: Source of the noise when none is given.
         """
@@ -184,6 +206,7 @@ def build_policy(
     obs_dim: int,
     action_dim: int,
     goal_dim: int = 0,
+    images: Mapping[str, ImageShape] | None = None,
     statistics: Statistics | None = None,
     seed: int = 0,
 ) -> Policy:
@@ -194,6 +217,8 @@ def build_policy(
         obs_dim: Do.
         action_dim: Da.
         goal_dim: Dg, 0 without goals.
+        images: Shapes (H, W, 3) of the images of every camera that there is; the encoder takes what it looks
+            at.
         statistics: Per-feature statistics (`state`, `goal`, `action`); None leaves the maps at identity,
             for weights that will be loaded.
         seed: Seeds the initial weights; the global random state is left untouched.
@@ -202,7 +227,7 @@ def build_policy(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         policy = config.process.policy_class()(
-            config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim
+            config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim, images=images
         )
     if statistics is not None:
         policy.normalizer.fit(statistics)
@@ -212,9 +237,11 @@ def build_policy(
 def complete(config: PolicyConfig) -> PolicyConfig:
     """Fill the parts that are None with their defaults."""
     from policies.backbones.mlp import MlpConfig
+    from policies.encoders.state import StateEncoderConfig
     from policies.processes.diffusion import VPDiffusion
 
     process = config.process if config.process is not None else VPDiffusion()
+    encoder = config.encoder if config.encoder is not None else StateEncoderConfig()
     backbone = config.backbone if config.backbone is not None else MlpConfig()
     sampler = config.sampler if config.sampler is not None else process.default_sampler()
-    return replace(config, process=process, backbone=backbone, sampler=sampler)
+    return replace(config, process=process, encoder=encoder, backbone=backbone, sampler=sampler)

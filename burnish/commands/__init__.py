@@ -77,7 +77,7 @@ COMMANDS = {
         ),
         Command(
             "list",
-            "list algos, envs, processes, backbones, samplers, datasets or experiments",
+            "list algos, envs, processes, encoders, backbones, samplers, datasets or experiments",
             "burnish list envs",
             "list",
         ),

@@ -19,6 +19,7 @@ KINDS = {
     "algos": "algo",
     "envs": "env",
     "processes": "process",
+    "encoders": "encoder",
     "backbones": "backbone",
     "samplers": "sampler",
 }

@@ -30,7 +30,7 @@ from policies import registry
 from policies.errors import ConfigError
 from policies.policy import Policy, PolicyConfig, complete
 
-PARTS = ("process", "backbone", "sampler")
+PARTS = ("process", "encoder", "backbone", "sampler")
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +68,7 @@ class TrainConfig:
     name: str | None = MISSING  # end of the run directory's name; the algorithm's name when left out
     seed: int = 0  # root of every random stream of the run
     process: Any = None  # what the output of a new policy's network means
+    encoder: Any = None  # what a new policy sees of an observation
     backbone: Any = None  # network of a new policy
     sampler: Any = None  # how a new policy is integrated; null: the process's own
     policy: Any = field(default_factory=PolicyShape)  # horizons and normalisation of a new policy

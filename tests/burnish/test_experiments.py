@@ -24,7 +24,7 @@ from policies.errors import MissingExtraError
 
 scan_parts()
 FOLDER = Path(configs.__file__).parent / "experiment"
-CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "backbone": "mlp"}
+CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "encoder": "state", "backbone": "mlp"}
 
 
 def _content(name: str) -> tuple[list[str], dict[str, str], dict[str, Any]]:

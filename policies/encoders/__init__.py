@@ -1,0 +1,101 @@
+"""Encoders: from physical observations to the condition of the backbone, once per action.
+
+One file per encoder; each registers its configuration in the group `encoder`. An encoder belongs to the
+policy, not to its backbone: frozen and fine-tuned copies of a backbone share it, and its condition is
+computed once for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.normalizer import Normalizer
+from policies.protocols import Cond, Observation
+
+ImageShape = tuple[int, int, int]
+"""(H, W, 3), the shape of one image of a camera."""
+
+
+@dataclass(frozen=True)
+class ObservationSizes:
+    """What an observation consists of.
+
+    Attributes:
+        obs_dim: Do, width of `state`.
+        obs_steps: To, length of the history.
+        goal_dim: Dg, width of `goal`; 0: there is none.
+        images: Shape of the images of every camera.
+    """
+
+    obs_dim: int
+    obs_steps: int = 1
+    goal_dim: int = 0
+    images: Mapping[str, ImageShape] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """What policies may ask of an encoder (an `nn.Module`).
+
+    Attributes:
+        sizes: What it reads; of the cameras only those that it looks at.
+        token_dim: Ct, width of `Cond.tokens`; 0: it gives none.
+    """
+
+    sizes: ObservationSizes
+    token_dim: int
+
+    @property
+    def cond_dim(self) -> int:
+        """C, width of `Cond.vec`."""
+        ...
+
+    def __call__(
+        self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
+    ) -> Cond:
+        """Encode physical observations.
+
+        Args:
+            obs: `state` (B, To, Do), `goal` (B, Dg) and images (B, To, H, W, 3) by the names of the cameras.
+            normalizer: Of `state` and `goal`.
+            generator: Given in training: source of the augmentation. Without one there is none, whatever
+                mode the module is in.
+
+        Raises:
+            ConfigError: If an observation is missing, or of another shape or type.
+        """
+        ...
+
+
+class EncoderConfig(Protocol):
+    """Configuration of an encoder: a registered dataclass."""
+
+    def build(self, sizes: ObservationSizes) -> Encoder:
+        """Build an encoder that takes from an observation what it was configured for.
+
+        Raises:
+            ConfigError: If it needs what is not there.
+        """
+        ...
+
+
+def read(obs: Observation, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return an observation (B, *shape).
+
+    Raises:
+        ConfigError: If it is missing or of another shape.
+    """
+    if name not in obs:
+        raise ConfigError(
+            f"the policy needs the observation '{name}' {('B', *shape)}; got keys {sorted(obs)}."
+        )
+    value = obs[name]
+    if tuple(value.shape[1:]) != shape:
+        raise ConfigError(f"observation '{name}' must have shape {('B', *shape)}; got {tuple(value.shape)}.")
+    return value

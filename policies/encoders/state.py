@@ -1,0 +1,66 @@
+"""The encoder of numbers: state history and goal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from policies.encoders import ObservationSizes, read
+from policies.normalizer import Normalizer
+from policies.protocols import Cond, Observation
+from policies.registry import register
+
+
+@register("encoder", "state")
+@dataclass(frozen=True)
+class StateEncoderConfig:
+    """State history and goal as they are; images are not looked at."""
+
+    def build(self, sizes: ObservationSizes) -> StateEncoder:
+        """Build the encoder."""
+        return StateEncoder(sizes)
+
+
+class StateEncoder(nn.Module):
+    """Normalised state history, flattened oldest first, followed by the normalised goal if there is one.
+
+    It has no weights: a learned encoder of numbers is part of the backbone (`backbone.cond_dims`), so that
+    frozen and fine-tuned copies of a backbone carry their own.
+
+    Args:
+        sizes: What an observation consists of; images are not looked at.
+    """
+
+    token_dim = 0
+
+    def __init__(self, sizes: ObservationSizes) -> None:
+        super().__init__()
+        self.sizes = ObservationSizes(sizes.obs_dim, sizes.obs_steps, sizes.goal_dim)
+
+    @property
+    def cond_dim(self) -> int:
+        """C, width of the condition vector."""
+        return self.sizes.obs_dim * self.sizes.obs_steps + self.sizes.goal_dim
+
+    def forward(
+        self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
+    ) -> Cond:
+        """Encode `state` (B, To, Do) and `goal` (B, Dg), in physical units; nothing is augmented."""
+        state = encoded_state(obs, normalizer, self.sizes)
+        vec = state.reshape(-1, self.sizes.obs_steps * self.sizes.obs_dim)
+        return Cond(with_goal(vec, obs, normalizer, self.sizes))
+
+
+def encoded_state(obs: Observation, normalizer: Normalizer, sizes: ObservationSizes) -> Tensor:
+    """Return the normalised history (B, To, Do)."""
+    return normalizer.encode("state", read(obs, "state", (sizes.obs_steps, sizes.obs_dim)))
+
+
+def with_goal(vec: Tensor, obs: Observation, normalizer: Normalizer, sizes: ObservationSizes) -> Tensor:
+    """Return features (B, C), followed by the normalised goal if there is one."""
+    if not sizes.goal_dim:
+        return vec
+    goal = normalizer.encode("goal", read(obs, "goal", (sizes.goal_dim,)))
+    return torch.cat([vec, goal], dim=-1)

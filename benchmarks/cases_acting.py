@@ -20,6 +20,7 @@ from benchmarks.sides import (
     dppo_run,
     our_policy,
     plain_nets,
+    push_t,
     reference,
     require_close,
     tape,
@@ -51,6 +52,23 @@ def sampling(options: argparse.Namespace) -> Iterator[Figure]:
         )
         yield Figure(
             f"sample, batch {batch}", "policy.act", "diffusers loop", times["ours"], times["peer"], floor
+        )
+
+
+def unet(options: argparse.Namespace) -> Iterator[Figure]:
+    """Ten DDIM steps of Diffusion Policy's U-Net for Push-T, one thread, against a diffusers scheduler."""
+    plain, policy = push_t()
+    schedule = peers.ddim_scheduler()
+    for batch, floor in ((1, 2.5), (16, 1.0)):
+        generator = torch.Generator().manual_seed(batch)
+        obs = torch.rand(batch, 2, policy.obs_dim, generator=generator) * 2 - 1
+        state, start = obs.flatten(1), torch.randn(batch, *plain.chunk, generator=generator)
+        run = lambda obs=obs, start=start: policy.act(obs, noise=start)  # noqa: E731
+        peer = lambda state=state, start=start: peers.diffusers_ddim(plain, schedule, state, start)  # noqa: E731
+        require_close("unet", run(), peer(), 5e-5)
+        times = interleave({"ours": run, "peer": peer}, rounds=options.rounds, slot_s=0.1)
+        yield Figure(
+            f"U-Net, batch {batch}", "policy.act", "diffusers loop", times["ours"], times["peer"], floor
         )
 
 

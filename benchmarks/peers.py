@@ -13,7 +13,7 @@ from collections.abc import Callable
 import gymnasium
 import numpy as np
 import torch
-from diffusers import DDPMScheduler
+from diffusers import DDIMScheduler, DDPMScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -72,6 +72,97 @@ class PlainCritic(nn.Module):
         return self.out(h + self.hidden2(self.mish(self.hidden1(self.mish(h))))).squeeze(-1)
 
 
+class PlainConv(nn.Module):
+    """Convolution, group normalisation, Mish."""
+
+    def __init__(self, before: int, after: int, kernel: int = 5, groups: int = 8) -> None:
+        super().__init__()
+        conv = nn.Conv1d(before, after, kernel, padding=kernel // 2)
+        self.block = nn.Sequential(conv, nn.GroupNorm(groups, after), nn.Mish())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, T) -> (B, C', T)."""
+        return self.block(x)
+
+
+class PlainResidual(nn.Module):
+    """Two convolutions with scale and bias from time and condition between them."""
+
+    def __init__(self, before: int, after: int, cond_dim: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([PlainConv(before, after), PlainConv(after, after)])
+        self.cond_encoder = nn.Sequential(nn.Mish(), nn.Linear(cond_dim, 2 * after))
+        self.residual_conv = nn.Conv1d(before, after, 1) if before != after else nn.Identity()
+
+    def forward(self, x: Tensor, cond: Tensor) -> Tensor:
+        """X (B, C, T), cond (B, E) -> (B, C', T)."""
+        scale, bias = self.cond_encoder(cond).unsqueeze(-1).chunk(2, dim=1)
+        return self.blocks[1](scale * self.blocks[0](x) + bias) + self.residual_conv(x)
+
+
+class PlainResample(nn.Module):
+    """A convolution that halves or doubles the rows."""
+
+    def __init__(self, width: int, *, doubles: bool) -> None:
+        super().__init__()
+        self.conv = (
+            nn.ConvTranspose1d(width, width, 4, stride=2, padding=1)
+            if doubles
+            else nn.Conv1d(width, width, 3, stride=2, padding=1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, T) -> (B, C, T / 2 or 2 T)."""
+        return self.conv(x)
+
+
+class PlainUnet(nn.Module):
+    """Conditional temporal U-Net on channels first; weights are named as Diffusion Policy's."""
+
+    def __init__(
+        self, chunk: tuple[int, int], cond_dim: int, widths: tuple[int, ...], time_dim: int = 256
+    ) -> None:
+        super().__init__()
+        self.chunk, c, pairs = (
+            chunk,
+            time_dim + cond_dim,
+            list(zip((chunk[1], *widths), widths, strict=False)),
+        )
+        self.diffusion_step_encoder = nn.Sequential(
+            SinusoidalTime(time_dim),
+            nn.Linear(time_dim, 4 * time_dim),
+            nn.Mish(),
+            nn.Linear(4 * time_dim, time_dim),
+        )
+
+        def level(before: int, after: int, resample: nn.Module) -> nn.ModuleList:
+            return nn.ModuleList([PlainResidual(before, after, c), PlainResidual(after, after, c), resample])
+
+        last = widths[-1]
+        self.down_modules = nn.ModuleList(
+            level(a, b, nn.Identity() if b == last else PlainResample(b, doubles=False)) for a, b in pairs
+        )
+        self.mid_modules = nn.ModuleList(PlainResidual(last, last, c) for _ in range(2))
+        self.up_modules = nn.ModuleList(
+            level(2 * b, a, PlainResample(a, doubles=True)) for a, b in reversed(pairs[1:])
+        )
+        self.final_conv = nn.Sequential(PlainConv(widths[0], widths[0]), nn.Conv1d(widths[0], chunk[1], 1))
+
+    def forward(self, x: Tensor, tau: Tensor, state: Tensor) -> Tensor:
+        """X (B, Th, Da), tau (B,), state (B, C) -> (B, Th, Da)."""
+        h, skips = x.transpose(1, 2), []
+        cond = torch.cat([self.diffusion_step_encoder(tau), state], dim=-1)
+        for first, second, resample in self.down_modules:
+            h = second(first(h, cond), cond)
+            skips.append(h)
+            h = resample(h)
+        for block in self.mid_modules:
+            h = block(h, cond)
+        for first, second, resample in self.up_modules:
+            h = resample(second(first(torch.cat([h, skips.pop()], dim=1), cond), cond))
+        return self.final_conv(h).transpose(1, 2)
+
+
 def scheduler(levels: int = 20) -> DDPMScheduler:
     """The DDPM scheduler with the settings of the published policies."""
     return DDPMScheduler(
@@ -89,6 +180,23 @@ def diffusers_sample(
     for tau in schedule.timesteps:
         pred = net(x, tau.expand(len(state)), state)
         x = schedule.step(pred, tau, x, generator=generator).prev_sample
+    return x
+
+
+def ddim_scheduler(levels: int = 100) -> DDIMScheduler:
+    """The DDIM scheduler with the settings of Diffusion Policy."""
+    return DDIMScheduler(levels, beta_schedule="squaredcos_cap_v2", clip_sample=True)
+
+
+@torch.no_grad()
+def diffusers_ddim(
+    net: PlainUnet, schedule: DDIMScheduler, state: Tensor, start: Tensor, steps: int = 10
+) -> Tensor:
+    """Sample chunks from start noise (B, Th, Da) with a diffusers DDIM scheduler in the loop."""
+    x = start
+    schedule.set_timesteps(steps)
+    for tau in schedule.timesteps:
+        x = schedule.step(net(x, tau.expand(len(state)), state), tau, x).prev_sample
     return x
 
 

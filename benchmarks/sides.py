@@ -13,10 +13,11 @@ from algos.base import Setup
 from algos.dppo import DppoConfig
 from benchmarks import peers
 from envs.make import env as make_env
+from policies.backbones.unet1d import Unet1dConfig
 from policies.denoising import DenoisingPolicy
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
-from policies.samplers import DDPM
+from policies.samplers import DDIM, DDPM
 
 OBS, CHUNK, LEVELS, FT, ENVS = 11, (4, 3), 20, 10, 40
 """Observation, action chunk, denoising steps, tuned ones, environments: DPPO's sizes on Hopper."""
@@ -49,14 +50,14 @@ def copy_trunk(source: nn.Module, target: nn.Module) -> None:
     target.load_state_dict(state)
 
 
-def unit_statistics() -> dict[str, dict[str, Tensor]]:
+def unit_statistics(obs_dim: int = OBS, action_dim: int = CHUNK[1]) -> dict[str, dict[str, Tensor]]:
     """Return statistics that make normalisation the identity."""
 
     def of(dim: int) -> dict[str, Tensor]:
         one = torch.ones(dim)
         return {"min": -one, "max": one, "mean": 0 * one, "std": one}
 
-    return {"state": of(OBS), "action": of(CHUNK[1])}
+    return {"state": of(obs_dim), "action": of(action_dim)}
 
 
 def our_policy(net: nn.Module, **sampler: Any) -> DenoisingPolicy:
@@ -66,6 +67,29 @@ def our_policy(net: nn.Module, **sampler: Any) -> DenoisingPolicy:
     assert isinstance(policy, DenoisingPolicy)
     copy_trunk(net, policy.field)
     return policy.eval()
+
+
+def push_t() -> tuple[peers.PlainUnet, DenoisingPolicy]:
+    """Return the plain U-Net and our policy with its weights, at Diffusion Policy's size for Push-T."""
+    widths, time_dim, obs_dim, obs_steps, chunk = (256, 512, 1024), 256, 20, 2, (16, 2)
+    torch.manual_seed(0)
+    plain = peers.PlainUnet(chunk, obs_dim * obs_steps, widths, time_dim)
+    backbone = Unet1dConfig(widths=widths, time_dim=time_dim, film="scale", final_groups=8)
+    config = PolicyConfig(
+        process=VPDiffusion(num_levels=100),
+        sampler=DDIM(steps=10, recompute_eps=False),
+        backbone=backbone,
+        obs_steps=obs_steps,
+        horizon=chunk[0],
+        act_steps=chunk[0],
+    )
+    policy = build_policy(
+        config, obs_dim=obs_dim, action_dim=chunk[1], statistics=unit_statistics(obs_dim, chunk[1])
+    )
+    assert isinstance(policy, DenoisingPolicy)
+    keys = backbone.official_keys("diffusion_policy")
+    policy.field.load_state_dict({keys[name]: weight for name, weight in plain.state_dict().items()})
+    return plain.eval(), policy.eval()
 
 
 def tape(batch: int, seed: int, *, last: bool) -> Tensor:

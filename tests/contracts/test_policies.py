@@ -23,7 +23,10 @@ from policies.protocols import TE, Chain, Cond
 
 registry.scan_policies()
 
-SMALL = {"width": 16, "time_dim": 8, "num_levels": 5, "steps": 3, "channels": 8, "depth": 1, "heads": 2}
+SMALL = {
+    "width": 16, "widths": (8, 16), "groups": 4, "depth": 1, "heads": 2, "time_dim": 8,
+    "num_levels": 5, "steps": 3,
+}  # fmt: skip
 """Sizes given to every part that has a field of this name."""
 
 EXPLORING = {"min_std": 0.1, "final_std": None, "clip_action": None, "eta": 1.0}

@@ -1,0 +1,244 @@
+"""The temporal U-Net of Diffusion Policy and DPPO as a denoising backbone.
+
+What modulates a block of the network (`policies/unet.py`) begins with a sum of a part of the time and a part
+of the condition: `forward` computes either once per distinct row where rows are shared, and `bind` makes the
+first a table over denoising steps (kept until a weight changes) and the second once per action. Both are
+exact.
+
+Legend: M rows, B batch, K times, Th rows of a chunk, T of them at a level, P = T or 1 with a time of their
+own, C condition width, F numbers that modulate a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from policies.embeddings import TimeEmbedding, embed_times
+from policies.errors import CapabilityError, ConfigError
+from policies.protocols import BoundField, Cond
+from policies.registry import register
+from policies.trunk import TrunkConfig
+from policies.unet import Evaluate, Modulation, UnetConfig
+from policies.unet_keys import official_unet_keys
+from policies.weight_cache import WeightCache
+
+_FEW_NUMBERS = 1 << 20
+"""Up to this many numbers the modulations of all steps are laid out before the loop."""
+
+
+@register("backbone", "unet1d")
+@dataclass(frozen=True)
+class Unet1dConfig(UnetConfig):
+    """Temporal U-Net over the rows of the chunk.
+
+    Any horizon goes: a chunk is padded to a multiple of 2^(levels - 1) rows by repeating its last one.
+    Weights of Diffusion Policy and DPPO need `film` `scale` or `bias`, those of the former `final_groups` 8.
+
+    Attributes:
+        time_dim: Width of the time embedding, even, at least 4; published sizes are 256, 128 and 16.
+        time_expansion: Width inside the time embedding over its width.
+        cond_dims: Widths of an encoder of the condition before all blocks, a residual network: an odd number
+            of equal hidden widths, then its output; empty for none.
+    """
+
+    time_dim: int = 64
+    time_expansion: int = 4
+    cond_dims: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.time_dim < 4 or self.time_dim % 2:
+            raise ConfigError(f"backbone.time_dim must be even and at least 4; got {self.time_dim}.")
+        if self.time_expansion < 1:
+            raise ConfigError(f"backbone.time_expansion must be at least 1; got {self.time_expansion}.")
+        hidden = self.cond_dims[:-1]
+        if self.cond_dims and (min(self.cond_dims) < 1 or len(hidden) % 2 == 0 or len(set(hidden)) > 1):
+            raise ConfigError(
+                "backbone.cond_dims must be an odd number of equal hidden widths and an output width, e.g. "
+                f"[256,64] or [256,256,256,64]; got {tuple(self.cond_dims)}."
+            )
+
+    def build(
+        self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
+    ) -> Unet1dBackbone:
+        """Build the backbone; see `policies.backbones.BackboneConfig`.
+
+        Raises:
+            CapabilityError: If there are tokens to attend to.
+        """
+        if token_dim:
+            raise CapabilityError(
+                "backbone=unet1d cannot attend to tokens, and the encoder gives some. Use a backbone with "
+                "attention, or an encoder that gives one vector."
+            )
+        return Unet1dBackbone(self, chunk_shape, cond_dim, second_time=second_time)
+
+    def official_keys(self, program: str = "dppo", *, action_dim: int = 0) -> dict[str, str]:
+        """Map the parameter names of a released U-Net to ours.
+
+        Args:
+            program: `dppo` (`Unet1D`) or `diffusion_policy` (`ConditionalUnet1D`).
+            action_dim: Width of an action; matters only where it equals the first of `widths`: the first
+                block has no shortcut layer then.
+
+        Raises:
+            ConfigError: If the program never had such a network.
+        """
+        final_groups = self.groups if self.final_groups is None else self.final_groups
+        keys = official_unet_keys(
+            program,
+            (action_dim, *self.widths),
+            film_layers=self.film_layers,
+            has_norm=self.groups > 0,
+            has_final_norm=final_groups > 0,
+        )
+        if not self.cond_dims:
+            return keys
+        if program != "dppo":
+            raise ConfigError(f"{program} has no U-Net with backbone.cond_dims; leave them empty.")
+        if trunk := self._cond_trunk():
+            return keys | trunk.official_trunk_keys("cond_mlp.", "cond_encoder.")
+        pairs = [f"{n}.{kind}" for n in (0, 1) for kind in ("weight", "bias")]
+        return keys | {f"cond_mlp.layers.{name}": f"cond_encoder.{name}" for name in pairs}
+
+    def build_cond_encoder(self, cond_dim: int) -> nn.Module:
+        """Build the encoder of the condition; the identity without `cond_dims`."""
+        if not self.cond_dims:
+            return nn.Identity()
+        width, *_, out = self.cond_dims
+        if trunk := self._cond_trunk():
+            return trunk.build_trunk(cond_dim, out)
+        return nn.Sequential(nn.Linear(cond_dim, width), nn.Linear(width, out))
+
+    def _cond_trunk(self) -> TrunkConfig | None:
+        """Return the residual encoder of the condition; None if it has no residual block."""
+        num_blocks = (len(self.cond_dims) - 2) // 2
+        if num_blocks < 1:
+            return None
+        return TrunkConfig(width=self.cond_dims[0], num_blocks=num_blocks, activation=self.activation)
+
+
+class _Plan(NamedTuple):
+    """What `bind` computes from the weights and the times alone.
+
+    Shapes:
+        tables: of each block (K, P, F), its modulation's part of the time.
+    """
+
+    tables: list[Tensor]
+    evaluate: Evaluate
+
+
+class Unet1dBackbone(nn.Module):
+    """See `Unet1dConfig`; satisfies `policies.backbones.Backbone`.
+
+    A time per row of the chunk, (M, Th), modulates every row by its own; at coarser levels rows share the
+    mean of their embedded times.
+
+    Source:
+        Diffusion Policy (arXiv 2303.04137), `ConditionalUnet1D`, and DPPO (arXiv 2409.00588), `Unet1D`, of
+        the released code; equal up to rounding where their weights fit. Deviations: any horizon is accepted;
+        by default the scale is 1 + what a linear layer gives, so that blocks start out unscaled, and the
+        last convolution is normalised in as many groups as the others, not always in 8. Diffusion Policy's
+        conditions per row, half of which the released code drops, are left out.
+    """
+
+    def __init__(
+        self, config: Unet1dConfig, chunk_shape: tuple[int, int], cond_dim: int, *, second_time: bool = False
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.chunk_shape = tuple(chunk_shape)
+        time, expansion = config.time_dim, config.time_expansion
+        self.time_embedding = TimeEmbedding(time, expansion=expansion)
+        self.second_embedding = TimeEmbedding(time, expansion=expansion) if second_time else None
+        self.cond_encoder = config.build_cond_encoder(cond_dim)
+        parts = (time, config.cond_dims[-1] if config.cond_dims else cond_dim)
+        self.unet = config.build_unet(chunk_shape, parts)
+        self._ready: WeightCache[Evaluate] = WeightCache()
+        self._cache: WeightCache[_Plan] = WeightCache()
+
+    def forward(
+        self,
+        x: Tensor,
+        time: Tensor,
+        cond: Cond,
+        cond_row: Tensor | None = None,
+        time_row: Tensor | None = None,
+        second_time: Tensor | None = None,
+    ) -> Tensor:
+        """Evaluate the network; see `policies.backbones.Backbone`.
+
+        Shapes:
+            x: (M, Th, Da) -> (M, Th, Da). time and second_time: (M,) or (M, Th); with time_row (M,) also (K,)
+            or (K, Th). cond.vec: (M, C), or any number of rows with cond_row (M,).
+        """
+        times, conds = self._time_parts(time, second_time), self._cond_parts(cond)
+        if time_row is not None:
+            times = [part.index_select(0, time_row) for part in times]
+        if cond_row is not None:
+            conds = [part.index_select(0, cond_row) for part in conds]
+        return self._evaluate()(x, self._modulations(times, conds))
+
+    def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
+        """Precompute all that depends on the condition and the times only; see `policies.backbones.Backbone`.
+
+        Pass the same `times` tensors every time: the tables are kept for them.
+
+        Shapes:
+            cond.vec: (B, C) or (1, C). times and second_times: (K,) or (K, Th).
+        """
+        given = (times,) if second_times is None else (times, second_times)
+        plan = self._cache.get((*self.parameters(), *given), lambda: self._plan(*given))
+        evaluate, modulations = plan.evaluate, self._modulations_of_steps(plan.tables, self._cond_parts(cond))
+        return lambda k, x: evaluate(x, modulations(k))
+
+    def _plan(self, times: Tensor, second_times: Tensor | None = None) -> _Plan:
+        return _Plan(self._time_parts(times, second_times), self._evaluate())
+
+    def _evaluate(self) -> Evaluate:
+        """Return the network as a function, remembered while no gradient is asked for."""
+        return self._ready.get(tuple(self.unet.parameters()), self.unet.ready)
+
+    def _time_parts(self, time: Tensor, second_time: Tensor | None) -> list[Tensor]:
+        """Return every block's part of the time, (N, P, F); time (N,) or (N, Th)."""
+        embedded = embed_times(self.time_embedding, self.second_embedding, time, second_time)
+        unet, film = self.unet, self.unet.films[0]
+        levels = unet.coarsened(embedded) if time.dim() == 2 else [embedded.unsqueeze(1)] * unet.levels
+        features = [film.features(level) for level in levels]
+        return [block.film.of_time(features[block.level]) for block in unet.blocks]
+
+    def _cond_parts(self, cond: Cond) -> list[Tensor]:
+        """Return every block's part of the condition, (N, F)."""
+        films = self.unet.films
+        features = films[0].features(self.cond_encoder(cond.vec))
+        return [film.of_cond(features) for film in films]
+
+    def _modulations(self, times: Sequence[Tensor], conds: Sequence[Tensor]) -> list[Modulation]:
+        """Return what modulates every block, from the two parts of each: (..., P, F) and (..., F)."""
+        parts = zip(self.unet.films, times, conds, strict=True)
+        return [film.modulation(time + cond.unsqueeze(-2)) for film, time, cond in parts]
+
+    def _modulations_of_steps(
+        self, tables: Sequence[Tensor], conds: Sequence[Tensor]
+    ) -> Callable[[int], Sequence[Modulation]]:
+        """Return k -> what modulates every block at step k, laid out before the loop when that is small.
+
+        Shapes:
+            tables: of each block (K, P, F). conds: of each block (B, F).
+        """
+        steps, batch = tables[0].shape[0], conds[0].shape[0]
+        compiled = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if compiled or batch * sum(table.numel() for table in tables) > _FEW_NUMBERS:
+            return lambda k: self._modulations([table[k] for table in tables], conds)
+        whole = self._modulations([table.unsqueeze(1) for table in tables], conds)
+        by_block = (
+            zip([None] * steps if scale is None else scale.unbind(0), bias.unbind(0), strict=True)
+            for scale, bias in whole
+        )
+        return list(zip(*by_block, strict=True)).__getitem__

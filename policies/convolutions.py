@@ -1,0 +1,130 @@
+"""Convolutions along the rows of a short chunk, each as one matrix product.
+
+Rows are kept together: (B, T, channels) instead of PyTorch's (B, channels, T). A window lays the rows that an
+output row sees side by side, and the weights become one matrix,
+
+    out[t] = W [x[t - r] | ... | x[t + r]] + b,
+
+made once and not at every call: at batch 1 the stock convolutions spend most of their time on bringing their
+weights into another order. Windows never reach further than the chunk is long, so that weights that would
+meet nothing but padding are not read. Numbers and gradients are those of the stock modules, which hold the
+weights. No view names the size of the batch, so that a graph traced at one serves any.
+
+Legend: B batch, T rows, k kernel size, C and C' channels before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+Rows = Callable[[Tensor], Tensor]
+"""Maps (B, T, C) to (B, T', C'), with its weights looked up and laid out."""
+
+
+def same(conv: nn.Conv1d, rows: int) -> Rows:
+    """Return a convolution that keeps the number of rows, zeros around them.
+
+    Args:
+        conv: Holds weights (C', C, k), k odd.
+        rows: T of what it will be given.
+    """
+    middle = conv.kernel_size[0] // 2
+    reach = min(middle, rows - 1)
+    matrix = _matrix(conv.weight[:, :, middle - reach : middle + reach + 1])
+    return lambda x: F.linear(_windows(x, reach, 2 * reach + 1), matrix, conv.bias)
+
+
+def halving(conv: nn.Conv1d, rows: int) -> Rows:
+    """Return the convolution of stride 2 around rows 0, 2, 4 and so on.
+
+    Args:
+        conv: Holds weights (C', C, 3).
+        rows: T of what it will be given, even.
+    """
+    reach = min(1, rows - 2)
+    matrix = _matrix(conv.weight[:, :, 1 - reach :])
+    return lambda x: F.linear(_windows(x, reach, reach + 2, stride=2), matrix, conv.bias)
+
+
+def doubling(conv: nn.ConvTranspose1d, rows: int) -> Rows:
+    """Return the transposed convolution of kernel 4, stride 2 and padding 1, (B, T, C) -> (B, 2 T, C').
+
+    Row 2 t is w[1] x[t] + w[3] x[t - 1], row 2 t + 1 is w[2] x[t] + w[0] x[t + 1]: a window of three rows
+    gives both.
+
+    Args:
+        conv: Holds weights (C, C', 4).
+        rows: T of what it will be given.
+    """
+    w = conv.weight.permute(2, 1, 0)  # (4, C', C)
+    reach = min(1, rows - 1)
+    even, odd = w[1], w[2]
+    if reach:
+        nothing = torch.zeros_like(even)
+        even, odd = torch.cat([w[3], w[1], nothing], dim=1), torch.cat([nothing, w[2], w[0]], dim=1)
+    matrix, bias = torch.cat([even, odd]), conv.bias.repeat(2)  # type: ignore[union-attr]
+    shape = (2 * rows, conv.out_channels)
+
+    def double(x: Tensor) -> Tensor:
+        return F.linear(_windows(x, reach, 2 * reach + 1), matrix, bias).view(-1, *shape)
+
+    return double
+
+
+def pointwise(conv: nn.Conv1d) -> Rows:
+    """Return a convolution of kernel 1."""
+    matrix = conv.weight.squeeze(2)
+    return lambda x: F.linear(x, matrix, conv.bias)
+
+
+def group_norm(norm: nn.GroupNorm) -> Rows:
+    """Return group normalisation over rows and the channels of a group."""
+    groups, weight, bias, eps = norm.num_groups, norm.weight, norm.bias, norm.eps
+    channels = norm.num_channels
+
+    def normalise(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            # The stock operations would write the size of the traced batch into an exported graph, and the
+            # derivative of layer normalisation is traced with other strides than it has.
+            rows = x.shape[1]
+            grouped = x.reshape(-1, rows, groups, channels // groups)
+            centred = grouped - grouped.mean((1, 3), keepdim=True)
+            unit = centred * torch.rsqrt(centred.square().mean((1, 3), keepdim=True) + eps)
+            return torch.addcmul(bias, unit.view(-1, rows, channels), weight)
+        # As a picture of one line whose channels come last, for which there is a kernel that copies nothing.
+        picture = x.transpose(1, 2).unsqueeze(2)
+        if forward_ad.unpack_dual(x).tangent is not None:
+            picture = picture.contiguous()  # the formula of forward-mode derivatives needs channels first
+        return torch.group_norm(picture, groups, weight, bias, eps).squeeze(2).transpose(1, 2)
+
+    return normalise
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """Lay weights (C', C, k) out for windows: (C', k C)."""
+    return weight.transpose(1, 2).flatten(1)
+
+
+def _windows(x: Tensor, before: int, size: int, stride: int = 1) -> Tensor:
+    """Lay rows that follow each other side by side; (B, T, C) -> (B, T / stride, k C).
+
+    Args:
+        x: Padded by zeros where windows stand out.
+        before: Rows of the first window that lie before the first row.
+        size: Rows k of a window.
+        stride: Rows from window to window.
+    """
+    if size == 1:
+        return x
+    padded = F.pad(x, (0, 0, before, size - before - stride))
+    if torch.is_grad_enabled():
+        end = padded.shape[1] - size + 1
+        return torch.cat([padded[:, i : end + i : stride] for i in range(size)], dim=-1)
+    # One copy instead of one per slice. Its backward pass is three times slower.
+    windows = padded.unfold(1, size, stride).transpose(2, 3).contiguous()
+    return windows.view(-1, windows.shape[1], size * x.shape[2])

@@ -5,8 +5,8 @@ Legend: B batch, K denoising steps, S recorded (fine-tuned) steps, Th predicted 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -15,11 +15,8 @@ from torch import Tensor
 from policies.errors import CapabilityError, ConfigError
 from policies.fields import SwitchedField
 from policies.policy import Policy, PolicyConfig, reduce_elements
-from policies.protocols import TE, Chain, Cond, Kind, Reduction, SampleHook
+from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Kind, Reduction, SampleHook
 from policies.samplers import StepTable, denoise, gaussian_entropy, gaussian_log_prob, transition
-
-_REGISTERED = ("_modules", "_parameters", "_buffers")
-"""Where a module keeps what is assigned to it."""
 
 
 class DenoisingPolicy(Policy):
@@ -35,9 +32,9 @@ class DenoisingPolicy(Policy):
     def __init__(self, config: PolicyConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
         self.process = config.process
-        self.field: Any = config.backbone.build(
-            self.chunk.shape, self.encoder.cond_dim, token_dim=self.encoder.token_dim
-        )
+        sizes_of_cond = {"token_dim": self.encoder.token_dim, "second_time": self.process.has_second_time}
+        backbone = config.backbone.build(self.chunk.shape, self.encoder.cond_dim, **sizes_of_cond)
+        self.field: Any = self.process.field_of(backbone)
         self._use_sampler(config.sampler, tuned_steps=None, log_prob_min_std=None)
 
     # -- choosing how to sample -------------------------------------------------------------------
@@ -62,8 +59,7 @@ class DenoisingPolicy(Policy):
         Networks and weights are shared; what is put in their place in one of the two (`view.field = …`)
         leaves the other as it is.
         """
-        view = copy.copy(self)
-        view.__dict__.update({name: self.__dict__[name].copy() for name in _REGISTERED})
+        view = self._view()
         view._use_sampler(sampler, tuned_steps=tuned_steps, log_prob_min_std=log_prob_min_std)
         return view
 
@@ -97,37 +93,50 @@ class DenoisingPolicy(Policy):
             start: (x, t): begin at state x (B, Th, Da) and the first step whose sampling time is >= t.
             hooks: Changes to the loop.
         """
-        first = 0
-        if start is not None:
-            x, t = start
-            first = self.table.step_at(t)
-            noise = torch.cat([x.unsqueeze(1), noise[:, 1:]], dim=1) if noise.dim() == 4 else x
+        x, first = (None, 0) if start is None else (start[0], self.table.step_at(start[1]))
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            bound = self.field.bind(cond, self.table.placed("net_time", cond.vec))
-            return denoise(bound, self.table, noise, hooks=hooks, cond=cond, first_step=first).action
+            bound = self.bind(cond)
+            return denoise(bound, self.table, noise, hooks=hooks, cond=cond, start=x, first_step=first).action
+
+    def bind(self, cond: Cond) -> BoundField:
+        """Bind the network to a condition and to the steps of the sampler."""
+        second = self.table.second_time
+        if second is None:
+            return self.field.bind(cond, self.table.placed("net_time", cond.vec))
+        return self.field.bind(
+            cond, self.table.placed("net_time", cond.vec), self.table.placed("second_time", cond.vec)
+        )
 
     # -- MatchingLoss ---------------------------------------------------------------------------------
 
     def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
         """Draw the times (n,) and the noise (n, Th, Da) of a matching loss."""
         times = self.process.levels(device=self.device, dtype=self.dtype)
+        level = None
         if times is None:
-            t, level = (
-                self.process.sample_time(n, generator=generator, device=self.device, dtype=self.dtype),
-                None,
-            )
+            t = self.process.sample_time(n, generator=generator, device=self.device, dtype=self.dtype)
         else:
             source = self.device if generator is None else generator.device
             level = torch.randint(len(times), (n,), generator=generator, device=source).to(self.device)
             t = times.index_select(0, level)
-        return TE(t, self._randn((n, *self.chunk.shape), generator), level)
+        te = TE(t, self._randn((n, *self.chunk.shape), generator), level)
+        more = self.process.more_draws(te, generator=generator)
+        return replace(te, more=more) if more else te
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
-        """Squared error of the network's output; `action` (B, Th, Da) normalised."""
-        x = self.process.corrupt(action, te.eps, te.t)
-        times = te.t if te.level is None else self.process.levels(device=x.device, dtype=te.t.dtype)
-        pred = self.field(x, self.process.net_time(times), cond, time_row=te.level)
-        return reduce_elements((pred - self.process.target(action, te.eps, te.t)).square(), reduce)
+        """The loss of the process; `action` (B, Th, Da) normalised."""
+        return reduce_elements(self.process.losses(self.evaluate(cond), action, te), reduce)
+
+    def evaluate(self, cond: Cond) -> Evaluate:
+        """Return the network as a function of state and sampling times; see `Evaluate`."""
+        process, field = self.process, self.field
+
+        def net(x: Tensor, t: Tensor, until: Tensor | None = None, *, level: Tensor | None = None) -> Tensor:
+            times = t if level is None else process.levels(device=x.device, dtype=t.dtype)
+            second = process.second_net_time(t, t if until is None else until)
+            return field(x, process.net_time(times), cond, time_row=level, second_time=second)
+
+        return net
 
     # -- ChainPolicy ----------------------------------------------------------------------------------
 
@@ -148,8 +157,7 @@ class DenoisingPolicy(Policy):
         if noise is None:
             noise = self._randn((len(cond), *self.noise_shape), generator)
         first = self.table.num_steps - self.tuned_steps
-        bound = self.field.bind(cond, self.table.placed("net_time", cond.vec))
-        out = denoise(bound, self.table, noise, cond=cond, record_from=first)
+        out = denoise(self.bind(cond), self.table, noise, cond=cond, record_from=first)
         assert out.chain is not None and out.mean is not None
         return Chain(
             out.chain, gaussian_log_prob(out.chain[:, 1:], out.mean, self._recorded_std(None, out.chain))
@@ -172,7 +180,8 @@ class DenoisingPolicy(Policy):
         self._require_density()
         first = self.table.num_steps - self.tuned_steps
         times = self.table.placed("net_time", x)[first:]
-        pred = self.scored_net(x, times, cond, cond_row=cond_row, time_row=step)
+        second = None if self.table.second_time is None else self.table.placed("second_time", x)[first:]
+        pred = self.scored_net(x, times, cond, cond_row=cond_row, time_row=step, second_time=second)
         mean = transition(self.table, step + first, x, pred)
         std = self._recorded_std(step, x)
         return gaussian_log_prob(x_next, mean, std), gaussian_entropy(std).expand_as(x)
@@ -207,5 +216,5 @@ class DenoisingPolicy(Policy):
 
     def predict(self, x: Tensor, t: Tensor, cond: Cond, *, kind: Kind) -> Tensor:
         """Evaluate the network at x (B, Th, Da) and sampling time t (B,), as `kind`."""
-        pred = self.field(x, self.process.net_time(t), cond)
+        pred = self.evaluate(cond)(x, t)
         return self.process.convert(x, t, pred, self.process.kind, kind)

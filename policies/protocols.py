@@ -10,7 +10,7 @@ order of execution. Everything here lives in normalised space unless a name says
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 import torch
@@ -18,9 +18,9 @@ from torch import Tensor
 
 from policies.errors import ConfigError
 
-Kind = Literal["eps", "x0", "v", "velocity", "score"]
+Kind = Literal["eps", "x0", "v", "velocity", "score", "edm"]
 """What a network output means: noise, clean action, VP velocity (alpha eps - sigma x0), dx/dt in package
-time, or the score of the noisy density."""
+time, the score of the noisy density, or the preconditioned output of EDM (its process only)."""
 
 Reduction = Literal["none", "step", "sample", "mean"]
 """(B, Th, Da) | (B, Th) | (B,) | scalar."""
@@ -79,10 +79,14 @@ class Cond:
     Shapes:
         vec: (B, C), features of the whole observation.
         tokens: (B, N, Ct), features of its parts, for backbones that attend to them; None: there are none.
+
+    Attributes:
+        free: The same observation without its goal, for classifier-free guidance; None: not asked for.
     """
 
     vec: Tensor
     tokens: Tensor | None = None
+    free: Cond | None = None
 
     def __len__(self) -> int:
         """Return the batch size."""
@@ -97,7 +101,8 @@ class Cond:
         return self._map(lambda part: part.index_select(0, index))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Cond:
-        return Cond(change(self.vec), None if self.tokens is None else change(self.tokens))
+        tokens = None if self.tokens is None else change(self.tokens)
+        return Cond(change(self.vec), tokens, None if self.free is None else self.free._map(change))
 
 
 @dataclass(frozen=True)
@@ -108,11 +113,36 @@ class TE:
         t: (B,), sampling times. eps: (B, Th, Da), noise.
         level: (B,) int64, where each time stands in `Process.levels`; None where times are continuous.
             Networks then embed every level once instead of every row.
+        more: What the loss of the process needs beside these (`Process.more_draws`), B rows each.
     """
 
     t: Tensor
     eps: Tensor
     level: Tensor | None = None
+    more: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def rows(self, index: slice | Tensor) -> TE:
+        """Select rows."""
+        level = None if self.level is None else self.level[index]
+        more = {name: draws[index] for name, draws in self.more.items()}
+        return TE(self.t[index], self.eps[index], level, more)
+
+
+class Evaluate(Protocol):
+    """A network for one batch of conditions, asked at sampling times; what losses are made of."""
+
+    def __call__(
+        self, x: Tensor, t: Tensor, until: Tensor | None = None, *, level: Tensor | None = None
+    ) -> Tensor:
+        """Return the raw output at x (B, Th, Da) and sampling times t (B,).
+
+        Args:
+            x: States.
+            t: Sampling times.
+            until: Where the step ends (B,), for a process whose network has a second time; None: at t.
+            level: Position of every t in `Process.levels` (B,), where known: times are then embedded once.
+        """
+        ...
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ alpha, sigma signal and noise amplitudes, a prime marks the next step. In the no
 
     ddpm   to_x0 x0 + to_eps eps = posterior mean of q(x' | x, x0)                (arXiv 2006.11239, eq. 7)
     ddim   to_x0 = alpha', to_eps = sqrt(sigma'^2 - s^2), s = eta * ddpm's std    (arXiv 2010.02502, eq. 12)
-    euler  to_x0 = t', to_eps = 1 - t', which is x + (t' - t) velocity            (arXiv 2209.03003)
+
+Samplers of other paths are in `policies.path_samplers`.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
+from policies.path_samplers import Euler
 from policies.processes.diffusion import VPDiffusion
-from policies.processes.flow import RectifiedFlow
 from policies.protocols import BoundField, Cond, SampleHook, Step
-from policies.registry import name_of, register
+from policies.registry import register
 from policies.schedules import spaced_levels, time_of_level
 from policies.steps import (
     StepRules,
@@ -31,6 +32,8 @@ from policies.steps import (
     gaussian_log_prob,
     lay_out,
     merge_prediction,
+    misfit,
+    recall_prediction,
     split_prediction,
     transition,
 )
@@ -86,6 +89,7 @@ def denoise(
     hooks: Sequence[SampleHook] = (),
     cond: Cond | None = None,
     record_from: int | None = None,
+    start: Tensor | None = None,
     first_step: int = 0,
 ) -> Denoised:
     """Run the steps of a table.
@@ -98,7 +102,8 @@ def denoise(
         hooks: Changes to predictions and states, applied in order; they need `cond`.
         cond: What the hooks may know.
         record_from: Record the states and means of the steps from this one on.
-        first_step: Begin at this step with the start state as its input (warm start).
+        start: (B, Th, Da), replaces the start state that the noise gives (warm start).
+        first_step: Begin at this step with the start state as its input.
 
     Raises:
         ConfigError: If the noise or a step index does not fit the table.
@@ -106,17 +111,24 @@ def denoise(
     """
     _check(table, noise, hooks, cond, record_from, first_step)
     x, draws = _unroll(table, noise)
+    x = x if start is None else start
     states: list[Tensor] = []
     means: list[Tensor] = []
+    memory: Tensor | None = None
     for k in range(first_step, table.num_steps):
         draw, is_recorded = draws[k], record_from is not None and k >= record_from
-        if not (is_recorded or hooks):
+        if not (is_recorded or hooks or table.memory):
             x = transition(table, k, x, bound(k, x), plus=draw)
             continue
         if is_recorded:
             states.append(x)
         step = _step(table, k, cond) if hooks and cond is not None else None
-        mean = transition(table, k, x, bound(k, x)) if step is None else _steer(table, step, x, bound, hooks)
+        if table.memory is not None:
+            mean, memory = recall_prediction(table, k, *_prediction(table, k, x, bound, step, hooks), memory)
+        elif step is not None:
+            mean = merge_prediction(table, k, *_prediction(table, k, x, bound, step, hooks))
+        else:
+            mean = transition(table, k, x, bound(k, x))
         means.append(mean)
         x = mean if draw is None else mean + draw
         if step is not None:
@@ -129,12 +141,15 @@ def denoise(
     return Denoised(x, torch.stack([*states, x], dim=1), torch.stack(means[-len(states) :], dim=1))
 
 
-def _steer(table: StepTable, step: Step, x: Tensor, bound: BoundField, hooks: Sequence[SampleHook]) -> Tensor:
-    """Return the mean of a step whose prediction the hooks may change."""
-    x0, eps = split_prediction(table, step.k, x, bound(step.k, x))
-    for hook in hooks:
-        x0, eps = hook.on_prediction(step, x, x0, eps)
-    return merge_prediction(table, step.k, x0, eps)
+def _prediction(
+    table: StepTable, k: int, x: Tensor, bound: BoundField, step: Step | None, hooks: Sequence[SampleHook]
+) -> tuple[Tensor, Tensor]:
+    """Return the (x0, eps) of a step, which the hooks may change."""
+    x0, eps = split_prediction(table, k, x, bound(k, x))
+    if step is not None:
+        for hook in hooks:
+            x0, eps = hook.on_prediction(step, x, x0, eps)
+    return x0, eps
 
 
 def _step(table: StepTable, k: int, cond: Cond) -> Step:
@@ -143,15 +158,17 @@ def _step(table: StepTable, k: int, cond: Cond) -> Step:
 
 def _unroll(table: StepTable, noise: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
     """Return the start state and, per step, the scaled noise (None where there is none)."""
+    scale = table.start_std
     if table.is_deterministic:
-        return noise, [None] * table.num_steps
+        return (noise if scale == 1 else scale * noise), [None] * table.num_steps
     draws = noise[:, 1:].transpose(0, 1)
     if table.noise_clip is not None:
         draws = draws.clamp(-table.noise_clip, table.noise_clip)
     std = table.placed("std", noise)[:, None, None, :]
     scaled = (draws * std).contiguous().unbind(0)
     steps = [draw if noisy else None for draw, noisy in zip(scaled, table.noisy, strict=True)]
-    return noise[:, 0].contiguous(), steps
+    first = noise[:, 0].contiguous()
+    return (first if scale == 1 else scale * first), steps
 
 
 def _check(
@@ -180,6 +197,11 @@ def _check(
         raise ConfigError(f"first_step must lie in 0..{steps - 1}; got {first_step}.")
     if record_from is not None and not first_step <= record_from < steps:
         raise ConfigError(f"record_from must lie in {first_step}..{steps - 1}; got {record_from}.")
+    if record_from is not None and table.memory is not None:
+        raise CapabilityError(
+            "a sampler with a memory (heun, midpoint, dpmpp_2m) takes steps that depend on more than the "
+            "state, so they cannot be recorded as a chain. Use ddpm, ddim, ancestral or euler."
+        )
     if hooks and cond is None:
         raise CapabilityError("denoise(hooks=...) needs `cond`, which hooks may read; got None.")
 
@@ -301,39 +323,6 @@ class DDIM(StepRules):
         return lay_out(process, self, path.times, to_x0, to_eps, std, recompute=recompute, eps_clip=clip)
 
 
-@register("sampler", "euler")
-@dataclass(frozen=True, kw_only=True)
-class Euler(StepRules):
-    """Equal Euler steps along a flow, t_k = k / steps.
-
-    A positive `min_std` injects that noise after every step, which turns the flow into a Gaussian chain.
-
-    Args:
-        steps: Evaluations of the network.
-
-    Source:
-        arXiv 2209.03003. The finished chunk is bounded, single steps are not (ReinFlow, arXiv 2505.22094).
-    """
-
-    clip_x0: float | None = None
-    clip_action: float | None = 1.0
-    steps: int = 10
-
-    def table(self, process: Any) -> StepTable:
-        """Lay the steps out for a flow.
-
-        Raises:
-            ConfigError: If the process is not a flow or steps is not positive.
-        """
-        if not isinstance(process, RectifiedFlow):
-            raise misfit(self, process, needs="flow", instead="ddpm or ddim")
-        if self.steps < 1:
-            raise ConfigError(f"sampler.steps must be at least 1; got {self.steps}.")
-        times = [k / self.steps for k in range(self.steps + 1)]
-        nexts = torch.tensor(times[1:], dtype=torch.float64)[:, None]
-        return lay_out(process, self, times, nexts, 1 - nexts, torch.zeros_like(nexts))
-
-
 class _LevelPath(NamedTuple):
     """Levels of a diffusion that a sampler visits: K+1 times; squared amplitudes here and next, (K, 1)."""
 
@@ -355,7 +344,7 @@ class _LevelPath(NamedTuple):
     ) -> _LevelPath:
         """Visit `steps` levels of a diffusion, or the given ones, and stop at a level."""
         if not isinstance(process, VPDiffusion):
-            raise misfit(sampler, process, needs="diffusion", instead="euler")
+            raise misfit(sampler, process, needs="diffusion", instead="ancestral or euler")
         count = process.num_levels
         if levels and not 0 <= levels[-1] <= levels[0] < count:
             raise ConfigError(
@@ -368,18 +357,3 @@ class _LevelPath(NamedTuple):
         t_next = time_of_level(torch.tensor(there, dtype=torch.float64), count)
         squares = [a.square()[:, None] for pair in (t[:-1], t_next) for a in process.alpha_sigma(pair)]
         return _LevelPath(t.tolist(), *squares)
-
-
-def misfit(sampler: Any, process: Any, *, needs: str, instead: str) -> ConfigError:
-    """Return the error of a sampler that cannot run a process.
-
-    Args:
-        sampler: Registered sampler.
-        process: Registered process.
-        needs: Name of the process that the sampler runs.
-        instead: Names of samplers to suggest.
-    """
-    return ConfigError(
-        f"sampler={name_of('sampler', sampler)} needs process={needs}; got "
-        f"process={name_of('process', process)}. Use sampler={instead}, or train with process={needs}."
-    )

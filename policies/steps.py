@@ -11,6 +11,11 @@ Every sampler that evaluates the network once per step is a table of coefficient
     mean = to_x0 x0 + to_eps eps
     x'   = mean + std clip(noise, noise_clip)
 
+Methods that use several evaluations per step (Heun, midpoint) or earlier ones (multistep) are rows of the
+same table, one per evaluation, with a memory m that starts at the first row's x0::
+
+    mean = to_x0 x0 + to_eps eps + to_memory m,      m <- keep_x0 x0 + keep_eps eps
+
 Tables are built in float64; the loop reads Python floats. The same function computes the mean in the
 loop and when a stored transition is scored.
 """
@@ -27,6 +32,7 @@ from torch import Tensor
 
 from policies.errors import ConfigError
 from policies.processes.path import Process
+from policies.registry import name_of
 
 LOG_2PI = math.log(2.0 * math.pi)
 
@@ -53,12 +59,21 @@ class Coefficients(NamedTuple):
     mean_pred: Any
 
 
+class Memory(NamedTuple):
+    """What a row adds from the memory, and what it leaves there; K numbers each."""
+
+    to_memory: tuple[float, ...]
+    keep_x0: tuple[float, ...]
+    keep_eps: tuple[float, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class StepTable:
-    """A sampler laid out for one process: K steps, each a row of coefficients.
+    """A sampler laid out for one process: K evaluations of the network, each a row of coefficients.
 
     Shapes:
         net_time: (K,) float32, what the backbone receives.
+        second_time: (K,) float32, its second time; None: it has one.
         std: (K, D) float64, deviation of the injected noise.
         schedule_std: (K, D) float64, the same before floors.
         coefficients: (12, K, D) float64, in the order of `Coefficients`.
@@ -69,6 +84,9 @@ class StepTable:
         sigma: K noise amplitudes at `times`.
         predicts_x0: Whether the network output is x0 itself.
         uses_pred: Whether the mean needs the prediction beside the clipped x0.
+        start_std: Deviation of the start state: the start noise is multiplied by it.
+        memory: Coefficients of methods with a memory; None: every row is a step of its own.
+        entries: Whether sampling may begin at a row; a corrector's row is none.
     """
 
     times: tuple[float, ...]
@@ -84,6 +102,10 @@ class StepTable:
     eps_clip: float | None
     noise_clip: float | None
     clip_action: float | None
+    second_time: Tensor | None = None
+    start_std: float = 1.0
+    memory: Memory | None = None
+    entries: tuple[bool, ...] = ()
     rows: tuple[Coefficients, ...] = field(init=False, repr=False)
     noisy: tuple[bool, ...] = field(init=False, repr=False)
     _copies: dict[Any, Tensor] = field(init=False, repr=False, default_factory=dict)
@@ -122,7 +144,7 @@ class StepTable:
             ConfigError: If every step starts before t.
         """
         for k in range(self.num_steps):
-            if self.times[k] >= t - 1e-6:
+            if self.times[k] >= t - 1e-6 and (not self.entries or self.entries[k]):
                 return k
         raise ConfigError(
             f"a start time must be at most {self.times[-2]:.4g}, where the last of {self.num_steps} "
@@ -180,6 +202,8 @@ def lay_out(
     *,
     recompute: bool = True,
     eps_clip: float | None = None,
+    memory: Memory | None = None,
+    entries: Sequence[bool] = (),
 ) -> StepTable:
     """Work out the coefficients of steps `mean = to_x0 x0 + to_eps eps`.
 
@@ -195,6 +219,8 @@ def lay_out(
         schedule_std: Noise before floors.
         recompute: Whether eps follows a clipped x0.
         eps_clip: Bound on eps.
+        memory: Of methods with several evaluations per step.
+        entries: Rows where sampling may begin; empty: all.
     """
     t = torch.tensor(times[:-1], dtype=torch.float64)
     zero, one = torch.zeros_like(t), torch.ones_like(t)
@@ -216,6 +242,7 @@ def lay_out(
     std = schedule_std.clamp(min=rules.min_std)
     if rules.final_std is not None:
         std[-1] = rules.final_std
+    second = process.second_net_time(t, torch.tensor(times[1:], dtype=torch.float64))
     return StepTable(
         times=tuple(times),
         net_time=process.net_time(t).to(torch.float32),
@@ -230,6 +257,10 @@ def lay_out(
         eps_clip=eps_clip,
         noise_clip=rules.noise_clip,
         clip_action=rules.clip_action,
+        second_time=None if second is None else second.to(torch.float32),
+        start_std=process.start_std(times[0]),
+        memory=memory,
+        entries=tuple(entries),
     )
 
 
@@ -284,9 +315,47 @@ def split_prediction(table: StepTable, k: int | Tensor, x: Tensor, pred: Tensor)
 def merge_prediction(table: StepTable, k: int | Tensor, x0: Tensor, eps: Tensor) -> Tensor:
     """Clip (x0, eps) and return the mean of the next state."""
     c = table.at(k, x0)
+    x0, eps = clip_prediction(table, k, x0, eps)
+    return c.to_x0 * x0 + c.to_eps * eps
+
+
+def recall_prediction(
+    table: StepTable, k: int, x0: Tensor, eps: Tensor, memory: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Clip (x0, eps) and return the mean of the next state and the new memory.
+
+    Where there is no memory yet, x0 stands for it.
+    """
+    assert table.memory is not None
+    c, m = table.at(k, x0), table.memory
+    x0, eps = clip_prediction(table, k, x0, eps)
+    mean = c.to_x0 * x0 + c.to_eps * eps
+    if m.to_memory[k]:
+        mean = mean + m.to_memory[k] * (x0 if memory is None else memory)
+    return mean, m.keep_x0[k] * x0 + m.keep_eps[k] * eps
+
+
+def clip_prediction(table: StepTable, k: int | Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply the table's bounds to (x0, eps)."""
+    c = table.at(k, x0)
     if table.clip_x0 is not None:
         clipped = x0.clamp(-table.clip_x0, table.clip_x0)
         x0, eps = clipped, eps + c.slope * (x0 - clipped)
     if table.eps_clip is not None:
         eps = eps.clamp(-table.eps_clip, table.eps_clip)
-    return c.to_x0 * x0 + c.to_eps * eps
+    return x0, eps
+
+
+def misfit(sampler: Any, process: Any, *, needs: str, instead: str) -> ConfigError:
+    """Return the error of a sampler that cannot run a process.
+
+    Args:
+        sampler: Registered sampler.
+        process: Registered process.
+        needs: Name of the process that the sampler runs.
+        instead: Names of samplers to suggest.
+    """
+    return ConfigError(
+        f"sampler={name_of('sampler', sampler)} needs process={needs}; got "
+        f"process={name_of('process', process)}. Use sampler={instead}, or train with process={needs}."
+    )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes.path import convert_with, corrupt_with, express
+from policies.processes.path import GaussianPath
 from policies.protocols import Kind
 from policies.registry import register
 from policies.schedules import (
@@ -23,12 +23,12 @@ from policies.schedules import (
     cumulative_alphas,
     level_of_time,
     make_betas,
+    spaced_levels,
     time_of_level,
     wide_dtype,
 )
 
 if TYPE_CHECKING:
-    from policies.policy import Policy
     from policies.samplers import DDPM
 
 PREDICTIONS: tuple[Kind, ...] = ("eps", "x0", "v")
@@ -37,7 +37,7 @@ _ANGLES: dict[tuple[int | float | str, ...], Tensor] = {}
 
 @register("process", "diffusion")
 @dataclass(frozen=True)
-class VPDiffusion:
+class VPDiffusion(GaussianPath):
     """Denoising diffusion on K levels; the network sees the raw integer level as a float.
 
     Args:
@@ -98,21 +98,26 @@ class VPDiffusion:
         phi, slope = self._angle(t)
         return (-slope * phi.sin()).to(t.dtype), (slope * phi.cos()).to(t.dtype)
 
-    def corrupt(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return alpha x0 + sigma eps for chunks (B, Th, Da) and times (B,)."""
-        return corrupt_with(self, x0, eps, t)
-
-    def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return the regression target (B, Th, Da) of the chosen prediction."""
-        return express(self, x0, eps, t, self.kind)
-
-    def convert(self, x: Tensor, t: Tensor, pred: Tensor, src: Kind, dst: Kind) -> Tensor:
-        """Translate a prediction at (x, t) between kinds; (B, Th, Da)."""
-        return convert_with(self, x, t, pred, src, dst)
-
     def net_time(self, t: Tensor) -> Tensor:
         """Return the level tau as a float, typed like t; fractional between levels."""
         return level_of_time(t, self.num_levels).to(t.dtype)
+
+    def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
+        """Return the time (any shape) at which ln(alpha / sigma) = log_ratio; fractional between levels."""
+        phi = torch.atan(torch.exp(-log_ratio.to(wide_dtype(log_ratio.device))))
+        table = _angles(self, phi.device)
+        high = torch.searchsorted(table, phi).clamp(1, self.num_levels)
+        share = ((phi - table[high - 1]) / (table[high] - table[high - 1])).clamp(0.0, 1.0)
+        return (1.0 - (high - 1 + share) / self.num_levels).to(log_ratio.dtype)
+
+    def grid(self, steps: int) -> list[float]:
+        """Return the times of evenly spaced levels (`leading`), then 1."""
+        levels = torch.tensor([*spaced_levels(self.num_levels, steps), -1], dtype=torch.float64)
+        return time_of_level(levels, self.num_levels).tolist()
+
+    def start_std(self, t: float) -> float:
+        """Return 1: published samplers start from unit noise at every level."""
+        return 1.0
 
     def levels(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
@@ -138,12 +143,6 @@ class VPDiffusion:
         from policies.samplers import DDPM
 
         return DDPM()
-
-    def policy_class(self) -> type[Policy]:
-        """Return the class of policies that run this process."""
-        from policies.denoising import DenoisingPolicy
-
-        return DenoisingPolicy
 
     def _angle(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return phi and d phi / dt at times t, in the device's widest float type."""

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes.path import convert_with, corrupt_with
+from policies.processes.path import GaussianPath
 from policies.protocols import Kind
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.policy import Policy
     from policies.samplers import Euler
 
 TIME_DENSITIES = ("uniform", "logit_normal", "beta")
@@ -26,9 +25,40 @@ BETA_SHAPE = 1.5
 BETA_LIMIT = 0.999
 
 
+class LinearPath(GaussianPath):
+    """The straight line x = t x0 + (1 - t) eps, whose network predicts velocities."""
+
+    @property
+    def kind(self) -> Kind:
+        """The network predicts velocities."""
+        return "velocity"
+
+    def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (t, 1 - t)."""
+        return t, 1.0 - t
+
+    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (1, -1), shaped like t."""
+        return torch.ones_like(t), -torch.ones_like(t)
+
+    def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Return the velocity x0 - eps (B, Th, Da)."""
+        return x0 - eps
+
+    def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
+        """Return t with t / (1 - t) = exp(log_ratio), any shape."""
+        return log_ratio.sigmoid()
+
+    def default_sampler(self) -> Euler:
+        """Return Euler steps."""
+        from policies.samplers import Euler
+
+        return Euler()
+
+
 @register("process", "flow")
 @dataclass(frozen=True)
-class RectifiedFlow:
+class RectifiedFlow(LinearPath):
     """Flow matching on the linear path.
 
     Args:
@@ -57,37 +87,9 @@ class RectifiedFlow:
         if not self.time_scale > 0:
             raise ConfigError(f"process.time_scale must be positive; got {self.time_scale}.")
 
-    @property
-    def kind(self) -> Kind:
-        """The network predicts velocities."""
-        return "velocity"
-
-    def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (t, 1 - t)."""
-        return t, 1.0 - t
-
-    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (1, -1), shaped like t."""
-        return torch.ones_like(t), -torch.ones_like(t)
-
-    def corrupt(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return t x0 + (1 - t) eps for chunks (B, Th, Da) and times (B,)."""
-        return corrupt_with(self, x0, eps, t)
-
-    def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return the velocity x0 - eps (B, Th, Da)."""
-        return x0 - eps
-
-    def convert(self, x: Tensor, t: Tensor, pred: Tensor, src: Kind, dst: Kind) -> Tensor:
-        """Translate a prediction at (x, t) between kinds; (B, Th, Da)."""
-        return convert_with(self, x, t, pred, src, dst)
-
     def net_time(self, t: Tensor) -> Tensor:
         """Return time_scale * t."""
         return self.time_scale * t
-
-    def levels(self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> None:
-        """Return None: training times are continuous."""
 
     def sample_time(
         self,
@@ -106,15 +108,3 @@ class RectifiedFlow:
         if self.time_density == "beta":
             t = BETA_LIMIT * (1.0 - t ** (1.0 / BETA_SHAPE))
         return t.to(device)
-
-    def default_sampler(self) -> Euler:
-        """Return Euler steps."""
-        from policies.samplers import Euler
-
-        return Euler()
-
-    def policy_class(self) -> type[Policy]:
-        """Return the class of policies that run this process."""
-        from policies.denoising import DenoisingPolicy
-
-        return DenoisingPolicy

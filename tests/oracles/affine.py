@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ Arrays = Mapping[str, Tensor]
 class AffineConfig:
     """Builds an `AffineNet`."""
 
-    def build(self, shape: tuple[int, int], cond_dim: int) -> AffineNet:
+    def build(self, shape: tuple[int, int], cond_dim: int, **_: Any) -> AffineNet:
         return AffineNet(shape, cond_dim)
 
 
@@ -40,6 +41,7 @@ class AffineNet(nn.Module):
         *,
         cond_row: Tensor | None = None,
         time_row: Tensor | None = None,
+        second_time: Tensor | None = None,
     ) -> Tensor:
         state = cond.vec @ self.Ws.T
         state = state if cond_row is None else state[cond_row]

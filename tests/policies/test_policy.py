@@ -217,7 +217,7 @@ def test_warm_start_from_the_start_is_the_whole_loop() -> None:
 def test_the_loss_vanishes_where_the_network_is_right() -> None:
     policy = small_policy(RectifiedFlow())
     action, te = torch.zeros(4, *policy.chunk.shape), policy.sample_te(4)
-    policy.field.forward = lambda x, t, c, time_row: -te.eps  # the true velocity of a path that ends at 0
+    policy.field.forward = lambda x, t, c, **_: -te.eps  # the true velocity of a path that ends at 0
     loss = policy.matching_loss(policy.encode({"state": observations(4)}), action, te, reduce="none")
     assert loss.shape == (4, 3, ACTION_DIM) and loss.abs().max() < 1e-10
 

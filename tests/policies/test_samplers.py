@@ -14,6 +14,7 @@ from diffusers import DDIMScheduler
 from torch import Tensor
 
 from policies.errors import ConfigError
+from policies.gaussian import GaussianProcess
 from policies.hooks import Hook
 from policies.processes import Process, RectifiedFlow, VPDiffusion
 from policies.protocols import Cond
@@ -311,17 +312,17 @@ def test_a_saved_sampler_is_the_same_sampler(sampler, process) -> None:
         (
             DDPM(),
             RectifiedFlow(),
-            r"sampler=ddpm needs process=diffusion; got process=flow\. Use sampler=euler",
+            r"sampler=ddpm needs process=diffusion; got process=flow\. Use sampler=ancestral or euler",
         ),
         (DDIM(), RectifiedFlow(), "sampler=ddim needs process=diffusion"),
         (
             Euler(),
-            VPDiffusion(),
-            r"sampler=euler needs process=flow; got process=diffusion\. Use sampler=ddpm or ddim",
+            GaussianProcess(),
+            r"sampler=euler needs process=diffusion, flow or edm; got process=gaussian\. Use sampler=mean",
         ),
+        (Euler(steps=21), VPDiffusion(20), r"between 1 and process\.num_levels=20; got 21"),
         (DDIM(steps=21), VPDiffusion(20), r"between 1 and process\.num_levels=20; got 21"),
         (DDPM(steps=50), VPDiffusion(20), r"between 1 and process\.num_levels=20; got 50"),
-        (Euler(steps=0), RectifiedFlow(), r"sampler\.steps must be at least 1; got 0"),
         (DDIM(spacing="even"), VPDiffusion(20), r"sampler\.spacing must be one of leading"),
         (DDPM(levels=(20, 3)), VPDiffusion(20), r"levels must lie in 0\.\.19, .*; got \[20, 3\]"),
         (DDPM(levels=(3, -1)), VPDiffusion(20), r"levels must lie in 0\.\.19, .*; got \[3, -1\]"),
@@ -335,6 +336,7 @@ def test_a_sampler_that_does_not_fit_is_refused(sampler, process, message: str) 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: Euler(steps=0), r"sampler\.steps must be at least 1; got 0"),
         (lambda: DDPM(clip_x0=0.0), "clip_x0 must be positive or null; got 0"),
         (lambda: DDPM(min_std=-0.1), "min_std must not be negative; got -0.1"),
         (lambda: DDPM(variance="learned"), "variance must be fixed_small or fixed_large"),

@@ -1,0 +1,355 @@
+"""Samplers of every Gaussian path: the network is asked for (x0, eps), wherever the path lies.
+
+Legend: t sampling time, a prime marks the end of a step; alpha, sigma amplitudes of the path;
+s = sigma / alpha noise over signal; lambda = -ln s. In the notation of `policies.steps`:
+
+    euler      to_x0 = alpha', to_eps = sigma'                   first order on every path: on a flow
+                x + (t' - t) velocity, on a diffusion DDIM, with EDM x + (s' - s) (x - x0) / s
+    ancestral  the same with part of the noise drawn anew, u = eta s' sqrt(1 - s'^2 / s^2)
+    heun       Euler, then again from the same state with the mean of both slopes
+    midpoint   Euler to the middle, then from the same state with the slope there
+    dpmpp_2m   Euler with x0 extrapolated from this and the previous evaluation
+
+Sources: arXiv 2206.00364 (EDM), 2010.02502 (DDIM), 2211.01095 (DPM-Solver++), 2209.03003 (flow).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.processes.flow import LinearPath
+from policies.processes.path import GaussianPath, Process
+from policies.registry import name_of, register
+from policies.steps import Memory, StepRules, StepTable, lay_out, misfit
+
+GRIDS = ("auto", "uniform", "karras", "exponential", "linear")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathRules(StepRules):
+    """What every sampler of a path may choose.
+
+    Args:
+        steps: Steps from noise to data.
+        grid: Where the steps lie: `auto` (the process's own), `uniform` in sampling time, or between
+            `noise_max` and `noise_min` in sigma / alpha: `karras` (arXiv 2206.00364, eq. 5), `exponential`,
+            `linear`.
+        rho: Exponent of `karras`.
+        noise_max: First sigma / alpha; null: that of the process's own grid.
+        noise_min: Last sigma / alpha before the clean end; null: that of the process's own grid.
+    """
+
+    steps: int = 10
+    grid: str = "auto"
+    rho: float = 7.0
+    noise_max: float | None = None
+    noise_min: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        super().__post_init__()
+        if self.steps < 1:
+            raise ConfigError(f"sampler.steps must be at least 1; got {self.steps}.")
+        if self.grid not in GRIDS:
+            raise ConfigError(f"sampler.grid must be one of {', '.join(GRIDS)}; got '{self.grid}'.")
+        if not self.rho > 0:
+            raise ConfigError(f"sampler.rho must be positive; got {self.rho}.")
+        given = [noise for noise in (self.noise_min, self.noise_max) if noise is not None]
+        if not all(0 < noise < math.inf for noise in given) or sorted(given) != given:
+            raise ConfigError(
+                "sampler needs 0 < noise_min <= noise_max, or null; got "
+                f"{self.noise_min} and {self.noise_max}."
+            )
+        if given and self.grid in ("auto", "uniform"):
+            raise ConfigError(
+                f"sampler.noise_min and noise_max belong to the grids {', '.join(GRIDS[2:])}; got "
+                f"sampler.grid={self.grid}. Choose one of these, or leave them out."
+            )
+
+    def times(self, process: Process) -> list[float]:
+        """Return the steps + 1 times, from noise to data."""
+        if self.grid == "auto":
+            return process.grid(self.steps)
+        if self.grid == "uniform":
+            return [k / self.steps for k in range(self.steps + 1)]
+        own = _noise_over_signal(process, torch.tensor(process.grid(self.steps)[:-1], dtype=torch.float64))
+        first = float(own[0]) if self.noise_max is None else self.noise_max
+        last = float(own[-1]) if self.noise_min is None else self.noise_min
+        noise = noise_grid(self.grid, self.steps, first, last, self.rho)
+        return [*process.time_of_lambda(-noise.log()).tolist(), 1.0]
+
+
+def noise_grid(kind: str, steps: int, first: float, last: float, rho: float = 7.0) -> Tensor:
+    """Return noise levels sigma / alpha (steps,) in float64, falling from first to last.
+
+    Args:
+        kind: `karras`, `exponential` or `linear`.
+        steps: How many; a single one is the first.
+        first: Largest.
+        last: Smallest.
+        rho: Exponent of `karras`.
+
+    Source:
+        arXiv 2206.00364, eq. 5; BESO (arXiv 2304.02532) for the other two.
+    """
+    share = torch.linspace(0, 1, steps, dtype=torch.float64)
+    if kind == "karras":
+        top, bottom = first ** (1 / rho), last ** (1 / rho)
+        return (top + share * (bottom - top)) ** rho
+    if kind == "exponential":
+        return torch.exp(math.log(first) + share * (math.log(last) - math.log(first)))
+    if kind == "linear":
+        return first + share * (last - first)
+    raise ConfigError(f"noise grid must be one of {', '.join(GRIDS[2:])}; got '{kind}'.")
+
+
+class _Path(NamedTuple):
+    """Amplitudes and noise over signal at the starts and at the ends of steps, (K,) float64."""
+
+    alpha: Tensor
+    sigma: Tensor
+    noise: Tensor
+    alpha_next: Tensor
+    sigma_next: Tensor
+    noise_next: Tensor
+
+    @staticmethod
+    def of(process: Process, times: list[float]) -> _Path:
+        alpha, sigma = process.alpha_sigma(torch.tensor(times, dtype=torch.float64))
+        noise = sigma / alpha
+        return _Path(alpha[:-1], sigma[:-1], noise[:-1], alpha[1:], sigma[1:], noise[1:])
+
+
+def _noise_over_signal(process: Process, t: Tensor) -> Tensor:
+    alpha, sigma = process.alpha_sigma(t)
+    return sigma / alpha
+
+
+@register("sampler", "euler")
+@dataclass(frozen=True, kw_only=True)
+class Euler(PathRules):
+    """First order: x' = alpha' x0 + sigma' eps; on a flow t_k = k / steps.
+
+    A positive `min_std` injects that noise after every step, which turns a flow into a Gaussian chain.
+
+    Source:
+        arXiv 2209.03003. The finished chunk is bounded, single steps are not (ReinFlow, arXiv 2505.22094).
+    """
+
+    clip_x0: float | None = None
+    clip_action: float | None = 1.0
+
+    def table(self, process: Any) -> StepTable:
+        """Lay the steps out for a Gaussian path.
+
+        Raises:
+            ConfigError: If the process is none.
+        """
+        times = _times_on_path(self, process, needs_local=False)
+        path = _Path.of(process, times)
+        to_x0, to_eps = path.alpha_next[:, None], path.sigma_next[:, None]
+        return lay_out(process, self, times, to_x0, to_eps, torch.zeros_like(to_x0))
+
+
+@register("sampler", "ancestral")
+@dataclass(frozen=True, kw_only=True)
+class Ancestral(PathRules):
+    """First order with part of the noise drawn anew after every step.
+
+    Args:
+        eta: Share of the noise of the reverse Markov chain, 0 (`euler`) to 1.
+
+    Source:
+        arXiv 2010.02502, eq. 16, on any path; with EDM the Euler-ancestral sampler of BESO.
+    """
+
+    eta: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        super().__post_init__()
+        if not 0 <= self.eta <= 1:
+            raise ConfigError(f"sampler.eta must lie in 0..1; got {self.eta}.")
+
+    def table(self, process: Any) -> StepTable:
+        """Lay the steps out for a Gaussian path.
+
+        Raises:
+            ConfigError: If the process is none.
+        """
+        times = _times_on_path(self, process)
+        path = _Path.of(process, times)
+        share = (1 - (path.noise_next / path.noise).square()).clamp(min=0).sqrt()
+        fresh = (self.eta * path.noise_next * share).clamp(max=path.noise_next)
+        kept = (path.noise_next.square() - fresh.square()).clamp(min=0).sqrt()
+        to_x0, to_eps = path.alpha_next[:, None], (path.alpha_next * kept)[:, None]
+        return lay_out(process, self, times, to_x0, to_eps, (path.alpha_next * fresh)[:, None])
+
+
+@register("sampler", "heun")
+@dataclass(frozen=True, kw_only=True)
+class Heun(PathRules):
+    """Second order by a corrector: two evaluations per step, one in the last.
+
+    Source:
+        arXiv 2206.00364, algorithm 1 without churn; in flow time on a linear path.
+    """
+
+    def table(self, process: Any) -> StepTable:
+        """Lay the 2 steps - 1 evaluations out for a Gaussian path.
+
+        Raises:
+            ConfigError: If the process is none.
+        """
+        times = _times_on_path(self, process)
+        rows = _Rows(process)
+        for t, t_next in pairwise(times):
+            rows.add(t, ends=t_next)
+            if t_next < 1:
+                rows.correct(t, t_next, slope_at=t_next, share_of_first=0.5)
+        return rows.table(self)
+
+
+@register("sampler", "midpoint")
+@dataclass(frozen=True, kw_only=True)
+class Midpoint(PathRules):
+    """Second order by a half step: two evaluations per step, one in the last.
+
+    The middle is the geometric mean of the noise levels, and that of the times on a linear path.
+
+    Source:
+        DPM-Solver-2 (arXiv 2206.00927) in the form of EDM's code, `dpm_2`; the midpoint rule on a flow.
+    """
+
+    def table(self, process: Any) -> StepTable:
+        """Lay the 2 steps - 1 evaluations out for a Gaussian path.
+
+        Raises:
+            ConfigError: If the process is none.
+        """
+        times = _times_on_path(self, process)
+        rows = _Rows(process)
+        for t, t_next in pairwise(times):
+            middle = rows.middle(t, t_next)
+            rows.add(t, ends=t_next if middle is None else middle)
+            if middle is not None:
+                rows.correct(t, t_next, slope_at=middle, share_of_first=0.0)
+        return rows.table(self)
+
+
+@register("sampler", "dpmpp_2m")
+@dataclass(frozen=True, kw_only=True)
+class DPMpp2M(PathRules):
+    """Second order by extrapolation from the previous evaluation; first and last step are first order.
+
+    Source:
+        DPM-Solver++(2M), arXiv 2211.01095, algorithm 2.
+    """
+
+    def table(self, process: Any) -> StepTable:
+        """Lay the steps out for a Gaussian path.
+
+        Raises:
+            ConfigError: If the process is none.
+        """
+        times = _times_on_path(self, process)
+        path = _Path.of(process, times)
+        gap = path.noise.log() - path.noise_next.log()  # the last is infinite
+        extra = torch.zeros_like(gap)
+        extra[1:-1] = gap[1:-1] / (2 * gap[:-2])
+        push = (path.alpha_next - path.alpha * path.sigma_next / path.sigma) * extra
+        to_x0, to_eps = (path.alpha_next + push)[:, None], path.sigma_next[:, None]
+        ones, zeros = (1.0,) * len(gap), (0.0,) * len(gap)
+        memory = Memory(tuple((-push).tolist()), ones, zeros)
+        return lay_out(process, self, times, to_x0, to_eps, torch.zeros_like(to_x0), memory=memory)
+
+
+def _times_on_path(sampler: PathRules, process: Any, *, needs_local: bool = True) -> list[float]:
+    """Return the times of a sampler on a process that has a path.
+
+    Args:
+        sampler: A registered sampler.
+        process: Any process.
+        needs_local: Whether the sampler needs predictions at a time, not over a step.
+
+    Raises:
+        ConfigError: If the process has none, or predicts over steps.
+    """
+    has_path = isinstance(process, GaussianPath)
+    if not has_path or (needs_local and process.has_second_time):
+        instead = name_of("sampler", process.default_sampler())
+        raise misfit(sampler, process, needs="diffusion, flow or edm", instead=instead)
+    return sampler.times(process)
+
+
+class _Rows:
+    """Collects the evaluations of a method with slopes.
+
+    On a linear path slopes are dy/ds of y = x / (alpha + sigma) with s = sigma / (alpha + sigma); elsewhere
+    of y = x / alpha with s = sigma / alpha. With w = 1 or 0 both are
+
+        y = (1 - w s) x0 + s eps,    dy/ds = eps - w x0
+    """
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.w = 1.0 if isinstance(process, LinearPath) else 0.0
+        self.times: list[float] = []
+        self.to: list[tuple[float, float]] = []
+        self.memory: list[tuple[float, float, float]] = []
+
+    def place(self, t: float) -> tuple[float, float]:
+        """Return (s, x / y) at a time."""
+        alpha, sigma = (float(a) for a in self.process.alpha_sigma(torch.tensor(t, dtype=torch.float64)))
+        scale = alpha + self.w * sigma
+        return sigma / scale, scale
+
+    def middle(self, t: float, t_next: float) -> float | None:
+        """Return the time in the middle of a step; None where the noise has no geometric mean: at its end."""
+        if self.w:
+            return (t + t_next) / 2
+        noise = self.place(t)[0] * self.place(t_next)[0]
+        return float(self.process.time_of_lambda(torch.tensor(-0.5 * math.log(noise)))) if noise > 0 else None
+
+    def add(self, t: float, *, ends: float) -> None:
+        """Evaluate at t and go on to `ends` with that slope; remember nothing."""
+        s, scale = self.place(ends)
+        self.times.append(t)
+        self.to.append((scale * (1 - self.w * s), scale * s))
+        self.memory.append((0.0, 0.0, 0.0))
+
+    def correct(self, t: float, t_next: float, *, slope_at: float, share_of_first: float) -> None:
+        """Evaluate at `slope_at` and step anew from t to t_next with a mean of both slopes.
+
+        What the row before must remember is y at t plus the first slope's share of the step.
+        """
+        s = self.place(t)[0]
+        s_next, scale = self.place(t_next)
+        part = share_of_first * (s_next - s)
+        self.memory[-1] = (0.0, 1 - self.w * s - self.w * part, s + part)
+        rest = (1 - share_of_first) * (s_next - s) * scale
+        self.times.append(slope_at)
+        self.to.append((-self.w * rest, rest))
+        self.memory.append((scale, 0.0, 0.0))
+
+    def table(self, rules: PathRules) -> StepTable:
+        """Lay the collected rows out."""
+        to_x0, to_eps = torch.tensor(self.to, dtype=torch.float64).unbind(1)
+        columns = (tuple(column) for column in zip(*self.memory, strict=True))
+        return lay_out(
+            self.process,
+            rules,
+            [*self.times, 1.0],
+            to_x0[:, None],
+            to_eps[:, None],
+            torch.zeros_like(to_x0)[:, None],
+            memory=Memory(*columns),
+            entries=[not row[0] for row in self.memory],
+        )

@@ -1,0 +1,167 @@
+"""Score models with the preconditioning of EDM, as BESO uses them.
+
+Legend: s noise over signal (EDM's sigma), sd standard deviation of the data, t sampling time with
+s = (1 - t) / t, the time at which a flow has the same ratio.
+
+EDM adds noise to the data, y = x0 + s eps, and scales the network's input by c_in = 1 / sqrt(s^2 + sd^2).
+The state here is the scaled one, x = sd c_in y, so that it is the chunk itself at the clean end and never
+large::
+
+    alpha = sd c_in,  sigma = s sd c_in,        alpha^2 + (sigma / sd)^2 = 1
+    x0 = alpha x + sigma F,                     c_skip y = alpha x,  c_out = sigma
+    F = sigma / sd^2 x0 - alpha eps             what the network is trained to output
+
+Source: arXiv 2206.00364, table 1 and eq. 7; BESO, arXiv 2304.02532.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.processes.path import KINDS, GaussianPath, over_rows, unknown_kind
+from policies.protocols import Kind
+from policies.registry import register
+
+if TYPE_CHECKING:
+    from policies.path_samplers import Euler
+
+NOISE_DENSITIES = ("log_logistic", "log_normal", "log_uniform")
+
+
+@register("process", "edm")
+@dataclass(frozen=True)
+class Edm(GaussianPath):
+    """Denoising score matching with preconditioning, over a range of noise levels.
+
+    The network sees sd c_in y where EDM's sees c_in y, a constant that its first layer absorbs, and
+    time_scale ln(s) / 4 where EDM's sees ln(s) / 4: sinusoids of low frequencies resolve it better.
+
+    Args:
+        data_std: sd, standard deviation of normalised actions.
+        noise_min: Smallest s that is trained.
+        noise_max: Largest s that is trained, and where sampling starts.
+        density: Density of ln s in training, truncated to the range: `log_logistic` (around ln sd),
+            `log_normal` or `log_uniform`.
+        density_mean: Mean of `log_normal`.
+        density_scale: Scale of `log_logistic` or `log_normal`.
+        rho: Exponent of the process's own grid of sampling steps.
+        time_scale: Factor of the network time.
+
+    Raises:
+        ConfigError: If a value is unknown or out of range.
+
+    Source:
+        arXiv 2206.00364; 2304.02532 for the log-logistic density. The loss weight is EDM's: one for F.
+    """
+
+    data_std: float = 0.5
+    noise_min: float = 0.005
+    noise_max: float = 10.0
+    density: str = "log_logistic"
+    density_mean: float = -1.2
+    density_scale: float = 0.5
+    rho: float = 7.0
+    time_scale: float = 100.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name in ("data_std", "density_scale", "rho", "time_scale"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"process.{name} must be positive; got {getattr(self, name)}.")
+        if not 0 < self.noise_min < self.noise_max < math.inf:
+            raise ConfigError(
+                f"process needs 0 < noise_min < noise_max; got {self.noise_min} and {self.noise_max}."
+            )
+        if self.density not in NOISE_DENSITIES:
+            raise ConfigError(
+                f"process.density must be one of {', '.join(NOISE_DENSITIES)}; got '{self.density}'."
+            )
+
+    @property
+    def kind(self) -> Kind:
+        """The network predicts F."""
+        return "edm"
+
+    def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return sd t / r and sd (1 - t) / r with r = |(1 - t, sd t)|."""
+        scale = self.data_std / torch.hypot(1.0 - t, self.data_std * t)
+        return scale * t, scale * (1.0 - t)
+
+    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the derivatives of `alpha_sigma`."""
+        norm = torch.hypot(1.0 - t, self.data_std * t)
+        norm_rate = (self.data_std**2 * t - (1.0 - t)) / norm
+        cubic = self.data_std / norm.square()
+        return cubic * (norm - t * norm_rate), -cubic * (norm + (1.0 - t) * norm_rate)
+
+    def express(self, x0: Tensor, eps: Tensor, t: Tensor, kind: Kind) -> Tensor:
+        """Express the pair (x0, eps) as one kind; `edm` is F."""
+        if kind != "edm":
+            return super().express(x0, eps, t, kind)
+        alpha, sigma = (over_rows(value, x0) for value in self.alpha_sigma(t))
+        return sigma / self.data_std**2 * x0 - alpha * eps
+
+    def resolve(self, x: Tensor, t: Tensor, pred: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+        """Solve a prediction for the pair (x0, eps); `edm` is F."""
+        if kind not in (*KINDS, "edm"):
+            raise unknown_kind(kind, (*KINDS, "edm"))
+        if kind != "edm":
+            return super().resolve(x, t, pred, kind)
+        alpha, sigma = (over_rows(value, x) for value in self.alpha_sigma(t))
+        return alpha * x + sigma * pred, sigma / self.data_std**2 * x - alpha * pred
+
+    def net_time(self, t: Tensor) -> Tensor:
+        """Return time_scale ln(s) / 4, with s limited to the trained range."""
+        noise = ((1.0 - t) / t).clamp(self.noise_min, self.noise_max)
+        return self.time_scale * 0.25 * noise.log()
+
+    def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
+        """Return t with t / (1 - t) = exp(log_ratio), any shape."""
+        return log_ratio.sigmoid()
+
+    def grid(self, steps: int) -> list[float]:
+        """Return the times of noise levels from noise_max to noise_min (karras), then 1."""
+        from policies.path_samplers import noise_grid
+
+        noise = noise_grid("karras", steps, self.noise_max, self.noise_min, self.rho)
+        return [*(1.0 / (1.0 + noise)).tolist(), 1.0]
+
+    def sample_time(
+        self,
+        n: int,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Draw n training times (n,) by inverting the truncated distribution of ln s."""
+        source = device if generator is None else generator.device
+        share = torch.rand(n, generator=generator, device=source, dtype=dtype)
+        return 1.0 / (1.0 + self.noise_of_share(share)).to(device)
+
+    def noise_of_share(self, share: Tensor) -> Tensor:
+        """Return the quantiles s of shares in [0, 1], any shape."""
+        low, high = math.log(self.noise_min), math.log(self.noise_max)
+        if self.density == "log_uniform":
+            return torch.exp(low + share * (high - low))
+        centre = math.log(self.data_std) if self.density == "log_logistic" else self.density_mean
+        ends = torch.tensor([low, high], dtype=torch.float64).sub(centre).div(self.density_scale)
+        cdf, inverse = (
+            (torch.sigmoid, torch.logit)
+            if self.density == "log_logistic"
+            else (torch.special.ndtr, torch.special.ndtri)
+        )
+        bottom, top = cdf(ends).tolist()
+        return torch.exp(centre + self.density_scale * inverse(bottom + share * (top - bottom)))
+
+    def default_sampler(self) -> Euler:
+        """Return first-order steps on the process's own grid."""
+        from policies.samplers import Euler
+
+        return Euler()

@@ -74,7 +74,7 @@ def matching_of(policy: Policy) -> MatchingLoss:
     if not isinstance(policy, MatchingLoss):
         raise CapabilityError(
             f"cloning needs a policy with a matching loss; {type(policy).__name__} has none. "
-            f"Use process=diffusion, flow or gaussian."
+            f"Use process=diffusion, flow, gaussian or mixture."
         )
     return policy
 

@@ -12,13 +12,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from policies.errors import CapabilityError, ConfigError
 from policies.heads import GaussianHead, GaussianHeadConfig
+from policies.likelihood import no_draws, require_one_step, require_own_sampler, trunk_of
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, Chain, Cond, Reduction, SampleHook
 from policies.registry import name_of, register
-from policies.samplers import gaussian_entropy, gaussian_log_prob, misfit
-from policies.trunk import TrunkConfig
+from policies.steps import gaussian_entropy, gaussian_log_prob, misfit
 
 
 @register("process", "gaussian")
@@ -67,18 +66,8 @@ class GaussianPolicy(Policy):
         super().__init__(config, **sizes)
         self.process: GaussianProcess = config.process
         self.sampler = config.sampler
-        _require_mean(config.sampler)
-        if not isinstance(config.backbone, TrunkConfig):
-            raise ConfigError(
-                f"process=gaussian needs a fully connected backbone (backbone=mlp); got "
-                f"{type(config.backbone).__name__}."
-            )
-        if ignored := getattr(config.backbone, "cond_dims", ()):
-            raise ConfigError(
-                f"process=gaussian has no encoder of the condition; got backbone.cond_dims={list(ignored)}. "
-                f"Set backbone.cond_dims=[]."
-            )
-        head = GaussianHeadConfig.from_parts(config.backbone, config.process)
+        require_own_sampler(config.process, config.sampler)
+        head = GaussianHeadConfig.from_parts(trunk_of(config), config.process)
         self.head: GaussianHead = head.build(self.chunk.shape, self.encoder.cond_dim)
 
     @property
@@ -100,17 +89,13 @@ class GaussianPolicy(Policy):
         Raises:
             CapabilityError: If a start or hooks are given: there is no loop for them.
         """
-        if hooks or start is not None:
-            raise CapabilityError(
-                "a policy with process=gaussian acts in one step, so it takes no hooks and no start state. "
-                "Leave them out, or use a policy with process=diffusion or process=flow."
-            )
+        require_one_step(self.process, start, hooks)
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             return self.head(cond.vec)[0]
 
     def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
         """Return empty draws: the likelihood needs none."""
-        return TE(torch.zeros(n, device=self.device), torch.zeros(n, *self.chunk.shape, device=self.device))
+        return no_draws(self, n)
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         """Negative log-likelihood of normalised actions (B, Th, Da)."""
@@ -149,13 +134,5 @@ class GaussianPolicy(Policy):
         Raises:
             ConfigError: If the sampler is another one.
         """
-        _require_mean(sampler)
+        require_own_sampler(self.process, sampler)
         return self
-
-
-def _require_mean(sampler: Any) -> None:
-    if not isinstance(sampler, Mean):
-        raise ConfigError(
-            f"process=gaussian needs sampler=mean, its default; got sampler={name_of('sampler', sampler)}. "
-            f"Leave the sampler out, or use a process that takes steps (diffusion, flow)."
-        )

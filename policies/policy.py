@@ -20,6 +20,9 @@ from policies.errors import CapabilityError, ConfigError
 from policies.normalizer import Normalizer, Statistics
 from policies.protocols import ChunkSpec, Cond, Observation, Reduction, SampleHook
 
+_REGISTERED = ("_modules", "_parameters", "_buffers")
+"""Where a module keeps what is assigned to it."""
+
 
 @dataclass
 class PolicyConfig:
@@ -176,6 +179,15 @@ class Policy(nn.Module):
     def clone(self) -> Self:
         """Return an independent copy."""
         return copy.deepcopy(self)
+
+    def _view(self) -> Self:
+        """Return a copy that shares networks and weights.
+
+        What is put in their place in one of the two (`view.field = …`) leaves the other as it is.
+        """
+        view = copy.copy(self)
+        view.__dict__.update({name: self.__dict__[name].copy() for name in _REGISTERED})
+        return view
 
     def on_cpu(self) -> Self:
         """Return the policy if it is on the CPU, else a copy there: worker processes compute on the CPU."""

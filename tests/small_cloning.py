@@ -9,6 +9,7 @@ import torch
 
 from algos.bc import Bc, BcConfig
 from policies.gaussian import GaussianProcess
+from policies.mixture import MixtureProcess
 from policies.processes import RectifiedFlow, VPDiffusion
 
 PROCESSES = [
@@ -17,6 +18,7 @@ PROCESSES = [
     pytest.param(VPDiffusion(num_levels=10, prediction="v"), id="v"),
     pytest.param(RectifiedFlow(), id="flow"),
     pytest.param(GaussianProcess(), id="gaussian"),
+    pytest.param(MixtureProcess(), id="mixture"),
 ]
 
 

@@ -19,7 +19,7 @@ from policies.errors import CapabilityError, ConfigError, MissingExtraError
 from policies.fields import SwitchedField
 from policies.folder import load_policy, save_policy
 from policies.policy import Policy, PolicyConfig, build_policy
-from policies.protocols import TE, Chain, Cond
+from policies.protocols import TE, Chain, ChainPolicy, Cond
 
 registry.scan_policies()
 
@@ -29,8 +29,11 @@ SMALL = {
 }  # fmt: skip
 """Sizes given to every part that has a field of this name."""
 
-EXPLORING = {"min_std": 0.1, "final_std": None, "clip_action": None, "eta": 1.0}
-"""What gives the chain of a sampler a density, for those that can have one."""
+EXPLORING = {"min_std": 0.1, "final_std": None, "clip_action": None, "eta": 1.0, "spread": 1.0}
+"""What makes a sampler add noise, and gives its chain a density where it can have one."""
+
+CHAIN_METHODS = ("sample_chain", "chain_log_prob", "transition_log_prob")
+"""What a policy has all of or none of."""
 
 CHUNKS = {
     "To1-Th4-Ta4": {"obs_steps": 1, "horizon": 4, "act_steps": 4},
@@ -179,7 +182,10 @@ def loss_inputs(policy: Policy, batch: int) -> tuple[Cond, Tensor, TE]:
 
 
 def chain_of(policy: Policy, cond: Cond) -> Chain | None:
-    """Sample a chain; None where the policy refuses, saying that it has no density."""
+    """Sample a chain; None where the policy has none at all, or refuses, saying that it has no density."""
+    if not isinstance(policy, ChainPolicy):
+        assert not any(hasattr(policy, name) for name in CHAIN_METHODS)
+        return None
     try:
         with torch.no_grad():
             return policy.sample_chain(cond, generator=seeded(3))  # type: ignore[attr-defined, no-any-return]

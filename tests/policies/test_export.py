@@ -32,6 +32,7 @@ from policies.export_folder import (
 from policies.export_graph import random_inputs
 from policies.fields import SwitchedField
 from policies.gaussian import GaussianProcess
+from policies.mixture import MixtureProcess
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
@@ -76,6 +77,7 @@ CASES = {
         DDIM(steps=2, eta_per_dim=(0.2, 1.0), eps_clip=2.0, recompute_eps=False),
     ),
     "gaussian": lambda: small_policy(GaussianProcess()),
+    "mixture": lambda: small_policy(MixtureProcess()),
     "switched": switched_policy,
     "deep-float64": deep_policy,
 }

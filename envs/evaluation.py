@@ -12,7 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -21,12 +21,13 @@ import numpy as np
 
 from envs.episodes import EpisodeRow
 from envs.fit import require_fit
-from envs.player import BLOCK_ROWS, EvaluatedPolicy, Evaluator, Player
+from envs.player import BLOCK_ROWS, NETWORK_CALLS, EvaluatedPolicy, Evaluator, Player
 from envs.spec import EnvConfig
 from envs.statistics import Interval, bootstrap_mean, paired_difference, wilson
 from envs.vector import Array
 from envs.workers import start_workers
 from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.executor import Replanner, WarmStart, with_act_steps
 from policies.policy import Policy
 
 NOISES = ("random", "zero")
@@ -63,6 +64,8 @@ class EvaluationSettings:
     sampling_noise: str = "random"  # random | zero: the steps of a stochastic sampler
     steps: int | None = None  # denoising steps; null: the policy's own
     num_envs: int = 16  # episodes side by side; never changes a number
+    act_steps: int | None = None  # actions executed before the policy decides again; null: the policy's own
+    warm_start: WarmStart = field(default_factory=WarmStart)
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -71,8 +74,9 @@ class EvaluationSettings:
                 raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}.")
         check_seeds("first_seed", self.first_seed, self.episodes)
         check_seeds("noise_seed", self.noise_seed)
-        if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"steps must be at least 1, or null; got {self.steps}.")
+        for name in ("steps", "act_steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, or null; got {getattr(self, name)}.")
         for name in ("start_noise", "sampling_noise"):
             if getattr(self, name) not in NOISES:
                 raise ConfigError(f"{name} must be random or zero; got '{getattr(self, name)}'.")
@@ -108,7 +112,7 @@ class Evaluation:
         raise ConfigError(f"episodes have no quantity '{quantity}'; choose one of {known}.")
 
     def summary(self) -> dict[str, Any]:
-        """Return means with 95 % intervals; `success` and `d4rl_score` only where defined."""
+        """Return means with 95 % intervals; others than return and length only where defined."""
         out: dict[str, Any] = {
             "env": self.protocol["env"]["name"],
             "episodes": len(self.rows),
@@ -120,6 +124,8 @@ class Evaluation:
             out["success"] = asdict(wilson(int(self.values("success").sum()), len(self.rows)))
         if self.protocol["env"]["reference_scores"]:
             out["d4rl_score"] = asdict(bootstrap_mean(self.d4rl_scores()))
+        if self.rows and NETWORK_CALLS in self.rows[0].metrics:
+            out[NETWORK_CALLS] = asdict(bootstrap_mean(self.values(NETWORK_CALLS)))
         return out
 
     def d4rl_scores(self) -> Array:
@@ -177,6 +183,8 @@ def evaluate(
     sampling_noise: str = EvaluationSettings.sampling_noise,
     steps: int | None = EvaluationSettings.steps,
     noise_seed: int = EvaluationSettings.noise_seed,
+    act_steps: int | None = EvaluationSettings.act_steps,
+    warm_start: WarmStart | None = None,
     keep_observations: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
@@ -194,15 +202,19 @@ def evaluate(
         sampling_noise: `random` or `zero`: the noise of a stochastic sampler's steps.
         steps: Denoising steps; None: the policy's own.
         noise_seed: Root of the episodes' noise generators.
+        act_steps: Actions executed before the policy decides again; None: the policy's own.
+        warm_start: How a decision begins from the one before; None: every decision is on its own.
         keep_observations: Keep `observations` and `actions` of every control step in the rows.
         on_progress: Called with (episodes done, E).
 
     Raises:
         ConfigError: If an argument is out of range or the policy does not fit the task.
-        CapabilityError: If `steps` is given and the policy's sampler has no number of steps.
+        CapabilityError: If `steps` is given and the policy's sampler has no number of steps, or `act_steps`
+            or `warm_start` and the policy does not plan.
     """
+    short_run = warm_start or WarmStart()
     settings = EvaluationSettings(
-        episodes, first_seed, noise_seed, start_noise, sampling_noise, steps, num_envs
+        episodes, first_seed, noise_seed, start_noise, sampling_noise, steps, num_envs, act_steps, short_run
     )
     if episodes < 1 or num_workers < 0:
         raise ConfigError(
@@ -210,7 +222,7 @@ def evaluate(
         )
     spec, advice = env.spec, "Evaluate it on the task it was made for."
     require_fit(f"env={spec.name}", spec, "the policy", policy, advice=advice)
-    numbers = asdict(settings)
+    numbers = json.loads(json.dumps(asdict(settings)))
     del numbers["num_envs"]  # changes no number
     protocol = {
         "env": _describe(env),
@@ -220,7 +232,13 @@ def evaluate(
         "versions": {name: _version(name) for name in _VERSIONS},
     }
     player = Player(
-        with_steps(policy, steps), first_seed, noise_seed, start_noise, sampling_noise, keep_observations
+        policy=as_evaluated(policy, settings),
+        first_seed=first_seed,
+        noise_seed=noise_seed,
+        start_noise=start_noise,
+        sampling_noise=sampling_noise,
+        keep=keep_observations,
+        warm_start=short_run,
     )
     counter = _Counter(episodes, on_progress)
     rows = _play(player, env, episodes, num_envs, num_workers, counter)
@@ -310,6 +328,19 @@ def compare(
         a.size,
         len({evaluation.protocol_hash for evaluation in (*left, *right)}) == 1,
     )
+
+
+def as_evaluated(policy: EvaluatedPolicy, settings: EvaluationSettings) -> EvaluatedPolicy:
+    """Return the policy with the steps that the settings give it.
+
+    Raises:
+        ConfigError: If a number of steps or a short run does not fit it.
+        CapabilityError: If it has no such switch.
+    """
+    view = with_act_steps(with_steps(policy, settings.steps), settings.act_steps)
+    if settings.warm_start.is_on:
+        Replanner(view, settings.warm_start)
+    return view
 
 
 def with_steps(policy: EvaluatedPolicy, steps: int | None) -> EvaluatedPolicy:

@@ -2,15 +2,18 @@
 
 The policy is called on blocks of a fixed number of rows, and an episode always occupies the same row of
 its block (its lane). So neither the other episodes, nor the number of environments, nor the shape of a
-matrix product, whose rounding may depend on size and row, can touch the result.
+matrix product, whose rounding may depend on size and row, can touch the result. What a policy remembers
+from one decision to the next is kept with the episode; first decisions and later ones are different blocks.
 
-Legend: N environments, M of them playing, To observation history, Ta executed steps, Do and Da widths.
+Legend: N environments, M of them playing, To observation history, Th horizon, Ta executed steps, Do and Da
+widths.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,10 +23,13 @@ from torch import Tensor
 from envs.episodes import EpisodeRow, Tally
 from envs.spec import EnvConfig
 from envs.vector import Array, VectorEnv
+from policies.executor import Replanner, WarmStart
 from policies.protocols import ChunkSpec
 from policies.seeds import seeded_generator
 
 BLOCK_ROWS = 8  # rows of every call of the policy
+NETWORK_CALLS = "network_calls"
+"""Metric of an episode that was played from warm starts: evaluations of the network per decision."""
 
 
 class EvaluatedPolicy(Protocol):
@@ -45,6 +51,25 @@ class EvaluatedPolicy(Protocol):
         ...
 
 
+@dataclass
+class Memory:
+    """What an episode keeps from one decision to the next.
+
+    Shapes:
+        plan: (Th, Da), normalised; None: nothing was decided, or the policy does not remember.
+    """
+
+    plan: Tensor | None = None
+    calls: int = 0
+    decisions: int = 0
+
+    def remember(self, plan: Tensor, calls: int) -> None:
+        """Note a decision and the evaluations of the network that it took."""
+        self.plan = plan
+        self.calls += calls
+        self.decisions += 1
+
+
 @dataclass(frozen=True)
 class Player:
     """A policy with the switches of an evaluation."""
@@ -55,6 +80,12 @@ class Player:
     start_noise: str
     sampling_noise: str
     keep: bool
+    warm_start: WarmStart = field(default_factory=WarmStart)
+
+    @cached_property
+    def replanner(self) -> Replanner | None:
+        """Plans from the plans before; None where every decision is on its own."""
+        return Replanner(self.policy, self.warm_start) if self.warm_start.is_on else None
 
     def generator(self, episode: int) -> torch.Generator:
         """Return the noise generator of an episode."""
@@ -62,7 +93,7 @@ class Player:
 
     def noise(self, generator: torch.Generator) -> Tensor:
         """Draw the noise of one decision, (*noise_shape), with the switched-off parts zero."""
-        noise = self.policy.sample_noise(1, generator=generator)[0]
+        noise = (self.replanner or self.policy).sample_noise(1, generator=generator)[0]
         has_steps = noise.dim() == len(self.policy.chunk.shape) + 1
         if self.start_noise == "zero":
             (noise[0] if has_steps else noise).zero_()
@@ -70,24 +101,42 @@ class Player:
             noise[1:] = 0.0
         return noise
 
-    def act(self, obs: Array, noise: Sequence[Tensor], lanes: Sequence[int]) -> Array:
+    def act(
+        self, obs: Array, noise: Sequence[Tensor], lanes: Sequence[int], memories: Sequence[Memory]
+    ) -> Array:
         """Choose chunks for M episodes: obs (M, To, Do), their lanes (fixed rows of a block).
+
+        Args:
+            obs: Observations.
+            noise: Noise of each decision.
+            lanes: Fixed rows of a block.
+            memories: Of the episodes; what is to be remembered is noted there.
 
         Returns:
             (M, Ta, Da) physical actions.
         """
         out: list[Array | None] = [None] * len(lanes)
-        for members in _blocks(lanes):
+        is_first = [memory.plan is None for memory in memories]
+        for members in _blocks(list(zip(is_first, lanes, strict=True))):
             rows = [lanes[m] for m in members]
-            state = torch.zeros(BLOCK_ROWS, *obs.shape[1:])
-            state[rows] = torch.from_numpy(obs[members]).float()
-            tape = torch.zeros(BLOCK_ROWS, *noise[0].shape, dtype=noise[0].dtype, device=noise[0].device)
-            tape[rows] = torch.stack([noise[m] for m in members])
+            state = _placed(torch.from_numpy(obs[members]).float(), rows)
+            tape = _placed(torch.stack([noise[m] for m in members]), rows)
             with torch.inference_mode():
-                actions = self.policy.act({"state": state}, noise=tape).cpu().numpy()
+                actions = self._decide(state, tape, rows, [memories[m] for m in members]).cpu().numpy()
             for member, row in zip(members, rows, strict=True):
                 out[member] = actions[row]
         return np.stack([chunk for chunk in out if chunk is not None])
+
+    def _decide(self, state: Tensor, tape: Tensor, rows: Sequence[int], memories: Sequence[Memory]) -> Tensor:
+        """Choose chunks for a block in which all episodes have a plan, or none has."""
+        if self.replanner is None:
+            return self.policy.act({"state": state}, noise=tape)
+        plans = [memory.plan for memory in memories if memory.plan is not None]
+        previous = _placed(torch.stack(plans), rows) if plans else None
+        decision = self.replanner.decide({"state": state}, noise=tape, previous=previous)
+        for memory, row in zip(memories, rows, strict=True):
+            memory.remember(decision.plan[row], decision.calls)
+        return decision.actions
 
 
 class Evaluator:
@@ -112,6 +161,7 @@ class Evaluator:
         self._obs = np.zeros((width, self._vector.obs_steps, self._vector.spec.obs_dim))
         self._generators: list[torch.Generator] = [torch.Generator()] * width
         self._reels = [_Reel() for _ in range(width)]
+        self._memories = [Memory() for _ in range(width)]
 
     def run(self) -> list[EpisodeRow]:
         """Play all episodes."""
@@ -141,6 +191,7 @@ class Evaluator:
             self._tally.reset(np.array([row]))
             self._tally.begin(np.array([row]), [seed], [episode])
             self._reels[row] = _Reel([self._obs[row, -1].copy()[None]])
+            self._memories[row] = Memory()
 
     def _advance(self) -> list[EpisodeRow]:
         """Execute one chunk in every environment that plays."""
@@ -148,7 +199,8 @@ class Evaluator:
         playing = np.flatnonzero(active)
         noise = [self._player.noise(self._generators[i]) for i in playing.tolist()]
         lanes = (self._episode[playing] % BLOCK_ROWS).tolist()
-        chosen = self._player.act(self._obs[playing], noise, lanes)
+        memories = [self._memories[i] for i in playing.tolist()]
+        chosen = self._player.act(self._obs[playing], noise, lanes, memories)
         actions = np.zeros((len(active), *chosen.shape[1:]), chosen.dtype)
         actions[playing] = chosen
         step = self._vector.step_chunk(actions, active)
@@ -159,6 +211,7 @@ class Evaluator:
                 self._reels[i].add(step.path[i, : step.length[i]], actions[i, : step.length[i]])
         ended = np.flatnonzero(step.done & active)
         rows = self._tally.rows(ended, step)
+        rows = [_counted(row, self._memories[i]) for i, row in zip(ended.tolist(), rows, strict=True)]
         if self._player.keep:
             rows = [self._reels[i].develop(row) for i, row in zip(ended.tolist(), rows, strict=True)]
         self._begin(ended)
@@ -198,14 +251,29 @@ class _Queue:
         return queue.pop() if queue else -1
 
 
-def _blocks(lanes: Sequence[int]) -> list[list[int]]:
-    """Group members so that no block holds a lane twice; as few blocks as that allows."""
-    blocks: list[list[int]] = []
-    used: dict[int, int] = {}
-    for member, lane in enumerate(lanes):
-        block = used.get(lane, 0)
-        used[lane] = block + 1
-        if block == len(blocks):
-            blocks.append([])
-        blocks[block].append(member)
-    return blocks
+def _counted(row: EpisodeRow, memory: Memory) -> EpisodeRow:
+    """Add the evaluations of the network per decision, where they were counted."""
+    if not memory.decisions:
+        return row
+    return replace(row, metrics={**row.metrics, NETWORK_CALLS: memory.calls / memory.decisions})
+
+
+def _placed(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Put values (M, ...) into rows of a block that is zero elsewhere."""
+    block = values.new_zeros(BLOCK_ROWS, *values.shape[1:])
+    block[list(rows)] = values
+    return block
+
+
+def _blocks(places: Sequence[tuple[bool, int]]) -> list[list[int]]:
+    """Group members by kind (first decision, later one) so that no block holds a lane twice.
+
+    As few blocks as that allows.
+    """
+    blocks: dict[tuple[bool, int], list[int]] = {}
+    used: dict[tuple[bool, int], int] = {}
+    for member, place in enumerate(places):
+        block = used.get(place, 0)
+        used[place] = block + 1
+        blocks.setdefault((place[0], block), []).append(member)
+    return list(blocks.values())

@@ -18,6 +18,7 @@ from burnish.job import Job
 from burnish.locate import Located, check_file_to_write, locate
 from envs.evaluation import Comparison, Evaluation, EvaluationSettings, compare, format_interval
 from envs.evaluation import evaluate as run_episodes
+from envs.player import NETWORK_CALLS
 from envs.statistics import Interval
 from policies.errors import ConfigError
 from policies.policy import Policy
@@ -132,7 +133,7 @@ def summary_table(evaluations: Iterable[tuple[str, Evaluation]]) -> Table:
     rows = []
     for label, evaluation in evaluations:
         summary = evaluation.summary()
-        for name in ("success", "d4rl_score", "return", "length"):
+        for name in ("success", "d4rl_score", "return", "length", NETWORK_CALLS):
             if name in summary:
                 rows.append(
                     (label, summary["env"], name, *format_interval(name, summary[name]), summary["episodes"])

@@ -25,7 +25,7 @@ from burnish.console import output, table
 from burnish.job import Job
 from burnish.locate import RUN_CONFIG, check_folder_to_write, locate
 from envs.datasets import read_dataset
-from envs.evaluation import EvaluationSettings, check_seeds, with_steps
+from envs.evaluation import EvaluationSettings, as_evaluated, check_seeds
 from policies import registry
 from policies.errors import ConfigError
 from policies.policy import Policy, PolicyConfig, complete
@@ -211,11 +211,11 @@ def _try_evaluation(config: TrainConfig, algorithm: Algorithm) -> None:
     """Refuse an evaluation that could not be made, before anything is trained.
 
     Raises:
-        ConfigError: If the policy cannot denoise in so many steps.
-        CapabilityError: If its sampler has no number of steps.
+        ConfigError: If the policy cannot denoise in so many steps, or execute or begin as it is told to.
+        CapabilityError: If it has no such switch.
     """
-    if config.env is not None and config.evaluation.episodes and config.evaluation.steps is not None:
-        with_steps(algorithm.snapshot(), config.evaluation.steps)
+    if config.env is not None and config.evaluation.episodes:
+        as_evaluated(algorithm.snapshot(), config.evaluation)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 
 import numpy as np
 import pytest
@@ -117,7 +117,8 @@ def test_noise_and_seed_are_separate_switches() -> None:
 def test_settings_are_the_only_home_of_defaults() -> None:
     parameters = inspect.signature(evaluate).parameters
     for field in fields(EvaluationSettings):
-        assert parameters[field.name].default == field.default, field.name
+        nothing = field.default is MISSING  # a part of its own: None stands for its defaults
+        assert parameters[field.name].default == (None if nothing else field.default), field.name
     protocol = evaluate(Standing(), TASK, episodes=1).protocol
     about_the_task = {"env", "block_rows", "engine", "versions"}
     assert set(protocol) - about_the_task == {field.name for field in fields(EvaluationSettings)} - {

@@ -1,0 +1,295 @@
+"""Deciding again and again: a receding horizon whose next plan may begin from the last one.
+
+Legend: B batch, K denoising steps of the policy, R rows of a noise tape, Th predicted horizon, Ta executed
+steps, Da action width. A plan is a predicted chunk (B, Th, Da), normalised; alpha, sigma are the amplitudes
+at the start of the short run.
+
+    guess_i = plan_min(i + Ta, Th - 1)      what is left of the plan, its last row repeated
+    x = guess                               where the short run begins (arXiv 2508.05396, RTI-DP, for Ta = 1)
+    x = alpha guess + sigma eps             the same with `renoise` (SDEdit, arXiv 2108.01073)
+
+Deviation from RTI-DP: Ta may exceed 1, and the guess may be corrupted to the level that the run begins at.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError, ConfigError
+from policies.policy import Policy
+from policies.protocols import ChunkSpec
+from policies.samplers import DDPM
+from policies.steps import StepRules
+
+AnyPolicy = TypeVar("AnyPolicy")
+
+
+@dataclass
+class WarmStart:
+    """How a decision begins from what is left of the plan before; off unless `steps` or `levels` is given."""
+
+    steps: int | None = None  # run the last of the policy's denoising steps only: this many
+    levels: tuple[int, ...] = ()  # instead: DDPM steps at these levels of a diffusion, noisiest first
+    renoise: bool = False  # corrupt the guess to the level that the short run begins at
+    gripper: tuple[int, ...] = ()  # action dimensions that are open or closed: commanded by their sign
+    gripper_guess: float = 1.0  # magnitude of these in the guess, normalised units
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        self.levels, self.gripper = tuple(self.levels), tuple(self.gripper)
+        if self.steps is not None and self.levels:
+            raise ConfigError(
+                f"warm_start.steps and warm_start.levels both choose the short run; got {self.steps} and "
+                f"{list(self.levels)}. Give one of them."
+            )
+        if self.steps is not None and self.steps < 1:
+            raise ConfigError(f"warm_start.steps must be at least 1, or null; got {self.steps}.")
+        if not self.gripper_guess > 0:
+            raise ConfigError(f"warm_start.gripper_guess must be positive; got {self.gripper_guess}.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is a short run."""
+        return self.steps is not None or bool(self.levels)
+
+
+class Decision(NamedTuple):
+    """What was decided in B episodes.
+
+    Shapes:
+        actions: (B, Ta, Da), physical. plan: (B, Th, Da), for the next decision.
+
+    Attributes:
+        calls: Evaluations of the network for each of them.
+    """
+
+    actions: Tensor
+    plan: Tensor
+    calls: int
+
+
+class Replanner:
+    """Plans in full, or in a few steps from the plan before; it remembers nothing itself.
+
+    Args:
+        policy: A denoising policy.
+        warm_start: The short run.
+
+    Raises:
+        CapabilityError: If the policy does not denoise.
+        ConfigError: If the short run does not fit the policy, or nothing is left of a plan.
+
+    Source:
+        RTI-DP (arXiv 2508.05396): the shifted plan as the start, the list of levels, the gripper by its sign.
+    """
+
+    def __init__(self, policy: Any, warm_start: WarmStart) -> None:
+        if not isinstance(policy, DenoisingPolicy):
+            raise CapabilityError(
+                f"warm_start needs a policy that denoises its plan; {type(policy).__name__} does not. Leave "
+                f"warm_start out."
+            )
+        self.chunk: ChunkSpec = policy.chunk
+        _check(warm_start, policy)
+        self._warm_start = warm_start
+        self._full = policy
+        self._short = policy if not warm_start.levels else _listed(policy, warm_start.levels)
+        table = self._short.table
+        wanted = table.num_steps if warm_start.steps is None else warm_start.steps
+        self._first = table.step_at(table.times[table.num_steps - wanted])
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """Shape of one row of noise: the longer tape of the two runs."""
+        return self._taped.noise_shape
+
+    def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw noise (n, *noise_shape)."""
+        return self._taped.sample_noise(n, generator=generator)
+
+    @property
+    def _taped(self) -> DenoisingPolicy:
+        return max((self._full, self._short), key=_rows)
+
+    @torch.no_grad()
+    def decide(self, obs: Any, *, noise: Tensor, previous: Tensor | None = None) -> Decision:
+        """Plan for observations (B, To, Do); see `Policy.act`.
+
+        Args:
+            obs: Physical observations, as `Policy.act` takes them.
+            noise: (B, *noise_shape).
+            previous: Plans of the decisions before, (B, Th, Da); None: these are the first ones.
+        """
+        cond = self._full.encode(self._full.observation(obs))
+        if previous is None:
+            plan = self._full.decode(cond, _tape(self._full, noise))
+            return Decision(self.command(plan), plan, self._full.table.num_steps)
+        start = (self._start(previous, noise), self._short.table.times[self._first])
+        plan = self._short.decode(cond, _tape(self._short, noise), start=start)
+        return Decision(self.command(plan), plan, self._short.table.num_steps - self._first)
+
+    def guess(self, previous: Tensor) -> Tensor:
+        """Return what is left of plans (B, Th, Da), the last row repeated, grippers open or closed."""
+        left = shifted(previous, self.chunk.act_steps)
+        return _by_sign(left, self._warm_start.gripper, self._warm_start.gripper_guess)
+
+    def command(self, plan: Tensor) -> Tensor:
+        """Return the executed rows of plans, physical, (B, Ta, Da); grippers at an end of their range."""
+        return self._full.physical(_by_sign(plan[:, self.chunk.executed], self._warm_start.gripper, 1.0))
+
+    def _start(self, previous: Tensor, noise: Tensor) -> Tensor:
+        guess = self.guess(previous)
+        if not self._warm_start.renoise:
+            return guess
+        table, k = self._short.table, self._first
+        eps = noise[:, 0] if noise.dim() == guess.dim() + 1 else noise
+        return table.alpha[k] * guess + table.sigma[k] * eps
+
+
+class Executor:
+    """Acts in episodes side by side, each in a lane of its own, and remembers the plan of every lane.
+
+    Args:
+        policy: A denoising policy.
+        warm_start: How a decision begins from the one before.
+
+    Attributes:
+        calls: Evaluations of the network that the last decision took in each of its lanes.
+
+    Raises:
+        CapabilityError, ConfigError: As `Replanner`.
+    """
+
+    def __init__(self, policy: Policy, warm_start: WarmStart) -> None:
+        self.calls: list[int] = []
+        self._policy = policy
+        self._replanner = Replanner(policy, warm_start)
+        self._plans: dict[int, Tensor] = {}
+
+    def reset(self, lanes: Iterable[int] | None = None) -> None:
+        """Forget the plans of lanes, where episodes begin; None: of all."""
+        for lane in list(self._plans) if lanes is None else lanes:
+            self._plans.pop(lane, None)
+
+    @torch.no_grad()
+    def act(
+        self,
+        obs: Any,
+        *,
+        lanes: Sequence[int] | None = None,
+        noise: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Choose actions: observations (B, To, Do) in physical units -> actions (B, Ta, Da), physical.
+
+        Lanes without a plan are sampled in full, the others in the short run.
+
+        Args:
+            obs: As `Policy.act`.
+            lanes: The lane of each row, none twice; None: 0 to B - 1.
+            noise: (B, *noise_shape of the `Replanner`); makes the call deterministic.
+            generator: Source of the noise when none is given.
+        """
+        items = self._policy.observation(obs)
+        count = len(next(iter(items.values())))
+        lanes = range(count) if lanes is None else lanes
+        if noise is None:
+            noise = self._replanner.sample_noise(count, generator=generator)
+        fresh = [i for i, lane in enumerate(lanes) if lane not in self._plans]
+        warm = [i for i, lane in enumerate(lanes) if lane in self._plans]
+        actions = noise.new_empty(count, self._replanner.chunk.act_steps, self._replanner.chunk.action_dim)
+        self.calls = [0] * count
+        for rows in filter(None, (fresh, warm)):
+            previous = None if rows is fresh else torch.stack([self._plans[lanes[i]] for i in rows])
+            chosen = {name: value[rows] for name, value in items.items()}
+            decision = self._replanner.decide(chosen, noise=noise[rows], previous=previous)
+            actions[rows] = decision.actions
+            for i, plan in zip(rows, decision.plan, strict=True):
+                self._plans[lanes[i]], self.calls[i] = plan, decision.calls
+        return actions
+
+
+def shifted(plan: Tensor, rows: int) -> Tensor:
+    """Return plans (B, Th, Da) moved on by a number of rows, the last one repeated."""
+    horizon = plan.shape[1]
+    return plan[:, [min(i + rows, horizon - 1) for i in range(horizon)]]
+
+
+def with_act_steps(policy: AnyPolicy, act_steps: int | None) -> AnyPolicy:
+    """Return the policy, executing another number of the rows that it predicts; None leaves it as it is.
+
+    Raises:
+        CapabilityError: If it is no policy of ours.
+        ConfigError: If the horizon is shorter.
+    """
+    if act_steps is None:
+        return policy
+    if not isinstance(policy, Policy):
+        raise CapabilityError(
+            f"act_steps={act_steps} needs a policy that predicts a horizon; {type(policy).__name__} does not "
+            f"say. Leave act_steps out."
+        )
+    view = copy.copy(policy)
+    view.chunk = replace(policy.chunk, act_steps=act_steps)
+    return view
+
+
+def _check(warm_start: WarmStart, policy: DenoisingPolicy) -> None:
+    """Refuse a short run that does not fit."""
+    chunk, steps = policy.chunk, policy.table.num_steps
+    if not warm_start.is_on:
+        raise ConfigError("warm_start needs a short run; give warm_start.steps or warm_start.levels.")
+    if warm_start.steps is not None and warm_start.steps > steps:
+        raise ConfigError(
+            f"warm_start.steps must be at most {steps}, the policy's denoising steps; got {warm_start.steps}."
+        )
+    if chunk.executed.stop >= chunk.horizon:
+        raise ConfigError(
+            f"warm_start needs planned actions that were not executed; of horizon={chunk.horizon} rows those "
+            f"from {chunk.action_start} on are, act_steps={chunk.act_steps} of them. Lower act_steps, or "
+            f"train with a longer horizon."
+        )
+    if not all(0 <= i < chunk.action_dim for i in warm_start.gripper):
+        raise ConfigError(
+            f"warm_start.gripper must name action dimensions, 0 to {chunk.action_dim - 1}; got "
+            f"{list(warm_start.gripper)}."
+        )
+
+
+def _listed(policy: DenoisingPolicy, levels: tuple[int, ...]) -> DenoisingPolicy:
+    """Return the policy with DDPM steps at these levels, under the limits of its own sampler."""
+    own = policy.sampler
+    limits = {f.name: getattr(own, f.name) for f in fields(StepRules) if hasattr(own, f.name)}
+    try:
+        variance = getattr(own, "variance", DDPM.variance)
+        return policy.with_sampler(DDPM(**limits, variance=variance, levels=levels))
+    except ConfigError as error:
+        raise ConfigError(f"warm_start.levels={list(levels)} cannot be run: {error}") from error
+
+
+def _rows(policy: DenoisingPolicy) -> int:
+    """Return how many rows of a tape a run takes."""
+    return 1 if policy.is_deterministic else policy.table.num_steps + 1
+
+
+def _tape(policy: DenoisingPolicy, noise: Tensor) -> Tensor:
+    """Take the part of a tape (B, Th, Da) or (B, R, Th, Da) that a run needs."""
+    if policy.is_deterministic:
+        return noise if noise.dim() == 3 else noise[:, 0]
+    return noise[:, : _rows(policy)]
+
+
+def _by_sign(plan: Tensor, dims: tuple[int, ...], magnitude: float) -> Tensor:
+    """Return plans (B, ..., Da) whose given dimensions are ± magnitude, as their sign says."""
+    if not dims:
+        return plan
+    out = plan.clone()
+    out[..., list(dims)] = torch.where(plan[..., list(dims)] < 0, -magnitude, magnitude).to(plan)
+    return out

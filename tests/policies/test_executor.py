@@ -1,0 +1,226 @@
+"""Receding horizon: what a decision takes over from the plan before, and what it does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_policies import ACTION_DIM, observations, small_policy
+from torch import Tensor
+
+from policies.errors import CapabilityError, ConfigError
+from policies.executor import Executor, Replanner, WarmStart, shifted, with_act_steps
+from policies.gaussian import GaussianProcess
+from policies.policy import Policy
+from policies.processes import RectifiedFlow, VPDiffusion
+from policies.samplers import DDIM, DDPM, Euler
+
+B, K, TH = 4, 6, 5
+SAMPLERS = {
+    "ddpm": (VPDiffusion(num_levels=K), DDPM()),
+    "ddim": (VPDiffusion(num_levels=K), DDIM(steps=K)),
+    "flow": (RectifiedFlow(), Euler(steps=K)),
+}
+every_sampler = pytest.mark.parametrize("name", SAMPLERS)
+
+
+def policy_of(name: str, **chunk: int) -> Policy:
+    return small_policy(*SAMPLERS[name], **({"horizon": TH, "act_steps": 2} | chunk))
+
+
+def noise_of(replanner: Replanner, n: int = B, seed: int = 0) -> Tensor:
+    return replanner.sample_noise(n, generator=torch.Generator().manual_seed(seed))
+
+
+def plans(seed: int = 7, n: int = B) -> Tensor:
+    """Plans with grippers on both sides."""
+    return 0.6 * torch.randn(n, TH, ACTION_DIM, generator=torch.Generator().manual_seed(seed))
+
+
+# -- the guess ------------------------------------------------------------------------------------------
+
+
+def test_a_shifted_plan_begins_with_what_was_not_executed() -> None:
+    plan = plans()
+    assert torch.equal(shifted(plan, 0), plan)
+    assert torch.equal(shifted(plan, 2), torch.cat([plan[:, 2:], plan[:, -1:], plan[:, -1:]], dim=1))
+    assert torch.equal(shifted(shifted(plan, 1), 2), shifted(plan, 3))
+    assert torch.equal(shifted(plan, 99), plan[:, -1:].expand_as(plan))
+
+
+def test_grippers_are_open_or_closed_in_the_guess_and_at_the_end_of_their_range_in_the_command() -> None:
+    replanner = Replanner(policy_of("ddim"), WarmStart(steps=2, gripper=(1,), gripper_guess=0.1))
+    plan = plans()
+    plan[0, 0, 1] = 0.0
+    guess, moved = replanner.guess(plan), shifted(plan, 2)
+    assert torch.equal(guess[..., 0], moved[..., 0])
+    assert torch.equal(guess[..., 1], torch.where(moved[..., 1] < 0, -0.1, 0.1))
+    assert len(guess[..., 1].unique()) == 2
+    command = policy_of("ddim").normalize_action(replanner.command(plan))
+    torch.testing.assert_close(command[..., 0], plan[:, :2, 0])
+    torch.testing.assert_close(command[..., 1], torch.where(plan[:, :2, 1] < 0, -1.0, 1.0))
+    assert command[0, 0, 1] == pytest.approx(1.0)
+
+
+# -- the short run --------------------------------------------------------------------------------------
+
+
+@every_sampler
+def test_a_first_decision_is_the_policy_itself(name: str) -> None:
+    policy = policy_of(name)
+    replanner = Replanner(policy, WarmStart(steps=2))
+    noise = noise_of(replanner)
+    decision = replanner.decide(observations(B), noise=noise)
+    assert replanner.noise_shape == policy.noise_shape and decision.calls == K
+    assert torch.equal(decision.actions, policy.act(observations(B), noise=noise))
+    assert torch.equal(decision.actions, policy.executed(decision.plan))
+
+
+def test_all_steps_from_pure_noise_are_the_whole_sampling() -> None:
+    """A flow begins at alpha = 0, where a corrupted guess is the noise alone."""
+    policy = policy_of("flow")
+    replanner = Replanner(policy, WarmStart(steps=K, renoise=True))
+    noise = noise_of(replanner)
+    warm = replanner.decide(observations(B), noise=noise, previous=plans())
+    assert warm.calls == K and torch.equal(warm.actions, policy.act(observations(B), noise=noise))
+
+
+def test_all_levels_are_all_steps() -> None:
+    policy = policy_of("ddpm")
+    runs = [Replanner(policy, w) for w in (WarmStart(steps=K), WarmStart(levels=tuple(range(K - 1, -1, -1))))]
+    noise = noise_of(runs[0])
+    first, second = (run.decide(observations(B), noise=noise, previous=plans()) for run in runs)
+    assert torch.equal(first.plan, second.plan)
+    whole = policy.decode(
+        policy.encode({"state": observations(B)}),
+        torch.cat([shifted(plans(), 2)[:, None], noise[:, 1:]], dim=1),
+    )
+    assert torch.equal(first.plan, whole)
+
+
+@every_sampler
+@pytest.mark.parametrize("renoise", [False, True])
+def test_a_short_run_is_the_end_of_the_whole_one(name: str, renoise: bool) -> None:
+    policy = policy_of(name)
+    replanner = Replanner(policy, WarmStart(steps=2, renoise=renoise))
+    noise, cond = noise_of(replanner), policy.encode({"state": observations(B)})
+    warm = replanner.decide(observations(B), noise=noise, previous=plans())
+    t = policy.table.times[K - 2]
+    x = shifted(plans(), 2)
+    if renoise:
+        eps = noise[:, 0] if noise.dim() == 4 else noise
+        x = policy.process.corrupt(x, eps, torch.full((B,), t))
+    torch.testing.assert_close(warm.plan, policy.decode(cond, noise, start=(x, t)))
+    assert warm.calls == 2
+    assert not torch.allclose(warm.plan, replanner.decide(observations(B), noise=noise).plan)
+
+
+def test_listed_levels_run_on_a_deterministic_policy_with_noise_of_their_own() -> None:
+    policy = policy_of("ddim")
+    replanner = Replanner(policy, WarmStart(levels=(3, 1, 0)))
+    assert policy.noise_shape == (TH, ACTION_DIM) and replanner.noise_shape == (4, TH, ACTION_DIM)
+    noise = noise_of(replanner)
+    first = replanner.decide(observations(B), noise=noise)
+    assert torch.equal(first.actions, policy.act(observations(B), noise=noise[:, 0]))
+    assert replanner.decide(observations(B), noise=noise, previous=first.plan).calls == 3
+
+
+def test_listed_levels_keep_the_limits_of_the_policy() -> None:
+    loose, tight = (
+        Replanner(
+            small_policy(VPDiffusion(K), DDIM(steps=2, clip_x0=c), horizon=TH), WarmStart(levels=(2, 0))
+        )
+        for c in (None, 0.3)
+    )
+    noise = noise_of(tight)
+    plan = tight.decide(observations(B), noise=noise, previous=plans()).plan
+    assert plan.abs().max() <= 0.3 + 1e-6
+    assert loose.decide(observations(B), noise=noise, previous=plans()).plan.abs().max() > 0.3
+
+
+# -- lanes ----------------------------------------------------------------------------------------------
+
+
+@every_sampler
+@pytest.mark.parametrize("warm_start", [WarmStart(steps=2), WarmStart(steps=3, renoise=True, gripper=(0,))])
+def test_lanes_do_not_see_each_other(name: str, warm_start: WarmStart) -> None:
+    """A lane acts the same alone and beside fresh and warm ones."""
+    together, alone = (Executor(policy_of(name), warm_start) for _ in range(2))
+    noise = [noise_of(Replanner(policy_of(name), warm_start), seed=s) for s in range(3)]
+    obs = [observations(B, seed=s) for s in range(3)]
+    together.act(obs[0][:2], lanes=[7, 2], noise=noise[0][:2])
+    together.act(obs[1][:3], lanes=[2, 5, 7], noise=noise[1][:3])
+    together.reset([5])
+    mixed = together.act(obs[2], lanes=[5, 9, 7, 2], noise=noise[2])
+    assert together.calls == [K, K, warm_start.steps, warm_start.steps]
+    alone.act(obs[0][:1], noise=noise[0][:1])
+    alone.act(obs[1][2:3], noise=noise[1][2:3])
+    torch.testing.assert_close(mixed[2:3], alone.act(obs[2][2:3], noise=noise[2][2:3]))
+    alone.reset()
+    torch.testing.assert_close(mixed[0:1], alone.act(obs[2][:1], noise=noise[2][:1]))
+
+
+def test_a_decision_depends_on_its_noise_only() -> None:
+    def act(seed: int) -> Tensor:
+        executor = Executor(policy_of("ddpm"), WarmStart(levels=(2, 0)))
+        generator = torch.Generator().manual_seed(seed)
+        return torch.stack([executor.act(observations(B, seed=s), generator=generator) for s in range(3)])
+
+    assert torch.equal(act(0), act(0)) and not torch.equal(act(0), act(1))
+
+
+# -- executed rows --------------------------------------------------------------------------------------
+
+
+def test_another_number_of_executed_steps_takes_other_rows_of_the_same_plan() -> None:
+    policy = policy_of("ddim", act_steps=3)
+    noise = policy.sample_noise(B, generator=torch.Generator().manual_seed(0))
+    few = with_act_steps(policy, 1)
+    assert with_act_steps(policy, None) is policy and policy.chunk.act_steps == 3
+    assert torch.equal(few.act(observations(B), noise=noise), policy.act(observations(B), noise=noise)[:, :1])
+    with pytest.raises(ConfigError, match=r"must fit into chunk\.horizon=5; got 0 \+ 6"):
+        with_act_steps(policy, 6)
+    with pytest.raises(CapabilityError, match="act_steps=2 needs a policy that predicts a horizon; object"):
+        with_act_steps(object(), 2)
+
+
+# -- refusals -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: WarmStart(steps=2, levels=(1, 0)), ConfigError, r"choose the short run; got 2 and \[1, 0\]"),
+        (lambda: WarmStart(steps=0), ConfigError, "steps must be at least 1, or null; got 0"),
+        (lambda: WarmStart(gripper_guess=0.0), ConfigError, "gripper_guess must be positive; got 0"),
+        (lambda: Replanner(policy_of("ddim"), WarmStart()), ConfigError, "needs a short run"),
+        (lambda: Replanner(policy_of("ddim"), WarmStart(steps=7)), ConfigError, "at most 6, .* got 7"),
+        (
+            lambda: Replanner(policy_of("ddim", act_steps=5), WarmStart(steps=2)),
+            ConfigError,
+            "needs planned actions that were not executed; of horizon=5 rows",
+        ),
+        (
+            lambda: Replanner(policy_of("ddim"), WarmStart(steps=2, gripper=(2,))),
+            ConfigError,
+            r"must name action dimensions, 0 to 1; got \[2\]",
+        ),
+        (
+            lambda: Replanner(policy_of("flow"), WarmStart(levels=(1, 0))),
+            ConfigError,
+            r"warm_start\.levels=\[1, 0\] cannot be run: sampler=ddpm needs process=diffusion",
+        ),
+        (
+            lambda: Replanner(policy_of("ddim"), WarmStart(levels=(6, 0))),
+            ConfigError,
+            r"warm_start\.levels=\[6, 0\] cannot be run: .* lie in 0\.\.5",
+        ),
+        (
+            lambda: Replanner(small_policy(GaussianProcess(), horizon=TH), WarmStart(steps=2)),
+            CapabilityError,
+            "needs a policy that denoises its plan; GaussianPolicy does not",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_warm_started_is_refused(make, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()

@@ -16,9 +16,10 @@ Sources: arXiv 2206.00364 (EDM), 2010.02502 (DDIM), 2211.01095 (DPM-Solver++), 2
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +52,7 @@ class PathRules(StepRules):
     rho: float = 7.0
     noise_max: float | None = None
     noise_min: float | None = None
+    takes_whole_steps: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check the choices."""
@@ -73,6 +75,23 @@ class PathRules(StepRules):
                 f"sampler.grid={self.grid}. Choose one of these, or leave them out."
             )
 
+    def table(self, process: Any) -> StepTable:
+        """Lay the steps out for a Gaussian path.
+
+        Raises:
+            ConfigError: If the process has none, or its network predicts over whole steps and the sampler
+                needs predictions at a time.
+        """
+        has_path = isinstance(process, GaussianPath)
+        if not has_path or (process.has_second_time and not self.takes_whole_steps):
+            instead = name_of("sampler", process.default_sampler())
+            raise misfit(self, process, needs="diffusion, flow or edm", instead=instead)
+        return self.over(process, self.times(process))
+
+    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+        """Lay the steps out over given times, from noise to 1."""
+        raise NotImplementedError
+
     def times(self, process: Process) -> list[float]:
         """Return the steps + 1 times, from noise to data."""
         if self.grid == "auto":
@@ -82,6 +101,11 @@ class PathRules(StepRules):
         own = _noise_over_signal(process, torch.tensor(process.grid(self.steps)[:-1], dtype=torch.float64))
         first = float(own[0]) if self.noise_max is None else self.noise_max
         last = float(own[-1]) if self.noise_min is None else self.noise_min
+        if not math.isfinite(first):
+            raise ConfigError(
+                f"sampler.grid={self.grid} needs a finite sigma / alpha to start from, and "
+                f"process={name_of('process', process)} starts from pure noise. Set sampler.noise_max, e.g. 80."
+            )
         noise = noise_grid(self.grid, self.steps, first, last, self.rho)
         return [*process.time_of_lambda(-noise.log()).tolist(), 1.0]
 
@@ -121,7 +145,7 @@ class _Path(NamedTuple):
     noise_next: Tensor
 
     @staticmethod
-    def of(process: Process, times: list[float]) -> _Path:
+    def of(process: Process, times: Sequence[float]) -> _Path:
         alpha, sigma = process.alpha_sigma(torch.tensor(times, dtype=torch.float64))
         noise = sigma / alpha
         return _Path(alpha[:-1], sigma[:-1], noise[:-1], alpha[1:], sigma[1:], noise[1:])
@@ -145,14 +169,10 @@ class Euler(PathRules):
 
     clip_x0: float | None = None
     clip_action: float | None = 1.0
+    takes_whole_steps: ClassVar[bool] = True
 
-    def table(self, process: Any) -> StepTable:
-        """Lay the steps out for a Gaussian path.
-
-        Raises:
-            ConfigError: If the process is none.
-        """
-        times = _times_on_path(self, process, needs_local=False)
+    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+        """Lay the steps out over given times."""
         path = _Path.of(process, times)
         to_x0, to_eps = path.alpha_next[:, None], path.sigma_next[:, None]
         return lay_out(process, self, times, to_x0, to_eps, torch.zeros_like(to_x0))
@@ -178,13 +198,8 @@ class Ancestral(PathRules):
         if not 0 <= self.eta <= 1:
             raise ConfigError(f"sampler.eta must lie in 0..1; got {self.eta}.")
 
-    def table(self, process: Any) -> StepTable:
-        """Lay the steps out for a Gaussian path.
-
-        Raises:
-            ConfigError: If the process is none.
-        """
-        times = _times_on_path(self, process)
+    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+        """Lay the steps out over given times."""
         path = _Path.of(process, times)
         share = (1 - (path.noise_next / path.noise).square()).clamp(min=0).sqrt()
         fresh = (self.eta * path.noise_next * share).clamp(max=path.noise_next)
@@ -202,13 +217,8 @@ class Heun(PathRules):
         arXiv 2206.00364, algorithm 1 without churn; in flow time on a linear path.
     """
 
-    def table(self, process: Any) -> StepTable:
-        """Lay the 2 steps - 1 evaluations out for a Gaussian path.
-
-        Raises:
-            ConfigError: If the process is none.
-        """
-        times = _times_on_path(self, process)
+    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+        """Lay the 2 steps - 1 evaluations out over given times."""
         rows = _Rows(process)
         for t, t_next in pairwise(times):
             rows.add(t, ends=t_next)
@@ -228,13 +238,8 @@ class Midpoint(PathRules):
         DPM-Solver-2 (arXiv 2206.00927) in the form of EDM's code, `dpm_2`; the midpoint rule on a flow.
     """
 
-    def table(self, process: Any) -> StepTable:
-        """Lay the 2 steps - 1 evaluations out for a Gaussian path.
-
-        Raises:
-            ConfigError: If the process is none.
-        """
-        times = _times_on_path(self, process)
+    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+        """Lay the 2 steps - 1 evaluations out over given times."""
         rows = _Rows(process)
         for t, t_next in pairwise(times):
             middle = rows.middle(t, t_next)
@@ -249,44 +254,33 @@ class Midpoint(PathRules):
 class DPMpp2M(PathRules):
     """Second order by extrapolation from the previous evaluation; first and last step are first order.
 
+    Args:
+        solver: `midpoint` or `heun`: how the trend of x0 over a step is weighted.
+
     Source:
-        DPM-Solver++(2M), arXiv 2211.01095, algorithm 2.
+        DPM-Solver++(2M), arXiv 2211.01095, algorithm 2; `heun` as in diffusers.
     """
 
-    def table(self, process: Any) -> StepTable:
-        """Lay the steps out for a Gaussian path.
+    solver: str = "midpoint"
 
-        Raises:
-            ConfigError: If the process is none.
-        """
-        times = _times_on_path(self, process)
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        super().__post_init__()
+        if self.solver not in ("midpoint", "heun"):
+            raise ConfigError(f"sampler.solver must be midpoint or heun; got '{self.solver}'.")
+
+    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+        """Lay the steps out over given times."""
         path = _Path.of(process, times)
         gap = path.noise.log() - path.noise_next.log()  # the last is infinite
-        extra = torch.zeros_like(gap)
-        extra[1:-1] = gap[1:-1] / (2 * gap[:-2])
-        push = (path.alpha_next - path.alpha * path.sigma_next / path.sigma) * extra
+        shrink = path.noise_next / path.noise
+        weight = (1 - shrink) / 2 if self.solver == "midpoint" else 1 - (1 - shrink) / gap
+        push = torch.zeros_like(gap)
+        push[1:-1] = (path.alpha_next * weight)[1:-1] * gap[1:-1] / gap[:-2]
         to_x0, to_eps = (path.alpha_next + push)[:, None], path.sigma_next[:, None]
         ones, zeros = (1.0,) * len(gap), (0.0,) * len(gap)
         memory = Memory(tuple((-push).tolist()), ones, zeros)
         return lay_out(process, self, times, to_x0, to_eps, torch.zeros_like(to_x0), memory=memory)
-
-
-def _times_on_path(sampler: PathRules, process: Any, *, needs_local: bool = True) -> list[float]:
-    """Return the times of a sampler on a process that has a path.
-
-    Args:
-        sampler: A registered sampler.
-        process: Any process.
-        needs_local: Whether the sampler needs predictions at a time, not over a step.
-
-    Raises:
-        ConfigError: If the process has none, or predicts over steps.
-    """
-    has_path = isinstance(process, GaussianPath)
-    if not has_path or (needs_local and process.has_second_time):
-        instead = name_of("sampler", process.default_sampler())
-        raise misfit(sampler, process, needs="diffusion, flow or edm", instead=instead)
-    return sampler.times(process)
 
 
 class _Rows:

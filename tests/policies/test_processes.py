@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes import Process, RectifiedFlow, VPDiffusion
+from policies.processes import Edm, Process, RectifiedFlow, VPDiffusion
 from policies.processes.path import KINDS
 from policies.registry import from_json, to_json
 from policies.schedules import cumulative_alphas, make_betas, time_of_level
@@ -18,6 +18,7 @@ PROCESSES = [
     *(VPDiffusion(20, prediction=p) for p in ("eps", "x0", "v")),
     VPDiffusion(100, "linear"),
     RectifiedFlow(),
+    Edm(),
 ]
 NAMES = [f"{type(p).__name__}-{p.kind}-{i}" for i, p in enumerate(PROCESSES)]
 

@@ -27,7 +27,10 @@ class DenoisingPolicy(Policy):
         sampler: How the network is integrated; replaced, not mutated (`with_sampler`).
         tuned_steps: S, the last denoising steps whose transitions are recorded and scored.
         log_prob_min_std: Floor on the deviation in densities, normalised action units.
+        noise_sensitive: Whether the noise matters at all; not where regression starts at zero.
     """
+
+    can_drop_goals = True
 
     def __init__(self, config: PolicyConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
@@ -37,11 +40,17 @@ class DenoisingPolicy(Policy):
         self.field: Any = self.process.field_of(backbone)
         self._use_sampler(config.sampler, tuned_steps=None, log_prob_min_std=None)
 
+    @property
+    def guidance(self) -> float:
+        """Weight of the goal in acting; 1 as trained."""
+        return self.config.guidance
+
     # -- choosing how to sample -------------------------------------------------------------------
 
     def _use_sampler(self, sampler: Any, *, tuned_steps: int | None, log_prob_min_std: float | None) -> None:
         self.sampler = sampler
         self.table: StepTable = sampler.table(self.process)
+        self.noise_sensitive = not (self.table.is_deterministic and self.table.start_std == 0)
         self.log_prob_min_std = sampler.min_std if log_prob_min_std is None else log_prob_min_std
         steps = self.table.num_steps
         self.tuned_steps = steps if tuned_steps is None else tuned_steps
@@ -99,13 +108,35 @@ class DenoisingPolicy(Policy):
             return denoise(bound, self.table, noise, hooks=hooks, cond=cond, start=x, first_step=first).action
 
     def bind(self, cond: Cond) -> BoundField:
-        """Bind the network to a condition and to the steps of the sampler."""
-        second = self.table.second_time
-        if second is None:
-            return self.field.bind(cond, self.table.placed("net_time", cond.vec))
-        return self.field.bind(
-            cond, self.table.placed("net_time", cond.vec), self.table.placed("second_time", cond.vec)
-        )
+        """Bind the network to a condition and to the steps of the sampler, guided as configured."""
+        times = [self.table.placed("net_time", cond.vec)]
+        if self.table.second_time is not None:
+            times.append(self.table.placed("second_time", cond.vec))
+        if self.guidance == 1:
+            return self.field.bind(cond, *times)
+        assert cond.free is not None
+        bound, guidance = self.field.bind(cond.joined(cond.free), *times), self.guidance
+
+        def guided(k: int, x: Tensor) -> Tensor:
+            given, free = bound(k, torch.cat([x, x])).chunk(2)
+            return free + guidance * (given - free)
+
+        return guided
+
+    def with_guidance(self, guidance: float) -> Self:
+        """Return a view of this policy that follows its goal more or less closely.
+
+        Source:
+            Classifier-free guidance, arXiv 2207.12598, as BESO (arXiv 2304.02532) applies it to goals:
+            free + guidance (given - free), exact in every parametrisation since all are linear in each other.
+
+        Raises:
+            ConfigError: If the policy was not trained with `goal_dropout`.
+        """
+        view = self._view()
+        view.config = replace(self.config, guidance=guidance)
+        view._check_guidance()
+        return view
 
     # -- MatchingLoss ---------------------------------------------------------------------------------
 
@@ -121,10 +152,13 @@ class DenoisingPolicy(Policy):
             t = times.index_select(0, level)
         te = TE(t, self._randn((n, *self.chunk.shape), generator), level)
         more = self.process.more_draws(te, generator=generator)
+        if self.config.goal_dropout:
+            more["drops_goal"] = self._rand(n, generator) < self.config.goal_dropout
         return replace(te, more=more) if more else te
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         """The loss of the process; `action` (B, Th, Da) normalised."""
+        cond = cond.freed(te.more["drops_goal"]) if "drops_goal" in te.more else cond
         return reduce_elements(self.process.losses(self.evaluate(cond), action, te), reduce)
 
     def evaluate(self, cond: Cond) -> Evaluate:
@@ -194,6 +228,11 @@ class DenoisingPolicy(Policy):
 
     def _require_density(self) -> None:
         """Refuse a sampler whose chain has no density, or another one than is scored."""
+        if self.guidance != 1:
+            raise CapabilityError(
+                f"this policy is guided by its goal (guidance={self.guidance:g}), so its chain has no "
+                "density under one network. Use with_guidance(1)."
+            )
         clip, final, floor = self.table.clip_action, self.sampler.final_std, self.log_prob_min_std
         has_zero_std = bool((self.table.schedule_std.clamp(min=floor) <= 0).any())
         if self.is_deterministic or has_zero_std:
@@ -217,4 +256,8 @@ class DenoisingPolicy(Policy):
     def predict(self, x: Tensor, t: Tensor, cond: Cond, *, kind: Kind) -> Tensor:
         """Evaluate the network at x (B, Th, Da) and sampling time t (B,), as `kind`."""
         pred = self.evaluate(cond)(x, t)
+        if self.guidance != 1:
+            assert cond.free is not None
+            free = self.evaluate(cond.free)(x, t)
+            pred = free + self.guidance * (pred - free)
         return self.process.convert(x, t, pred, self.process.kind, kind)

@@ -60,6 +60,8 @@ def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dic
         "action_start": config.action_start,
         "normalizer": dict(policy.normalizer.modes),
         "observation_clip": config.observation_clip,
+        "goal_dropout": config.goal_dropout,
+        "guidance": config.guidance,
         "provenance": dict(provenance or {}),
     }
 
@@ -140,7 +142,10 @@ def load_policy(directory: str | Path) -> Policy:
         modes = {"state": "limits", "goal": "limits", "action": "limits"} | data["normalizer"]
         horizons = {name: data[name] for name in names}
         clip = data.get("observation_clip")
-        config = PolicyConfig(**parts, **horizons, normalizer=modes, observation_clip=clip)
+        goals = {
+            name: data.get(name, default) for name, default in (("goal_dropout", 0.0), ("guidance", 1.0))
+        }
+        config = PolicyConfig(**parts, **horizons, normalizer=modes, observation_clip=clip, **goals)
         obs_dim, action_dim, goal_dim = (int(data[name]) for name in ("obs_dim", "action_dim", "goal_dim"))
         images = {camera: (int(h), int(w), int(c)) for camera, (h, w, c) in data.get("images", {}).items()}
         policy = build_policy(

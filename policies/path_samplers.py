@@ -16,6 +16,7 @@ Sources: arXiv 2206.00364 (EDM), 2010.02502 (DDIM), 2211.01095 (DPM-Solver++), 2
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,7 +35,7 @@ GRIDS = ("auto", "uniform", "karras", "exponential", "linear")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PathRules(StepRules):
+class PathRules(StepRules, ABC):
     """What every sampler of a path may choose.
 
     Args:
@@ -82,15 +83,16 @@ class PathRules(StepRules):
             ConfigError: If the process has none, or its network predicts over whole steps and the sampler
                 needs predictions at a time.
         """
-        has_path = isinstance(process, GaussianPath)
+        has_path = isinstance(process, GaussianPath) and process.is_integrable
         if not has_path or (process.has_second_time and not self.takes_whole_steps):
             instead = name_of("sampler", process.default_sampler())
             raise misfit(self, process, needs="diffusion, flow or edm", instead=instead)
         return self.over(process, self.times(process))
 
+    @abstractmethod
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
         """Lay the steps out over given times, from noise to 1."""
-        raise NotImplementedError
+        ...
 
     def times(self, process: Process) -> list[float]:
         """Return the steps + 1 times, from noise to data."""
@@ -103,8 +105,8 @@ class PathRules(StepRules):
         last = float(own[-1]) if self.noise_min is None else self.noise_min
         if not math.isfinite(first):
             raise ConfigError(
-                f"sampler.grid={self.grid} needs a finite sigma / alpha to start from, and "
-                f"process={name_of('process', process)} starts from pure noise. Set sampler.noise_max, e.g. 80."
+                f"sampler.grid={self.grid} needs a finite sigma / alpha to start from, and process="
+                f"{name_of('process', process)} starts from pure noise. Set sampler.noise_max, e.g. 80."
             )
         noise = noise_grid(self.grid, self.steps, first, last, self.rho)
         return [*process.time_of_lambda(-noise.log()).tolist(), 1.0]

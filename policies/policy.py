@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,8 @@ class PolicyConfig:
         # per feature: limits (to [-1, 1]) | gaussian (mean 0, deviation 1) | identity
     )
     observation_clip: float | None = 5.0  # clip normalised states and goals to ± this; null: not at all
+    goal_dropout: float = 0.0  # share of training rows whose goal is zero: needed for guidance
+    guidance: float = 1.0  # weight of the goal in acting; 1: as trained, 0: no goal, above 1: more of it
 
     def chunk(self, action_dim: int) -> ChunkSpec:
         """Return the horizons for an action width."""
@@ -61,6 +63,7 @@ class Policy(nn.Module):
     """
 
     noise_sensitive = True
+    can_drop_goals: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -81,6 +84,7 @@ class Policy(nn.Module):
         clip = config.observation_clip
         clips = {} if clip is None else {k: clip for k in modes if k != "action"}
         self.normalizer = Normalizer(modes, dims, clips)
+        self._check_guidance()
 
     @property
     def obs_dim(self) -> int:
@@ -124,7 +128,29 @@ class Policy(nn.Module):
         A learning algorithm gives a generator, from which the encoder draws the augmentation of images;
         without one an observation is seen as it is when acting. The mode of the module decides nothing.
         """
-        return self.encoder(obs, self.normalizer, generator)
+        cond = self.encoder(obs, self.normalizer, generator)
+        if not self.config.goal_dropout:
+            return cond
+        nowhere = self.normalizer.decode("goal", torch.zeros_like(obs["goal"]))
+        return replace(cond, free=self.encoder({**obs, "goal": nowhere}, self.normalizer))
+
+    def _check_guidance(self) -> None:
+        """Refuse guidance by a goal that there is not, or that was never dropped."""
+        dropout, guidance = self.config.goal_dropout, self.config.guidance
+        if not 0 <= dropout < 1:
+            raise ConfigError(f"policy.goal_dropout must lie in [0, 1); got {dropout}.")
+        if guidance != 1 and not dropout:
+            raise ConfigError(
+                f"policy.guidance={guidance} needs a policy that was trained with policy.goal_dropout > 0 "
+                "(e.g. 0.1), so that its network knows what no goal means; got 0."
+            )
+        if dropout and not (self.goal_dim and self.can_drop_goals):
+            reason = (
+                "this policy has no goal" if self.can_drop_goals else f"{type(self).__name__} has no field"
+            )
+            raise ConfigError(
+                f"policy.goal_dropout={dropout} needs a goal and a denoising process; {reason}."
+            )
 
     def normalize_action(self, action: Tensor) -> Tensor:
         """Physical -> normalised; (..., Da)."""
@@ -196,6 +222,10 @@ class Policy(nn.Module):
     def _randn(self, shape: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         device = self.device if generator is None else generator.device
         return torch.randn(shape, generator=generator, device=device, dtype=self.dtype).to(self.device)
+
+    def _rand(self, n: int, generator: torch.Generator | None) -> Tensor:
+        device = self.device if generator is None else generator.device
+        return torch.rand(n, generator=generator, device=device).to(self.device)
 
 
 def reduce_elements(x: Tensor, how: Reduction) -> Tensor:

@@ -100,6 +100,21 @@ class Cond:
         """Select rows by an index tensor (M,)."""
         return self._map(lambda part: part.index_select(0, index))
 
+    def joined(self, other: Cond) -> Cond:
+        """Append the rows of another condition."""
+        tokens = None
+        if self.tokens is not None and other.tokens is not None:
+            tokens = torch.cat([self.tokens, other.tokens])
+        return Cond(torch.cat([self.vec, other.vec]), tokens)
+
+    def freed(self, rows: Tensor) -> Cond:
+        """Replace the rows of a mask (B,) by those without a goal."""
+        assert self.free is not None
+        vec = torch.where(rows[:, None], self.free.vec, self.vec)
+        if self.tokens is None or self.free.tokens is None:
+            return Cond(vec)
+        return Cond(vec, torch.where(rows[:, None, None], self.free.tokens, self.tokens))
+
     def _map(self, change: Callable[[Tensor], Tensor]) -> Cond:
         tokens = None if self.tokens is None else change(self.tokens)
         return Cond(change(self.vec), tokens, None if self.free is None else self.free._map(change))

@@ -82,6 +82,10 @@ class Process(Protocol):
         """Return the steps + 1 times of the path's own discretisation, from noise to data."""
         ...
 
+    def check_steps(self, times: Sequence[float]) -> None:
+        """Refuse steps between these times where the network was not trained for them."""
+        ...
+
     def start_std(self, t: float) -> float:
         """Return the deviation of the state from which sampling starts at time t."""
         ...
@@ -125,9 +129,15 @@ class Process(Protocol):
 
 
 class GaussianPath:
-    """What all Gaussian paths have in common; a process derives and gives `kind` and its path."""
+    """What all Gaussian paths have in common; a process derives and gives `kind` and its path.
+
+    Attributes:
+        has_second_time: Whether the network has a second time.
+        is_integrable: Whether samplers of any path may follow this one: the network knows its slope everywhere.
+    """
 
     has_second_time: ClassVar[bool] = False
+    is_integrable: ClassVar[bool] = True
 
     if TYPE_CHECKING:
 
@@ -218,6 +228,9 @@ class GaussianPath:
     def grid(self, steps: int) -> list[float]:
         """Return steps + 1 equally spaced times."""
         return [k / steps for k in range(steps + 1)]
+
+    def check_steps(self, times: Sequence[float]) -> None:
+        """Accept all: the network knows its path everywhere."""
 
     def start_std(self, t: float) -> float:
         """Return sigma at time t."""

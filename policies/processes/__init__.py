@@ -4,5 +4,6 @@ from policies.processes.diffusion import VPDiffusion
 from policies.processes.edm import Edm
 from policies.processes.flow import RectifiedFlow
 from policies.processes.path import GaussianPath, Process
+from policies.processes.regression import Mip, Regression
 
-__all__ = ["Edm", "GaussianPath", "Process", "RectifiedFlow", "VPDiffusion"]
+__all__ = ["Edm", "GaussianPath", "Mip", "Process", "RectifiedFlow", "Regression", "VPDiffusion"]

@@ -133,7 +133,7 @@ class GaussianPath:
 
     Attributes:
         has_second_time: Whether the network has a second time.
-        is_integrable: Whether samplers of any path may follow this one: the network knows its slope everywhere.
+        is_integrable: Whether the network knows the slope everywhere, for samplers of any path to follow.
     """
 
     has_second_time: ClassVar[bool] = False

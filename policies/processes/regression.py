@@ -1,0 +1,227 @@
+"""Regression, in one evaluation of the network or in two: chunks without noise.
+
+Legend: f(x, t) the network, a clean chunk, z noise, t* time of the second evaluation, e measure of an error::
+
+    regression     e(f(0, 0) - a)                                          acts with f(0, 0)
+      start_noise  e(f(z, 0) - a)                                          acts with f(z, 0)
+    mip            e((f(0, 0) - a) / t*) + e((f(y, t*) - a) / (1 - t*))
+                   with y = a + (1 - t*) z                                 acts with f(f(0, 0), t*)
+      origin       e((f(0, 0) - t* a) / t*) + the same
+                   with y = t* a + (1 - t*) z                              acts with f(t* f(0, 0), t*)
+      tsd          e((f(z', 0) - y) / t*) + the same, with the y of mip    acts with f(f(z', 0), t*)
+
+Errors are averaged over the elements of a chunk; the publication sums them over Da, so its numbers are Da
+times these. Written as a path, sigma = 1 - t, and alpha runs from 0, where the network sees no action at all,
+to its value in y at t*.
+
+All of them learn conditional means (l2) or medians (l1): where demonstrations disagree, the policy acts
+between them. What the second evaluation adds is accuracy, not choice.
+
+Source: MIP, arXiv 2512.01809.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.processes.path import GaussianPath
+from policies.protocols import TE, Evaluate, Kind
+from policies.registry import register
+
+if TYPE_CHECKING:
+    from policies.direct_sampler import Direct
+
+ERRORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "l2": torch.square,
+    "l1": torch.abs,
+    "smooth_l1": lambda error: F.smooth_l1_loss(error, torch.zeros_like(error), reduction="none"),
+}
+VARIANTS = ("mip", "origin", "tsd")
+
+
+class RegressionPath(GaussianPath):
+    """A network that outputs actions and is only ever asked at a few fixed times.
+
+    Attributes:
+        error: Name of the error measure.
+        time_scale: The network receives time_scale * t.
+    """
+
+    is_integrable: ClassVar[bool] = False
+    error: str
+    time_scale: float
+
+    if TYPE_CHECKING:
+
+        @property
+        def stops(self) -> tuple[float, ...]:
+            """The times of evaluation."""
+
+    @property
+    def kind(self) -> Kind:
+        """The network predicts actions."""
+        return "x0"
+
+    def check(self) -> None:
+        """Check what all of them have.
+
+        Raises:
+            ConfigError: If a value is unknown or out of range.
+        """
+        if self.error not in ERRORS:
+            raise ConfigError(f"process.error must be one of {', '.join(ERRORS)}; got '{self.error}'.")
+        if not self.time_scale > 0:
+            raise ConfigError(f"process.time_scale must be positive; got {self.time_scale}.")
+
+    def measure(self, error: Tensor) -> Tensor:
+        """Return the measure of every element of an error."""
+        return ERRORS[self.error](error)
+
+    def net_time(self, t: Tensor) -> Tensor:
+        """Return time_scale * t."""
+        return self.time_scale * t
+
+    def sample_time(
+        self,
+        n: int,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Return the time (n,) of the last evaluation: nothing is drawn."""
+        return torch.full((n,), self.stops[-1], device=device, dtype=dtype)
+
+    def default_sampler(self) -> Direct:
+        """Return the evaluations that the network was trained for."""
+        from policies.direct_sampler import Direct
+
+        return Direct()
+
+
+@register("process", "regression")
+@dataclass(frozen=True)
+class Regression(RegressionPath):
+    """Plain regression of chunks: the baseline that tells what iterating is worth.
+
+    Args:
+        error: `l2`, `l1` or `smooth_l1`.
+        start_noise: Whether the network's first input is noise, which it learns to ignore, instead of zero.
+        time_scale: The network receives time_scale * t.
+
+    Raises:
+        ConfigError: If a value is unknown or out of range.
+
+    Source:
+        arXiv 2512.01809, regression; `straight_flow` of its code with start_noise.
+    """
+
+    error: str = "l2"
+    start_noise: bool = False
+    time_scale: float = 100.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        self.check()
+
+    @property
+    def stops(self) -> tuple[float, ...]:
+        """One evaluation, at the start."""
+        return (0.0,)
+
+    def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (t, 1 - t)."""
+        return t, 1.0 - t
+
+    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (1, -1), shaped like t."""
+        return torch.ones_like(t), -torch.ones_like(t)
+
+    def start_std(self, t: float) -> float:
+        """Return 1 where the start is noise, else 0."""
+        return float(self.start_noise)
+
+    def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
+        """Return the errors of the only evaluation, (B, Th, Da)."""
+        start = te.eps if self.start_noise else torch.zeros_like(action)
+        return self.measure(net(start, torch.zeros_like(te.t)) - action)
+
+
+@register("process", "mip")
+@dataclass(frozen=True)
+class Mip(RegressionPath):
+    """Minimal iterative policy: a guess, then the same network once more on the guess.
+
+    Args:
+        variant: `mip`; `origin`, the paper's first form, whose guess is scaled by t*; `tsd`, whose guess
+            begins with noise and aims at a noisy chunk. As published, the guess of `origin` is trained
+            towards t* a and then scaled by t* again.
+        refine_time: t*, sampling time of the second evaluation.
+        error: `l2`, `l1` or `smooth_l1`.
+        time_scale: The network receives time_scale * t.
+
+    Raises:
+        ConfigError: If a value is unknown or out of range.
+
+    Source:
+        arXiv 2512.01809 and its code.
+    """
+
+    variant: str = "mip"
+    refine_time: float = 0.9
+    error: str = "l2"
+    time_scale: float = 100.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        self.check()
+        if self.variant not in VARIANTS:
+            raise ConfigError(f"process.variant must be one of {', '.join(VARIANTS)}; got '{self.variant}'.")
+        if not 0 < self.refine_time < 1:
+            raise ConfigError(f"process.refine_time must lie between 0 and 1; got {self.refine_time}.")
+
+    @property
+    def stops(self) -> tuple[float, ...]:
+        """The start, then t*."""
+        return (0.0, self.refine_time)
+
+    @property
+    def full_time(self) -> float:
+        """The time from which on alpha is 1."""
+        return 1.0 if self.variant == "origin" else self.refine_time
+
+    def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (min(t / full_time, 1), 1 - t)."""
+        return (t / self.full_time).clamp(max=1.0), 1.0 - t
+
+    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the derivatives of `alpha_sigma`; at t* the slope towards the next time."""
+        return (t < self.full_time).to(t.dtype) / self.full_time, -torch.ones_like(t)
+
+    def start_std(self, t: float) -> float:
+        """Return 1 where the start is noise; else 0 at the start, and sigma elsewhere."""
+        return float(self.variant == "tsd") if t == 0 else super().start_std(t)
+
+    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Draw the noise that `tsd` starts from, `start` (B, Th, Da)."""
+        if self.variant != "tsd":
+            return {}
+        source = te.eps.device if generator is None else generator.device
+        start = torch.randn(te.eps.shape, generator=generator, device=source, dtype=te.eps.dtype)
+        return {"start": start.to(te.eps.device)}
+
+    def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
+        """Return the weighted errors of both evaluations, (B, Th, Da)."""
+        near = self.corrupt(action, te.eps, te.t)
+        start = te.more["start"] if self.variant == "tsd" else torch.zeros_like(action)
+        aim = {"mip": action, "origin": self.refine_time * action, "tsd": near}[self.variant]
+        guess = (net(start, torch.zeros_like(te.t)) - aim) / self.refine_time
+        refined = (net(near, te.t) - action) / (1.0 - self.refine_time)
+        return self.measure(guess) + self.measure(refined)

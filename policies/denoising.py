@@ -235,7 +235,7 @@ class DenoisingPolicy(Policy):
             )
         clip, final, floor = self.table.clip_action, self.sampler.final_std, self.log_prob_min_std
         has_zero_std = bool((self.table.schedule_std.clamp(min=floor) <= 0).any())
-        if self.is_deterministic or has_zero_std:
+        if self.is_deterministic or has_zero_std or self.table.memory is not None:
             reason = "is deterministic"
             advice = "Use a stochastic sampler (ddpm, or ddim with eta > 0) with a positive noise floor."
         elif clip is not None:

@@ -210,9 +210,27 @@ class Ancestral(PathRules):
         return lay_out(process, self, times, to_x0, to_eps, (path.alpha_next * fresh)[:, None])
 
 
+@dataclass(frozen=True, kw_only=True)
+class SmoothRules(PathRules, ABC):
+    """What deterministic methods of several evaluations may choose: everything but noise.
+
+    Raises:
+        ConfigError: If noise is asked for, which the next evaluation would take for a slope.
+    """
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        super().__post_init__()
+        if self.min_std or self.final_std:
+            raise ConfigError(
+                f"sampler={name_of('sampler', self)} is deterministic; got min_std={self.min_std} and "
+                f"final_std={self.final_std}. Use ancestral, ddpm or ddim for noise after every step."
+            )
+
+
 @register("sampler", "heun")
 @dataclass(frozen=True, kw_only=True)
-class Heun(PathRules):
+class Heun(SmoothRules):
     """Second order by a corrector: two evaluations per step, one in the last.
 
     Source:
@@ -231,7 +249,7 @@ class Heun(PathRules):
 
 @register("sampler", "midpoint")
 @dataclass(frozen=True, kw_only=True)
-class Midpoint(PathRules):
+class Midpoint(SmoothRules):
     """Second order by a half step: two evaluations per step, one in the last.
 
     The middle is the geometric mean of the noise levels, and that of the times on a linear path.
@@ -253,7 +271,7 @@ class Midpoint(PathRules):
 
 @register("sampler", "dpmpp_2m")
 @dataclass(frozen=True, kw_only=True)
-class DPMpp2M(PathRules):
+class DPMpp2M(SmoothRules):
     """Second order by extrapolation from the previous evaluation; first and last step are first order.
 
     Args:

@@ -109,7 +109,9 @@ def denoise(
         ConfigError: If the noise or a step index does not fit the table.
         CapabilityError: If hooks are given without a condition.
     """
-    _check(table, noise, hooks, cond, record_from, first_step)
+    _check(table, noise, hooks, cond, record_from, start, first_step)
+    if table.loop is not None:
+        return Denoised(table.loop(bound, noise), None, None)
     x, draws = _unroll(table, noise)
     x = x if start is None else start
     states: list[Tensor] = []
@@ -177,6 +179,7 @@ def _check(
     hooks: Sequence[SampleHook],
     cond: Cond | None,
     record_from: int | None,
+    start: Tensor | None,
     first_step: int,
 ) -> None:
     """Refuse noise and step indices that do not fit."""
@@ -197,6 +200,11 @@ def _check(
         raise ConfigError(f"first_step must lie in 0..{steps - 1}; got {first_step}.")
     if record_from is not None and not first_step <= record_from < steps:
         raise ConfigError(f"record_from must lie in {first_step}..{steps - 1}; got {record_from}.")
+    if table.loop is not None and (hooks or record_from is not None or first_step or start is not None):
+        raise CapabilityError(
+            "sampler=diffusers runs another program's loop, which takes no hooks, no start state and records "
+            "no chain. Use one of the package's own samplers."
+        )
     if record_from is not None and table.memory is not None:
         raise CapabilityError(
             "a sampler with a memory (heun, midpoint, dpmpp_2m) takes steps that depend on more than the "

@@ -23,7 +23,7 @@ loop and when a stored transition is scored.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from policies.errors import ConfigError
 from policies.processes.path import Process
+from policies.protocols import BoundField
 from policies.registry import name_of
 
 LOG_2PI = math.log(2.0 * math.pi)
@@ -87,6 +88,8 @@ class StepTable:
         start_std: Deviation of the start state: the start noise is multiplied by it.
         memory: Coefficients of methods with a memory; None: every row is a step of its own.
         entries: Whether sampling may begin at a row; a corrector's row is none.
+        recompute: Whether eps follows a clipped x0.
+        loop: Another program's loop (bound network, noise) -> chunk that runs instead of the rows.
     """
 
     times: tuple[float, ...]
@@ -106,6 +109,8 @@ class StepTable:
     start_std: float = 1.0
     memory: Memory | None = None
     entries: tuple[bool, ...] = ()
+    recompute: bool = True
+    loop: Callable[[BoundField, Tensor], Tensor] | None = None
     rows: tuple[Coefficients, ...] = field(init=False, repr=False)
     noisy: tuple[bool, ...] = field(init=False, repr=False)
     _copies: dict[Any, Tensor] = field(init=False, repr=False, default_factory=dict)
@@ -221,7 +226,11 @@ def lay_out(
         eps_clip: Bound on eps.
         memory: Of methods with several evaluations per step.
         entries: Rows where sampling may begin; empty: all.
+
+    Raises:
+        ConfigError: If the network was not trained for these steps.
     """
+    process.check_steps(times)
     t = torch.tensor(times[:-1], dtype=torch.float64)
     zero, one = torch.zeros_like(t), torch.ones_like(t)
     alpha, sigma = process.alpha_sigma(t)
@@ -261,6 +270,60 @@ def lay_out(
         start_std=process.start_std(times[0]),
         memory=memory,
         entries=tuple(entries),
+        recompute=recompute,
+    )
+
+
+def revisited(
+    table: StepTable, process: Process, rules: StepRules, *, visits: int, fresh: float = 1.0
+) -> StepTable:
+    """Visit every level of a table several times; the last visit takes the table's own step.
+
+    The others stay at their level and draw part of the noise anew, around the x0 predicted there::
+
+        x <- alpha x0 + sigma (sqrt(1 - fresh^2) eps + fresh noise)
+
+    With `fresh` = 1 all that remains of the state is x0, whose spread is smaller than that of clean chunks;
+    small values are steps of Langevin dynamics, x + (fresh sigma)^2 / 2 score + fresh sigma noise, which
+    keep the distribution of the level.
+
+    Args:
+        table: Rows of one evaluation each.
+        process: What it was laid out for.
+        rules: What it was laid out with.
+        visits: Evaluations at every level, at least 1.
+        fresh: Share of the noise that is drawn anew, 0 to 1.
+
+    Raises:
+        ConfigError: If a number is out of range or the table has a memory.
+
+    Source:
+        arXiv 2411.16627 (inference-time policy steering), with `fresh` = 1.
+    """
+    if visits < 1 or not 0 <= fresh <= 1:
+        raise ConfigError(f"a level needs visits >= 1 and 0 <= fresh <= 1; got {visits} and {fresh}.")
+    if table.memory is not None:
+        raise ConfigError(
+            "levels can be visited again only with a sampler of one evaluation per step; heun, midpoint and "
+            "dpmpp_2m use several. Use ddpm, ddim, ancestral or euler."
+        )
+    own = Coefficients(*table.coefficients)
+    alpha, sigma = (torch.tensor(a, dtype=torch.float64)[:, None] for a in (table.alpha, table.sigma))
+    kept = math.sqrt(1 - fresh * fresh) * sigma
+
+    def visit(staying: Tensor, leaving: Tensor) -> Tensor:
+        rows = [staying.expand_as(leaving)] * (visits - 1)
+        return torch.stack([*rows, leaving], dim=1).flatten(0, 1)
+
+    return lay_out(
+        process,
+        rules,
+        [t for t in table.times[:-1] for _ in range(visits)] + [table.times[-1]],
+        visit(alpha, own.to_x0),
+        visit(kept, own.to_eps),
+        visit(fresh * sigma, table.schedule_std),
+        recompute=table.recompute,
+        eps_clip=table.eps_clip,
     )
 
 

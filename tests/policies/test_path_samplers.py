@@ -155,6 +155,7 @@ def test_steps_with_a_memory_cannot_be_recorded() -> None:
         (lambda: Heun(grid="karras", noise_min=2.0, noise_max=1.0), "0 < noise_min <= noise_max"),
         (lambda: Heun(noise_max=80.0), "exponential, linear; got sampler.grid=auto"),
         (lambda: Ancestral(eta=1.5), "eta must lie in 0..1; got 1.5"),
+        (lambda: Heun(min_std=0.1), "sampler=heun is deterministic; got min_std=0.1 .* Use ancestral"),
         (lambda: DPMpp2M(solver="rk4"), "solver must be midpoint or heun; got 'rk4'"),
         (lambda: Euler(grid="karras").table(RectifiedFlow()), r"pure noise\. Set sampler\.noise_max"),
         (lambda: Heun(steps=30).table(VPDiffusion(20)), "between 1 and process.num_levels=20; got 30"),

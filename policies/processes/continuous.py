@@ -1,0 +1,113 @@
+"""Variance-preserving diffusion in continuous time.
+
+Legend: t sampling time, 0 noise and 1 data; u = 1 - t; phi angle of the path.
+
+    cosine     alpha = cos phi, sigma = sin phi, phi = u 0.995 pi / 2       a little signal is left at u = 1
+    linear     ln alpha = -(b1 - b0) u^2 / 4 - b0 u / 2, sigma^2 = 1 - alpha^2,  b0 = 0.1, b1 = 20
+
+Source: arXiv 2102.09672 (cosine, without offset), 2011.13456, eq. 32 (linear).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.processes.diffusion import PREDICTIONS
+from policies.processes.path import GaussianPath
+from policies.protocols import Kind
+from policies.registry import register
+
+if TYPE_CHECKING:
+    from policies.path_samplers import DPMpp2M
+
+SCHEDULES = ("cosine", "linear")
+LAST_ANGLE = 0.995 * math.pi / 2
+BETA_START, BETA_END = 0.1, 20.0
+
+
+@register("process", "vp")
+@dataclass(frozen=True)
+class VPContinuous(GaussianPath):
+    """Denoising diffusion whose training times are drawn from an interval instead of from levels.
+
+    Args:
+        schedule: `cosine` or `linear`.
+        prediction: What the network outputs: `eps`, `x0` or `v`.
+        time_scale: The network receives time_scale * u.
+
+    Raises:
+        ConfigError: If a value is unknown or out of range.
+
+    Source:
+        arXiv 2011.13456 (variance-preserving SDE), 2202.00512 (v prediction).
+    """
+
+    schedule: str = "cosine"
+    prediction: str = "v"
+    time_scale: float = 100.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(
+                f"process.schedule must be one of {', '.join(SCHEDULES)}; got '{self.schedule}'."
+            )
+        if self.prediction not in PREDICTIONS:
+            raise ConfigError(
+                f"process.prediction must be one of {', '.join(PREDICTIONS)}; got '{self.prediction}'."
+            )
+        if not self.time_scale > 0:
+            raise ConfigError(f"process.time_scale must be positive; got {self.time_scale}.")
+
+    @property
+    def kind(self) -> Kind:
+        """What the network predicts."""
+        return PREDICTIONS[PREDICTIONS.index(self.prediction)]
+
+    def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return signal and noise amplitudes at times t, shaped like t; their squares add up to 1."""
+        if self.schedule == "cosine":
+            phi = LAST_ANGLE * (1.0 - t)
+            return phi.cos(), phi.sin()
+        log_alpha = self._log_alpha(t)
+        return log_alpha.exp(), (-torch.expm1(2.0 * log_alpha)).sqrt()
+
+    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the derivatives of `alpha_sigma`; that of sigma is infinite at the clean end if linear."""
+        alpha, sigma = self.alpha_sigma(t)
+        if self.schedule == "cosine":
+            return LAST_ANGLE * sigma, -LAST_ANGLE * alpha
+        slope = ((BETA_END - BETA_START) * (1.0 - t) + BETA_START) / 2
+        return slope * alpha, -slope * alpha.square() / sigma
+
+    def net_time(self, t: Tensor) -> Tensor:
+        """Return time_scale (1 - t)."""
+        return self.time_scale * (1.0 - t)
+
+    def sample_time(
+        self,
+        n: int,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Draw n training times (n,), uniform in [0, 1)."""
+        source = device if generator is None else generator.device
+        return torch.rand(n, generator=generator, device=source, dtype=dtype).to(device)
+
+    def default_sampler(self) -> DPMpp2M:
+        """Return ten second-order steps."""
+        from policies.path_samplers import DPMpp2M
+
+        return DPMpp2M()
+
+    def _log_alpha(self, t: Tensor) -> Tensor:
+        u = 1.0 - t
+        return -(BETA_END - BETA_START) * u.square() / 4 - BETA_START * u / 2

@@ -22,7 +22,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from burnish.api import clone, collect, evaluate, export, report, train
+    from burnish.api import clone, collect, evaluate, export, import_policy, report, train
     from burnish.locate import load_policy
     from policies.folder import save_policy
 
@@ -32,6 +32,7 @@ __all__ = [
     "collect",
     "evaluate",
     "export",
+    "import_policy",
     "load_policy",
     "report",
     "save_policy",
@@ -48,6 +49,7 @@ _HOMES = {
     "collect": "burnish.api",
     "evaluate": "burnish.api",
     "export": "burnish.api",
+    "import_policy": "burnish.api",
     "report": "burnish.api",
     "train": "burnish.api",
     "load_policy": "burnish.locate",

@@ -12,6 +12,7 @@ from algos.state import RunDirectory
 from burnish.commands import collect as collect_command
 from burnish.commands import evaluate as evaluate_command
 from burnish.commands import export as export_command
+from burnish.commands import importing as import_command
 from burnish.commands import report as report_command
 from burnish.commands import train as train_command
 from burnish.commands.evaluate import Result
@@ -140,3 +141,10 @@ def export(policy: str | Path | Run, *overrides: str, **values: Any) -> ExportRe
     """Export a policy, checked against the original; see `burnish export`."""
     config = compose_config("export", overrides_of(overrides, {"policy": policy, **values}))
     return export_command.export(config)
+
+
+@log_lines()
+def import_policy(weights: str | Path, *overrides: str, **values: Any) -> Path:
+    """Import a checkpoint of another program; see `burnish import`. Returns the policy directory."""
+    config = compose_config("import", overrides_of(overrides, {"weights": weights, **values}))
+    return import_command.convert(config).directory

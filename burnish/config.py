@@ -30,10 +30,10 @@ from burnish.overrides import check_overrides, describe_groups
 from policies import registry
 from policies.errors import ConfigError
 
-GROUPS = ("algo", "env", "process", "encoder", "backbone", "sampler")
+GROUPS = ("algo", "env", "process", "encoder", "backbone", "sampler", "source")
 """Hydra groups filled from the registry; the chosen part stands under the group's name."""
 
-PATH_KEYS = ("dataset", "init", "out", "policy", "resume", "run", "versus")
+PATH_KEYS = ("dataset", "init", "normalization", "out", "policy", "resume", "run", "versus", "weights")
 """Keys of commands that name files or folders."""
 
 

@@ -179,12 +179,12 @@ def _load_weights(policy: Policy, path: Path) -> None:
             raise CheckpointError(
                 f"{path}: '{name}' must have shape {tuple(own[name].shape)}; got {tuple(value.shape)}."
             )
-        if fault := _fault_of(name, value, own[name].dtype):
+        if fault := fault_of(name, value, own[name].dtype):
             raise CheckpointError(f"{path}: '{name}' {fault}. Export the policy again.")
     policy.load_state_dict(state)
 
 
-def _fault_of(name: str, value: Tensor, dtype: torch.dtype) -> str:
+def fault_of(name: str, value: Tensor, dtype: torch.dtype) -> str:
     """Say what is wrong with the values of a tensor that is loaded into one of `dtype`; empty if nothing."""
     if value.is_floating_point() != dtype.is_floating_point or value.is_complex():
         return f"must have a type like {dtype}; got {value.dtype}"

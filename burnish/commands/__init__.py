@@ -76,8 +76,16 @@ COMMANDS = {
             "policy",
         ),
         Command(
+            "import",
+            "make a policy of a checkpoint of Diffusion Policy, DPPO or ReinFlow",
+            "burnish import weights=state_3000.pt source=dppo normalization=normalization.npz out=imported",
+            "importing",
+            "ImportConfig",
+            "weights",
+        ),
+        Command(
             "list",
-            "list algos, envs, processes, encoders, backbones, samplers, datasets or experiments",
+            "list algos, envs, processes, encoders, backbones, samplers, sources, datasets or experiments",
             "burnish list envs",
             "list",
         ),

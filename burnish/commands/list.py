@@ -22,6 +22,7 @@ KINDS = {
     "encoders": "encoder",
     "backbones": "backbone",
     "samplers": "sampler",
+    "sources": "source",
 }
 
 

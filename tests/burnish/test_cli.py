@@ -14,6 +14,7 @@ from burnish.commands import COMMANDS
 from burnish.commands import doctor as doctor_command
 from burnish.commands.doctor import main as doctor
 from burnish.commands.list import main as list_command
+from burnish.config import GROUPS
 from burnish.overrides import groups_of, keys_of
 
 
@@ -74,6 +75,12 @@ def test_an_unknown_command_is_one_line_with_a_suggestion(capsys: pytest.Capture
         (["collect"], "collect needs env=<name>; tasks with an expert: avoid"),
         (["collect", "env=hopper"], "env=hopper has no expert"),
         (["export", "format=exe"], "format must be one of: onnx"),
+        (["import"], "import needs weights=<checkpoint>"),
+        (["import", "weights=x.pt"], "import needs source=<program>; choose one of: diffusion_policy, dppo"),
+        (["import", "weights=x.pt", "source=dppo"], "weights=x.pt is no file"),
+        (["import", "x.pt"], "'x.pt' is not key=value; write weights=x.pt."),
+        (["import", "source=octo"], "unknown option source=octo; choose one of: diffusion_policy, dppo"),
+        (["import", "source=dppo", "source.num_levels=many"], "source.num_levels: Value 'many'"),
         (["report"], "report needs run="),
         (["train", "+algo.learning_rate=9"], "unknown key 'algo.learning_rate'; BcConfig has: steps"),
         (["train", "--algo", "bc"], "keys are given without dashes; write algo=bc instead of --algo"),
@@ -155,7 +162,7 @@ def test_every_command_has_a_help_page(
     page = capsys.readouterr().out
     assert f"usage: burnish {command}" in page
     listed = [line.split(":")[0].strip() for line in page.split("configuration (")[0].splitlines()[1:]]
-    offered = {"algo", "env", "process", "backbone", "sampler", "experiment"} & set(listed)
+    offered = {*GROUPS, "experiment"} & set(listed)
     assert offered == set(groups_of(command))
     assert offered <= set(keys_of(command))
     assert "common" not in page and "$" not in page

@@ -20,9 +20,13 @@ EVERY_PART = [
 ]
 
 
+def command_of(group: str) -> str:
+    return "import" if group == "source" else "train"
+
+
 @pytest.mark.parametrize(("group", "name"), EVERY_PART)
 def test_every_registered_part_composes_to_its_own_defaults(group: str, name: str) -> None:
-    config = compose_config("train", [f"{group}={name}"])
+    config = compose_config(command_of(group), [f"{group}={name}"])
     assert getattr(config, group) == registry.lookup(group, name)()
 
 
@@ -32,7 +36,7 @@ def test_every_number_of_a_part_can_be_overridden(group: str, name: str) -> None
     values = {f.name: getattr(part, f.name) for f in fields(part)}
     numbers = {key: value for key, value in values.items() if type(value) in (int, float)}
     written = [f"{group}.{key}={value}" for key, value in numbers.items()]
-    config = compose_config("train", [f"{group}={name}", *written])
+    config = compose_config(command_of(group), [f"{group}={name}", *written])
     assert {key: getattr(getattr(config, group), key) for key in numbers} == numbers
 
 
@@ -157,6 +161,6 @@ def test_composing_does_not_share_state_between_configurations() -> None:
     assert compose_config("train", []).algo == registry.lookup("algo", "bc")()
 
 
-@pytest.mark.parametrize("command", ["collect", "eval", "report", "export"])
+@pytest.mark.parametrize("command", ["collect", "eval", "report", "export", "import"])
 def test_every_command_composes_to_its_dataclass(command: str) -> None:
     assert is_dataclass(compose_config(command, []))

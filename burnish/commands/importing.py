@@ -1,0 +1,80 @@
+"""`burnish import`: weights of another program become a policy directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from burnish.console import output, table
+from burnish.job import Job
+from burnish.locate import check_folder_to_write
+from policies import registry
+from policies.errors import CheckpointError, ConfigError
+from policies.folder import save_policy
+from policies.importing import Conversion, import_policy
+
+
+@dataclass
+class ImportConfig:
+    """What `burnish import` does."""
+
+    weights: str | None = None  # checkpoint: .safetensors, or what torch.save wrote (.pt, .pth, .ckpt)
+    source: Any = None  # program that it is of, and what its tensors do not tell
+    normalization: str | None = None  # file of statistics beside the checkpoint (DPPO, ReinFlow)
+    identity: list[str] = field(default_factory=list)  # features left as they are, of state and action
+    entry: str | None = None  # which weights in it, e.g. model; null: averaged ones where there are
+    sampler: Any = None  # how to sample; null: as the program evaluates
+    out: str | None = None  # directory; null: imported-<checkpoint>
+    overwrite: bool = False  # replace the policy in an existing directory
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A policy directory and how it came about."""
+
+    directory: Path
+    conversion: Conversion
+
+
+def run(config: ImportConfig, job: Job) -> float:
+    """Import, print what was done, and return the number of tensors that have a place."""
+    imported = convert(config)
+    _tell(imported)
+    return float(imported.conversion.tensors)
+
+
+def convert(config: ImportConfig) -> Imported:
+    """Import a checkpoint and write the policy directory."""
+    if config.weights is None:
+        raise ConfigError("import needs weights=<checkpoint>.")
+    if config.source is None:
+        known = ", ".join(registry.parts("source"))
+        raise ConfigError(f"import needs source=<program>; choose one of: {known}.")
+    checkpoint = Path(config.weights)
+    target = Path(config.out if config.out is not None else f"imported-{checkpoint.stem}")
+    check_folder_to_write(target)
+    if target.exists() and any(target.iterdir()) and not config.overwrite:
+        raise CheckpointError(f"out={target} exists; choose another directory or say overwrite=true.")
+    policy, conversion = import_policy(
+        checkpoint,
+        config.source,
+        normalization=config.normalization,
+        identity=config.identity,
+        entry=config.entry,
+        sampler=config.sampler,
+    )
+    directory = save_policy(policy, target, provenance={"name": target.name, **conversion.facts()})
+    return Imported(directory, conversion)
+
+
+def _tell(imported: Imported) -> None:
+    """Print where it is, what was imported and what was not."""
+    console, facts = output(), imported.conversion.facts()
+    console.print(f"written: {imported.directory}", markup=False, soft_wrap=True)
+    console.print(table("", ("import", ""), [(name, _shown(value)) for name, value in facts.items()]))
+
+
+def _shown(value: Any) -> str:
+    """Write a fact in one line."""
+    return ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else str(value)

@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from policies.activations import ACTIVATIONS, check_activation
+from policies.attention import LayerNorm
 from policies.errors import ConfigError
 from policies.weight_cache import WeightCache
 
@@ -140,8 +141,8 @@ class Block(nn.Module):
         super().__init__()
         self.linear1 = nn.Linear(width, width)
         self.linear2 = nn.Linear(width, width)
-        self.norm1 = nn.LayerNorm(width, eps=1e-6) if layer_norm else None
-        self.norm2 = nn.LayerNorm(width, eps=1e-6) if layer_norm else None
+        self.norm1 = LayerNorm(width, eps=1e-6) if layer_norm else None
+        self.norm2 = LayerNorm(width, eps=1e-6) if layer_norm else None
         self.activate, self.activate_ = ACTIVATIONS[activation]
 
     def features_of(self, *, overwrite: bool) -> Finish:
@@ -239,7 +240,7 @@ class PlainTrunk(nn.Module):
         hidden = tuple(dims[1:-1])
         self.inlet = nn.Linear(dims[0], dims[1])
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(dims[1:]))
-        self.norms = nn.ModuleList(nn.LayerNorm(dim) for dim in hidden) if layer_norm else None
+        self.norms = nn.ModuleList(LayerNorm(dim) for dim in hidden) if layer_norm else None
         self.activate, self.activate_ = ACTIVATIONS[activation]
 
     def fold(self) -> Fold:

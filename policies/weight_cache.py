@@ -113,6 +113,8 @@ def _cacheable(sources: Sequence[Tensor]) -> bool:
     """Return whether values computed from these tensors may outlive the call."""
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False  # inside `torch.func.jvp` and the like values are wrapped, and die with the call
     if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
         return False
     # Anything but plain tensors (functional transforms, fake tensors) and anything without a version is

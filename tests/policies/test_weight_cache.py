@@ -192,6 +192,17 @@ def test_sealing_before_the_first_value_still_computes_it() -> None:
     assert module() == module.fresh() and module.computed == 1
 
 
+def test_nothing_is_remembered_inside_a_functional_transform() -> None:
+    """Values in there are wrapped and die with the call: the next use would fail."""
+    module = Sum()
+    with torch.no_grad():
+        _, change = torch.func.jvp(lambda x: x * module(), (torch.ones(2),), (torch.ones(2),))
+        assert torch.equal(change, module().expand(2))
+        assert module.computed == 2
+        torch.func.vmap(lambda x: x * module())(torch.ones(2))
+        assert module.computed == 2
+
+
 def test_functional_call_sees_its_own_weights() -> None:
     module = Sum()
     with torch.no_grad():

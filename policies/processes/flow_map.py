@@ -1,0 +1,235 @@
+"""Flow maps: steps of any length between any times, learned from how they fit together.
+
+Legend: as in `policies.processes.average`. The flow map is characterised by each of
+
+    X(x, s, t) = X(X(x, s, r), r, t)            semigroup:   a step is two steps
+    dX/dt (x, s, t) = b(X(x, s, t), t)          Lagrangian:  its end moves with the flow
+    dX/ds + dX/dx b(x, s) = 0                   Eulerian:    where on a trajectory it starts does not matter
+
+and by u(x, t, t) = b(x, t). The functions below return how far a network is from one of them; with
+l = t - s, and D the derivative along (x, s) -> (v, 1) at a fixed end::
+
+    psd        u(x, s, t) - [(1 - r) u(x, s, m) + r u(X(x, s, m), m, t)],  m = t - r l
+    lsd        b(X, t) - [u + l du/dt]
+    esd        b(x, s) - u + l Du,                  v = b(x, s)
+    mf         v - u + l Du,                        v = x0 - eps
+
+Source: arXiv 2505.18825 (psd, lsd, esd), 2505.13447 (MeanFlow), 2512.01809 (these objectives for policies).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from policies.backbones import Backbone
+from policies.errors import ConfigError
+from policies.processes.average import AveragePath, allow_derivatives, derivative
+from policies.processes.path import over_rows
+from policies.protocols import TE, Evaluate
+from policies.registry import register
+
+
+class _Step(NamedTuple):
+    """A step to learn, for B rows.
+
+    Shapes:
+        x: (B, Th, Da), state at the start. velocity: (B, Th, Da), of the line that x was taken from.
+        start, end: (B,). share: (B,), of the second of two parts.
+    """
+
+    net: Evaluate
+    x: Tensor
+    velocity: Tensor
+    start: Tensor
+    end: Tensor
+    share: Tensor
+    paper_compat: bool
+
+    @property
+    def length(self) -> Tensor:
+        """(B, 1, 1)."""
+        return over_rows(self.end - self.start, self.x)
+
+    def average(self, x: Tensor, start: Tensor) -> Tensor:
+        """Return u from another state and time to the same end."""
+        return self.net(x, start, self.end)
+
+
+def semigroup(step: _Step) -> Tensor:
+    """Return the difference between a step and its two parts (B, Th, Da)."""
+    net, x, share, compat = step.net, step.x, over_rows(step.share, step.x), step.paper_compat
+    length = step.end - step.start
+    middle = step.start + step.share * length if compat else step.end - step.share * length
+    with torch.set_grad_enabled(compat and torch.is_grad_enabled()):
+        first = net(x, step.start, middle)
+        arrived = x + over_rows(middle - step.start, x) * first
+        parts = (1 - share) * first + share * net(arrived, middle, step.end)
+    return step.average(x, step.start) - parts
+
+
+def lagrangian(step: _Step) -> Tensor:
+    """Return the velocity of the flow where a step ends, less that of its end (B, Th, Da)."""
+    ones = torch.ones_like(step.end)
+    average, rate = derivative(lambda end: step.net(step.x, step.start, end), (step.end,), (ones,))
+    arrived = step.x + step.length * average
+    return step.net(arrived, step.end) - (average + step.length * rate)
+
+
+def eulerian(step: _Step) -> Tensor:
+    """Return how the end of a step moves while its start follows the flow (B, Th, Da)."""
+    with torch.no_grad():
+        if step.paper_compat:
+            velocity = step.net(step.x + step.length * step.average(step.x, step.start), step.end)
+        else:
+            velocity = step.net(step.x, step.start)
+    along = (velocity, torch.ones_like(step.start))
+    average, rate = derivative(step.average, (step.x, step.start), along)
+    return velocity - average + step.length * rate
+
+
+def mean_flow(step: _Step) -> Tensor:
+    """Return the same along the line, with a gradient through what depends on time (B, Th, Da)."""
+    ones = torch.ones_like(step.start)
+    average, rate = derivative(lambda start: step.average(step.x, start), (step.start,), (ones,))
+    with torch.no_grad():
+        _, turn = derivative(lambda x: step.average(x, step.start), (step.x,), (step.velocity,))
+    return step.velocity - average + step.length * (rate + turn)
+
+
+OBJECTIVES: dict[str, Callable[[_Step], Tensor]] = {
+    "psd": semigroup,
+    "lsd": lagrangian,
+    "esd": eulerian,
+    "mf": mean_flow,
+}
+
+
+@register("process", "flow_map")
+@dataclass(frozen=True)
+class FlowMap(AveragePath):
+    """Flow matching, and beside it an objective that makes steps of any length agree with it.
+
+    Args:
+        time_density: Density of the times of flow matching: `uniform`; `logit_normal` (sigmoid of a standard
+            normal); `beta` (0.999 (1 - Beta(1.5, 1)): more weight near the noise).
+        time_scale: The network receives time_scale * t and time_scale * (t - s). Derivatives with respect
+            to time grow with it: above about 20, all objectives but psd learn badly.
+        objective: `psd` (a step is two steps; no derivatives, for every backbone), `lsd` (Lagrangian), `esd`
+            (Eulerian) or `mf` (Eulerian along the line, as MIP's code has it; process=meanflow is the recipe
+            of the paper).
+        paper_compat: As MIP's released code: psd with its parts weighed the wrong way round and with a
+            gradient through them, esd with the velocity of the end in place of the start's. Neither is zero
+            at the exact flow map.
+
+    Raises:
+        ConfigError: If a value is unknown or out of range.
+
+    Source:
+        arXiv 2505.18825 and 2512.01809. Deviations: starts and ends are uniform from the first step on,
+        without a curriculum of growing steps; errors are averaged over the elements of a chunk, not summed
+        over Da.
+    """
+
+    time_scale: float = 20.0
+    objective: str = "psd"
+    paper_compat: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.objective not in OBJECTIVES:
+            raise ConfigError(
+                f"process.objective must be one of {', '.join(OBJECTIVES)}; got '{self.objective}'."
+            )
+
+    def field_of(self, backbone: Backbone) -> Backbone:
+        """Return the backbone, ready for the derivatives that the objective takes.
+
+        Raises:
+            CapabilityError: If gradients through these would be wrong.
+        """
+        return backbone if self.objective == "psd" else allow_derivatives(backbone, trained=True)
+
+    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Draw start and end of the step that a row learns, and where two parts of it meet; (B,) each."""
+        source = te.t.device if generator is None else generator.device
+        draws = torch.rand(3, len(te.t), generator=generator, device=source, dtype=te.t.dtype)
+        one, other, share = draws.to(te.t.device)
+        return {"start": torch.minimum(one, other), "end": torch.maximum(one, other), "share": share}
+
+    def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
+        """Return the squared errors of flow matching and of the objective, added; (B, Th, Da)."""
+        start, end, share = (te.more[name] for name in ("start", "end", "share"))
+        flow = net(self.corrupt(action, te.eps, te.t), te.t) - self.target(action, te.eps, te.t)
+        x, velocity = self.corrupt(action, te.eps, start), self.target(action, te.eps, start)
+        step = _Step(net, x, velocity, start, end, share, self.paper_compat)
+        return flow.square() + OBJECTIVES[self.objective](step).square()
+
+
+@register("process", "meanflow")
+@dataclass(frozen=True)
+class MeanFlow(AveragePath):
+    """The Eulerian equation as a regression: u towards v + (t - s) Du, no gradient through the target.
+
+    Args:
+        time_density: Density of starts and ends: `uniform`; `logit_normal` (sigmoid of a standard normal);
+            `beta` (0.999 (1 - Beta(1.5, 1)): more weight near the noise).
+        time_scale: The network receives time_scale * t and time_scale * (t - s). Derivatives with respect
+            to time grow with it: above about 20 the method learns badly.
+        flow_share: Share of the training rows with s = t, which are plain flow matching.
+        weight_power: p, rows with a mean squared error e weigh 1 / (e + c)^p; 0: all the same.
+        weight_offset: c.
+
+    Raises:
+        ConfigError: If a value is unknown or out of range.
+
+    Source:
+        arXiv 2505.13447, algorithm 1 with equation 22; p and the share of s = t as in MP1 (arXiv 2507.10543).
+        Deviations: e is a mean over the elements of a chunk, not a sum; logit-normal times have mean 0, not
+        0.4; times are uniform by default.
+    """
+
+    time_scale: float = 20.0
+    flow_share: float = 0.5
+    weight_power: float = 0.5
+    weight_offset: float = 1e-3
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if not 0 < self.flow_share < 1:
+            raise ConfigError(f"process.flow_share must be between 0 and 1; got {self.flow_share}.")
+        if not (self.weight_power >= 0 and self.weight_offset > 0):
+            raise ConfigError(
+                "process needs weight_power >= 0 and weight_offset > 0; got "
+                f"{self.weight_power} and {self.weight_offset}."
+            )
+
+    def field_of(self, backbone: Backbone) -> Backbone:
+        """Return the backbone, ready for forward-mode derivatives."""
+        return allow_derivatives(backbone, trained=False)
+
+    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Draw the other end (B,) of the step that a row learns; at its time itself for flow rows."""
+        n, device, dtype = len(te.t), te.t.device, te.t.dtype
+        source = device if generator is None else generator.device
+        other = self.sample_time(n, generator=generator, device=device, dtype=dtype)
+        share = torch.rand(n, generator=generator, device=source).to(device)
+        return {"other": torch.where(share < self.flow_share, te.t, other)}
+
+    def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
+        """Return the weighted squared error of the average velocity, (B, Th, Da)."""
+        start, end = torch.minimum(te.t, te.more["other"]), torch.maximum(te.t, te.more["other"])
+        x, velocity = self.corrupt(action, te.eps, start), self.target(action, te.eps, start)
+        with torch.no_grad():
+            along = (velocity, torch.ones_like(start))
+            _, rate = derivative(lambda x, start: net(x, start, end), (x, start), along)
+            target = velocity + over_rows(end - start, x) * rate
+        error = (net(x, start, end) - target).square()
+        weight = (error.detach().mean(dim=(-2, -1), keepdim=True) + self.weight_offset) ** -self.weight_power
+        return weight * error

@@ -1,0 +1,133 @@
+"""Shortcut models: steps of any length 1, 1/2, 1/4, …, each learned from two of half its length.
+
+Legend: as in `policies.processes.average`; d length of a step, M = max_steps::
+
+    flow rows            u(x, t, 0) towards x0 - eps at any t
+    consistency rows     u(x, t, d) towards (u_a + u_b) / 2,  d in {1, 1/2, …, 2/M},  t a multiple of d
+                         u_a = u(x, t, d/2),  u_b = u(x + d/2 u_a, t + d/2, d/2),  no gradient through them
+
+The network hears the length 1/M of the finest step as 0. So the flow rows train it, the consistency rows
+build on it, and M sampling steps ask for it: every length that sampling asks for was trained.
+
+Source: arXiv 2410.12557; ReinFlow (arXiv 2505.22094) for targets by the weights that are trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.processes.average import AveragePath
+from policies.processes.path import over_rows
+from policies.protocols import TE, Evaluate
+from policies.registry import register
+
+if TYPE_CHECKING:
+    from policies.samplers import Euler
+
+_CLOSE = 1e-9
+
+
+@register("process", "shortcut")
+@dataclass(frozen=True)
+class Shortcut(AveragePath):
+    """Flow matching that also learns to take steps of 1, 1/2, … at once.
+
+    Args:
+        time_density: Density of training times: `uniform`; `logit_normal` (sigmoid of a standard
+            normal); `beta` (0.999 (1 - Beta(1.5, 1)): more weight near the noise).
+        time_scale: The network receives time_scale * t and time_scale * d.
+        max_steps: M, a power of two; sampling takes 1, 2, 4, … or M steps.
+        consistency_share: Share of the training rows that learn a step from its halves.
+
+    Raises:
+        ConfigError: If a value is unknown or out of range.
+
+    Source:
+        arXiv 2410.12557, algorithm 1. Deviations: the finest step is asked for as 0; the rows of either kind
+        are drawn one by one; targets come from the trained weights and are not clipped (as in ReinFlow, whose
+        released code never trains its finest length).
+    """
+
+    max_steps: int = 16
+    consistency_share: float = 0.25
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.max_steps < 2 or self.max_steps & (self.max_steps - 1):
+            raise ConfigError(
+                f"process.max_steps must be a power of two and at least 2; got {self.max_steps}."
+            )
+        if not 0 < self.consistency_share < 1:
+            raise ConfigError(
+                f"process.consistency_share must be between 0 and 1; got {self.consistency_share}."
+            )
+
+    def second_net_time(self, t: Tensor, t_next: Tensor) -> Tensor:
+        """Return time_scale * (t_next - t), or 0 for steps of at most 1/M."""
+        length = t_next - t
+        return torch.where(length * self.max_steps > 1.5, self.time_scale * length, 0.0)
+
+    def check_steps(self, times: Sequence[float]) -> None:
+        """Refuse steps that were not trained.
+
+        Raises:
+            ConfigError: If a step is not 1/M long, or 2/M, 4/M … and starts at a multiple of its length.
+        """
+        for t, t_next in pairwise(times):
+            if t_next == t:  # asks for the flow
+                continue
+            steps = 2 ** round(-math.log2(t_next - t))
+            ends = (t * steps, t_next * steps)
+            if steps > self.max_steps or any(abs(end - round(end)) > _CLOSE for end in ends):
+                choices = ", ".join(str(2**j) for j in range(self.max_steps.bit_length()))
+                raise ConfigError(
+                    f"process=shortcut learned even steps, {choices} of them (process.max_steps="
+                    f"{self.max_steps}); got a step from t={t:.4g} to {t_next:.4g}. Use sampler.grid=auto "
+                    f"and set sampler.steps to one of these numbers."
+                )
+
+    def default_sampler(self) -> Euler:
+        """Return four steps, or as many as there are."""
+        from policies.samplers import Euler
+
+        return Euler(steps=min(4, self.max_steps))
+
+    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Draw the length (B,) of the step that a row learns from its halves; 0 for flow rows."""
+        n, device = len(te.t), te.t.device
+        source = device if generator is None else generator.device
+        halvings = torch.randint(self.max_steps.bit_length() - 1, (n,), generator=generator, device=source)
+        share = torch.rand(n, generator=generator, device=source)
+        length = torch.where(share < self.consistency_share, torch.exp2(-halvings.to(te.t.dtype)), 0.0)
+        return {"length": length.to(device)}
+
+    def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
+        """Return the squared error of the network's output, (B, Th, Da).
+
+        All rows pass through all evaluations: which ones are needed is known on the device only.
+        """
+        length = te.more["length"]
+        learns_step = length > 0
+        t = torch.where(learns_step, torch.floor(te.t / length) * length, te.t)
+        x = self.corrupt(action, te.eps, t)
+        halves, velocity = _two_halves(net, x, t, length / 2), self.target(action, te.eps, t)
+        target = torch.where(learns_step[:, None, None], halves, velocity)
+        return (net(x, t, t + length) - target).square()
+
+
+@torch.no_grad()
+def _two_halves(net: Evaluate, x: Tensor, t: Tensor, half: Tensor) -> Tensor:
+    """Return the average velocity (B, Th, Da) of two steps of lengths `half` (B,)."""
+    middle = t + half
+    first = net(x, t, middle)
+    second = net(x + over_rows(half, x) * first, middle, middle + half)
+    return (first + second) / 2

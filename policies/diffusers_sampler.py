@@ -7,7 +7,7 @@ samplers are faster and can do more: recorded chains, hooks, warm starts and exp
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -47,7 +47,7 @@ class Diffusers:
         clip_action: Bound on the finished chunk; None: no bound.
         scheduler: Name of its class; stochastic ones are refused: they draw their own noise.
         steps: Sampling steps; some schedulers evaluate the network twice per step.
-        options: Further settings of the scheduler, as pairs (name, value).
+        options: Further settings of the scheduler by name.
 
     Raises:
         ConfigError: If the scheduler is not one of those.
@@ -57,13 +57,12 @@ class Diffusers:
     clip_action: float | None = 1.0
     scheduler: str = "DPMSolverMultistepScheduler"
     steps: int = 10
-    options: tuple[tuple[str, Any], ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
     min_std: ClassVar[float] = 0.0
     final_std: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
         """Check the choices."""
-        object.__setattr__(self, "options", tuple((name, value) for name, value in self.options))
         if self.scheduler not in (*DIFFUSION_SCHEDULERS, *FLOW_SCHEDULERS):
             known = ", ".join((*DIFFUSION_SCHEDULERS, *FLOW_SCHEDULERS))
             raise ConfigError(f"sampler.scheduler must be one of {known}; got '{self.scheduler}'.")
@@ -85,7 +84,7 @@ class Diffusers:
                 f"sampler=diffusers with scheduler={self.scheduler} does not run "
                 f"process={name_of('process', process)}. Use sampler.scheduler=… of {choices}."
             )
-        loop = SchedulerLoop(self, _settings_of(process) | dict(self.options), is_flow)
+        loop = SchedulerLoop(self, _settings_of(process) | self.options, is_flow)
         taus = torch.as_tensor(loop.scheduler().timesteps, dtype=torch.float64)
         times = 1 - taus / FLOW_TIMESTEPS if is_flow else time_of_level(taus, process.num_levels)
         zeros = torch.zeros(len(times), 1, dtype=torch.float64)
@@ -128,7 +127,7 @@ class SchedulerLoop:
             settings |= {"clip_sample": clip is not None, "clip_sample_range": 1.0 if clip is None else clip}
         kind = getattr(diffusers, self.sampler.scheduler)
         known = set(inspect.signature(kind.__init__).parameters)
-        if unknown := sorted(set(dict(self.sampler.options)) - known):
+        if unknown := sorted(set(self.sampler.options) - known):
             raise ConfigError(f"sampler.options {unknown} are no settings of {self.sampler.scheduler}.")
         if clip is not None and self.sampler.scheduler not in _CLIPS:
             raise ConfigError(

@@ -92,7 +92,7 @@ def test_every_scheduler_finds_a_gaussian_target(scheduler: str) -> None:
         (lambda: Diffusers().table(Edm()), "sampler=diffusers needs process=diffusion or flow"),
         (lambda: Diffusers().table(RectifiedFlow()), "does not run process=flow"),
         (
-            lambda: Diffusers(options=(("nonsense", 1),)).table(VPDiffusion()),
+            lambda: Diffusers(options={"nonsense": 1}).table(VPDiffusion()),
             r"\['nonsense'\] are no settings",
         ),
         (lambda: Diffusers(clip_x0=1.0).table(VPDiffusion()), "clip_x0 must be null with scheduler=DPM"),

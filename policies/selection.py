@@ -1,0 +1,181 @@
+"""Selection: decide by the best of several plans, whatever a plan is judged by.
+
+Legend: B batch, N candidates, K denoising steps, To observation history, Th horizon, Ta executed steps, Da
+action width; s_n score of a candidate, more is better.
+
+    best      n = argmax s_n
+    softmax   n with probability softmax(s / temperature)_n
+
+All that is drawn comes from the noise, so a choice is deterministic given its noise.
+
+Source: best-of-N sampling as IDQL (arXiv 2304.10573) and ITPS (arXiv 2411.16627, post-hoc ranking) use it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from policies.errors import ConfigError
+from policies.policy import Policy
+from policies.protocols import ChunkSpec, Observation, SampleHook
+
+Scorer = Callable[[Tensor, Observation], Tensor]
+"""(physical plans (B, N, Th, Da), observation) -> scores (B, N), more is better."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How many plans there are to choose from, and how one is chosen."""
+
+    candidates: int = 16  # N, plans sampled for every observation
+    temperature: float | None = None  # draw by softmax(score / temperature); null: take the best
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.candidates < 1:
+            raise ConfigError(f"candidates must be at least 1; got {self.candidates}.")
+        if self.temperature is not None and not self.temperature > 0:
+            raise ConfigError(f"temperature must be positive, or null; got {self.temperature}.")
+
+    @property
+    def rows(self) -> int:
+        """Rows of noise of one decision: one per candidate, and one to draw by."""
+        return self.candidates + (self.temperature is not None)
+
+    def choose(self, scores: Tensor, draw: Tensor | None = None) -> Tensor:
+        """Return the chosen candidates (B,) by their scores (B, N).
+
+        Args:
+            scores: More is better.
+            draw: (B,) standard-normal, needed with a temperature.
+        """
+        if self.temperature is None:
+            return scores.argmax(dim=1)
+        assert draw is not None
+        share = (scores / self.temperature).softmax(dim=1).cumsum(dim=1)
+        below = share < torch.special.ndtr(draw)[:, None]
+        return below.sum(dim=1).clamp(max=self.candidates - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class LowEnergy:
+    """Scores plans by their energy, the lower the better.
+
+    Args:
+        policy: An energy policy; it may be another one than samples the plans.
+        t: Sampling time whose energy is compared, the last one that was trained.
+    """
+
+    policy: Any
+    t: float
+
+    def __call__(self, plans: Tensor, obs: Observation) -> Tensor:
+        """Return minus the energies (B, N) of physical plans (B, N, Th, Da)."""
+        x = self.policy.normalize_action(plans.flatten(0, 1))
+        cond = self.policy.encode(obs).repeat(plans.shape[1])
+        energy: Tensor = self.policy.energy(x, x.new_full((len(x),), self.t), cond)
+        return -energy.unflatten(0, plans.shape[:2])
+
+
+class BestOfN(nn.Module):
+    """A policy that samples N plans for every observation and executes one of them.
+
+    Args:
+        policy: Samples the plans.
+        scorer: Judges them.
+        selection: How many, and how one is chosen.
+    """
+
+    def __init__(self, policy: Policy, scorer: Scorer, selection: Selection) -> None:
+        super().__init__()
+        self.policy = policy
+        self.scorer = scorer
+        self.selection = selection
+
+    @property
+    def chunk(self) -> ChunkSpec:
+        """Horizons of the plans."""
+        return self.policy.chunk
+
+    @property
+    def obs_dim(self) -> int:
+        """Do."""
+        return self.policy.obs_dim
+
+    @property
+    def goal_dim(self) -> int:
+        """Dg."""
+        return self.policy.goal_dim
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """(N, *noise of one plan); with a temperature there is one row more, whose first number draws."""
+        return (self.selection.rows, *self.policy.noise_shape)
+
+    def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw standard-normal noise (n, *noise_shape)."""
+        noise = self.policy.sample_noise(n * self.selection.rows, generator=generator)
+        return noise.unflatten(0, (n, self.selection.rows))
+
+    def candidates(
+        self,
+        obs: Observation,
+        noise: Tensor,
+        *,
+        start: tuple[Tensor, float] | None = None,
+        hooks: Sequence[SampleHook] = (),
+    ) -> Tensor:
+        """Return the normalised plans (B, N, Th, Da) of observations with B rows.
+
+        Args:
+            obs: Physical observations.
+            noise: (B, N or more, *noise of one plan).
+            start: (x (B, Th, Da) or (B N, Th, Da), t): see `NoiseDecoder.decode`.
+            hooks: Changes to the loop; they see B N rows, the candidates of an observation side by side.
+        """
+        count = self.selection.candidates
+        cond = self.policy.encode(obs).repeat(count)
+        if start is not None and len(start[0]) != len(cond):
+            start = (start[0].repeat_interleave(count, dim=0), start[1])
+        flat = noise[:, :count].flatten(0, 1)
+        return self.policy.decode(cond, flat, start=start, hooks=hooks).unflatten(0, (-1, count))
+
+    def plan(
+        self,
+        obs: Observation,
+        noise: Tensor,
+        *,
+        start: tuple[Tensor, float] | None = None,
+        hooks: Sequence[SampleHook] = (),
+    ) -> Tensor:
+        """Return the chosen plan (B, Th, Da), normalised; arguments as `candidates`."""
+        plans = self.candidates(obs, noise, start=start, hooks=hooks)
+        scores = self.scorer(self.policy.physical(plans), obs)
+        draw = None if self.selection.temperature is None else noise[:, -1].flatten(1)[:, 0]
+        return plans[torch.arange(len(plans), device=plans.device), self.selection.choose(scores, draw)]
+
+    @torch.no_grad()
+    def act(
+        self, obs: Any, *, noise: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Choose actions: observations (B, To, Do) in physical units -> actions (B, Ta, Da), physical.
+
+        Args:
+            obs: As `Policy.act`.
+            noise: (B, *noise_shape); makes the call deterministic.
+            generator: Source of the noise when none is given.
+        """
+        items = self.policy.observation(obs)
+        if noise is None:
+            noise = self.sample_noise(len(next(iter(items.values()))), generator=generator)
+        return self.policy.executed(self.plan(items, noise))
+
+    def on_cpu(self) -> Self:
+        """Return the policy if it is on the CPU, else a copy there."""
+        return self if self.policy.device.type == "cpu" else copy.deepcopy(self).cpu()

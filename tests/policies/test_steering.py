@@ -1,0 +1,404 @@
+"""Following a sketch: guides, guidance, visits, and the strategies made of them."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from small_policies import observations, small_policy
+from torch import Tensor
+
+from policies.errors import CapabilityError, ConfigError
+from policies.gaussian import GaussianProcess
+from policies.path_samplers import Ancestral, Heun
+from policies.processes import Edm, RectifiedFlow, VPDiffusion
+from policies.protocols import ChunkSpec, Cond, Step
+from policies.samplers import DDIM, DDPM, Euler, denoise
+from policies.sketches import ActionSketch, PositionSketch, read_sketch
+from policies.steering import (
+    STRATEGIES,
+    GuideHook,
+    Revisiting,
+    SteeredPolicy,
+    Steering,
+    guide_distance,
+    guide_gradient,
+    steered,
+)
+
+PAIRS = [
+    (VPDiffusion(10), DDPM(min_std=0.1)),
+    (VPDiffusion(10, prediction="v"), DDIM(steps=4)),
+    (RectifiedFlow(), Euler(steps=5)),
+    (RectifiedFlow(), Ancestral(steps=5, eta=0.5)),
+]
+every_pair = pytest.mark.parametrize(("process", "sampler"), PAIRS)
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+SKETCH = ActionSketch(((1.0, 5.0), (2.0, 4.0), (4.0, 3.0), (6.0, 2.0)))
+WAY = PositionSketch(((0.0, 0.0), (3.0, 0.0), (3.0, 4.0)), pace=0.5, reach=0.2)
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def noise_of(policy: SteeredPolicy, batch: int) -> Tensor:
+    return policy.sample_noise(batch, generator=torch.Generator().manual_seed(3))
+
+
+# -- sketches -------------------------------------------------------------------------------------------
+
+
+def test_the_nearest_place_on_a_way_is_that_of_a_fine_search() -> None:
+    position = 3.0 * draw(40, 2)
+    fine = torch.linspace(0.0, 7.0, 70_001, dtype=torch.float64)
+    brute = (position[:, None] - WAY.place(fine)).norm(dim=-1)
+    torch.testing.assert_close(WAY.distance(position), brute.min(dim=1).values, rtol=0, atol=1e-4)
+    torch.testing.assert_close(WAY.nearest(position), fine[brute.argmin(dim=1)], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("action_start", [0, 2])
+def test_actions_along_a_way_arrive_on_it(action_start: int) -> None:
+    chunk = ChunkSpec(2, horizon=8, act_steps=4, obs_steps=action_start + 1, action_start=action_start)
+    position = torch.tensor([[1.0, 0.3], [0.2, -0.4]], dtype=torch.float64)
+    obs = {"state": torch.cat([position, torch.zeros_like(position)], dim=1)[:, None]}
+    guide = WAY.guide(obs, chunk)
+    assert guide.shape == (2, 8, 2)
+    moved = position + WAY.reach * guide[:, action_start:].sum(dim=1)
+    covered = WAY.pace * (8 - action_start)
+    left = action_start / 8
+    on_way = WAY.place(WAY.nearest(position) + covered)
+    off = position - WAY.place(WAY.nearest(position))
+    torch.testing.assert_close(moved, on_way + left * off)
+
+
+def test_a_way_ends_where_it_ends() -> None:
+    obs = {"state": torch.tensor([[[3.0, 4.5, 0.0, 0.0]]])}
+    guide = WAY.guide(obs, ChunkSpec(2, horizon=5))
+    torch.testing.assert_close(guide.sum(dim=1), torch.tensor([[0.0, -0.5 / 0.2]]))
+
+
+@pytest.mark.parametrize("suffix", ["json", "npz"])
+def test_sketches_are_read_from_files(tmp_path, suffix: str) -> None:
+    content = {
+        "positions": [[0.0, 0.0], [3.0, 0.0], [3.0, 4.0]],
+        "pace": 0.5,
+        "reach": 0.2,
+        "observed": [0, 1],
+    }
+    path = tmp_path / f"way.{suffix}"
+    if suffix == "json":
+        path.write_text(json.dumps(content))
+    else:
+        np.savez(path, **content)
+    assert read_sketch(path) == WAY
+    path.unlink()
+    (tmp_path / "plan.json").write_text(json.dumps({"actions": [[1.0, 2.0]]}))
+    assert read_sketch(tmp_path / "plan.json") == ActionSketch(((1.0, 2.0),))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"points": []}', "no actions or positions"),
+        ('{"actions": []}', "1 or more different points"),
+        ('{"actions": [[1.0], [1.0, 2.0]]}', "one width"),
+        ('{"positions": [[0, 0], [0, 0]], "pace": 1, "reach": 1}', "2 or more different points"),
+        ('{"positions": [[0, 0], [1, 0]], "pace": 0, "reach": 1}', "pace > 0"),
+        ('{"positions": [[0, 0], [1, 0]], "pace": 1, "reach": 1, "observed": [0]}', "must be 2 wide"),
+        ('{"positions": [[0, 0], [1, 0]]}', "pace"),
+        ('{"actions": [[NaN]]}', "finite"),
+        ('{"actions": [[1.0]], "speed": 1}', "speed"),
+        ("no json", "no sketch"),
+    ],
+)
+def test_what_is_no_sketch_is_refused_with_the_reason(tmp_path, text: str, reason: str) -> None:
+    path = tmp_path / "sketch.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        read_sketch(path)
+
+
+def test_a_missing_file_and_a_wrong_width_are_refused(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="there is no file"):
+        read_sketch(tmp_path / "nothing.json")
+    policy = SteeredPolicy(small_policy(), ActionSketch(((1.0, 2.0, 3.0),)), Steering("random"))
+    with pytest.raises(ConfigError, match="must be 2 wide"):
+        policy.act(observations(1))
+
+
+# -- distance and gradient ------------------------------------------------------------------------------
+
+
+def test_the_gradient_is_that_of_the_distance() -> None:
+    plan, guide = draw(3, 5, 2).requires_grad_(), draw(3, 5, 2, seed=1)
+    (expected,) = torch.autograd.grad(guide_distance(plan, guide).sum(), plan)
+    torch.testing.assert_close(guide_gradient(plan.detach(), guide), expected)
+    step, at = 1e-6, plan.detach().clone()
+    for row, dim in ((0, 0), (4, 1)):
+        ahead, behind = at.clone(), at.clone()
+        ahead[0, row, dim] += step
+        behind[0, row, dim] -= step
+        slope = (guide_distance(ahead, guide) - guide_distance(behind, guide))[0] / (2 * step)
+        torch.testing.assert_close(expected[0, row, dim], slope, rtol=1e-6, atol=1e-9)
+
+
+def test_rows_on_the_guide_are_not_pushed() -> None:
+    guide = draw(1, 4, 2)
+    assert torch.equal(guide_gradient(guide, guide), torch.zeros_like(guide))
+
+
+# -- guidance inside the loop ---------------------------------------------------------------------------
+
+
+@every_pair
+@pytest.mark.parametrize("gradient", ["x", "x0"])
+def test_guidance_of_scale_zero_changes_no_bit(process, sampler, gradient: str) -> None:
+    policy, obs = small_policy(process, sampler), observations(3)
+    plain = SteeredPolicy(policy, SKETCH, Steering("random"))
+    idle = SteeredPolicy(policy, SKETCH, Steering("guided_diffusion", scale=0.0, gradient=gradient))
+    noise = noise_of(plain, 3)
+    assert torch.equal(idle.act(obs, noise=noise), plain.act(obs, noise=noise))
+    assert torch.equal(plain.act(obs, noise=noise), policy.act(obs, noise=noise[:, 0]))
+
+
+@every_pair
+@pytest.mark.parametrize("gradient", ["x", "x0"])
+def test_stronger_guidance_ends_nearer_to_the_guide(process, sampler, gradient: str) -> None:
+    policy, obs = small_policy(process, sampler), {"state": observations(16)}
+    found = []
+    for scale in (0.0, 0.3, 3.0):
+        steering = Steering("guided_diffusion", scale=scale, gradient=gradient)
+        guided = SteeredPolicy(policy, SKETCH, steering)
+        with torch.no_grad():
+            found.append(guide_distance(guided.plan(obs, noise_of(guided, 16)), guided.guide(obs)).mean())
+    assert found[2] < found[1] < found[0]
+
+
+@pytest.mark.parametrize("gradient", ["x", "x0"])
+def test_guidance_explains_the_state_and_leaves_the_last_level_alone(gradient: str) -> None:
+    table = DDIM(steps=4).table(VPDiffusion(8))
+    hook = GuideHook(draw(2, 3, 2, seed=5), 2.0, gradient, None)
+    seen = []
+
+    class Watch(GuideHook):
+        def on_prediction(self, step, x, x0, eps):
+            moved = hook.on_prediction(step, x, x0, eps)
+            seen.append(float((step.alpha * moved[0] + step.sigma * moved[1] - x).abs().max()))
+            seen.append(float((moved[0] - x0).abs().max()))
+            return moved
+
+    denoise(
+        lambda k, x: 0.5 * x,
+        table,
+        draw(2, 3, 2),
+        hooks=[Watch(hook.guide, 0.0)],
+        cond=Cond(torch.zeros(2, 1)),
+    )
+    assert max(seen[0::2]) < 1e-10
+    assert all(move > 0 for move in seen[1:-2:2])
+    assert seen[-1] == 0
+
+
+def test_a_clean_plan_goes_as_far_as_told_but_never_beyond_the_guide() -> None:
+    x0, guide = draw(2, 3, 2), draw(2, 3, 2, seed=5)
+    step = Step(0, 4, 0.2, 0.4, Cond(torch.zeros(2, 1)), 0.6, 0.8)
+    far, _ = GuideHook(guide, 1e6, "x0", None).on_prediction(step, x0, x0, x0)
+    torch.testing.assert_close(far, guide)
+    near, _ = GuideHook(guide, 0.01, "x0", None).on_prediction(step, x0, x0, x0)
+    torch.testing.assert_close((near - x0).norm(dim=-1), torch.full((2, 3), 0.01 * 0.8 / 0.6 / 3).double())
+
+
+# -- visits ---------------------------------------------------------------------------------------------
+
+GAUSSIAN = [
+    (VPDiffusion(10), DDPM(clip_x0=None, noise_clip=None, min_std=0.0)),
+    (VPDiffusion(10), DDIM(steps=5, clip_x0=None, noise_clip=None)),
+    (RectifiedFlow(), Euler(steps=5, clip_action=None, noise_clip=None)),
+    (Edm(), Ancestral(steps=5, clip_x0=None, noise_clip=None)),
+]
+every_gaussian = pytest.mark.parametrize(("process", "sampler"), GAUSSIAN)
+MEAN = 0.4
+
+
+def exact_network(process, table, spread: float):
+    """Return the best network for clean chunks drawn from Normal(MEAN, spread)."""
+    times = torch.tensor(table.times[:-1], dtype=torch.float64)
+
+    def bound(k: int, x: Tensor) -> Tensor:
+        alpha, sigma = table.alpha[k], table.sigma[k]
+        gain = alpha * spread**2 / (alpha**2 * spread**2 + sigma**2)
+        x0 = MEAN + gain * (x - alpha * MEAN)
+        t = times[k].expand(len(x))
+        return process.convert(x, t, x0, "x0", process.kind)
+
+    return bound
+
+
+def visited(process, sampler, spread: float, *, visits: int, fresh: float, k: int) -> tuple[Tensor, Tensor]:
+    """Put states of the right distribution at level k and return them before and after visiting it."""
+    table = Revisiting(sampler, visits, fresh).table(process)
+    first = k * visits
+    clean = MEAN + spread * draw(200_000, 1, 1, seed=1)
+    x = table.alpha[first] * clean + table.sigma[first] * draw(200_000, 1, 1, seed=2)
+    noise = draw(200_000, table.num_steps + 1, 1, 1, seed=3)
+    if table.is_deterministic:
+        noise = noise[:, 0]
+    bound = exact_network(process, table, spread)
+    out = denoise(bound, table, noise, start=x, first_step=first, record_from=first)
+    assert out.chain is not None
+    return x, out.chain[:, visits - 1]
+
+
+@every_gaussian
+def test_visits_keep_the_distribution_of_a_level_around_a_single_plan(process, sampler) -> None:
+    before, after = visited(process, sampler, 0.0, visits=4, fresh=1.0, k=2)
+    torch.testing.assert_close(after.mean(), before.mean(), rtol=0, atol=0.01)
+    torch.testing.assert_close(after.std(), before.std(), rtol=0.01, atol=0)
+
+
+@every_gaussian
+def test_visits_of_wide_data_shrink_them_as_the_closed_form_says(process, sampler) -> None:
+    spread = 0.5
+    before, after = visited(process, sampler, spread, visits=2, fresh=1.0, k=2)
+    table = sampler.table(process)
+    alpha, sigma = table.alpha[2], table.sigma[2]
+    full = alpha**2 * spread**2 + sigma**2
+    expected = (alpha * spread) ** 4 / full + sigma**2
+    torch.testing.assert_close(after.mean(), before.mean(), rtol=0, atol=0.01)
+    assert after.var().item() == pytest.approx(expected, rel=0.01)
+    assert expected < full
+
+
+@every_gaussian
+def test_langevin_visits_keep_wide_data(process, sampler) -> None:
+    before, after = visited(process, sampler, 0.5, visits=5, fresh=0.2, k=2)
+    torch.testing.assert_close(after.mean(), before.mean(), rtol=0, atol=0.01)
+    torch.testing.assert_close(after.var(), before.var(), rtol=0.015, atol=0)
+
+
+@every_pair
+def test_a_visit_that_draws_nothing_anew_changes_nothing(process, sampler) -> None:
+    policy, obs = small_policy(process, sampler), observations(3)
+    patient = policy.with_sampler(Revisiting(sampler, 3, fresh=0.0))
+    noise = policy.sample_noise(3, generator=torch.Generator().manual_seed(1))
+    tape = noise
+    if not policy.is_deterministic:
+        steps = noise[:, 1:].repeat_interleave(3, dim=1)
+        tape = torch.cat([noise[:, :1], steps], dim=1)
+    limit = getattr(sampler, "clip_x0", None)
+    if limit is None:  # else a clipped x0 moves the state already
+        torch.testing.assert_close(patient.act(obs, noise=tape), policy.act(obs, noise=noise))
+    assert patient.table.num_steps == 3 * policy.table.num_steps
+
+
+def test_levels_are_left_where_the_sampler_leaves_them() -> None:
+    own = DDPM().table(VPDiffusion(6))
+    table = Revisiting(DDPM(), 4).table(VPDiffusion(6))
+    assert table.times[::4] == own.times
+    assert table.times[1] == own.times[0]
+    torch.testing.assert_close(table.coefficients[:, 3::4], own.coefficients)
+    torch.testing.assert_close(table.std[3::4], own.std)
+    torch.testing.assert_close(table.std[:3, 0], torch.full((3,), own.sigma[0], dtype=torch.float64))
+    assert table.step_at(own.times[2]) == 8
+    once = Revisiting(DDPM(), 1).table(VPDiffusion(6))
+    assert torch.equal(once.coefficients, own.coefficients)
+
+
+def test_a_sampler_with_a_memory_cannot_visit_levels_again() -> None:
+    with pytest.raises(ConfigError, match="one evaluation per step"):
+        Revisiting(Heun(steps=4), 2).table(RectifiedFlow())
+    with pytest.raises(ConfigError, match="visits >= 1"):
+        Revisiting(Euler(steps=4), 0).table(RectifiedFlow())
+
+
+# -- strategies -----------------------------------------------------------------------------------------
+
+
+@every_strategy
+@every_pair
+def test_an_observation_s_plan_does_not_depend_on_the_others(process, sampler, strategy: str) -> None:
+    policy = SteeredPolicy(small_policy(process, sampler), SKETCH, Steering(strategy))
+    obs, noise = observations(3), noise_of(policy, 3)
+    together = policy.act(obs, noise=noise)
+    assert torch.equal(together, policy.act(obs, noise=noise))
+    for i in range(3):
+        alone = policy.act(obs[i : i + 1], noise=noise[i : i + 1])
+        torch.testing.assert_close(alone[0], together[i], rtol=1e-4, atol=1e-4)
+
+
+@every_strategy
+@every_pair
+def test_every_strategy_but_random_comes_nearer_to_the_sketch(process, sampler, strategy: str) -> None:
+    base, obs = small_policy(process, sampler), {"state": observations(32)}
+    found = {}
+    for name in ("random", strategy):
+        policy = SteeredPolicy(base, SKETCH, Steering(name))
+        with torch.no_grad():
+            found[name] = guide_distance(policy.plan(obs, noise_of(policy, 32)), policy.guide(obs)).mean()
+    assert strategy == "random" or found[strategy] < found["random"]
+
+
+def test_ranking_takes_the_nearest_of_all_plans() -> None:
+    policy = SteeredPolicy(small_policy(), SKETCH, Steering("post_hoc_ranking", candidates=6))
+    obs, noise = {"state": observations(5)}, noise_of(policy, 5)
+    with torch.no_grad():
+        plans = policy.candidates(obs, noise)
+        distance = guide_distance(plans, policy.guide(obs)[:, None])
+        torch.testing.assert_close(
+            guide_distance(policy.plan(obs, noise), policy.guide(obs)), distance.min(dim=1).values
+        )
+
+
+def test_output_perturbation_begins_with_the_guide() -> None:
+    steering = Steering("output_perturbation", candidates=2, guide_rows=2)
+    policy = SteeredPolicy(small_policy(), SKETCH, steering)
+    obs = observations(2)
+    torch.testing.assert_close(policy.act(obs), SKETCH.guide({"state": obs}, policy.chunk)[:, :2])
+    with pytest.raises(ConfigError, match="at most act_steps=2"):
+        SteeredPolicy(small_policy(), SKETCH, Steering("output_perturbation", guide_rows=3))
+
+
+def test_biased_initialization_without_noise_begins_at_the_guide_itself() -> None:
+    base = small_policy(VPDiffusion(10), DDIM(steps=5))
+    steering = Steering("biased_initialization", noise_share=0.0, start=0.5)
+    policy = SteeredPolicy(base, SKETCH, steering)
+    obs = {"state": observations(2)}
+    with torch.no_grad():
+        plan = policy.plan(obs, noise_of(policy, 2))
+        first = base.table.step_at(0.5)
+        start = (policy.guide(obs), base.table.times[first])
+        torch.testing.assert_close(plan, base.decode(base.encode(obs), 0 * plan, start=start))
+    assert policy.calls == 5 - first
+
+
+def test_switches_replace_those_of_the_strategy() -> None:
+    steering = Steering("stochastic_sampling", candidates=3, scale=1.0, visits=2)
+    policy = SteeredPolicy(small_policy(VPDiffusion(10), DDIM(steps=5)), SKETCH, steering)
+    assert policy.noise_shape == (3, 11, 3, 2)
+    assert policy.calls == 10
+    assert math.isclose(policy.recipe.scale, 1.0)
+
+
+def test_a_policy_without_denoising_and_a_strategy_without_sketch_are_refused() -> None:
+    with pytest.raises(CapabilityError, match="denoises its plan"):
+        SteeredPolicy(small_policy(GaussianProcess()), SKETCH, Steering("random"))
+    policy = small_policy()
+    assert steered(policy, Steering()) is policy
+    with pytest.raises(ConfigError, match=r"needs steer\.sketch"):
+        steered(policy, Steering("random"))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"strategy": "hope"}, {"gradient": "y"}, {"candidates": 0}, {"visits": 0}, {"guide_rows": 0},
+        {"limit": 0.0}, {"fresh": 2.0}, {"start": -0.1}, {"scale": -1.0}, {"noise_share": -1.0},
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_refused(values) -> None:
+    with pytest.raises(ConfigError, match=f"steer.{next(iter(values))}"):
+        Steering(**values)

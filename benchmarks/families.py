@@ -36,14 +36,16 @@ from policies.policy import Policy
 
 RESULTS = Path("docs/results")
 EPISODES = 100
-STEPS, BATCH, WIDTH = 10_000, 128, 256
+BATCH, WIDTH = 128, 256
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task and what its policies are cloned from."""
+    """A task, what its policies are cloned from, and for how long."""
 
     demonstrations: int
+    steps: int
+    lr: float
     overrides: tuple[str, ...] = ()
 
 
@@ -56,8 +58,8 @@ class Family:
 
 
 TASKS = {
-    "avoid": Task(100),
-    "cube-single": Task(40, ("policy.observation_clip=2.0",)),
+    "avoid": Task(100, 20_000, 2e-3),
+    "cube-single": Task(40, 10_000, 2e-3, ("policy.observation_clip=2.0",)),
 }
 EULER = {"name": "euler", "clip_action": 1.0}
 FAMILIES = {
@@ -125,7 +127,7 @@ def run_one(task: str, family: str, seed: int, root: Path) -> Path:
             env=task, episodes=setting.demonstrations, first_seed=1_000_000 + 10_000 * seed, out=str(demos)
         )
     shutil.rmtree(place, ignore_errors=True)
-    budget = {"steps": STEPS, "batch_size": BATCH, "validation_fraction": 0.0}
+    budget = {"steps": setting.steps, "lr": setting.lr, "batch_size": BATCH, "validation_fraction": 0.0}
     run = burnish.train(
         "algo=bc", f"env={task}", *FAMILIES[family].process, *setting.overrides,
         f"backbone.width={WIDTH}", "evaluation.episodes=0",
@@ -181,14 +183,21 @@ def report() -> Path:
     lines = [
         "# Every process, cloned",
         "",
-        f"`python -m benchmarks.families`: the same MLP ({WIDTH} wide), {STEPS:,} gradient steps of {BATCH} "
-        f"windows; {EPISODES} episodes per seed, last checkpoint. Success pooled over seeds with its 95 % "
-        "interval; ways: distinct ways around the obstacles among the successful episodes of a seed, and how "
-        "many equally frequent ways would be as diverse (exp of the entropy), averaged over seeds. Calls: "
-        "evaluations of the network per decision; latency: one decision, one observation, one thread, median.",
+        f"`python -m benchmarks.families`: the same MLP ({WIDTH} wide) and the same gradient steps of {BATCH} "
+        f"windows for all; {EPISODES} episodes per seed, last checkpoint. Success is pooled over seeds, with "
+        "its 95 % interval. Ways: distinct ways around the obstacles among the successful episodes of a seed, "
+        "and how many equally frequent ways would be as diverse (exp of the entropy), averaged over seeds. "
+        "Calls: evaluations of the network per decision. Latency: one decision for one observation, on one "
+        "thread, median.",
     ]
     for task, setting in TASKS.items():
-        lines += ["", f"## {task}", "", f"Cloned from {setting.demonstrations} demonstrations per seed.", ""]
+        lines += [
+            "",
+            f"## {task}",
+            "",
+            f"Cloned from {setting.demonstrations} demonstrations per seed, {setting.steps:,} steps.",
+            "",
+        ]
         lines += _table([c for (t, _), cs in found.items() if t == task for c in cs])
     everything = [content for contents in found.values() for content in contents]
     if everything:

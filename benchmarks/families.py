@@ -183,12 +183,12 @@ def report() -> Path:
     lines = [
         "# Every process, cloned",
         "",
-        f"`python -m benchmarks.families`: the same MLP ({WIDTH} wide) and the same gradient steps of {BATCH} "
-        f"windows for all; {EPISODES} episodes per seed, last checkpoint. Success is pooled over seeds, with "
-        "its 95 % interval. Ways: distinct ways around the obstacles among the successful episodes of a seed, "
-        "and how many equally frequent ways would be as diverse (exp of the entropy), averaged over seeds. "
-        "Calls: evaluations of the network per decision. Latency: one decision for one observation, on one "
-        "thread, median.",
+        f"`python -m benchmarks.families`: the same MLP ({WIDTH} wide) and the same gradient steps for all; "
+        f"{EPISODES} episodes per seed, last checkpoint. Success is pooled over seeds, with a 95 % interval. "
+        "Ways: distinct ways around the obstacles among the successful episodes of a seed, and how many "
+        "equally frequent ways would be as diverse (exp of the entropy), averaged over seeds. Calls: "
+        "evaluations of the network per decision. Latency: one decision for one observation, on one thread, "
+        "median.",
     ]
     for task, setting in TASKS.items():
         lines += [

@@ -8,7 +8,8 @@ at the start of the short run.
     x = guess                               where the short run begins (arXiv 2508.05396, RTI-DP, for Ta = 1)
     x = alpha guess + sigma eps             the same with `renoise` (SDEdit, arXiv 2108.01073)
 
-Deviation from RTI-DP: Ta may exceed 1, and the guess may be corrupted to the level that the run begins at.
+Deviations from RTI-DP: Ta may exceed 1, the guess may be corrupted to the level that the run begins at, and
+the run may consist of steps that lead to where the next one begins.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch import Tensor
 
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
+from policies.path_samplers import Euler
 from policies.policy import Policy
+from policies.processes.path import Process
 from policies.protocols import ChunkSpec
 from policies.samplers import DDPM
 from policies.steps import StepRules
@@ -35,8 +38,11 @@ AnyPolicy = TypeVar("AnyPolicy")
 class WarmStart:
     """How a decision begins from what is left of the plan before; off unless `steps` or `levels` is given."""
 
-    steps: int | None = None  # run the last of the policy's denoising steps only: this many
-    levels: tuple[int, ...] = ()  # instead: DDPM steps at these levels of a diffusion, noisiest first
+    steps: int | None = None  # denoising steps of the short run; the last ones of the policy's own
+    start: float | None = (
+        None  # or as many equal first-order steps from this sampling time, 0 noise to 1 action
+    )
+    levels: tuple[int, ...] = ()  # instead of both: DDPM steps at these levels of a diffusion, noisiest first
     renoise: bool = False  # corrupt the guess to the level that the short run begins at
     gripper: tuple[int, ...] = ()  # action dimensions that are open or closed: commanded by their sign
     gripper_guess: float = 1.0  # magnitude of these in the guess, normalised units
@@ -44,13 +50,18 @@ class WarmStart:
     def __post_init__(self) -> None:
         """Check the values."""
         self.levels, self.gripper = tuple(self.levels), tuple(self.gripper)
-        if self.steps is not None and self.levels:
+        if self.levels and (self.steps, self.start) != (None, None):
             raise ConfigError(
-                f"warm_start.steps and warm_start.levels both choose the short run; got {self.steps} and "
-                f"{list(self.levels)}. Give one of them."
+                f"warm_start.levels and warm_start.steps both choose the short run; got {list(self.levels)} "
+                f"and {self.steps}, start={self.start}. Leave one of them out."
             )
         if self.steps is not None and self.steps < 1:
             raise ConfigError(f"warm_start.steps must be at least 1, or null; got {self.steps}.")
+        if self.start is not None and (self.steps is None or not 0 <= self.start < 1):
+            raise ConfigError(
+                f"warm_start.start must be at least 0 and below 1, and needs warm_start.steps; got "
+                f"{self.start} with steps={self.steps}."
+            )
         if not self.gripper_guess > 0:
             raise ConfigError(f"warm_start.gripper_guess must be positive; got {self.gripper_guess}.")
 
@@ -58,6 +69,21 @@ class WarmStart:
     def is_on(self) -> bool:
         """Whether there is a short run."""
         return self.steps is not None or bool(self.levels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EulerFrom(Euler):
+    """First-order steps from a time on, equal in sampling time.
+
+    Args:
+        start: Where the first one begins.
+    """
+
+    start: float = 0.0
+
+    def times(self, process: Process) -> list[float]:
+        """Return the steps + 1 times, from the start to data."""
+        return [self.start + (1 - self.start) * k / self.steps for k in range(self.steps + 1)]
 
 
 class Decision(NamedTuple):
@@ -100,9 +126,9 @@ class Replanner:
         _check(warm_start, policy)
         self._warm_start = warm_start
         self._full = policy
-        self._short = policy if not warm_start.levels else _listed(policy, warm_start.levels)
+        self._short = _short(policy, warm_start)
         table = self._short.table
-        wanted = table.num_steps if warm_start.steps is None else warm_start.steps
+        wanted = warm_start.steps or table.num_steps
         self._first = table.step_at(table.times[table.num_steps - wanted])
 
     @property
@@ -246,7 +272,7 @@ def _check(warm_start: WarmStart, policy: DenoisingPolicy) -> None:
     chunk, steps = policy.chunk, policy.table.num_steps
     if not warm_start.is_on:
         raise ConfigError("warm_start needs a short run; give warm_start.steps or warm_start.levels.")
-    if warm_start.steps is not None and warm_start.steps > steps:
+    if warm_start.start is None and (warm_start.steps or 0) > steps:
         raise ConfigError(
             f"warm_start.steps must be at most {steps}, the policy's denoising steps; got {warm_start.steps}."
         )
@@ -263,15 +289,20 @@ def _check(warm_start: WarmStart, policy: DenoisingPolicy) -> None:
         )
 
 
-def _listed(policy: DenoisingPolicy, levels: tuple[int, ...]) -> DenoisingPolicy:
-    """Return the policy with DDPM steps at these levels, under the limits of its own sampler."""
+def _short(policy: DenoisingPolicy, warm_start: WarmStart) -> DenoisingPolicy:
+    """Return the policy with the sampler of its short runs, under the limits of its own."""
     own = policy.sampler
+    if warm_start.steps is not None and warm_start.start is None:
+        return policy
     limits = {f.name: getattr(own, f.name) for f in fields(StepRules) if hasattr(own, f.name)}
     try:
-        variance = getattr(own, "variance", DDPM.variance)
-        return policy.with_sampler(DDPM(**limits, variance=variance, levels=levels))
+        if warm_start.steps is None:
+            variance = getattr(own, "variance", DDPM.variance)
+            return policy.with_sampler(DDPM(**limits, variance=variance, levels=warm_start.levels))
+        clips = {name: limits[name] for name in ("clip_x0", "clip_action") if name in limits}
+        return policy.with_sampler(EulerFrom(**clips, steps=warm_start.steps, start=warm_start.start or 0.0))
     except ConfigError as error:
-        raise ConfigError(f"warm_start.levels={list(levels)} cannot be run: {error}") from error
+        raise ConfigError(f"this policy has no such short run, {warm_start}: {error}") from error
 
 
 def _rows(policy: DenoisingPolicy) -> int:

@@ -74,7 +74,7 @@ def test_the_protocol_tells_how_decisions_begin() -> None:
     )
     assert len({one.protocol_hash for one in (plain, warm, again)}) == 3
     assert warm.protocol["warm_start"] == {
-        "steps": None, "levels": [3, 0], "renoise": True, "gripper": [], "gripper_guess": 1.0,
+        "steps": None, "start": None, "levels": [3, 0], "renoise": True, "gripper": [], "gripper_guess": 1.0,
     }  # fmt: skip
     assert Evaluation.from_json(warm.to_json()) == warm
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from small_policies import ACTION_DIM, observations, small_policy
@@ -137,6 +139,28 @@ def test_listed_levels_keep_the_limits_of_the_policy() -> None:
     assert loose.decide(observations(B), noise=noise, previous=plans()).plan.abs().max() > 0.3
 
 
+@every_sampler
+def test_steps_from_a_time_on_lead_from_there_to_the_action(name: str) -> None:
+    policy = policy_of(name)
+    replanner = Replanner(policy, WarmStart(steps=3, start=0.4, renoise=True))
+    noise = noise_of(replanner)
+    warm = replanner.decide(observations(B), noise=noise, previous=plans())
+    assert warm.calls == 3
+    times = [0.4, 0.6, 0.8]
+    eps = noise[:, 0] if noise.dim() == 4 else noise
+    x = policy.process.corrupt(shifted(plans(), 2), eps, torch.full((B,), 0.4))
+    cond = policy.encode({"state": observations(B)})
+    limit = policy.sampler.clip_x0
+    for t, t_next in pairwise([*times, 1.0]):
+        now, then = torch.full((B,), t), torch.full((B,), t_next)
+        x0 = policy.predict(x, now, cond, kind="x0")
+        x0 = x0 if limit is None else x0.clamp(-limit, limit)
+        alpha, sigma = policy.process.alpha_sigma(now[:1])
+        x = policy.process.corrupt(x0, (x - alpha * x0) / sigma, then)
+    clip = policy.sampler.clip_action
+    torch.testing.assert_close(warm.plan, x if clip is None else x.clamp(-clip, clip), atol=1e-5, rtol=1e-4)
+
+
 # -- lanes ----------------------------------------------------------------------------------------------
 
 
@@ -189,7 +213,9 @@ def test_another_number_of_executed_steps_takes_other_rows_of_the_same_plan() ->
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: WarmStart(steps=2, levels=(1, 0)), ConfigError, r"choose the short run; got 2 and \[1, 0\]"),
+        (lambda: WarmStart(steps=2, levels=(1, 0)), ConfigError, r"short run; got \[1, 0\] and 2"),
+        (lambda: WarmStart(start=0.5), ConfigError, r"needs warm_start\.steps; got 0\.5 with steps=None"),
+        (lambda: WarmStart(start=1.0, steps=2), ConfigError, r"below 1, and .* got 1\.0 with steps=2"),
         (lambda: WarmStart(steps=0), ConfigError, "steps must be at least 1, or null; got 0"),
         (lambda: WarmStart(gripper_guess=0.0), ConfigError, "gripper_guess must be positive; got 0"),
         (lambda: Replanner(policy_of("ddim"), WarmStart()), ConfigError, "needs a short run"),
@@ -207,12 +233,12 @@ def test_another_number_of_executed_steps_takes_other_rows_of_the_same_plan() ->
         (
             lambda: Replanner(policy_of("flow"), WarmStart(levels=(1, 0))),
             ConfigError,
-            r"warm_start\.levels=\[1, 0\] cannot be run: sampler=ddpm needs process=diffusion",
+            r"no such short run, .*levels=\(1, 0\).*: sampler=ddpm needs process=diffusion",
         ),
         (
             lambda: Replanner(policy_of("ddim"), WarmStart(levels=(6, 0))),
             ConfigError,
-            r"warm_start\.levels=\[6, 0\] cannot be run: .* lie in 0\.\.5",
+            r"no such short run, .*levels=\(6, 0\).*: .* lie in 0\.\.5",
         ),
         (
             lambda: Replanner(small_policy(GaussianProcess(), horizon=TH), WarmStart(steps=2)),

@@ -211,7 +211,8 @@ class Bc:
     def _loss(self, batch: Demonstrations) -> Tensor:
         """Return the matching loss, averaged over recorded entries."""
         te = self._matching.sample_te(len(batch.action), generator=self._generator)
-        cond, action = self.policy.encode(batch.obs), self.policy.normalize_action(batch.action)
+        cond = self.policy.encode(batch.obs, generator=self._generator)
+        action = self.policy.normalize_action(batch.action)
         if self.config.dp_compat_mean:
             return self._matching.matching_loss(cond, action, te, reduce="mean")
         loss = self._matching.matching_loss(cond, action, te, reduce="step")  # (B, Th)

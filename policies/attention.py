@@ -178,18 +178,24 @@ def causal_mask(size: int) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool).tril()
 
 
-def check_attention(width: int, heads: int, dropout: float) -> None:
+def check_attention(width: int, heads: int, dropout: float, *, group: str = "backbone") -> None:
     """Refuse heads that do not share the width evenly, and a share that cannot be dropped.
+
+    Args:
+        width: D.
+        heads: H.
+        dropout: Share that is dropped.
+        group: Group of the part that is configured.
 
     Raises:
         ConfigError: If there are no heads, or they do not divide the width (the message lists what does), or
             dropout is not in [0, 1).
     """
     if not 0 <= dropout < 1:
-        raise ConfigError(f"backbone.dropout must be in [0, 1); got {dropout}.")
+        raise ConfigError(f"{group}.dropout must be in [0, 1); got {dropout}.")
     if heads < 1 or width % heads:
         choices = ", ".join(str(n) for n in range(1, min(width, 16) + 1) if width % n == 0)
         raise ConfigError(
-            f"backbone.heads must divide backbone.width={width}; got {heads}. Use one of {choices}, or "
+            f"{group}.heads must divide {group}.width={width}; got {heads}. Use one of {choices}, or "
             f"change the width."
         )

@@ -2,7 +2,7 @@
 
 An export is a folder that needs nothing of ours to run:
 
-    policy.onnx       (observation[, goal], noise) -> action, dynamic batch
+    policy.onnx       (observation[, goal, images], noise) -> action, dynamic batch
     signature.json    names, shapes, types, units, limits, control rate, horizons of inputs and outputs
     sample.npz        one input/output pair
     report.json       parity on random inputs, latency

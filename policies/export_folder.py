@@ -96,7 +96,7 @@ def signature(policy: Policy, around: Surroundings) -> dict[str, Any]:
     chunk = policy.chunk
 
     def feature(*shape: int, units: str = "physical", **facts: Any) -> dict[str, Any]:
-        return {"shape": ["B", *shape], "dtype": "float32", "units": units, **facts}
+        return {"shape": ["B", *shape], "dtype": "float32", "units": units} | facts
 
     inputs = {
         "observation": feature(chunk.obs_steps, policy.obs_dim, names=_entries(around.obs_names)),
@@ -104,6 +104,8 @@ def signature(policy: Policy, around: Surroundings) -> dict[str, Any]:
     }
     if policy.goal_dim:
         inputs["goal"] = feature(policy.goal_dim, names=None)
+    for camera, shape in policy.images.items():
+        inputs[camera] = feature(chunk.obs_steps, *shape, units="0 to 255, red green blue", dtype="uint8")
     action = feature(
         chunk.act_steps,
         chunk.action_dim,

@@ -8,7 +8,7 @@ import io
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,14 +34,20 @@ class SampledPolicy(nn.Module):
         super().__init__()
         self.policy = policy
 
-    def forward(self, observation: Tensor, noise: Tensor, goal: Tensor | None = None) -> Tensor:
-        """(B, To, Do), (B, *noise_shape)[, (B, Dg)] -> (B, Ta, Da)."""
-        obs = {"state": observation} if goal is None else {"state": observation, "goal": goal}
-        return self.policy.executed(self.policy.decode(self.policy.encode(obs), noise))
+    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return actions (B, Ta, Da).
+
+        Shapes:
+            inputs: `observation` (B, To, Do), `noise` (B, *noise_shape) and what else the policy sees: `goal`
+            (B, Dg), images (B, To, H, W, 3) by camera.
+        """
+        seen = {name: value for name, value in inputs.items() if name not in ("observation", "noise")}
+        cond = self.policy.encode({"state": inputs["observation"], **seen})
+        return self.policy.executed(self.policy.decode(cond, inputs["noise"]))
 
 
 def random_inputs(policy: Policy, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
-    """Draw observations inside the range of the statistics, and noise."""
+    """Draw observations inside the range of the statistics, images of random bytes, and noise."""
 
     def feature(name: str, *shape: int) -> Tensor:
         return policy.normalizer.decode(name, 0.7 * torch.randn(batch, *shape, generator=generator))
@@ -52,6 +58,9 @@ def random_inputs(policy: Policy, batch: int, generator: torch.Generator) -> dic
     }
     if policy.goal_dim:
         inputs["goal"] = feature("goal", policy.goal_dim)
+    for camera, shape in policy.images.items():
+        size = (batch, policy.chunk.obs_steps, *shape)
+        inputs[camera] = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
     return inputs
 
 
@@ -68,7 +77,7 @@ def write_checked_graph(
     """
     traced = SampledPolicy(model.policy.clone())
     with torch.no_grad():
-        traced(**random_inputs(traced.policy, _TRACED_BATCH, torch.Generator().manual_seed(seed)))
+        traced(random_inputs(traced.policy, _TRACED_BATCH, torch.Generator().manual_seed(seed)))
     seal(traced)  # what depends on weights alone becomes constants of the graph
     for is_symbolic in (False, True):
         _write_graph(traced, path, seed, is_symbolic=is_symbolic)
@@ -98,8 +107,8 @@ def _write_graph(model: SampledPolicy, path: Path, seed: int, *, is_symbolic: bo
                 model,
                 (),
                 str(path),
-                kwargs=inputs,
-                dynamic_shapes={name: {0: batch} for name in inputs} if is_symbolic else None,
+                kwargs={"inputs": inputs},
+                dynamic_shapes={"inputs": {name: {0: batch} for name in inputs}} if is_symbolic else None,
                 input_names=list(inputs),
                 output_names=["action"],
                 opset_version=OPSET,
@@ -137,7 +146,7 @@ def _parity(
 @torch.no_grad()
 def _difference(model: SampledPolicy, session: Any, inputs: dict[str, Tensor]) -> float:
     """Return the difference of `ExportReport`; infinite where the graph does not run or has another shape."""
-    expected = model(**inputs).numpy()
+    expected = model(inputs).numpy()
     try:
         found = run_graph(session, inputs)
     except Exception:  # onnxruntime's errors have no common class

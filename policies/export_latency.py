@@ -21,7 +21,7 @@ def latency_of(
     inputs = random_inputs(model.policy, batch, generator)
     feed = feed_of(session, inputs)
     with torch_threads(1):
-        eager_s = _median_s(lambda: model(**inputs))
+        eager_s = _median_s(lambda: model(inputs))
     onnx_s = _median_s(lambda: session.run(None, feed))
     return {"batch": batch, "eager_ms": 1e3 * eager_s, "onnx_ms": 1e3 * onnx_s}
 

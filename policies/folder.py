@@ -147,7 +147,8 @@ def load_policy(directory: str | Path) -> Policy:
         }
         config = PolicyConfig(**parts, **horizons, normalizer=modes, observation_clip=clip, **goals)
         obs_dim, action_dim, goal_dim = (int(data[name]) for name in ("obs_dim", "action_dim", "goal_dim"))
-        images = {camera: (int(h), int(w), int(c)) for camera, (h, w, c) in data.get("images", {}).items()}
+        images = dict(data.get("images", {}))
+        images = {camera: (int(h), int(w), int(c)) for camera, (h, w, c) in images.items()}
         policy = build_policy(
             config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim, images=images
         )

@@ -131,8 +131,10 @@ class Policy(nn.Module):
         cond = self.encoder(obs, self.normalizer, generator)
         if not self.config.goal_dropout:
             return cond
-        nowhere = self.normalizer.decode("goal", torch.zeros_like(obs["goal"]))
-        return replace(cond, free=self.encoder({**obs, "goal": nowhere}, self.normalizer))
+        nowhere = torch.zeros_like(cond.vec[:, -self.goal_dim :])
+        return replace(
+            cond, free=replace(cond, vec=torch.cat([cond.vec[:, : -self.goal_dim], nowhere], dim=1))
+        )
 
     def _check_guidance(self) -> None:
         """Refuse guidance by a goal that there is not, or that was never dropped."""

@@ -59,7 +59,7 @@ class Encoder(Protocol):
     def __call__(
         self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
     ) -> Cond:
-        """Encode physical observations.
+        """Encode physical observations; `Cond.vec` ends with the normalised goal, and nothing else sees it.
 
         Args:
             obs: `state` (B, To, Do), `goal` (B, Dg) and images (B, To, H, W, 3) by the names of the cameras.

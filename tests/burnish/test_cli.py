@@ -206,6 +206,7 @@ def test_completion_offers_commands_then_keys_and_options(
         ("algos", "dppo"),
         ("envs", "avoid"),
         ("processes", "diffusion"),
+        ("encoders", "resnet"),
         ("backbones", "mlp"),
         ("samplers", "ddim"),
         ("datasets", "robomimic"),

@@ -1,0 +1,109 @@
+"""What image encoders share: which cameras they look at, and what is done to pixels before a network.
+
+Images come as simulators, datasets and cameras give them: (B, To, H, W, 3), uint8, or floating point in
+[0, 1]. All images of a history are cropped or shifted alike, so that only what moved moves between
+them.
+
+Legend: B batch, To observation history, H and W height and width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from policies.encoders import ImageShape, ObservationSizes, read
+from policies.errors import ConfigError
+from policies.protocols import Observation
+
+RESERVED = ("state", "goal", "action", "observation", "noise")
+"""Names of other things that a policy and its exported graph are given or give."""
+
+
+def chosen(sizes: ObservationSizes, cameras: Sequence[str]) -> dict[str, ImageShape]:
+    """Return the shapes of the images of some cameras, in this order; none named: all, sorted by name.
+
+    Raises:
+        ConfigError: If there are no cameras, or not these; or one has an impossible name or image.
+    """
+    there = ", ".join(sorted(sizes.images)) or "none"
+    if not sizes.images:
+        raise ConfigError("this encoder needs images; got none. Use data with cameras, or encoder=state.")
+    if len(set(cameras)) < len(cameras) or not set(cameras) <= set(sizes.images):
+        raise ConfigError(
+            f"encoder.cameras must be distinct cameras that there are ({there}); got {', '.join(cameras)}."
+        )
+    shapes = {camera: sizes.images[camera] for camera in cameras or sorted(sizes.images)}
+    for camera, shape in shapes.items():
+        if camera in RESERVED:
+            raise ConfigError(f"a camera cannot be called '{camera}'; rename it in the data.")
+        if len(shape) != 3 or shape[2] != 3 or min(shape) < 1:
+            raise ConfigError(f"images of camera '{camera}' must have shape (H, W, 3); got {tuple(shape)}.")
+    return shapes
+
+
+def pixels(obs: Observation, camera: str, sizes: ObservationSizes) -> Tensor:
+    """Return the images of a camera as they come, (B, To, H, W, 3).
+
+    Raises:
+        ConfigError: If they are missing, or of another shape or type.
+    """
+    images = read(obs, camera, (sizes.obs_steps, *sizes.images[camera]))
+    if images.dtype != torch.uint8 and not images.is_floating_point():
+        raise ConfigError(
+            f"images of camera '{camera}' must be uint8, or floating point in [0, 1]; got {images.dtype}."
+        )
+    return images
+
+
+def in_unit_range(images: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return images as numbers in [0, 1] of a floating-point type."""
+    scaled = images.to(dtype)
+    return scaled if images.is_floating_point() else scaled / 255
+
+
+def windows(images: Tensor, top: Tensor, left: Tensor, size: tuple[int, int]) -> Tensor:
+    """Cut one window out of each row of the batch; what lies outside of an image repeats its edge.
+
+    Shapes:
+        images: (B, To, H, W, 3) -> (B, To, *size, 3). top, left: (B,) integer corner of the window.
+    """
+    height, width = images.shape[2:4]
+    row = torch.arange(len(images), device=images.device)[:, None, None, None]
+    step = torch.arange(images.shape[1], device=images.device)[None, :, None, None]
+    down = torch.arange(size[0], device=images.device) + top[:, None]
+    right = torch.arange(size[1], device=images.device) + left[:, None]
+    y, x = down.clamp(0, height - 1)[:, None, :, None], right.clamp(0, width - 1)[:, None, None, :]
+    return images[row, step, y, x]
+
+
+def random_shift(images: Tensor, pad: int, generator: torch.Generator) -> Tensor:
+    """Shift images (B, To, H, W, 3) by up to `pad` pixels in each direction, drawn for every row.
+
+    Source:
+        DrQ (arXiv 2004.13649); the released code of DPPO (arXiv 2409.00588), whose interpolation at whole
+        pixels this is without rounding.
+    """
+    top, left = _drawn(len(images), (2 * pad + 1, 2 * pad + 1), generator, images.device) - pad
+    return windows(images, top, left, (images.shape[2], images.shape[3]))
+
+
+def random_crop(images: Tensor, size: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Crop images (B, To, H, W, 3) to (B, To, *size, 3) at places drawn for every row."""
+    places = (images.shape[2] - size[0] + 1, images.shape[3] - size[1] + 1)
+    top, left = _drawn(len(images), places, generator, images.device)
+    return windows(images, top, left, size)
+
+
+def centre_crop(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Crop images (B, To, H, W, 3) to their middle (B, To, *size, 3)."""
+    top, left = (images.shape[2] - size[0]) // 2, (images.shape[3] - size[1]) // 2
+    return images[:, :, top : top + size[0], left : left + size[1]]
+
+
+def _drawn(n: int, places: tuple[int, int], generator: torch.Generator, device: torch.device) -> Tensor:
+    """Draw whole numbers from 0 up to each of `places`, (2, n)."""
+    draws = [torch.randint(0, k, (n,), generator=generator, device=generator.device) for k in places]
+    return torch.stack(draws).to(device)

@@ -1,0 +1,196 @@
+"""The image encoder of Diffusion Policy: a residual network that ends in the places of keypoints.
+
+    h = max3(relu(norm(conv7(x))))                         stem: a quarter of the resolution
+    h <- relu(norm(conv3(relu(norm(conv3(h))))) + s(h))    eight blocks; s: 1 x 1 where channels change
+    p = softmax over positions of conv1(h)                 one distribution per keypoint
+    f = relu(W [E_p x | E_p y] + b)                        x from left and y from top, in [-1, 1]
+
+Legend: M images, B batch, To observation history, C channels, N keypoints.
+
+Source:
+    Diffusion Policy (arXiv 2303.04137), "visual encoder"; ResNet (arXiv 1512.03385); group normalisation
+    (arXiv 1803.08494) where ResNet has batch normalisation, whose running averages do not agree with averaged
+    weights; spatial softmax (arXiv 1504.00702). Deviation: all images of a history are cropped alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from policies.encoders import ObservationSizes
+from policies.encoders.images import centre_crop, chosen, in_unit_range, pixels, random_crop
+from policies.encoders.state import encoded_state, with_goal
+from policies.errors import ConfigError
+from policies.normalizer import Normalizer
+from policies.protocols import Cond, Observation
+from policies.registry import register
+
+_SMALLEST = 33
+"""Pixels from which on the last features stand at more than one place."""
+
+
+@register("encoder", "resnet")
+@dataclass(frozen=True)
+class ResNetEncoderConfig:
+    """ResNet-18 with spatial softmax for every camera, beside state and goal."""
+
+    cameras: tuple[str, ...] = ()  # which, in this order; empty: all, sorted by name
+    crop: float = 0.9  # share of height and width seen: a random part in training, else the middle; 1: all
+    shared: bool = False  # one network for all cameras, not one each
+    width: int = 64  # channels of the first stage, doubled in each of the next three; a multiple of 16
+    keypoints: int = 32  # places that are looked for
+    features: int = 64  # numbers per image
+
+    def __post_init__(self) -> None:
+        if not 0 < self.crop <= 1:
+            raise ConfigError(f"encoder.crop must be in (0, 1]; got {self.crop}.")
+        if self.width < 16 or self.width % 16:
+            raise ConfigError(f"encoder.width must be a multiple of 16; got {self.width}.")
+        for name in ("keypoints", "features"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"encoder.{name} must be at least 1; got {getattr(self, name)}.")
+
+    def build(self, sizes: ObservationSizes) -> ResNetEncoder:
+        """Build the encoder; see `policies.encoders.EncoderConfig`.
+
+        Raises:
+            ConfigError: If a camera is missing or its images are too small.
+        """
+        return ResNetEncoder(self, sizes)
+
+
+class ResNetEncoder(nn.Module):
+    """See `ResNetEncoderConfig`; satisfies `policies.encoders.Encoder`.
+
+    The condition is [features, state] of each step, oldest first, and then the goal: backbones that read one
+    token per observation find them side by side.
+    """
+
+    token_dim = 0
+
+    def __init__(self, config: ResNetEncoderConfig, sizes: ObservationSizes) -> None:
+        super().__init__()
+        self.config = config
+        self.sizes = replace(sizes, images=chosen(sizes, config.cameras))
+        self.crops = {camera: self._crop_of(camera) for camera in self.sizes.images}
+        num_nets = 1 if config.shared else len(self.crops)
+        self.nets = nn.ModuleList(KeypointNet(config) for _ in range(num_nets))
+
+    def _crop_of(self, camera: str) -> tuple[int, int]:
+        """Return height and width of what is seen of an image."""
+        height, width, _ = self.sizes.images[camera]
+        crop = (round(self.config.crop * height), round(self.config.crop * width))
+        if min(crop) < _SMALLEST:
+            raise ConfigError(
+                f"encoder=resnet needs at least {_SMALLEST} x {_SMALLEST} pixels; camera '{camera}' has "
+                f"{height} x {width}, of which encoder.crop={self.config.crop:g} leaves {crop[0]} x "
+                f"{crop[1]}. Use larger images, or encoder=vit."
+            )
+        return crop
+
+    @property
+    def cond_dim(self) -> int:
+        """C, width of the condition vector."""
+        per_step = len(self.crops) * self.config.features + self.sizes.obs_dim
+        return per_step * self.sizes.obs_steps + self.sizes.goal_dim
+
+    def forward(
+        self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
+    ) -> Cond:
+        """Encode physical observations; see `policies.encoders.Encoder`."""
+        state = encoded_state(obs, normalizer, self.sizes)
+        parts = []
+        for i, camera in enumerate(self.crops):
+            net = self.nets[0 if self.config.shared else i]
+            features = net(self._seen(pixels(obs, camera, self.sizes), camera, state.dtype, generator))
+            parts.append(features.view(-1, self.sizes.obs_steps, self.config.features))
+        vec = torch.cat([*parts, state], dim=-1).reshape(-1, self.cond_dim - self.sizes.goal_dim)
+        return Cond(with_goal(vec, obs, normalizer, self.sizes))
+
+    def _seen(
+        self, images: Tensor, camera: str, dtype: torch.dtype, generator: torch.Generator | None
+    ) -> Tensor:
+        """Crop images (B, To, H, W, 3) and lay them out for a network, (B To, 3, h, w) in [-1, 1]."""
+        size = self.crops[camera]
+        crop = centre_crop(images, size) if generator is None else random_crop(images, size, generator)
+        x = (2 * in_unit_range(crop, dtype) - 1).reshape(-1, *size, 3)
+        # Colours first in memory as well: with colours last, the layers take twice as long on a CPU, and the
+        # backward pass of a group norm in PyTorch 2.13 crashes when what is before it is frozen.
+        return x.permute(0, 3, 1, 2).contiguous()
+
+
+class KeypointNet(nn.Module):
+    """Features of one image: where keypoints are in it."""
+
+    def __init__(self, config: ResNetEncoderConfig) -> None:
+        super().__init__()
+        self.trunk = ResNet18(config.width)
+        self.keypoints = nn.Conv2d(8 * config.width, config.keypoints, 1, bias=False)  # one would cancel
+        self.outlet = nn.Linear(2 * config.keypoints, config.features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(M, 3, H, W) in [-1, 1] -> (M, features)."""
+        return torch.relu(self.outlet(expected_places(self.keypoints(self.trunk(x))).flatten(1)))
+
+
+def expected_places(maps: Tensor) -> Tensor:
+    """Return the mean place under the softmax of each map: (M, N, H, W) -> (M, N, 2), x and y in [-1, 1].
+
+    Source:
+        arXiv 1504.00702, "spatial softmax" and "feature points".
+    """
+    height, width = maps.shape[2:]
+    share = maps.flatten(2).softmax(dim=-1).view(-1, maps.shape[1], height, width)
+    x, y = (torch.linspace(-1, 1, n, device=maps.device, dtype=maps.dtype) for n in (width, height))
+    return torch.stack([share.sum(dim=2) @ x, share.sum(dim=3) @ y], dim=-1)
+
+
+class ResNet18(nn.Module):
+    """The 18-layer residual network without its classifier, normalised over groups of 16 channels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 7, stride=2, padding=3, bias=False)
+        self.norm = _norm(width)
+        blocks = []
+        for stage in range(4):
+            before, channels = width * 2 ** max(stage - 1, 0), width * 2**stage
+            blocks += [ResidualBlock(before, channels), ResidualBlock(channels, channels)]
+        self.blocks = nn.Sequential(*blocks)
+        for part in self.modules():
+            if isinstance(part, nn.Conv2d):
+                nn.init.kaiming_normal_(part.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(M, 3, H, W) -> (M, 8 width, H / 32, W / 32), rounded up."""
+        h = F.max_pool2d(torch.relu(self.norm(self.stem(x))), 3, stride=2, padding=1)
+        return self.blocks(h)
+
+
+class ResidualBlock(nn.Module):
+    """Two 3 x 3 convolutions beside a shortcut; halves the resolution where it changes the channels."""
+
+    def __init__(self, before: int, channels: int) -> None:
+        super().__init__()
+        stride = 1 if before == channels else 2
+        self.conv1 = nn.Conv2d(before, channels, 3, stride=stride, padding=1, bias=False)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1, self.norm2 = _norm(channels), _norm(channels)
+        self.shortcut: nn.Module = nn.Identity()
+        if before != channels:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(before, channels, 1, stride=stride, bias=False), _norm(channels)
+            )
+
+    def forward(self, h: Tensor) -> Tensor:
+        """(M, C, H, W) -> (M, C', H', W')."""
+        inner = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(h)))))
+        return torch.relu(inner + self.shortcut(h))
+
+
+def _norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(channels // 16, channels)

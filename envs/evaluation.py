@@ -29,6 +29,8 @@ from envs.workers import start_workers
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.executor import Replanner, WarmStart, with_act_steps
 from policies.policy import Policy
+from policies.selection import BestOfN
+from policies.steering import Steering, steered
 
 NOISES = ("random", "zero")
 SEEDS = 2**32  # what every simulator takes: 0 to SEEDS - 1
@@ -66,6 +68,7 @@ class EvaluationSettings:
     num_envs: int = 16  # episodes side by side; never changes a number
     act_steps: int | None = None  # actions executed before the policy decides again; null: the policy's own
     warm_start: WarmStart = field(default_factory=WarmStart)
+    steer: Steering = field(default_factory=Steering)
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -80,6 +83,10 @@ class EvaluationSettings:
         for name in ("start_noise", "sampling_noise"):
             if getattr(self, name) not in NOISES:
                 raise ConfigError(f"{name} must be random or zero; got '{getattr(self, name)}'.")
+            if self.steer.is_on and getattr(self, name) == "zero":
+                raise ConfigError(f"{name}=zero and steer exclude each other. Leave one of them out.")
+        if self.steer.is_on and self.warm_start.is_on:
+            raise ConfigError("steer and warm_start both say where a plan begins. Give one of them.")
 
 
 @dataclass(frozen=True)
@@ -185,6 +192,7 @@ def evaluate(
     noise_seed: int = EvaluationSettings.noise_seed,
     act_steps: int | None = EvaluationSettings.act_steps,
     warm_start: WarmStart | None = None,
+    steer: Steering | None = None,
     keep_observations: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
@@ -204,17 +212,19 @@ def evaluate(
         noise_seed: Root of the episodes' noise generators.
         act_steps: Actions executed before the policy decides again; None: the policy's own.
         warm_start: How a decision begins from the one before; None: every decision is on its own.
+        steer: How the policy follows a sketch; None: it does not.
         keep_observations: Keep `observations` and `actions` of every control step in the rows.
         on_progress: Called with (episodes done, E).
 
     Raises:
         ConfigError: If an argument is out of range or the policy does not fit the task.
-        CapabilityError: If `steps` is given and the policy's sampler has no number of steps, or `act_steps`
-            or `warm_start` and the policy does not plan.
+        CapabilityError: If `steps` is given and the policy's sampler has no number of steps, or `act_steps`,
+            `warm_start` or `steer` and the policy does not plan.
     """
-    short_run = warm_start or WarmStart()
+    short_run, sketched = warm_start or WarmStart(), steer or Steering()
     settings = EvaluationSettings(
-        episodes, first_seed, noise_seed, start_noise, sampling_noise, steps, num_envs, act_steps, short_run
+        *(episodes, first_seed, noise_seed, start_noise, sampling_noise),
+        *(steps, num_envs, act_steps, short_run, sketched),
     )
     if episodes < 1 or num_workers < 0:
         raise ConfigError(
@@ -222,7 +232,7 @@ def evaluate(
         )
     spec, advice = env.spec, "Evaluate it on the task it was made for."
     require_fit(f"env={spec.name}", spec, "the policy", policy, advice=advice)
-    numbers = json.loads(json.dumps(asdict(settings)))
+    numbers = json.loads(json.dumps({**asdict(settings), "steer": sketched.describe()}))
     del numbers["num_envs"]  # changes no number
     protocol = {
         "env": _describe(env),
@@ -331,16 +341,16 @@ def compare(
 
 
 def as_evaluated(policy: EvaluatedPolicy, settings: EvaluationSettings) -> EvaluatedPolicy:
-    """Return the policy with the steps that the settings give it.
+    """Return the policy with the steps that the settings give it, along their sketch.
 
     Raises:
-        ConfigError: If a number of steps or a short run does not fit it.
+        ConfigError: If a number of steps, a short run or a sketch does not fit it.
         CapabilityError: If it has no such switch.
     """
     view = with_act_steps(with_steps(policy, settings.steps), settings.act_steps)
     if settings.warm_start.is_on:
         Replanner(view, settings.warm_start)
-    return view
+    return steered(view, settings.steer)
 
 
 def with_steps(policy: EvaluatedPolicy, steps: int | None) -> EvaluatedPolicy:
@@ -402,7 +412,7 @@ def _play(
 def _on_cpu(player: Player) -> Player:
     """Return a player for worker processes, its policy on the CPU."""
     policy = player.policy
-    return replace(player, policy=policy.on_cpu() if isinstance(policy, Policy) else policy)
+    return replace(player, policy=policy.on_cpu() if isinstance(policy, Policy | BestOfN) else policy)
 
 
 def _describe(env: EnvConfig) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from policies.errors import ConfigError
 from policies.policy import Policy
-from policies.protocols import ChunkSpec, Observation, SampleHook
+from policies.protocols import Observation, SampleHook
 
 Scorer = Callable[[Tensor, Observation], Tensor]
 """(physical plans (B, N, Th, Da), observation) -> scores (B, N), more is better."""
@@ -95,13 +95,9 @@ class BestOfN(nn.Module):
     def __init__(self, policy: Policy, scorer: Scorer, selection: Selection) -> None:
         super().__init__()
         self.policy = policy
+        self.chunk = policy.chunk
         self.scorer = scorer
         self.selection = selection
-
-    @property
-    def chunk(self) -> ChunkSpec:
-        """Horizons of the plans."""
-        return self.policy.chunk
 
     @property
     def obs_dim(self) -> int:

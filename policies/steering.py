@@ -19,7 +19,7 @@ rows of the guide, where the published one puts the agent on the sketch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -31,7 +31,7 @@ from policies.hooks import Hook
 from policies.policy import Policy
 from policies.protocols import Observation, SampleHook, Step
 from policies.selection import BestOfN, Selection
-from policies.sketches import Sketch, read_sketch
+from policies.sketches import ActionSketch, PositionSketch, Sketch, read_sketch
 from policies.steps import StepTable, revisited
 
 AnyPolicy = TypeVar("AnyPolicy")
@@ -103,6 +103,14 @@ class Steering:
     def is_on(self) -> bool:
         """Whether there is anything to follow."""
         return self.strategy is not None
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return the switches with the sketch itself in place of its file; None where steering is off.
+
+        Raises:
+            ConfigError: If there is no sketch.
+        """
+        return {**asdict(self), "sketch": asdict(_sketch_of(self))} if self.is_on else None
 
     @property
     def recipe(self) -> Strategy:
@@ -291,11 +299,14 @@ def steered(policy: AnyPolicy, steering: Steering) -> AnyPolicy | SteeredPolicy:
         CapabilityError: If the policy does not denoise.
         ConfigError: If there is no sketch, or something does not fit.
     """
-    if not steering.is_on:
-        return policy
+    return SteeredPolicy(policy, _sketch_of(steering), steering) if steering.is_on else policy
+
+
+def _sketch_of(steering: Steering) -> ActionSketch | PositionSketch:
+    """Read the sketch of a configuration."""
     if steering.sketch is None:
         raise ConfigError(f"steer.strategy={steering.strategy} needs steer.sketch=<JSON or NPZ file>.")
-    return SteeredPolicy(policy, read_sketch(steering.sketch), steering)
+    return read_sketch(steering.sketch)
 
 
 def _guide_rows(policy: DenoisingPolicy, steering: Steering) -> int:

@@ -57,6 +57,10 @@ def small(part: type, **changes: Any) -> Any:
     return part(**values)
 
 
+def _default_sampler(process: str) -> Any:
+    return registry.lookup("process", process)().default_sampler()
+
+
 def exploring(sampler: type) -> Any:
     """Build a small sampler that adds noise."""
     return small(sampler, **EXPLORING)
@@ -134,6 +138,12 @@ def combinations() -> Iterator[Any]:
 
 COMBINATIONS = list(combinations())
 every_policy = pytest.mark.parametrize(("process", "backbone", "sampler"), COMBINATIONS)
+PARTS_OF_A_GRAPH = [
+    case
+    for case in COMBINATIONS
+    if case.values[1] == "mlp" or case.values[2] == small(type(_default_sampler(case.values[0])))
+]
+"""Every process with every sampler, and every process with every backbone: a graph is made of these pairs."""
 MISFITS = [
     (process, sampler)
     for process in registry.parts("process")
@@ -253,6 +263,23 @@ def test_shapes_and_types_at_every_batch(
             loss = policy.matching_loss(cond, action, te, reduce=how)  # type: ignore[attr-defined]
             assert loss.shape == shape and (loss.isfinite().all() or batch == 0)
         assert {x.dtype for x in (decoded, physical, loss, noise, cond.vec)} == {torch.float32}
+
+
+@pytest.mark.parametrize("backbone", registry.parts("backbone"))
+def test_any_horizon_from_one_to_thirty_three(backbone: str) -> None:
+    """Networks that halve their rows pad and crop, and every row matters."""
+    for horizon in range(1, 34):
+        steps = {"obs_steps": 1 + horizon % 3, "horizon": horizon, "act_steps": 1 + horizon // 2}
+        policy = build(
+            "flow", backbone, small(registry.lookup("sampler", "euler"), clip_action=None), **steps
+        )
+        cond, action, te = loss_inputs(policy, 2)
+        noise = policy.sample_noise(2, generator=seeded()).requires_grad_()
+        chunk = policy.decode(cond, noise, grad=True)
+        assert chunk.shape == (2, horizon, ACTION_DIM) and chunk.isfinite().all()
+        (grad,) = torch.autograd.grad(chunk.square().sum(), noise)
+        assert bool((grad.abs().sum(-1) > 0).all())
+        assert policy.matching_loss(cond, action, te, reduce="step").shape == (2, horizon)  # type: ignore[attr-defined]
 
 
 @every_policy
@@ -420,7 +447,7 @@ def assert_compiled_equals_eager(policy: Policy) -> None:
         torch.testing.assert_close(compiled(obs, noise), act(obs, noise), atol=1e-5, rtol=1e-5)
 
 
-@every_policy
+@pytest.mark.parametrize(("process", "backbone", "sampler"), PARTS_OF_A_GRAPH)
 def test_a_compiled_policy_is_one_graph_with_the_same_numbers(
     process: str, backbone: str, sampler: Any
 ) -> None:

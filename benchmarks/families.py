@@ -41,11 +41,12 @@ BATCH, WIDTH = 128, 256
 
 @dataclass(frozen=True)
 class Task:
-    """A task, what its policies are cloned from, and for how long."""
+    """A task, what its policies are cloned from, for how long, and how many samplers are shown of each."""
 
     demonstrations: int
     steps: int
     lr: float
+    samplers: int
     overrides: tuple[str, ...] = ()
 
 
@@ -58,8 +59,8 @@ class Family:
 
 
 TASKS = {
-    "avoid": Task(100, 20_000, 2e-3),
-    "cube-single": Task(40, 10_000, 2e-3, ("policy.observation_clip=2.0",)),
+    "avoid": Task(100, 20_000, 2e-3, 4),
+    "cube-single": Task(20, 6_000, 2e-3, 1, ("policy.observation_clip=2.0",)),
 }
 EULER = {"name": "euler", "clip_action": 1.0}
 FAMILIES = {
@@ -140,7 +141,7 @@ def run_one(task: str, family: str, seed: int, root: Path) -> Path:
         "parameters": sum(p.numel() for p in policy.parameters()),
         "samplers": {
             title: measure(_with(policy, settings), task)
-            for title, settings in FAMILIES[family].samplers.items()
+            for title, settings in list(FAMILIES[family].samplers.items())[: setting.samplers]
         },
         "environment": describe_environment(),
     }  # fmt: skip

@@ -21,7 +21,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from policies import registry
+from policies.compose import ComposedPolicy
 from policies.denoising import DenoisingPolicy
-from policies.errors import CheckpointError, ConfigError
+from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.fields import SwitchedField
+from policies.operators import Composition
 from policies.policy import Policy, PolicyConfig, build_policy
 
 FORMAT = 1
@@ -45,7 +47,7 @@ _PART_GROUPS = ("process", "encoder", "backbone", "sampler")
 def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return everything needed to rebuild a policy around its weights; JSON types only."""
     config = replace(policy.config, sampler=getattr(policy, "sampler", policy.config.sampler))
-    field = getattr(policy, "field", None)
+    field = None if isinstance(policy, ComposedPolicy) else getattr(policy, "field", None)
     return {
         "format": FORMAT,
         "parts": {group: registry.to_json(group, getattr(config, group)) for group in _PART_GROUPS},
@@ -62,8 +64,15 @@ def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dic
         "observation_clip": config.observation_clip,
         "goal_dropout": config.goal_dropout,
         "guidance": config.guidance,
+        **(_describe_composition(policy) if isinstance(policy, ComposedPolicy) else {}),
         "provenance": dict(provenance or {}),
     }
+
+
+def _describe_composition(policy: ComposedPolicy) -> dict[str, Any]:
+    """Return how a composition is combined, and its members as `describe` does."""
+    members = [describe(member) for member in policy.fields]
+    return {"composition": asdict(policy.composition), "members": members}
 
 
 def save_policy(
@@ -136,29 +145,35 @@ def load_policy(directory: str | Path) -> Policy:
     data = read_config(directory)
     registry.scan_policies()
     try:
-        described = {"encoder": {"name": "state"}} | data["parts"]  # there was one encoder at first
-        parts = {group: registry.from_json(group, described[group]) for group in _PART_GROUPS}
-        names = ("obs_steps", "horizon", "act_steps", "action_start")
-        modes = {"state": "limits", "goal": "limits", "action": "limits"} | data["normalizer"]
-        horizons = {name: data[name] for name in names}
-        clip = data.get("observation_clip")
-        goals = {
-            name: data.get(name, default) for name, default in (("goal_dropout", 0.0), ("guidance", 1.0))
-        }
-        config = PolicyConfig(**parts, **horizons, normalizer=modes, observation_clip=clip, **goals)
-        obs_dim, action_dim, goal_dim = (int(data[name]) for name in ("obs_dim", "action_dim", "goal_dim"))
-        images = dict(data.get("images", {}))
-        images = {camera: (int(h), int(w), int(c)) for camera, (h, w, c) in images.items()}
-        policy = build_policy(
-            config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim, images=images
-        )
-    except (ConfigError, KeyError, TypeError, ValueError) as error:
+        policy = _rebuild(data)
+    except (CapabilityError, ConfigError, KeyError, TypeError, ValueError) as error:
         reason = f"missing key {error}" if isinstance(error, KeyError) else str(error)
         raise CheckpointError(f"{Path(directory) / CONFIG} does not describe a policy: {reason}") from error
-    if data.get("switch_time") is not None and isinstance(policy, DenoisingPolicy):
-        policy.field = SwitchedField(policy.field, policy.clone().field, float(data["switch_time"]))
     _load_weights(policy, Path(directory) / WEIGHTS)
     return policy.eval()
+
+
+def _rebuild(data: Mapping[str, Any]) -> Policy:
+    """Build the policy that `describe` described, around fresh weights."""
+    if "members" in data:
+        sampler = registry.from_json("sampler", data["parts"]["sampler"])
+        members = [_rebuild(member) for member in data["members"]]
+        return ComposedPolicy(members, Composition(**data["composition"]), sampler=sampler)
+    described = {"encoder": {"name": "state"}} | data["parts"]  # there was one encoder at first
+    parts = {group: registry.from_json(group, described[group]) for group in _PART_GROUPS}
+    names = ("obs_steps", "horizon", "act_steps", "action_start")
+    modes = {"state": "limits", "goal": "limits", "action": "limits"} | data["normalizer"]
+    horizons = {name: data[name] for name in names}
+    clip = data.get("observation_clip")
+    goals = {name: data.get(name, default) for name, default in (("goal_dropout", 0.0), ("guidance", 1.0))}
+    config = PolicyConfig(**parts, **horizons, normalizer=modes, observation_clip=clip, **goals)
+    obs_dim, action_dim, goal_dim = (int(data[name]) for name in ("obs_dim", "action_dim", "goal_dim"))
+    images = dict(data.get("images", {}))
+    images = {camera: (int(h), int(w), int(c)) for camera, (h, w, c) in images.items()}
+    policy = build_policy(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim, images=images)
+    if data.get("switch_time") is not None and isinstance(policy, DenoisingPolicy):
+        policy.field = SwitchedField(policy.field, policy.clone().field, float(data["switch_time"]))
+    return policy
 
 
 def _load_weights(policy: Policy, path: Path) -> None:
@@ -192,7 +207,7 @@ def fault_of(name: str, value: Tensor, dtype: torch.dtype) -> str:
     value = value.to(dtype)
     if not value.isfinite().all():
         return "must be finite; it holds NaN or inf"
-    if name.startswith("normalizer.") and name.endswith("_scale") and not value.all():
+    if ".normalizer." in f".{name}" and name.endswith("_scale") and not value.all():
         return "must not hold zeros: it is divided by"
     return ""
 
@@ -209,7 +224,7 @@ def model_card(policy: Policy, description: Mapping[str, Any]) -> str:
         "---",
         f"# {facts.get('name', 'policy')}",
         "",
-        f"A {parts['process']['name']} policy ({count:,} parameters) made with burnish.",
+        f"{_kind(description)} ({count:,} parameters) made with burnish.",
         "",
         "| | |",
         "|---|---|",
@@ -228,6 +243,14 @@ def model_card(policy: Policy, description: Mapping[str, Any]) -> str:
         "```",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _kind(description: Mapping[str, Any]) -> str:
+    """Say what kind of policy it is."""
+    if "members" not in description:
+        return f"A {description['parts']['process']['name']} policy"
+    how, count = description["composition"], len(description["members"])
+    return f"A composition of {count} policies (`{how['operator']}`, weights `{json.dumps(how['weights'])}`)"
 
 
 def _sync(directory: Path) -> None:

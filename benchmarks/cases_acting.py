@@ -23,6 +23,7 @@ from benchmarks.sides import (
     push_t,
     reference,
     require_close,
+    small_dit,
     tape,
 )
 from benchmarks.timing import Figure, interleave
@@ -69,6 +70,23 @@ def unet(options: argparse.Namespace) -> Iterator[Figure]:
         times = interleave({"ours": run, "peer": peer}, rounds=options.rounds, slot_s=0.1)
         yield Figure(
             f"U-Net, batch {batch}", "policy.act", "diffusers loop", times["ours"], times["peer"], floor
+        )
+
+
+def transformer(options: argparse.Namespace) -> Iterator[Figure]:
+    """Ten Euler steps of a small diffusion transformer, one thread, against the plain network in a loop."""
+    plain, policy = small_dit()
+    scale = policy.process.time_scale
+    for batch, floor in ((1, 1.2), (40, 1.0)):
+        generator = torch.Generator().manual_seed(batch)
+        obs = torch.rand(batch, 1, policy.obs_dim, generator=generator) * 2 - 1
+        state, start = obs.flatten(1), torch.randn(batch, *plain.chunk, generator=generator)
+        run = lambda obs=obs, start=start: policy.act(obs, noise=start)  # noqa: E731
+        peer = lambda state=state, start=start: peers.euler(plain, state, start, 10, scale)  # noqa: E731
+        require_close("transformer", run(), peer(), 5e-5)
+        times = interleave({"ours": run, "peer": peer}, rounds=options.rounds, slot_s=0.1)
+        yield Figure(
+            f"transformer, batch {batch}", "policy.act", "plain loop", times["ours"], times["peer"], floor
         )
 
 

@@ -163,6 +163,70 @@ class PlainUnet(nn.Module):
         return self.final_conv(h).transpose(1, 2)
 
 
+class PlainDitBlock(nn.Module):
+    """Self-attention and a feed-forward network, each scaled, shifted and gated by time and condition."""
+
+    def __init__(self, width: int, heads: int, signal: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.norm2 = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.ffn = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.modulation = nn.Linear(signal, 6 * width)
+
+    def forward(self, h: Tensor, signal: Tensor) -> Tensor:
+        """H (B, T, D), signal (B, E) -> (B, T, D)."""
+        scale1, scale2, shift1, shift2, gate1, gate2 = self.modulation(signal).unsqueeze(1).chunk(6, dim=-1)
+        b, t, d = h.shape
+        qkv = self.qkv(self.norm1(h) * (1 + scale1) + shift1).view(b, t, 3, self.heads, d // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value)
+        h = h + gate1 * self.out(mixed.transpose(1, 2).reshape(b, t, d))
+        return h + gate2 * self.ffn(self.norm2(h) * (1 + scale2) + shift2)
+
+
+class PlainDit(nn.Module):
+    """A diffusion transformer over the rows of a chunk, evaluated anew at every step."""
+
+    def __init__(
+        self, chunk: tuple[int, int], cond_dim: int, width: int, depth: int, heads: int, time_dim: int
+    ) -> None:
+        super().__init__()
+        self.chunk = chunk
+        self.inlet, self.positions = nn.Linear(chunk[1], width), nn.Parameter(torch.zeros(chunk[0], width))
+        self.time = nn.Sequential(
+            SinusoidalTime(time_dim),
+            nn.Linear(time_dim, 2 * time_dim),
+            nn.Mish(),
+            nn.Linear(2 * time_dim, time_dim),
+        )
+        self.cond = nn.Sequential(nn.Linear(cond_dim, width), nn.SiLU(), nn.Linear(width, width))
+        signal = time_dim + width
+        self.blocks = nn.ModuleList(PlainDitBlock(width, heads, signal) for _ in range(depth))
+        self.norm = nn.LayerNorm(width, eps=1e-6, elementwise_affine=False)
+        self.modulation, self.outlet = nn.Linear(signal, 2 * width), nn.Linear(width, chunk[1])
+
+    def forward(self, x: Tensor, time: Tensor, state: Tensor) -> Tensor:
+        """X (B, Th, Da), time (B,), state (B, C) -> (B, Th, Da)."""
+        signal = nn.functional.silu(torch.cat([self.time(time), self.cond(state)], dim=-1))
+        h = self.inlet(x) + self.positions
+        for block in self.blocks:
+            h = block(h, signal)
+        scale, shift = self.modulation(signal).unsqueeze(1).chunk(2, dim=-1)
+        return self.outlet(self.norm(h) * (1 + scale) + shift)
+
+
+@torch.no_grad()
+def euler(net: nn.Module, state: Tensor, start: Tensor, steps: int, time_scale: float) -> Tensor:
+    """Integrate velocities from start noise (B, Th, Da) by Euler steps."""
+    x = start
+    for k in range(steps):
+        time = torch.full((len(state),), time_scale * k / steps)
+        x = x + net(x, time, state) / steps
+    return x.clamp(-1, 1)
+
+
 def scheduler(levels: int = 20) -> DDPMScheduler:
     """The DDPM scheduler with the settings of the published policies."""
     return DDPMScheduler(

@@ -13,11 +13,13 @@ from algos.base import Setup
 from algos.dppo import DppoConfig
 from benchmarks import peers
 from envs.make import env as make_env
+from policies.backbones.transformer import TransformerConfig
 from policies.backbones.unet1d import Unet1dConfig
 from policies.denoising import DenoisingPolicy
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
-from policies.samplers import DDIM, DDPM
+from policies.processes.flow import RectifiedFlow
+from policies.samplers import DDIM, DDPM, Euler
 
 OBS, CHUNK, LEVELS, FT, ENVS = 11, (4, 3), 20, 10, 40
 """Observation, action chunk, denoising steps, tuned ones, environments: DPPO's sizes on Hopper."""
@@ -90,6 +92,55 @@ def push_t() -> tuple[peers.PlainUnet, DenoisingPolicy]:
     keys = backbone.official_keys("diffusion_policy")
     policy.field.load_state_dict({keys[name]: weight for name, weight in plain.state_dict().items()})
     return plain.eval(), policy.eval()
+
+
+def small_dit() -> tuple[peers.PlainDit, DenoisingPolicy]:
+    """Return the plain transformer and our flow policy with its weights: 16 actions, 6 blocks, 256 wide."""
+    width, depth, heads, time_dim, obs_dim, chunk = 256, 6, 4, 64, 46, (16, 7)
+    torch.manual_seed(0)
+    plain = peers.PlainDit(chunk, obs_dim, width, depth, heads, time_dim)
+    config = PolicyConfig(
+        process=RectifiedFlow(),
+        sampler=Euler(steps=10),
+        backbone=TransformerConfig(width=width, depth=depth, heads=heads, time_dim=time_dim),
+        horizon=chunk[0],
+        act_steps=chunk[0],
+    )
+    policy = build_policy(
+        config, obs_dim=obs_dim, action_dim=chunk[1], statistics=unit_statistics(obs_dim, chunk[1])
+    )
+    assert isinstance(policy, DenoisingPolicy)
+    _copy_dit(plain, policy.field)
+    return plain.eval(), policy.eval()
+
+
+@torch.no_grad()
+def _copy_dit(plain: peers.PlainDit, ours: Any) -> None:
+    """Copy weights; ours keeps the modulations of all sublayers in one product: scales, shifts, then gates."""
+    ours.inlet.load_state_dict(plain.inlet.state_dict())
+    ours.outlet.load_state_dict(plain.outlet.state_dict())
+    ours.positions.copy_(plain.positions)
+    for i, name in ((1, "linear1"), (3, "linear2")):
+        getattr(ours.time_embedding, name).load_state_dict(plain.time[i].state_dict())
+    ours.cond_embedding.load_state_dict(plain.cond.state_dict())
+    for block, source in zip(ours.blocks, plain.blocks, strict=True):
+        block.attention.inlet.load_state_dict(source.qkv.state_dict())
+        block.attention.outlet.load_state_dict(source.out.state_dict())
+        linears = [part for part in block.ffn.modules() if isinstance(part, nn.Linear)]
+        for linear, theirs in zip(linears, (source.ffn[0], source.ffn[2]), strict=True):
+            linear.load_state_dict(theirs.state_dict())
+    layers = [source.modulation for source in plain.blocks]
+    for kind in ("weight", "bias"):
+        per_block = [getattr(layer, kind).chunk(6) for layer in layers]
+        last = getattr(plain.modulation, kind).chunk(2)
+        scales, shifts, gates = ([b[i + j] for b in per_block for j in (0, 1)] for i in (0, 2, 4))
+        whole = torch.cat([*scales, last[0], *shifts, last[1], *gates])
+        if kind == "bias":
+            ours.modulation.time.bias.copy_(whole)
+            continue
+        time_dim = ours.modulation.time.in_features
+        ours.modulation.time.weight.copy_(whole[:, :time_dim])
+        ours.modulation.cond.weight.copy_(whole[:, time_dim:])
 
 
 def tape(batch: int, seed: int, *, last: bool) -> Tensor:

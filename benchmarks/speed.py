@@ -21,12 +21,13 @@ import gymnasium
 import mujoco
 import torch
 
-from benchmarks.cases_acting import exported, rollout, sampling, unet
+from benchmarks.cases_acting import exported, rollout, sampling, transformer, unet
 from benchmarks.cases_learning import cloning, gather, iteration, update
 from benchmarks.timing import Figure
 
 CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
-    case.__name__: case for case in (sampling, unet, exported, update, cloning, gather, rollout, iteration)
+    case.__name__: case
+    for case in (sampling, unet, transformer, exported, update, cloning, gather, rollout, iteration)
 }
 
 

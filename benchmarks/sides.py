@@ -116,7 +116,7 @@ def small_dit() -> tuple[peers.PlainDit, DenoisingPolicy]:
 
 @torch.no_grad()
 def _copy_dit(plain: peers.PlainDit, ours: Any) -> None:
-    """Copy weights; ours keeps the modulations of all sublayers in one product: scales, shifts, then gates."""
+    """Copy weights; ours has the modulations of all sublayers in one product: scales, shifts, gates."""
     ours.inlet.load_state_dict(plain.inlet.state_dict())
     ours.outlet.load_state_dict(plain.outlet.state_dict())
     ours.positions.copy_(plain.positions)

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from policies.errors import ConfigError
 
-Kind = Literal["eps", "x0", "v", "velocity", "score", "edm"]
+Kind = Literal["eps", "x0", "v", "velocity", "score", "edm", "consistency"]
 """What a network output means: noise, clean action, VP velocity (alpha eps - sigma x0), dx/dt in package
-time, the score of the noisy density, or the preconditioned output of EDM (its process only)."""
+time, the score of the noisy density, or what EDM or a consistency model mixes with the state (their own
+processes only)."""
 
 Reduction = Literal["none", "step", "sample", "mean"]
 """(B, Th, Da) | (B, Th) | (B,) | scalar."""

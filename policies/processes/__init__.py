@@ -1,9 +1,19 @@
 """Processes: what a denoiser's output means, and how training data is corrupted."""
 
+from policies.processes.consistency import Consistency
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.edm import Edm
 from policies.processes.flow import RectifiedFlow
 from policies.processes.path import GaussianPath, Process
 from policies.processes.regression import Mip, Regression
 
-__all__ = ["Edm", "GaussianPath", "Mip", "Process", "RectifiedFlow", "Regression", "VPDiffusion"]
+__all__ = [
+    "Consistency",
+    "Edm",
+    "GaussianPath",
+    "Mip",
+    "Process",
+    "RectifiedFlow",
+    "Regression",
+    "VPDiffusion",
+]

@@ -1,0 +1,179 @@
+"""Consistency models: a network that jumps from any noise level to the clean end.
+
+Legend: s noise over signal, m = noise_min, M = noise_max, sd standard deviation of the data, N levels; state
+x = alpha y on the path of EDM, y = x0 + s eps; f(y, s) what the policy takes for x0.
+
+The network's output F is mixed with the state so that f is the identity at s = m, whatever F is::
+
+    f(y, s) = c_skip y + c_out F
+    c_skip = sd^2 / ((s - m)^2 + sd^2),    c_out = (s - m) sd / sqrt(s^2 + sd^2)
+
+Two states of one trajectory, one level apart (s' < s), must end alike::
+
+    loss = (sqrt(|f(y, s) - sg f(y', s')|^2 + c^2) - c) / (s - s'),    c = huber sqrt(Th Da)
+    s'^(1/rho) = max(s^(1/rho) - (M^(1/rho) - m^(1/rho)) / (N - 1), m^(1/rho))
+
+In consistency training y' = x0 + s' eps, of the same chunk and noise; in distillation y' is where one Heun
+step of a teacher leads from y. The loss of an element is its share of the loss of the chunk; rows of padding
+can be left out of an average but take part in |.|.
+
+Deviations from the publications: s is drawn from a continuous density instead of the levels, and N does not
+grow, so that a loss depends on nothing but its arguments. The target has the weights of the moment, as in
+iCT: no average of them, and the same in distillation.
+
+Source: arXiv 2303.01469 (consistency models), 2310.14189 (iCT: loss, weights, density); Consistency Policy,
+arXiv 2405.07503.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.processes.edm import Edm
+from policies.processes.path import over_rows
+from policies.protocols import TE, Evaluate, Kind
+from policies.registry import register
+
+if TYPE_CHECKING:
+    from policies.consistency_sampler import Renoise
+
+SMALLEST_GAP = 1e-6  # between two levels; keeps the weight finite where both are noise_min
+
+Predict = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(state (B, Th, Da), times (B,)) -> (x0, eps) of a teacher, on the student's path."""
+
+
+@register("process", "consistency")
+@dataclass(frozen=True)
+class Consistency(Edm):
+    """Consistency training, or distillation where `algo.teacher` names a policy.
+
+    The path, network time and densities are those of `edm`.
+
+    Args:
+        density: As of `edm`; the default is iCT's.
+        density_mean: Mean of `log_normal`.
+        density_scale: Scale of `log_logistic` or `log_normal`.
+        num_levels: N, levels from noise_max to noise_min; the two states of a loss are one level apart.
+            More follow trajectories more closely and take longer to learn.
+        huber: c per square root of the number of elements of a chunk; errors far above are weighed like l1.
+
+    Raises:
+        ConfigError: If a value is unknown or out of range.
+
+    Source:
+        arXiv 2303.01469, 2310.14189.
+    """
+
+    is_integrable: ClassVar[bool] = False
+    density: str = "log_normal"
+    density_mean: float = -1.1
+    density_scale: float = 2.0
+    num_levels: int = 20
+    huber: float = 0.00054
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.num_levels < 2:
+            raise ConfigError(f"process.num_levels must be at least 2; got {self.num_levels}.")
+        if not self.huber > 0:
+            raise ConfigError(f"process.huber must be positive; got {self.huber}.")
+
+    @property
+    def kind(self) -> Kind:
+        """The network predicts F."""
+        return "consistency"
+
+    def scalings(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights of x and of F in f, shaped like t; x = sd c_in y."""
+        above = (1.0 - t - self.noise_min * t).clamp(min=0.0)  # t (s - m)
+        norm = torch.hypot(1.0 - t, self.data_std * t)
+        signal = self.data_std * t
+        return signal * norm / (above.square() + signal.square()), self.data_std * above / norm
+
+    def express(self, x0: Tensor, eps: Tensor, t: Tensor, kind: Kind) -> Tensor:
+        """Express the pair (x0, eps) as one kind; `consistency` is F, not finite at noise_min."""
+        if kind != "consistency":
+            return super().express(x0, eps, t, kind)
+        skip, out = (over_rows(value, x0) for value in self.scalings(t))
+        return (x0 - skip * self.corrupt(x0, eps, t)) / out
+
+    def resolve(self, x: Tensor, t: Tensor, pred: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+        """Solve a prediction for the pair (x0, eps); `consistency` is F."""
+        if kind != "consistency":
+            return super().resolve(x, t, pred, kind)
+        return super().resolve(x, t, self.end_of(x, t, pred), "x0")
+
+    def end_of(self, x: Tensor, t: Tensor, pred: Tensor) -> Tensor:
+        """Return f (B, Th, Da) for states x, times t (B,) and outputs F of the network."""
+        skip, out = (over_rows(value, x) for value in self.scalings(t))
+        return skip * x + out * pred
+
+    def cleaner(self, t: Tensor) -> Tensor:
+        """Return the times one level cleaner than t, at most that of noise_min."""
+        power = 1.0 / self.rho
+        low, high = self.noise_min**power, self.noise_max**power
+        noise = ((1.0 - t) / t) ** power - (high - low) / (self.num_levels - 1)
+        return 1.0 / (1.0 + noise.clamp(min=low) ** self.rho)
+
+    def grid(self, steps: int) -> list[float]:
+        """Return the times of noise levels that part the karras scale evenly, noise_max the first, then 1."""
+        from policies.path_samplers import noise_grid
+
+        noise = noise_grid("karras", steps + 1, self.noise_max, self.noise_min, self.rho)[:-1]
+        return [*(1.0 / (1.0 + noise)).tolist(), 1.0]
+
+    def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
+        """Return every element's share of the loss (B, Th, Da).
+
+        `te.more["near"]` is the state one level cleaner, where a teacher gave it (`taught`).
+        """
+        t_near = self.cleaner(te.t)
+        x = self.corrupt(action, te.eps, te.t)
+        near = te.more["near"] if "near" in te.more else self.corrupt(action, te.eps, t_near)
+        with torch.no_grad():
+            target = self.end_of(near, t_near, net(near, t_near))
+        square = (self.end_of(x, te.t, net(x, te.t)) - target).square()
+        gap = ((1.0 - te.t) / te.t - (1.0 - t_near) / t_near).clamp(min=SMALLEST_GAP)
+        return shared_huber(square, self.huber) / over_rows(gap, square)
+
+    def taught(self, action: Tensor, te: TE, teacher: Predict) -> TE:
+        """Return the draws with the state one level cleaner on the teacher's trajectory, by a Heun step.
+
+        Source:
+            arXiv 2303.01469, algorithm 2.
+        """
+        t, t_near = te.t, self.cleaner(te.t)
+        (alpha, sigma), (alpha_near, sigma_near) = self.alpha_sigma(t), self.alpha_sigma(t_near)
+        x = self.corrupt(action, te.eps, t)
+        x0, eps = teacher(x, t)
+        _, eps_near = teacher(self.corrupt(x0, eps, t_near), t_near)
+        step = over_rows(sigma_near / alpha_near - sigma / alpha, x)
+        near = over_rows(alpha_near, x) * (x / over_rows(alpha, x) + step * (eps + eps_near) / 2)
+        return replace(te, more={**te.more, "near": near})
+
+    def default_sampler(self) -> Renoise:  # type: ignore[override]
+        """Return jumps to the clean end with fresh noise between them."""
+        from policies.consistency_sampler import Renoise
+
+        return Renoise()
+
+
+def shared_huber(square: Tensor, huber: float) -> Tensor:
+    """Divide sqrt(|e|^2 + c^2) - c of every chunk among its elements, in proportion to their squares.
+
+    Args:
+        square: Squared errors e^2 (B, Th, Da).
+        huber: c / sqrt(Th Da).
+    """
+    c = huber * math.sqrt(square[0].numel()) if len(square) else huber
+    norm = (square.sum(dim=(-2, -1), keepdim=True) + c * c).sqrt()
+    return square / (norm + c)

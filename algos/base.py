@@ -25,6 +25,7 @@ class Setup:
     env: EnvConfig | None = None
     dataset: EpisodeDataset | None = None
     init: Policy | None = None  # the policy to start from
+    teacher: Policy | None = None  # the policy to learn from
     seed: int = 0
     num_workers: int = 2  # rollout processes
     num_threads: int | None = None  # see `threads`; None: the algorithm's own default

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from algos.base import Metrics, Setup
 from algos.continuity import digest_of, require_unchanged
+from algos.distillation import Teacher
 from algos.optim import DecayRule, DelayedDecay, Ema, PowerDecay, restore_optimizer, warmup_cosine
 from algos.plain import capture_generator, restore_generator
 from algos.sources import Demonstrations, Shuffle, Source
@@ -72,6 +73,7 @@ class BcConfig:
     validation_every: int | None = None  # gradient steps; None: a tenth of the run; 0: at the end only
     validation_windows: int = 256  # held-out windows that are used, at most
     validation_samples: int = 8  # chunks sampled for each
+    teacher: str | None = None  # policy that a consistency model learns from: a run or a policy directory
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -104,7 +106,8 @@ class BcConfig:
         """Check the setup and return the algorithm, ready to advance.
 
         Raises:
-            ConfigError: If there is no dataset, or widths of dataset, environment and policy differ.
+            ConfigError: If there is no dataset, widths of dataset, environment and policy differ, or the
+                policy cannot learn from the teacher.
             DatasetError: If the dataset has no window.
             CapabilityError: If the policy to start from has no matching loss.
         """
@@ -142,9 +145,11 @@ class Bc:
         self.config, self._num_threads = config, setup.threads(THREADS)
         dataset = _dataset_of(setup)
         self._digest, self._dataset_name = dataset.digest(), dataset.source
-        self._lasting = {"seed": setup.seed, "init": digest_of(setup.init)}
+        facts = {"init": digest_of(setup.init), "teacher": digest_of(setup.teacher)}
+        self._lasting = {"seed": setup.seed, **facts}
         self.policy = _start_policy(setup, dataset).to(setup.device).train()
         self._matching = matching_of(self.policy)
+        self._teacher = _teacher_of(config, setup, self.policy)
         train, held_out = _hold_out(dataset.to(setup.device), config, setup.seed)
         self._source = self._windows(train)
         self._done, self._total = 0, config.num_steps(self._source.num)
@@ -213,6 +218,8 @@ class Bc:
         te = self._matching.sample_te(len(batch.action), generator=self._generator)
         cond = self.policy.encode(batch.obs, generator=self._generator)
         action = self.policy.normalize_action(batch.action)
+        if self._teacher is not None:
+            te = self._teacher.instruct(batch.obs, action, te)
         if self.config.dp_compat_mean:
             return self._matching.matching_loss(cond, action, te, reduce="mean")
         loss = self._matching.matching_loss(cond, action, te, reduce="step")  # (B, Th)
@@ -327,6 +334,14 @@ def _start_policy(setup: Setup, dataset: EpisodeDataset) -> Policy:
     if policy.goal_dim and "goal" not in dataset.extras:
         raise ConfigError(f"the policy is conditioned on goals; {dataset.source} has no key 'goal'.")
     return policy
+
+
+def _teacher_of(config: BcConfig, setup: Setup, student: Policy) -> Teacher | None:
+    """Return the policy to learn from, if there is one."""
+    if setup.teacher is not None:
+        return Teacher(setup.teacher, student)
+    _require(config.teacher is None, "teacher", "loaded into setup.teacher, or null", config.teacher)
+    return None
 
 
 def _hold_out(

@@ -14,6 +14,7 @@ from policies.errors import CheckpointError
 _WHAT = {
     "seed": "seed",
     "init": "the weights of the policy to start from (init)",
+    "teacher": "the weights of the policy to learn from (algo.teacher)",
     "inner_steps": "the number of trained inner steps (algo.tuned_steps)",
     "switch_time": "the level below which the network is tuned (algo.sampler, algo.denoising_steps, "
     "algo.tuned_steps)",

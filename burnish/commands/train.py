@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -23,7 +24,7 @@ from burnish.commands.evaluate import evaluate_with, headline
 from burnish.config import GROUPS, describe, describe_part, restore
 from burnish.console import output, table
 from burnish.job import Job
-from burnish.locate import RUN_CONFIG, check_folder_to_write, locate
+from burnish.locate import RUN_CONFIG, Located, check_folder_to_write, locate
 from envs.datasets import read_dataset
 from envs.evaluation import EvaluationSettings, as_evaluated, check_seeds
 from policies import registry
@@ -169,10 +170,19 @@ def _say_what_init_replaces(config: TrainConfig, init: Policy) -> None:
 
 
 def _with_lasting_paths(config: TrainConfig) -> TrainConfig:
-    """Name files from the root, and as `init` one checkpoint: the last one of a run moves."""
+    """Name files from the root, and policies as one checkpoint: the last one of a run moves."""
     dataset = None if config.dataset is None else str(Path(config.dataset).absolute())
     init = None if config.init is None else str(locate(config.init, "init").path.resolve())
-    return dataclasses.replace(config, dataset=dataset, init=init)
+    algo, teacher = config.algo, _teacher(config)
+    if teacher is not None:
+        algo = dataclasses.replace(algo, teacher=str(teacher.path.resolve()))
+    return dataclasses.replace(config, dataset=dataset, init=init, algo=algo)
+
+
+def _teacher(config: TrainConfig) -> Located | None:
+    """Find the policy to learn from, for an algorithm that knows one."""
+    teacher = getattr(config.algo, "teacher", None)
+    return None if teacher is None else locate(os.path.expanduser(teacher), "algo.teacher")
 
 
 def _train(
@@ -239,11 +249,13 @@ def prepare(config: TrainConfig) -> Setup:
     init = None if config.init is None else locate(config.init, "init").load()
     if init is not None:
         _say_what_init_replaces(config, init)
+    teacher = _teacher(config)
     return Setup(
         policy=config.policy_config(),
         env=config.env,
         dataset=None if config.dataset is None else read_dataset(config.dataset),
         init=init,
+        teacher=None if teacher is None else teacher.load(),
         seed=config.seed,
         num_workers=config.num_workers,
         num_threads=config.num_threads,
@@ -269,12 +281,14 @@ def _device(name: str) -> torch.device:
 
 def provenance(config: TrainConfig) -> dict[str, Any]:
     """Return the facts that travel with the policy, so that it can be evaluated and cited."""
+    teacher = _teacher(config)
     facts: dict[str, Any] = {
         "algo": registry.name_of("algo", config.algo),
         "seed": config.seed,
         "env": None if config.env is None else describe_part("env", config.env),
         "dataset": None if config.dataset is None else Path(config.dataset).name,
         "init": None if config.init is None else locate(config.init, "init").label,
+        "teacher": None if teacher is None else teacher.label,
     }
     return {key: value for key, value in facts.items() if value is not None}
 

@@ -55,6 +55,11 @@ class Source:
         return self._windows.num
 
     @property
+    def frames(self) -> Tensor:
+        """Frame of the newest observation of every window (num,)."""
+        return self._windows.frames
+
+    @property
     def device(self) -> torch.device:
         """Where the windows live."""
         return self._windows.device

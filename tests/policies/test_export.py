@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from policies import export_graph
 from policies.backbones.mlp import MlpConfig
+from policies.consistency_sampler import Renoise
 from policies.errors import ExportError, MissingExtraError
 from policies.export import export_onnx
 from policies.export_folder import (
@@ -34,8 +35,10 @@ from policies.fields import SwitchedField
 from policies.gaussian import GaussianProcess
 from policies.mixture import MixtureProcess
 from policies.policy import Policy, PolicyConfig, build_policy
+from policies.processes.consistency import Consistency
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
+from policies.processes.regression import Mip
 from policies.samplers import DDIM, DDPM, Euler
 
 onnx = pytest.importorskip("onnx")
@@ -78,6 +81,8 @@ CASES = {
     ),
     "gaussian": lambda: small_policy(GaussianProcess()),
     "mixture": lambda: small_policy(MixtureProcess()),
+    "mip": lambda: small_policy(Mip()),
+    "consistency": lambda: small_policy(Consistency(), Renoise(steps=2)),
     "switched": switched_policy,
     "deep-float64": deep_policy,
 }

@@ -158,7 +158,7 @@ def describe(policy: DenoisingPolicy, act_steps: int) -> str:
     )
 
 
-def cloned(task: str, seed: int, root: Path) -> str:
+def cloned(task: str, seed: int, root: Path, overrides: Sequence[str]) -> str:
     """Clone the policy of a task by its recipe, unless it is there; returns the run."""
     recipe, run = RECIPES[task], root / f"{task}-seed{seed}"
     demos = root / f"{task}-demonstrations-seed{seed}.hdf5"
@@ -167,7 +167,7 @@ def cloned(task: str, seed: int, root: Path) -> str:
         burnish.collect(env=task, episodes=recipe.demonstrations, first_seed=first, out=str(demos))
     if not (run / "checkpoints" / "last").exists():
         values: dict[str, Any] = {"dataset": str(demos), "seed": seed, "directory": run}
-        burnish.train(*recipe.overrides, *SHAPE, "evaluation.episodes=0", **values)
+        burnish.train(*recipe.overrides, *SHAPE, "evaluation.episodes=0", *overrides, **values)
     return str(run)
 
 
@@ -259,6 +259,12 @@ def main() -> int:
     )
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--root", type=Path, default=Path("runs/warm_start"))
+    parser.add_argument(
+        "--override",
+        action="append",
+        default=[],
+        help="of the recipes, e.g. process.prediction=eps; repeatable",
+    )
     parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -267,7 +273,7 @@ def main() -> int:
         task, _, paths = text.partition("=")
         chosen = list(enumerate(paths.split(","))) if paths else [(seed, None) for seed in options.seeds]
         for seed, path in chosen:
-            place = cloned(task, seed, options.root) if path is None else path
+            place = cloned(task, seed, options.root, options.override) if path is None else path
             print(f"written: {measure(task, seed, place, options)}", flush=True)
     print(f"written: {report()}")
     return 0

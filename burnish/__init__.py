@@ -22,7 +22,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from burnish.api import clone, collect, evaluate, export, import_policy, report, train
+    from burnish.api import clone, collect, compose, evaluate, export, import_policy, report, train
     from burnish.locate import load_policy
     from policies.folder import save_policy
 
@@ -30,6 +30,7 @@ __all__ = [
     "__version__",
     "clone",
     "collect",
+    "compose",
     "evaluate",
     "export",
     "import_policy",
@@ -47,6 +48,7 @@ except metadata.PackageNotFoundError:  # a checkout that is not installed
 _HOMES = {
     "clone": "burnish.api",
     "collect": "burnish.api",
+    "compose": "burnish.api",
     "evaluate": "burnish.api",
     "export": "burnish.api",
     "import_policy": "burnish.api",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from burnish.commands import importing as import_command
 from burnish.commands import report as report_command
 from burnish.commands import train as train_command
 from burnish.commands.evaluate import Result
+from burnish.composition import CompositionResult, compose_and_compare
 from burnish.config import compose_config
 from burnish.console import log_lines
 from burnish.job import Job
@@ -127,6 +129,20 @@ def evaluate(policy: str | Path | Run, *overrides: str, **values: Any) -> Result
     """Evaluate a policy, or compare it with another one (`versus=…`); see `burnish eval`."""
     config = compose_config("eval", overrides_of(overrides, {"policy": policy, **values}))
     return evaluate_command.evaluate(config)
+
+
+@log_lines()
+def compose(policies: Sequence[str | Path | Run], *overrides: str, **values: Any) -> CompositionResult:
+    """Compose policies and compare the result with each of them; see `burnish eval compose=[…]`.
+
+    Args:
+        policies: The members; the first one leads.
+        overrides: Anything the command line takes, e.g. `"search.episodes=[10,50]"`.
+        values: Keys and their values, e.g. `weights=[0.4, 0.6]`, `dataset="held-out.hdf5"`.
+    """
+    return compose_and_compare(
+        compose_config("eval", overrides_of(overrides, {"compose": list(policies), **values}))
+    )
 
 
 @log_lines()

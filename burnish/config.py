@@ -33,7 +33,10 @@ from policies.errors import ConfigError
 GROUPS = ("algo", "env", "process", "encoder", "backbone", "sampler", "source")
 """Hydra groups filled from the registry; the chosen part stands under the group's name."""
 
-PATH_KEYS = ("dataset", "init", "normalization", "out", "policy", "resume", "run", "versus", "weights")
+PATH_KEYS = (
+    *("compose", "dataset", "init", "normalization", "out"),
+    *("policy", "resume", "run", "versus", "weights"),
+)
 """Keys of commands that name files or folders."""
 
 

@@ -1,17 +1,19 @@
-"""`burnish eval`: seeded episodes, intervals, and the paired comparison of two policies."""
+"""`burnish eval`: seeded episodes, intervals, paired comparison of two policies, composition of several."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from algos.gpc import EstimateSettings, SearchSettings
 from algos.state import RunDirectory
+from burnish.composition import CompositionResult, compose_and_compare
 from burnish.config import restore_part
 from burnish.console import Counting, output, table
 from burnish.job import Job
@@ -32,7 +34,17 @@ class EvalConfig(EvaluationSettings):
     versus: str | None = None  # a second policy: same episodes, paired difference policy - versus
     env: Any = None  # null: the task that the policy was made for
     num_workers: int = 2  # rollout processes; 0: this process; never changes a number
-    out: str | None = None  # JSON file; null: <run>/eval/ of the policy's run, else eval-<policy>.json
+    out: str | None = None  # JSON file; null: <run>/eval/ of the policy's run, else eval-<policy>.json.
+    # With compose a folder; null: runs/<date>/<time>-compose
+    compose: Any = None  # instead of policy: a list of policies that act as one, the lead first
+    weights: Any = None  # of compose, one per member: numbers, or knots [[t, w], …] over sampling time;
+    # estimate: those that `dataset` suggests; null: searched by rollouts
+    operator: str = "convex"  # of compose: convex | product | cfg_sum | or
+    temperature: float = 1.0  # of operator=or: above 1 the choice between members is less sharp
+    sampler: Any = None  # of compose; null: the lead's own
+    dataset: str | None = None  # of compose: held-out demonstrations, from which weights are estimated
+    search: SearchSettings = field(default_factory=SearchSettings)
+    estimate: EstimateSettings = field(default_factory=EstimateSettings)
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -56,6 +68,10 @@ class Result:
 
 def run(config: EvalConfig, job: Job) -> float:
     """Evaluate, write, print; returns the success rate, or the mean return of a task without success."""
+    if config.compose is not None:
+        composed = compose_and_compare(config)
+        _tell(composed)
+        return _main_number(composed.evaluation)
     result = evaluate(config)
     mine, other = shown_names(result.label, str(config.policy), str(config.versus))
     both = [(mine, result.evaluation)]
@@ -65,7 +81,20 @@ def run(config: EvalConfig, job: Job) -> float:
     if result.comparison is not None:
         output().print(str(result.comparison), markup=False)
     output().print(f"written: {result.path}", markup=False, soft_wrap=True)
-    numbers = headline(result.evaluation)
+    return _main_number(result.evaluation)
+
+
+def _tell(result: CompositionResult) -> None:
+    """Print the tables of a composition."""
+    for section in result.sections():
+        output().print(section.shown())
+    for name, comparison in result.comparisons.items():
+        output().print(f"composition - {name}: {comparison}", markup=False)
+    output().print(f"written: {result.path}", markup=False, soft_wrap=True)
+
+
+def _main_number(evaluation: Evaluation) -> float:
+    numbers = headline(evaluation)
     return numbers.get("success", numbers["return"])
 
 
@@ -81,7 +110,9 @@ def shown_names(label: str, policy: str, versus: str) -> tuple[str, str]:
 def evaluate(config: EvalConfig) -> Result:
     """Evaluate the policy, and the other one on the same episodes, and write the results."""
     if config.policy is None:
-        raise ConfigError("eval needs policy=<run or policy directory>.")
+        raise ConfigError("eval needs policy=<run or policy directory>, or compose=[a,b].")
+    if given := [name for name in ("weights", "sampler", "dataset") if getattr(config, name) is not None]:
+        raise ConfigError(f"{given[0]} belongs to compose=[a,b]; a single policy has no use for it.")
     if config.out is not None:
         check_file_to_write(config.out)
     mine = locate(config.policy, "policy")

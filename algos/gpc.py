@@ -58,7 +58,7 @@ class SearchSettings:
         None  # steps of the grid of weights; null: 10 for two members, 5 for three, else 4
     )
     candidates: Any = None  # instead of the grid: a list of weights, each one number per member
-    episodes: tuple[int, ...] = (20, 100)  # of every weight in the first round, the second, ...
+    episodes: tuple[int, ...] = (20, 100)  # of every weight, round by round
     keep: tuple[int, ...] = (
         3,
     )  # weights that go on to the next round, one number after every round but the last
@@ -271,7 +271,7 @@ def error_products(
     source = Source(dataset, policy.chunk, pad_end=True, goal_dim=policy.goal_dim)
     index = torch.linspace(0, source.num - 1, min(settings.windows, source.num), dtype=torch.float64).round()
     data = source.gather(index.long())
-    generator = seeded_generator(settings.seed, "weights", device=policy.device)
+    generator = seeded_generator(settings.seed, "estimate", device=policy.device)
     eps = torch.randn(data.action.shape, generator=generator, device=policy.device, dtype=policy.dtype)
     action = policy.normalize_action(data.action.to(eps))
     cond = policy.encode(policy.observation(data.obs))

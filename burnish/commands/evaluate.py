@@ -34,11 +34,15 @@ class EvalConfig(EvaluationSettings):
     versus: str | None = None  # a second policy: same episodes, paired difference policy - versus
     env: Any = None  # null: the task that the policy was made for
     num_workers: int = 2  # rollout processes; 0: this process; never changes a number
-    out: str | None = None  # JSON file; null: <run>/eval/ of the policy's run, else eval-<policy>.json.
-    # With compose a folder; null: runs/<date>/<time>-compose
+    out: str | None = (
+        None  # JSON file; null: <run>/eval/ of the policy's run, else eval-<policy>.json;
+        # with compose a folder; null: runs/<date>/<time>-compose
+    )
     compose: Any = None  # instead of policy: a list of policies that act as one, the lead first
-    weights: Any = None  # of compose, one per member: numbers, or knots [[t, w], …] over sampling time;
-    # estimate: those that `dataset` suggests; null: searched by rollouts
+    weights: Any = (
+        None  # of compose, one per member: numbers, or knots [[t, w], …] over sampling time;
+        # estimate: those that `dataset` suggests; null: searched by rollouts
+    )
     operator: str = "convex"  # of compose: convex | product | cfg_sum | or
     temperature: float = 1.0  # of operator=or: above 1 the choice between members is less sharp
     sampler: Any = None  # of compose; null: the lead's own

@@ -12,7 +12,7 @@ predicted noise, g guide, all (B, Th, Da), normalised; alpha, sigma amplitudes; 
 The gradient is a closed form, grad xi = (x_i - g_i) / (Th |x_i - g_i|): the network is not differentiated.
 
 Source: arXiv 2411.16627. Deviations: x0 stays within `limit` wherever guidance moves it (the published
-sampler clips it as well, at 1); the gradient may be taken at x0, where the guide lives; a policy decides
+sampler clips it as well, at 1); the gradient is taken at x0, unless asked otherwise; a policy decides
 again and again, each time with the part of the sketch that lies ahead; output perturbation begins a plan with
 rows of the guide, where the published one puts the agent on the sketch.
 """
@@ -66,12 +66,11 @@ GRADIENTS = ("x", "x0")
 class Steering:
     """How a policy follows a sketch; off unless `strategy` is given."""
 
-    strategy: str | None = None  # random | output_perturbation | post_hoc_ranking | biased_initialization
-    # | guided_diffusion | stochastic_sampling
+    strategy: str | None = None  # one of six, e.g. stochastic_sampling; see docs/steering.md; null: off
     sketch: str | None = None  # JSON or NPZ file: `actions`, or `positions` with `pace`, `reach`, `observed`
     candidates: int | None = None  # plans, of which the nearest to the sketch is taken; null: the strategy's
     scale: float | None = None  # weight of the gradient in the noise; null: the strategy's
-    gradient: str = "x"  # x | x0: where guidance takes the gradient: at the noisy or at the clean plan
+    gradient: str = "x0"  # x | x0: where guidance takes the gradient: at the noisy or at the clean plan
     limit: float | None = 1.0  # largest magnitude to which guidance moves clean plans, normalised; null: any
     visits: int | None = None  # evaluations at every noise level; null: the strategy's
     fresh: float = 1.0  # share of the noise that a visit draws anew, 0 to 1
@@ -170,12 +169,12 @@ class GuideHook(Hook):
         visits: Evaluations at every level.
 
     Source:
-        arXiv 2411.16627 with `gradient` = x; x0 is the network's own where the push is zero.
+        arXiv 2411.16627 with `gradient` = x.
     """
 
     guide: Tensor
     scale: float
-    gradient: str = "x"
+    gradient: str = "x0"
     limit: float | None = 1.0
     visits: int = 1
 

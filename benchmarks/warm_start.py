@@ -37,7 +37,7 @@ RESULTS = Path("docs/results")
 EPISODES = 100
 FULL, GOAL = "full", 0.2  # what all are compared with, and the share of its calls that is aimed at
 
-SHAPE = ("policy.horizon=8", "policy.act_steps=2", "process.num_levels=100", "process.prediction=x0")
+SHAPE = ("policy.horizon=8", "policy.act_steps=2", "process.num_levels=100")
 """Chunks of which most is left after a decision, and the hundred levels of Diffusion Policy."""
 
 
@@ -50,7 +50,9 @@ class Recipe:
 
 
 RECIPES = {
-    "avoid": Recipe(300, ("experiment=avoid_bc", "algo.steps=28000", "algo.batch_size=256")),
+    "avoid": Recipe(
+        300, ("experiment=avoid_bc", "algo.steps=28000", "algo.batch_size=256", "process.prediction=x0")
+    ),
     "cube-single": Recipe(
         50, ("experiment=cube_single_bc", "algo.steps=10000", "algo.batch_size=128", "backbone.width=256")
     ),

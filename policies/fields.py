@@ -102,6 +102,12 @@ class SwitchedField(nn.Module):
             out = out.index_copy(0, index, rows)
         return out
 
+    def energy(self, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
+        """Return the energy (M,) of every row under the network of its time (M,); both must have one."""
+        return torch.where(
+            time < self.switch_time, self.tuned.energy(x, time, cond), self.base.energy(x, time, cond)
+        )
+
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         """Bind each network to its own times; a step runs one network only. See `Backbone`.
 

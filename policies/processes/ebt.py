@@ -1,0 +1,204 @@
+"""Energy descent: a chunk is found by walking down an energy, without noise levels.
+
+Legend: x chunk, v velocity, both (B, Th, Da) and without physical meaning; n = Th Da; E (B,) energy, the mean
+of the network's output over the chunk; i = 0 … N-1 step, u uniform in 0 … 1, xi standard normal. One step::
+
+    y = x / rms(x)                            rms over the chunk
+    y <- y + sigma_i xi                       in training
+    g = grad E(y + momentum v)
+    s = step_size n exp(E(y + momentum v)),   exp(E) at most max_growth
+    v <- momentum v - r s g                   r = 1; in training 1/spread + u (spread - 1/spread)
+    x <- y + v
+
+    sigma_i = noise_min + (noise_max - noise_min) (1 + cos(pi i / N)) / 2
+
+The loss compares where a walk ends with the clean chunk: |x_N - action|^2, through the last step alone
+(`truncate`), or the mean of |x_i - action|^2, each through its own step. Walks begin at noise that knows
+nothing of the chunk, so the least error is reached where every walk ends at the conditional mean: where
+demonstrations disagree, the policy acts between them. `process=energy` keeps modes.
+
+Source: EBT-Policy, arXiv 2510.27545, and its released code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.processes.path import over_rows
+from policies.protocols import TE
+from policies.registry import register
+
+if TYPE_CHECKING:
+    from policies.descent import Descent, DescentPolicy
+    from policies.energy import BoundEnergy
+
+_EPS = 1.19e-7
+"""Added to the mean square that a chunk is divided by: the spacing of float32 at one."""
+
+
+@register("process", "ebt")
+@dataclass(frozen=True)
+class EnergyDescent:
+    """Descent on an energy, trained by unrolling it.
+
+    Args:
+        num_steps: Fewest steps of a walk in training.
+        extra_steps: Most steps beyond these; every row draws its own number.
+        step_size: Step down the network's summed output at E = 0; n times it is EBT-Policy's alpha / tau.
+        step_spread: In training, every step of every row is longer or shorter by up to this factor.
+        momentum: Share of the velocity that a step keeps.
+        noise_max: Noise of the first step in training, where chunks have unit root mean square.
+        noise_min: Towards which it falls.
+        truncate: Compare where walks end; else where each step ends.
+        max_growth: Bound on exp(E).
+        batch_coupled: Normalise, and stop, by the batch as a whole, as the released code does: actions
+            then depend on what else is in the batch.
+
+    Raises:
+        ConfigError: If a value is out of range.
+
+    Source:
+        arXiv 2510.27545. Deviations: rows are normalised and stop by themselves, and exp(E) is bounded.
+    """
+
+    num_steps: int = 6
+    extra_steps: int = 4
+    step_size: float = 1.0
+    step_spread: float = 1.5
+    momentum: float = 0.9
+    noise_max: float = 0.2
+    noise_min: float = 0.002
+    truncate: bool = True
+    max_growth: float = 10.0
+    batch_coupled: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name, least in (("num_steps", 1), ("extra_steps", 0), ("step_spread", 1), ("max_growth", 1)):
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"process.{name} must be at least {least}; got {getattr(self, name)}.")
+        if not self.step_size > 0:
+            raise ConfigError(f"process.step_size must be positive; got {self.step_size}.")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"process.momentum must lie in [0, 1); got {self.momentum}.")
+        if not 0 <= self.noise_min <= self.noise_max:
+            raise ConfigError(
+                f"process needs 0 <= noise_min <= noise_max; got {self.noise_min} and {self.noise_max}."
+            )
+
+    @property
+    def most_steps(self) -> int:
+        """S, the longest walk of training."""
+        return self.num_steps + self.extra_steps
+
+    def default_sampler(self) -> Descent:
+        """Return the descent until it is flat."""
+        from policies.descent import Descent
+
+        return Descent()
+
+    def policy_class(self) -> type[DescentPolicy]:
+        """Return the class of policies that run this process."""
+        from policies.descent import DescentPolicy
+
+        return DescentPolicy
+
+    # -- one step -------------------------------------------------------------------------------------
+
+    def step(
+        self, energy: BoundEnergy, x: Tensor, v: Tensor, *, ratio: Any = 1.0, noise: Any = 0.0
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Take one step; see the top of the file.
+
+        Args:
+            energy: Energy and gradient, bound to the condition.
+            x: (B, Th, Da).
+            v: (B, Th, Da).
+            ratio: r, or (B, 1, 1).
+            noise: sigma_i xi (B, Th, Da), or nothing.
+
+        Returns:
+            x and v (B, Th, Da) after the step, and the energy (B,) and its gradient (B, Th, Da), where it was
+            taken.
+        """
+        y = x / self._rms(x) + noise
+        value, gradient = energy(0, y + self.momentum * v)
+        growth = over_rows(value.clamp(max=math.log(self.max_growth)).exp(), x)
+        size = self.step_size * x.shape[-2] * x.shape[-1] * growth
+        v = self.momentum * v - ratio * size * gradient
+        return y + v, v, value, gradient
+
+    def slope(self, gradient: Tensor) -> Tensor:
+        """Return the norm (B,) of a gradient (B, Th, Da), by which a walk knows that it is over."""
+        if self.batch_coupled:
+            return torch.linalg.vector_norm(gradient).expand(len(gradient))
+        return torch.linalg.vector_norm(gradient, dim=(-2, -1))
+
+    def _rms(self, x: Tensor) -> Tensor:
+        square = x.square()
+        mean = square.mean() if self.batch_coupled else square.mean(dim=(-2, -1), keepdim=True)
+        return (mean + _EPS).sqrt()
+
+    # -- training -------------------------------------------------------------------------------------
+
+    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Draw the walks: `num_steps` (B,), `ratio` u (B, S) and `langevin` xi (B, S, Th, Da)."""
+        batch, most = len(te.eps), self.most_steps
+        device = te.eps.device if generator is None else generator.device
+        kind: dict[str, Any] = {"generator": generator, "device": device}
+        shape, dtype = (batch, most, *te.eps.shape[1:]), te.eps.dtype
+        draws = {
+            "num_steps": torch.randint(self.num_steps, most + 1, (batch,), **kind),
+            "ratio": torch.rand(batch, most, dtype=dtype, **kind),
+            "langevin": torch.randn(shape, dtype=dtype, **kind),
+        }
+        return {name: draw.to(te.eps.device) for name, draw in draws.items()}
+
+    def noise_std(self, i: Tensor, num_steps: Tensor) -> Tensor:
+        """Return sigma_i of walks of N = num_steps steps; shaped like both."""
+        share = (1 + torch.cos(math.pi * i / num_steps)) / 2
+        return self.noise_min + (self.noise_max - self.noise_min) * share
+
+    def losses(self, energy: BoundEnergy, action: Tensor, te: TE) -> Tensor:
+        """Return the loss of every element (B, Th, Da) of clean chunks."""
+        losses = self._truncated_losses if self.truncate else self._stepwise_losses
+        return losses(energy, action, te)
+
+    def _truncated_losses(self, energy: BoundEnergy, action: Tensor, te: TE) -> Tensor:
+        count, x, v = te.more["num_steps"], te.eps, torch.zeros_like(te.eps)
+        with torch.no_grad():
+            for i in range(self.most_steps - 1):
+                x, v = where_on(i < count - 1, self._training_step(energy, x, v, i, te), (x, v))
+        return (self._training_step(energy, x, v, count - 1, te)[0] - action).square()
+
+    def _stepwise_losses(self, energy: BoundEnergy, action: Tensor, te: TE) -> Tensor:
+        count, x, v = te.more["num_steps"], te.eps, torch.zeros_like(te.eps)
+        total = torch.zeros_like(action)
+        for i in range(self.most_steps):
+            new = self._training_step(energy, x.detach(), v.detach(), i, te)
+            total = total + over_rows(i < count, x) * (new[0] - action).square()
+            x, v = where_on(i < count, new, (x, v))
+        return total / over_rows(count, x)
+
+    def _training_step(
+        self, energy: BoundEnergy, x: Tensor, v: Tensor, i: int | Tensor, te: TE
+    ) -> tuple[Tensor, Tensor]:
+        """Take step i of every row, or i (B,)."""
+        count = te.more["num_steps"]
+        step = torch.as_tensor(i, device=x.device).expand(len(x))
+        row = torch.arange(len(x), device=x.device)
+        std = over_rows(self.noise_std(step.to(x.dtype), count.to(x.dtype)), x)
+        least = 1 / self.step_spread
+        ratio = over_rows(least + te.more["ratio"][row, step] * (self.step_spread - least), x)
+        return self.step(energy, x, v, ratio=ratio, noise=std * te.more["langevin"][row, step])[:2]
+
+
+def where_on(is_on: Tensor, new: tuple[Tensor, ...], old: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the new states (B, Th, Da) of the rows (B,) that are on, and the old ones of the others."""
+    return tuple(torch.where(is_on[:, None, None], a, b) for a, b in zip(new, old, strict=True))

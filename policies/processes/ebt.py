@@ -151,12 +151,14 @@ class EnergyDescent:
         """Draw the walks: `num_steps` (B,), `ratio` u (B, S) and `langevin` xi (B, S, Th, Da)."""
         batch, most = len(te.eps), self.most_steps
         device = te.eps.device if generator is None else generator.device
-        kind: dict[str, Any] = {"generator": generator, "device": device}
-        shape, dtype = (batch, most, *te.eps.shape[1:]), te.eps.dtype
+        kind: dict[str, Any] = {"device": device, "dtype": te.eps.dtype}
+        shape = (batch, most, *te.eps.shape[1:])
         draws = {
-            "num_steps": torch.randint(self.num_steps, most + 1, (batch,), **kind),
-            "ratio": torch.rand(batch, most, dtype=dtype, **kind),
-            "langevin": torch.randn(shape, dtype=dtype, **kind),
+            "num_steps": torch.randint(
+                self.num_steps, most + 1, (batch,), generator=generator, device=device
+            ),
+            "ratio": torch.rand(batch, most, generator=generator, **kind),
+            "langevin": torch.randn(shape, generator=generator, **kind),
         }
         return {name: draw.to(te.eps.device) for name, draw in draws.items()}
 

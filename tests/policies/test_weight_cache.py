@@ -196,10 +196,14 @@ def test_nothing_is_remembered_inside_a_functional_transform() -> None:
     """Values in there are wrapped and die with the call: the next use would fail."""
     module = Sum()
     with torch.no_grad():
-        _, change = torch.func.jvp(lambda x: x * module(), (torch.ones(2),), (torch.ones(2),))
+        _, change = torch.func.jvp(
+            lambda x: x * module(),
+            (torch.ones(2, dtype=torch.float64),),
+            (torch.ones(2, dtype=torch.float64),),
+        )
         assert torch.equal(change, module().expand(2))
         assert module.computed == 2
-        torch.func.vmap(lambda x: x * module())(torch.ones(2))
+        torch.func.vmap(lambda x: x * module())(torch.ones(2, dtype=torch.float64))
         assert module.computed == 2
 
 

@@ -4,16 +4,21 @@ from policies.processes.consistency import Consistency
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.edm import Edm
 from policies.processes.flow import RectifiedFlow
+from policies.processes.flow_map import FlowMap, MeanFlow
 from policies.processes.path import GaussianPath, Process
 from policies.processes.regression import Mip, Regression
+from policies.processes.shortcut import Shortcut
 
 __all__ = [
     "Consistency",
     "Edm",
+    "FlowMap",
     "GaussianPath",
+    "MeanFlow",
     "Mip",
     "Process",
     "RectifiedFlow",
     "Regression",
+    "Shortcut",
     "VPDiffusion",
 ]

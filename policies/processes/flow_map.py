@@ -76,8 +76,9 @@ def lagrangian(step: _Step) -> Tensor:
     """Return the velocity of the flow where a step ends, less that of its end (B, Th, Da)."""
     ones = torch.ones_like(step.end)
     average, rate = derivative(lambda end: step.net(step.x, step.start, end), (step.end,), (ones,))
-    arrived = step.x + step.length * average
-    return step.net(arrived, step.end) - (average + step.length * rate)
+    with torch.set_grad_enabled(step.paper_compat and torch.is_grad_enabled()):
+        target = step.net(step.x + step.length * average, step.end)
+    return target - (average + step.length * rate)
 
 
 def eulerian(step: _Step) -> Tensor:
@@ -122,9 +123,9 @@ class FlowMap(AveragePath):
         objective: `psd` (a step is two steps; no derivatives, for every backbone), `lsd` (Lagrangian), `esd`
             (Eulerian) or `mf` (Eulerian along the line, as MIP's code has it; process=meanflow is the recipe
             of the paper).
-        paper_compat: As MIP's released code: psd with its parts weighed the wrong way round and with a
-            gradient through them, esd with the velocity of the end in place of the start's. Neither is zero
-            at the exact flow map.
+        paper_compat: As MIP's released code: psd with its parts weighed the wrong way round and esd with the
+            velocity of the end in place of the start's, neither of them zero at the exact flow map; psd and
+            lsd with gradients through their targets.
 
     Raises:
         ConfigError: If a value is unknown or out of range.
@@ -189,13 +190,13 @@ class MeanFlow(AveragePath):
         ConfigError: If a value is unknown or out of range.
 
     Source:
-        arXiv 2505.13447, algorithm 1 with equation 22; p and the share of s = t as in MP1 (arXiv 2507.10543).
+        arXiv 2505.13447, algorithm 1 with equation 22 and its share of s = t; p of MP1 (arXiv 2507.10543).
         Deviations: e is a mean over the elements of a chunk, not a sum; logit-normal times have mean 0, not
         0.4; times are uniform by default.
     """
 
     time_scale: float = 20.0
-    flow_share: float = 0.5
+    flow_share: float = 0.75
     weight_power: float = 0.5
     weight_offset: float = 1e-3
 

@@ -33,8 +33,8 @@ EXPLORING = {"min_std": 0.1, "final_std": None, "clip_action": None, "eta": 1.0,
 """What makes a sampler add noise, and gives its chain a density where it can have one."""
 
 PERTURBATION = 0.03
-"""Deviation of what is added to fresh weights. Larger ones make the gradients of energies so steep that rounding in
-float32 is all that a comparison sees."""
+"""Deviation of what is added to fresh weights. Larger ones make the gradients of energies so steep that
+rounding in float32 is all that a comparison sees."""
 
 CHAIN_METHODS = ("sample_chain", "chain_log_prob", "transition_log_prob")
 """What a policy has all of or none of."""

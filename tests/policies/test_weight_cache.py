@@ -194,17 +194,13 @@ def test_sealing_before_the_first_value_still_computes_it() -> None:
 
 def test_nothing_is_remembered_inside_a_functional_transform() -> None:
     """Values in there are wrapped and die with the call: the next use would fail."""
-    module = Sum()
+    module, x = Sum(), torch.ones(2, dtype=torch.float64)
     with torch.no_grad():
-        _, change = torch.func.jvp(
-            lambda x: x * module(),
-            (torch.ones(2, dtype=torch.float64),),
-            (torch.ones(2, dtype=torch.float64),),
-        )
+        _, change = torch.func.jvp(lambda x: x * module(), (x,), (x,))
         assert torch.equal(change, module().expand(2))
         assert module.computed == 2
-        torch.func.vmap(lambda x: x * module())(torch.ones(2, dtype=torch.float64))
-        assert module.computed == 2
+        torch.func.vmap(lambda x: x * module())(x)
+        assert module.computed == 3
 
 
 def test_functional_call_sees_its_own_weights() -> None:

@@ -83,9 +83,9 @@ def descend(
         first_step: Steps that are left out at the beginning.
     """
     v = torch.zeros_like(x)
-    walks = torch.ones(len(x), dtype=torch.bool, device=x.device)
-    steps = torch.ones(len(x), dtype=torch.int64, device=x.device)
-    may_look = x.is_cpu and not torch.compiler.is_compiling()
+    walks = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+    steps = torch.ones(x.shape[0], dtype=torch.int64, device=x.device)
+    may_look = type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
     for _ in range(first_step, sampler.steps - 1):
         *new, _, gradient = process.step(energy, x, v)
         x, v = where_on(walks, tuple(new), (x, v))
@@ -184,7 +184,7 @@ class DescentPolicy(Policy):
 
     def energy(self, x: Tensor, t: Tensor, cond: Cond) -> Tensor:
         """Return the energy (B,) of chunks x (B, Th, Da); the time t has no influence."""
-        return self.field.energy(x, self.get_buffer("no_time").expand(len(x)), cond)
+        return self.field.energy(x, self.get_buffer("no_time").expand(x.shape[0]), cond)
 
     # -- MatchingLoss ---------------------------------------------------------------------------------
 

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from policies.energy import EnergyField
 from policies.errors import ExportError, MissingExtraError
 from policies.policy import Policy
 from policies.weight_cache import seal
@@ -24,6 +26,7 @@ from policies.weight_cache import seal
 OPSET = 18
 
 _TRACED_BATCH = 3
+_SYMBOLIC_BATCH = 1009  # sizes that are equal would be taken for one, so this is no other size, nor a product
 _log = logging.getLogger(__name__)
 
 
@@ -70,7 +73,8 @@ def write_checked_graph(
     """Write a graph that reproduces the model at every batch size and return the parity table.
 
     Tracing at one batch size and freeing that dimension afterwards takes a third of the time of tracing with
-    a symbolic one, but is wrong for a network that computes with its batch size: then the latter is done.
+    a symbolic one, but is wrong for a network that computes with its batch size: then the latter is done, and
+    at once where gradients of energies are part of the graph.
 
     Raises:
         ExportError: If neither graph reproduces the model.
@@ -79,7 +83,7 @@ def write_checked_graph(
     with torch.no_grad():
         traced(random_inputs(traced.policy, _TRACED_BATCH, torch.Generator().manual_seed(seed)))
     seal(traced)  # what depends on weights alone becomes constants of the graph
-    for is_symbolic in (False, True):
+    for is_symbolic in (True,) if _has_gradients(traced) else (False, True):
         _write_graph(traced, path, seed, is_symbolic=is_symbolic)
         parity = _parity(model, open_session(path), batch_sizes, seed)
         worst = worst_of(parity)
@@ -93,7 +97,9 @@ def write_checked_graph(
 
 def _write_graph(model: SampledPolicy, path: Path, seed: int, *, is_symbolic: bool) -> None:
     """Trace the model and write the graph, weights included, with a dynamic batch."""
-    inputs = random_inputs(model.policy, _TRACED_BATCH, torch.Generator().manual_seed(seed))
+    has_gradients = _has_gradients(model)
+    size = _SYMBOLIC_BATCH if has_gradients else _TRACED_BATCH
+    inputs = random_inputs(model.policy, size, torch.Generator().manual_seed(seed))
     batch = torch.export.Dim("batch", min=1, max=65536)
     try:
         with (
@@ -103,12 +109,16 @@ def _write_graph(model: SampledPolicy, path: Path, seed: int, *, is_symbolic: bo
             torch.no_grad(),
         ):
             warnings.simplefilter("ignore")
+            shapes = {name: {0: batch} for name in inputs}
+            call: dict[str, Any] = {"f": str(path)}
+            if has_gradients:
+                call |= {"model": _spell_out(model, inputs), "args": tuple(inputs.values())}
+                call |= {"dynamic_shapes": tuple(shapes.values())}
+            else:
+                call |= {"model": model, "kwargs": {"inputs": inputs}}
+                call |= {"dynamic_shapes": {"inputs": shapes} if is_symbolic else None}
             torch.onnx.export(
-                model,
-                (),
-                str(path),
-                kwargs={"inputs": inputs},
-                dynamic_shapes={"inputs": {name: {0: batch} for name in inputs}} if is_symbolic else None,
+                **call,
                 input_names=list(inputs),
                 output_names=["action"],
                 opset_version=OPSET,
@@ -119,6 +129,23 @@ def _write_graph(model: SampledPolicy, path: Path, seed: int, *, is_symbolic: bo
         raise ExportError(f"the policy could not be traced to ONNX: {error}") from error
     if not is_symbolic:
         _free_batch(path)
+
+
+def _has_gradients(model: nn.Module) -> bool:
+    """Tell whether acting takes gradients, which a graph cannot: they must be part of it."""
+    return any(isinstance(part, EnergyField) for part in model.modules())
+
+
+def _spell_out(model: SampledPolicy, inputs: Mapping[str, Tensor]) -> nn.Module:
+    """Return a function of the inputs' values, of elementary operations, those of gradients among them."""
+    names = list(inputs)
+    spell_out = make_fx(
+        lambda *values: model(dict(zip(names, values, strict=True))),
+        tracing_mode="symbolic",
+        decomposition_table=dict(torch.export.default_decompositions()),
+        _allow_non_fake_inputs=True,  # weights
+    )
+    return spell_out(*inputs.values())
 
 
 def _free_batch(path: Path) -> None:

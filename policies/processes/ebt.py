@@ -137,7 +137,7 @@ class EnergyDescent:
     def slope(self, gradient: Tensor) -> Tensor:
         """Return the norm (B,) of a gradient (B, Th, Da), by which a walk knows that it is over."""
         if self.batch_coupled:
-            return torch.linalg.vector_norm(gradient).expand(len(gradient))
+            return torch.linalg.vector_norm(gradient).expand(gradient.shape[0])
         return torch.linalg.vector_norm(gradient, dim=(-2, -1))
 
     def _rms(self, x: Tensor) -> Tensor:

@@ -156,9 +156,9 @@ def measure(policy: Policy, task: str) -> dict[str, Any]:
     obs = torch.zeros(1, policy.chunk.obs_steps, policy.obs_dim)
     noise = policy.sample_noise(1, generator=torch.Generator().manual_seed(0))
     times = interleave({"act": lambda: policy.act(obs, noise=noise)}, rounds=5)
-    table = getattr(policy, "table", None)
+    table, sampler = getattr(policy, "table", None), getattr(policy, "sampler", None)
     return {
-        "calls": getattr(table, "num_steps", None),
+        "calls": getattr(table, "num_steps", getattr(sampler, "steps", None)),
         "latency_s": times["act"],
         "episodes": episode_columns(evaluation),
         "protocol": evaluation.protocol,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +153,20 @@ def test_two_networks_have_the_energy_of_the_one_whose_time_it_is() -> None:
         torch.testing.assert_close(found[1:], part(tuned)(x, TIMES, cond)[1:])
     with torch.no_grad():
         torch.testing.assert_close(field.bind(cond, TIMES)(1, x)[1], tuned(x, TIMES, cond)[1])
+
+
+def test_the_last_steps_of_a_chain_are_tuned_alone() -> None:
+    policy: Any = small_policy(ScoreEnergy(num_levels=5), DDPM(min_std=0.1, final_std=None))
+    policy.field = SwitchedField(policy.field, copy.deepcopy(policy.field), switch_time=2.5)
+    policy = policy.with_sampler(policy.sampler, tuned_steps=3)
+    cond = policy.encode({"state": observations(4)})
+    with torch.no_grad():
+        chain = policy.sample_chain(cond, generator=torch.Generator().manual_seed(0))
+    log_prob, _ = policy.chain_log_prob(cond, chain.x)
+    torch.testing.assert_close(log_prob, chain.log_prob, rtol=0, atol=1e-5)
+    log_prob.sum().backward()
+    for name, weight in policy.field.named_parameters():
+        assert (weight.grad is not None) is name.startswith("tuned."), name
 
 
 def test_the_score_is_the_slope_of_the_log_density_that_the_energy_gives() -> None:

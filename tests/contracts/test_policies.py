@@ -32,9 +32,11 @@ SMALL = {
 EXPLORING = {"min_std": 0.1, "final_std": None, "clip_action": None, "eta": 1.0, "spread": 1.0}
 """What makes a sampler add noise, and gives its chain a density where it can have one."""
 
-PERTURBATION = 0.03
-"""Deviation of what is added to fresh weights. Larger ones make the gradients of energies so steep that
-rounding in float32 is all that a comparison sees."""
+PERTURBATION, GENTLE_PERTURBATION = 0.1, 0.03
+"""Deviation of what is added to fresh weights, and the same for `STEEP` processes."""
+
+STEEP = ("energy", "ebt")
+"""Processes whose field is a gradient: far from fresh weights, rounding in float32 is all that is left of it."""
 
 CHAIN_METHODS = ("sample_chain", "chain_log_prob", "transition_log_prob")
 """What a policy has all of or none of."""
@@ -109,10 +111,10 @@ def build(process: str, backbone: str, sampler: Any, *, goal_dim: int = 0, **chu
         if "horizon" in str(error):
             pytest.skip(str(error))
         raise
-    generator = seeded(2)
+    generator, size = seeded(2), GENTLE_PERTURBATION if process in STEEP else PERTURBATION
     with torch.no_grad():
         for weight in policy.parameters():
-            weight.add_(PERTURBATION * torch.randn(weight.shape, generator=generator))
+            weight.add_(size * torch.randn(weight.shape, generator=generator))
     return policy.eval()
 
 

@@ -35,9 +35,6 @@ EXPLORING = {"min_std": 0.1, "final_std": None, "clip_action": None, "eta": 1.0,
 PERTURBATION, GENTLE_PERTURBATION = 0.1, 0.03
 """Deviation of what is added to fresh weights, and the same for `STEEP` processes."""
 
-STEEP = ("energy", "ebt")
-"""Processes whose field is a gradient: far from fresh weights, rounding in float32 is all that is left."""
-
 CHAIN_METHODS = ("sample_chain", "chain_log_prob", "transition_log_prob")
 """What a policy has all of or none of."""
 

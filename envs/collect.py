@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,6 +35,7 @@ def collect(
     episodes: int,
     first_seed: int = 0,
     noise: float | None = None,
+    expert: str | None = None,
     keep_failures: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> EpisodeDataset:
@@ -48,24 +49,25 @@ def collect(
         episodes: Number of episodes to keep.
         first_seed: Seed of the first attempt; attempt i has seed first_seed + i.
         noise: Noise of the expert, in its own units; None: as configured in `env.demonstrator`.
-        keep_failures: Also keep episodes without success.
+        expert: Which of the task's experts, where there are several; None: as in `env.demonstrator`.
+        keep_failures: Also keep episodes without success. A task without a rule of success keeps all.
         progress: Called after every attempt with the numbers of episodes kept and of attempts.
 
     Raises:
         CapabilityError: If the task has no expert.
-        ConfigError: If `episodes` is below 1 or the expert has no noise to set.
+        ConfigError: If `episodes` is below 1, the expert has no noise to set, or there is only one expert.
         DatasetError: If fewer than one attempt in ten succeeds.
     """
     if not hasattr(env, "demonstrate"):
         raise CapabilityError(f"env={env.spec.name} has no expert to record; choose a task that has one.")
     if episodes < 1:
         raise ConfigError(f"episodes must be at least 1; got {episodes}.")
-    if noise is not None:
-        env = _with_noise(env, noise)
+    env = _told(env, {"noise": noise, "expert": expert})
+    keeps_all = keep_failures or not env.spec.success_rule
     kept: list[Episode] = []
     for attempts in range(1, MAX_ATTEMPTS * episodes + 1):
         episode = env.demonstrate(first_seed + attempts - 1)
-        if episode.success or keep_failures:
+        if episode.success or keeps_all:
             kept.append(episode)
         if progress is not None:
             progress(len(kept), attempts)
@@ -78,11 +80,18 @@ def collect(
     )
 
 
-def _with_noise(env: Any, noise: float) -> Any:
-    """Return the configuration with another noise of its demonstrator."""
-    if not hasattr(getattr(env, "demonstrator", None), "noise"):
-        raise ConfigError(f"the expert of {env.spec.name} has no noise to set; got noise={noise}.")
-    return replace(env, demonstrator=replace(env.demonstrator, noise=noise))
+_WISHES = {"noise": "has no noise to set", "expert": "is the only one of its task"}
+
+
+def _told(env: Any, wishes: Mapping[str, Any]) -> Any:
+    """Return the configuration with what is wished of its demonstrator; None is no wish."""
+    given = {name: value for name, value in wishes.items() if value is not None}
+    if not given:
+        return env
+    for name, value in given.items():
+        if not hasattr(getattr(env, "demonstrator", None), name):
+            raise ConfigError(f"the expert of {env.spec.name} {_WISHES[name]}; got {name}={value}.")
+    return replace(env, demonstrator=replace(env.demonstrator, **given))
 
 
 def _origin(env: Any) -> dict[str, Any]:

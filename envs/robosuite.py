@@ -7,6 +7,9 @@ The observation is robomimic's: hand position, hand quaternion and finger positi
 `object` vector. Since robosuite 1.5 that vector has another order (and, in lift, another sign):
 `object_layout` must name the kind of file a policy was cloned from.
 
+robosuite compiles the models, begins the episodes and makes the rules; what steps is `env.engine`:
+`envs/robosuite_fast.py:FastStepper` or robosuite itself, `envs/robosuite_reference.py:RobosuiteStepper`.
+
 Differences from robomimic's rollouts on robosuite 1.4.1, which DPPO (arXiv 2409.00588) used:
 
 - Deltas are in the world frame and `lite_physics` is off, both as in robosuite 1.4.1; the defaults of
@@ -22,160 +25,29 @@ Legend: N environments, M of them addressed.
 
 from __future__ import annotations
 
-import contextlib
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from envs.experts.robosuite import ArmDemonstrator, demonstrate
+from envs.robosuite_fast import FastStepper
+from envs.robosuite_reference import RobosuiteStepper
 from envs.spec import EnvSpec
-from envs.vector import ChunkVector, StepResult
-from policies.errors import CapabilityError, ConfigError
+from envs.vector import ChunkVector
+from policies.errors import ConfigError
 from policies.registry import register
+
+if TYPE_CHECKING:
+    from envs.datasets.episodes import Episode
 
 Array = np.ndarray
 
 LAYOUTS = ("v15", "v141")
-_MODEL_SEED = 0  # of what robosuite draws while it compiles a model
+ENGINES = ("fast", "robosuite")
 _ARM = ("eef_pos", "eef_quat", "gripper_qpos")
 _TURN = tuple(f"rotation about {axis} [0.5 rad]" for axis in "xyz")
 _COMMAND = (*(f"hand {axis} change [5 cm]" for axis in "xyz"), *_TURN, "gripper closing [1]")
-
-
-class RobosuiteStepper:
-    """Steps N environments of robosuite, each with its own compiled model.
-
-    Args:
-        task: Name of robosuite's environment.
-        num_arms: 1 or 2.
-        keys: Names of robosuite's observations in the order wanted; a minus sign in front negates one.
-        num_envs: N.
-
-    Raises:
-        MissingExtraError: If robosuite is not installed.
-    """
-
-    can_save = False  # controllers and grippers keep a state of their own
-
-    def __init__(self, task: str, num_arms: int, keys: Sequence[str], num_envs: int) -> None:
-        if num_envs < 1:
-            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
-        self.num_envs = num_envs
-        self._keys = [(key.removeprefix("-"), -1.0 if key.startswith("-") else 1.0) for key in keys]
-        self.envs = [make_robosuite(task, num_arms) for _ in range(num_envs)]
-
-    @property
-    def model(self) -> Any:
-        """The first environment's compiled model."""
-        return self.envs[0].sim.model._model
-
-    @property
-    def datas(self) -> list[Any]:
-        """The simulators' states, one `MjData` each."""
-        return [env.sim.data._data for env in self.envs]
-
-    def reset(self, row: int, seed: int) -> Array:
-        """Start an episode in one row; returns the observation (Do,)."""
-        env = self.envs[row]
-        env.rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
-        with _global_seed(seed), _quiet():
-            env.reset()
-        return self._observe(env)
-
-    def step(self, rows: Array, actions: Array) -> StepResult:
-        """Advance rows (M,) by actions (M, Da) for one control step (25 physics steps)."""
-        obs, reward = [], np.empty(len(rows))
-        for i, row in enumerate(rows.tolist()):
-            env = self.envs[row]
-            _, reward[i], _, _ = env.step(np.asarray(actions[i], np.float64))
-            obs.append(self._observe(env))
-        no = np.zeros(len(rows), bool)
-        return StepResult(np.stack(obs), reward, no, no, reward > 0)
-
-    def metrics(self) -> dict[str, Array]:
-        """Return nothing: success says it all."""
-        return {}
-
-    def get_state(self) -> Any:
-        """Refuse; see `can_save`."""
-        raise CapabilityError("robosuite cannot save its state; begin new episodes instead.")
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse; see `can_save`."""
-        raise CapabilityError("robosuite cannot restore a state; begin new episodes instead.")
-
-    def close(self) -> None:
-        """Release the simulators."""
-        for env in self.envs:
-            env.close()
-        self.envs = []
-
-    def _observe(self, env: Any) -> Array:
-        """Return the observation (Do,) of the present state, as robomimic reads it out of recorded states."""
-        import mujoco
-
-        # Poses only: cheaper than a full forward pass, and nothing that the next step starts from changes.
-        mujoco.mj_kinematics(env.sim.model._model, env.sim.data._data)
-        for _ in range(2):  # relative poses are computed from the object poses of the previous pass
-            now = env._get_observations(force_update=True)
-        return np.concatenate([sign * np.atleast_1d(now[key]) for key, sign in self._keys]).astype(np.float64)
-
-
-def make_robosuite(task: str, num_arms: int) -> Any:
-    """Build one environment as robomimic does, without cameras.
-
-    Raises:
-        MissingExtraError: If robosuite is not installed.
-    """
-    from envs.make import require
-
-    with _quiet(), _global_seed(_MODEL_SEED):
-        robosuite = require("robosuite", extra="robosuite")
-        from robosuite.controllers import load_composite_controller_config
-
-        controller = load_composite_controller_config(robot="Panda")
-        controller["body_parts"]["right"]["input_ref_frame"] = "world"
-        return robosuite.make(
-            task,
-            robots=["Panda"] * num_arms,
-            controller_configs=[deepcopy(controller) for _ in range(num_arms)],
-            **({"env_configuration": "opposed"} if num_arms == 2 else {}),
-            has_renderer=False,
-            has_offscreen_renderer=False,
-            use_camera_obs=False,
-            use_object_obs=True,
-            reward_shaping=False,
-            control_freq=20,
-            ignore_done=True,
-            hard_reset=False,
-            lite_physics=False,
-        )
-
-
-@contextlib.contextmanager
-def _global_seed(seed: int) -> Iterator[None]:
-    """Seed the global numpy generator, from which robosuite draws, and put it back afterwards."""
-    before = np.random.get_state()
-    bits = np.random.MT19937(np.random.SeedSequence(seed))
-    np.random.set_state(np.random.RandomState(bits).get_state())
-    try:
-        yield
-    finally:
-        np.random.set_state(before)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence robosuite's log, which reports optional packages and every file it reads."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 def entry_names(key: str) -> tuple[str, ...]:
@@ -202,6 +74,7 @@ class _Robosuite:
 
     max_episode_steps: int = 300  # control steps, then truncated
     object_layout: str = "v15"  # order of `object`: "v15" or "v141", as in robomimic's low_dim_v15.hdf5
+    engine: str = "fast"  # "fast", our control law on robosuite's model, or "robosuite", its own step
 
     name = ""
     task = ""
@@ -217,6 +90,9 @@ class _Robosuite:
         if self.object_layout not in LAYOUTS:
             choices = ", ".join(LAYOUTS)
             raise ConfigError(f"env.object_layout must be one of {choices}; got '{self.object_layout}'.")
+        if self.engine not in ENGINES:
+            choices = ", ".join(ENGINES)
+            raise ConfigError(f"env.engine must be one of {choices}; got '{self.engine}'.")
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -246,13 +122,16 @@ class _Robosuite:
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build N environments; about a second each.
+        """Build N environments; robosuite's own engine takes about a second for each.
 
         Raises:
             MissingExtraError: If robosuite is not installed.
         """
-        stepper = RobosuiteStepper(self.task, self.num_arms, self.keys, num_envs)
-        return ChunkVector(self.spec, stepper, obs_steps=obs_steps)
+        return ChunkVector(self.spec, self._stepper(num_envs), obs_steps=obs_steps)
+
+    def _stepper(self, num_envs: int) -> FastStepper | RobosuiteStepper:
+        engine = FastStepper if self.engine == "fast" else RobosuiteStepper
+        return engine(self.task, self.num_arms, self.keys, num_envs)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
         """Photograph an episode (F, height, width, 3); options as in `envs.rendering.replay_frames`."""
@@ -264,9 +143,23 @@ class _Robosuite:
         return replay_frames(vector, seed, actions, camera="frontview", **options)
 
 
+@dataclass(frozen=True)
+class _Demonstrated(_Robosuite):
+    """What the configurations with a demonstrator share."""
+
+    demonstrator: ArmDemonstrator = field(default_factory=ArmDemonstrator)
+
+    def demonstrate(self, seed: int) -> Episode:
+        """Let the demonstrator do the episode of this seed."""
+        stepper = self._stepper(1)
+        return demonstrate(
+            stepper, seed, self.demonstrator, program=self.name, max_steps=self.max_episode_steps
+        )
+
+
 @register("env", "lift")
 @dataclass(frozen=True)
-class Lift(_Robosuite):
+class Lift(_Demonstrated):
     """Lift a cube (robosuite `Lift`)."""
 
     name = "lift"
@@ -278,7 +171,7 @@ class Lift(_Robosuite):
 
 @register("env", "can")
 @dataclass(frozen=True)
-class Can(_Robosuite):
+class Can(_Demonstrated):
     """Put a can into its bin (robosuite `PickPlaceCan`)."""
 
     name = "can"
@@ -290,7 +183,7 @@ class Can(_Robosuite):
 
 @register("env", "square")
 @dataclass(frozen=True)
-class Square(_Robosuite):
+class Square(_Demonstrated):
     """Put a square nut on its peg (robosuite `NutAssemblySquare`)."""
 
     max_episode_steps: int = 400  # control steps, then truncated

@@ -12,13 +12,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from envs.datasets.catalogue import find_dataset
 from envs.datasets.d4rl import read as read_d4rl
+from envs.datasets.d4rl_writer import write_d4rl
 from envs.datasets.episodes import Episode, EpisodeDataset, Transitions
 from envs.datasets.hdf5 import read_hdf5
+from envs.datasets.minari_writer import write_minari
+from envs.datasets.npz import peek_npz
 from envs.datasets.robomimic import read as read_robomimic
 from envs.datasets.robomimic import write_robomimic
 from envs.datasets.scores import normalized_score
 from envs.datasets.windows import Batch, Windows
+from envs.datasets.writers import write_dataset
 from policies.errors import DatasetError
 
 
@@ -47,32 +52,37 @@ def readers() -> dict[str, Reader]:
 
 
 def dataset_format(path: str | Path) -> str:
-    """Return the name of a file's format, told by its content.
+    """Return the name of a file's or a folder's format, told by its content.
 
     Raises:
-        DatasetError: If the file is unreadable or of no known format.
+        DatasetError: If it is missing, unreadable, or of no known format; says what was found instead.
     """
     for name, reader in readers().items():
         if reader.matches(path):
             return name
+    known = f"one of the formats {', '.join(readers())} (`burnish list datasets`)"
+    if Path(path).is_dir():
+        inside = sorted(item.name for item in Path(path).iterdir())
+        raise DatasetError(f"{path}: expected {known}; found a folder with {inside[:8] or 'nothing in it'}.")
+    keys = peek_npz(path)
+    if keys is not None:
+        raise DatasetError(f"{path}: expected {known}; found an npz archive with the keys {sorted(keys)}.")
     with read_hdf5(path) as file:
-        raise DatasetError(
-            f"{path}: expected one of the formats {', '.join(readers())} (`burnish list datasets`); found "
-            f"the keys {sorted(file)}."
-        )
+        raise DatasetError(f"{path}: expected {known}; found the keys {sorted(file)}.")
 
 
 def read_dataset(path: str | Path, **options: Any) -> EpisodeDataset:
     """Read a dataset, whatever its format.
 
     Args:
-        path: A file of any known format.
+        path: A file or folder of any known format, or the name of a downloaded dataset (`hopper-medium-v2`).
         **options: Passed to the format's reader, e.g. `read_robomimic` or `read_d4rl`.
 
     Raises:
         DatasetError: If the file does not hold a usable dataset; names file, key, and expected and found.
     """
-    return readers()[dataset_format(path)].read(path, **options)
+    place = find_dataset(path)
+    return readers()[dataset_format(place)].read(place, **options)
 
 
 __all__ = [
@@ -88,5 +98,8 @@ __all__ = [
     "read_dataset",
     "read_robomimic",
     "readers",
+    "write_d4rl",
+    "write_dataset",
+    "write_minari",
     "write_robomimic",
 ]

@@ -16,6 +16,7 @@ conversions bit for bit, with these properties:
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 _REQUIRED = ("observations", "actions", "rewards", "terminals")
 _SCALARS = ("rewards", "terminals", "timeouts")  # one number per step
+OWN_ATTRIBUTE = "burnish"  # of files written here: names and facts that D4RL does not have
 _JUMP = 1e-6  # a successor further than this from the next row's observation marks the end of an episode
 
 Arrays = dict[str, Any]
@@ -48,8 +50,12 @@ def matches(path: str | Path) -> bool:
         return file is not None and "observations" in file and "actions" in file and "data" not in file
 
 
-def load_d4rl(path: str | Path) -> Arrays:
+def load_d4rl(path: str | Path, *, infos: bool = True) -> Arrays:
     """Read every dataset of a file under its slash path; (N, 1) rewards and terminals become (N,).
+
+    Args:
+        path: HDF5 file.
+        infos: Also what lies under `infos/`, often the larger part of a file.
 
     Raises:
         DatasetError: If the file is unreadable, lacks a required key, keys disagree in length, or an end
@@ -60,7 +66,11 @@ def load_d4rl(path: str | Path) -> Arrays:
         file.visititems(
             lambda key, item: arrays.update({key: item}) if isinstance(item, h5py.Dataset) else None
         )
-        arrays = {key: read_value(item, str(path), key) for key, item in arrays.items()}
+        arrays = {
+            key: read_value(item, str(path), key)
+            for key, item in arrays.items()
+            if infos or not key.startswith("infos/")
+        }
     checked = (*_REQUIRED, "timeouts", "next_observations")
     arrays = {k: v for k, v in arrays.items() if k in checked or not isinstance(v, h5py.Empty)}
     missing = [key for key in _REQUIRED if key not in arrays]
@@ -164,8 +174,8 @@ def read(
     Raises:
         DatasetError: If the file does not hold a usable dataset; names file and key.
     """
-    arrays = load_d4rl(path)
-    meta = {"source": str(path), "format": "d4rl"}
+    arrays, own = load_d4rl(path, infos=infos), _own_names(path)
+    meta = own.get("meta", {}) | {"source": str(path), "format": "d4rl"}
     meta |= {key: _plain(value) for key, value in arrays.items() if np.ndim(value) == 0}
     if d4rl_compat:
         return _official_episodes(arrays, max_episode_steps, meta | {"d4rl_compat": True})
@@ -176,6 +186,8 @@ def read(
     start = np.concatenate([[0], np.flatnonzero(ends) + 1])
     timeouts = arrays.get("timeouts", np.zeros_like(terminated)).astype(bool)
     extras, episode_extras = _split_infos(arrays, len(terminated), len(start) - 1) if infos else ({}, {})
+    if infos and own:
+        extras, episode_extras = _own_extras(arrays, own)
     return EpisodeDataset.from_arrays(
         arrays["observations"],
         arrays["actions"],
@@ -286,6 +298,30 @@ def _split_infos(arrays: Arrays, num_frames: int, num_episodes: int) -> tuple[Ar
     }
     frames = {key: value for key, value in numeric.items() if len(value) == num_frames}
     episodes = {key: v for key, v in numeric.items() if len(v) == num_episodes and key not in frames}
+    return frames, episodes
+
+
+def _own_names(path: str | Path) -> dict[str, Any]:
+    """Return what the attribute of a file written here says; empty for files by others."""
+    with read_hdf5(path) as file:
+        text = file.attrs.get(OWN_ATTRIBUTE, "{}")
+        try:
+            own = dict(json.loads(text))
+            {**own.get("meta", {}), **own.get("extras", {}), **own.get("episode_extras", {})}
+        except (TypeError, ValueError, AttributeError) as error:
+            raise DatasetError(
+                f"{path}: attribute '{OWN_ATTRIBUTE}' must be a JSON object of names; got "
+                f"{str(text)[:60]!r} ({error}). Remove or repair the attribute."
+            ) from error
+    return own
+
+
+def _own_extras(arrays: Arrays, own: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
+    """Return per-frame and per-episode values under the names they had when they were written."""
+    frames, episodes = (
+        {key: arrays[place] for key, place in own.get(kind, {}).items() if place in arrays}
+        for kind in ("extras", "episode_extras")
+    )
     return frames, episodes
 
 

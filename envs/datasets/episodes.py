@@ -84,7 +84,8 @@ class EpisodeDataset:
         truncated: (N,) bool, recording or time limit ended the episode here.
         episode_start: (E+1,) int64, first frame of every episode and, last, N.
         next_observations: (N, Do) float32, true successors, or None where the source has none.
-        extras: per-frame values, each (N, ...).
+        extras: per-frame values, each (N, ...); `goal` (N, Dg) is what goal-conditioned policies are given,
+            and `masks` (N,) is 0 where values must not look beyond a frame although its recording goes on.
         episode_extras: per-episode values, each (E, ...), e.g. `success` and `seed`.
 
     Args:
@@ -303,7 +304,8 @@ class EpisodeDataset:
 
         The successor is `next_observations` where the source has it, else the next frame of the episode. The
         last frame of an episode without a recorded successor is a transition only if it terminated (its
-        successor, which values never look at, is then its own observation).
+        successor, which values never look at, is then its own observation). Where the source has `masks`, a
+        frame with mask 0 counts as terminated although its recording goes on.
         """
         last = torch.zeros_like(self.terminated)
         last[self.episode_start[1:] - 1] = True
@@ -313,12 +315,13 @@ class EpisodeDataset:
             following = torch.arange(1, self.num_frames + 1, device=last.device) - last.long()
             successor, known = self.observations[following], ~last | self.terminated
         frames = known.nonzero().squeeze(1)
+        over = self.terminated | (self.extras["masks"] == 0) if "masks" in self.extras else self.terminated
         return Transitions(
             observations=self.observations[frames],
             actions=self.actions[frames],
             rewards=self.rewards[frames],
             next_observations=successor[frames],
-            terminated=self.terminated[frames],
+            terminated=over[frames],
             frames=frames,
         )
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.hdf5 import peek_hdf5, read_hdf5, read_numbers, write_hdf5
+from envs.datasets.unread import tell_unread
 from policies.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ _GYM_TYPE = 2  # robomimic's number for gym-like environments
 _LOW_DIM = [f"robot{i}_{part}" for i in (0, 1) for part in ("eef_pos", "eef_quat", "gripper_qpos")] + [
     "object"
 ]
-_OWN_META = ("source", "format", "env_args", "obs_layout")
+_OWN_META = ("source", "format", "env_args", "obs_layout", "not_read")
 
 
 def matches(path: str | Path) -> bool:
@@ -114,6 +115,7 @@ def read(
         _check_alike(demos, names, path)
         meta = _json_attribute(data, "meta", path) if "meta" in data.attrs else {}
         meta |= {"source": str(path), "format": "robomimic", "obs_layout": dict(layout)}
+        meta["not_read"] = tell_unread(path, _pictures(data[names[0]]["obs"]))
         if "env_args" in data.attrs:
             meta["env_args"] = _json_attribute(data, "env_args", path)
         if not data.attrs.get("successors_recorded", True):
@@ -184,6 +186,11 @@ def _layout(
             f"{path}: expected the vector-valued observation keys {list(obs_keys)}; {first} has {widths}."
         )
     return [(key, widths[key]) for key in obs_keys]
+
+
+def _pictures(obs: h5py.Group) -> dict[str, str]:
+    """Return the observation keys that hold pictures, which are not read."""
+    return {key: "pictures" for key, item in obs.items() if getattr(item, "ndim", 0) == 4}
 
 
 def _group(parent: h5py.Group, key: str, source: str) -> h5py.Group:

@@ -173,32 +173,16 @@ def demonstrate_avoid(
         options: How to demonstrate.
         max_steps: Time limit in control steps.
     """
-    from envs.datasets.episodes import Episode
+    from envs.experts.recording import Recording
 
     rng, scene = np.random.default_rng((seed, _NOISE_STREAM)), stepper.scene
-    observations = [stepper.reset(0, seed)]
+    record = Recording(stepper, seed)
     ways = options.ways(scene.num_direct)
     way = scene.modes[ways[int(rng.integers(len(ways)))]]
-    path = plan(scene, way, observations[0][:2], noise=options.noise, rng=rng)
+    path = plan(scene, way, record.now[:2], noise=options.noise, rng=rng)
     hand = Hand(scene, path, options=options, rng=rng)
-    rows, ended = np.zeros(1, np.int64), False
-    actions: list[np.ndarray] = []
-    rewards: list[float] = []
-    states: list[np.ndarray] = []
-    while not ended and len(actions) < max_steps:
-        actions.append(hand.act(observations[-1][:2], observations[-1][2:]).astype(np.float32))
-        states.append(stepper.physics_state(0))
-        step = stepper.step(rows, actions[-1][None])
-        observations.append(step.obs[0])
-        rewards.append(float(step.reward[0]))
-        ended = bool(step.terminated[0])
-    return Episode(
-        observations=np.stack(observations),
-        actions=np.stack(actions),
-        rewards=np.array(rewards),
-        terminated=ended,
-        truncated=len(actions) >= max_steps,
-        success=bool(step.success[0]),
-        seed=seed,
-        extras={"states": np.stack(states), "mode": np.full(len(actions), stepper.metrics()["mode"][0])},
-    )
+    while not record.ended and len(record) < max_steps:
+        action = hand.act(record.now[:2], record.now[2:])
+        record.step(action, states=stepper.physics_state(0))
+    mode = np.full(len(record), stepper.metrics()["mode"][0])
+    return record.episode(truncated=len(record) >= max_steps, success=record.is_solved, mode=mode)

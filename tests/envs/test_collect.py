@@ -9,7 +9,7 @@ from envs.datasets import Episode, read_dataset, write_robomimic
 from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError, DatasetError
 
-SPEC = EnvSpec("toy", "toy", 2, 1, (-1.0,), (1.0,), 10, 1.0, ("x", "y"), ("u",))
+SPEC = EnvSpec("toy", "toy", 2, 1, (-1.0,), (1.0,), 10, 1.0, ("x", "y"), ("u",), success_rule="even seeds")
 
 
 @dataclass(frozen=True)

@@ -296,7 +296,7 @@ def test_other_unusable_files_are_one_clear_error(tmp_path):
         read_dataset(text)
     with h5py.File(tmp_path / "other.hdf5", "w") as file:
         file["something"] = 1
-    with pytest.raises(DatasetError, match=r"formats d4rl, robomimic .* found the keys \['something'\]"):
+    with pytest.raises(DatasetError, match=r"formats d4rl, .* found the keys \['something'\]"):
         read_dataset(tmp_path / "other.hdf5")
 
 
@@ -396,7 +396,7 @@ def test_a_format_is_a_module_that_matches_and_reads(tmp_path, dataset, monkeypa
     monkeypatch.setattr(datasets, "__path__", [*datasets.__path__, str(tmp_path)])
     datasets.readers.cache_clear()
     try:
-        assert list(datasets.readers()) == ["d4rl", "robomimic", "toy_format"]
+        assert {"d4rl", "dppo", "ogbench", "robomimic", "toy_format"} <= set(datasets.readers())
         assert dataset_format(tmp_path / "data.toy") == "toy_format"
         assert read_dataset(tmp_path / "data.toy", scale=2.0).observations[0, 0] == 2.0
         write_robomimic(tmp_path / "other.hdf5", dataset)

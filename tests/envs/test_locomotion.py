@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import fields
 from typing import Any
 
@@ -13,14 +14,34 @@ from envs.make import env
 from envs.vector import ChunkVector
 from policies.errors import ConfigError, MissingExtraError
 
-IDS = {"hopper": "Hopper-v5", "walker2d": "Walker2d-v5", "halfcheetah": "HalfCheetah-v5"}
+IDS = {
+    "hopper": "Hopper",
+    "walker2d": "Walker2d",
+    "halfcheetah": "HalfCheetah",
+    "swimmer": "Swimmer",
+    "ant": "Ant",
+    "humanoid": "Humanoid",
+}
+VERSIONED = ("hopper", "walker2d", "ant", "humanoid")
+NEVER_ENDS = ("halfcheetah", "swimmer")
 CHUNK, NUM_ENVS, HISTORY = 4, 4, 2
 
 
-def play(name: str, *, num_chunks: int, limit: int, scale: float, dtype: type) -> dict[str, int]:
+def peer_of(name: str, version: str = "v5", **options: Any) -> Any:
+    """Make gymnasium's environment, which warns of elder versions."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return gymnasium.make(f"{IDS[name]}-{version}", **options)
+
+
+def play(
+    name: str, *, num_chunks: int, limit: int, scale: float, dtype: type, version: str = "v5"
+) -> dict[str, int]:
     """Step both sides with the same clipped actions and compare everything; counts what happened."""
-    vector = env(name, max_episode_steps=limit).make_vector(NUM_ENVS, obs_steps=HISTORY)
-    peers = [gymnasium.make(IDS[name], max_episode_steps=limit) for _ in range(NUM_ENVS)]
+    options = {"version": version} if name in VERSIONED else {}
+    vector = env(name, max_episode_steps=limit, **options).make_vector(NUM_ENVS, obs_steps=HISTORY)
+    peers = [peer_of(name, version, max_episode_steps=limit) for _ in range(NUM_ENVS)]
+    low, high = peers[0].action_space.low, peers[0].action_space.high
     rng = np.random.default_rng(0)
     seeds = iter(range(10**6))
     history = np.zeros((NUM_ENVS, HISTORY, vector.spec.obs_dim))
@@ -35,11 +56,11 @@ def play(name: str, *, num_chunks: int, limit: int, scale: float, dtype: type) -
 
     restart(np.arange(NUM_ENVS))
     for _ in range(num_chunks // NUM_ENVS):
-        actions = (rng.normal(size=(NUM_ENVS, CHUNK, vector.spec.action_dim)) * scale).astype(dtype)
+        actions = (rng.normal(size=(NUM_ENVS, CHUNK, len(high))) * scale * high).astype(dtype)
         step = vector.step_chunk(actions)
         for row, peer in enumerate(peers):
             for j in range(CHUNK):
-                obs, reward, terminated, truncated, _ = peer.step(np.clip(actions[row, j], -1, 1))
+                obs, reward, terminated, truncated, _ = peer.step(np.clip(actions[row, j], low, high))
                 history[row] = [*history[row, 1:], obs]
                 assert step.rewards[row, j] == reward
                 if terminated or truncated:
@@ -59,12 +80,26 @@ def test_a_thousand_hopper_chunks_equal_gymnasium(dtype: type) -> None:
     assert play("hopper", num_chunks=1000, limit=1000, scale=1.5, dtype=dtype)["terminated"] > 50
 
 
+@pytest.mark.parametrize("version", ["v4", "v5"])
 @pytest.mark.parametrize("name", sorted(IDS))
-def test_time_limits_equal_gymnasium(name: str) -> None:
-    count = play(name, num_chunks=1000, limit=37, scale=0.3, dtype=np.float32)
-    assert count["truncated"] > 20
-    if name != "halfcheetah":
-        assert count["terminated"] > 5 and count["both"] > 0
+def test_both_versions_and_time_limits_equal_gymnasium(name: str, version: str) -> None:
+    """Robots without versions of their own are the same in both."""
+    limit, scale, chunks = LIMITS[name]
+    count = play(name, num_chunks=chunks, limit=limit, scale=scale, dtype=np.float32, version=version)
+    assert count["truncated"] > 3
+    if name not in NEVER_ENDS:
+        assert count["terminated"] > 3 and count["both"] > 0
+
+
+# Episode limit, scale of the actions and number of chunks at which some episodes end in each of the ways.
+LIMITS = {
+    "hopper": (37, 0.3, 1000),
+    "walker2d": (37, 0.3, 1000),
+    "halfcheetah": (37, 0.3, 1000),
+    "swimmer": (37, 0.3, 400),
+    "ant": (60, 1.0, 400),
+    "humanoid": (25, 0.3, 400),
+}
 
 
 @pytest.mark.parametrize("obs_steps", [1, 3])
@@ -103,12 +138,15 @@ def test_whole_episodes_equal_gymnasium(name: str, ends: str) -> None:
     assert play(name, num_chunks=1020, limit=1000, scale=1.0, dtype=np.float32)[ends] >= NUM_ENVS
 
 
-@pytest.mark.parametrize("name", sorted(IDS))
-def test_the_description_fits_the_simulator(name: str) -> None:
-    spec, peer = env(name).spec, gymnasium.make(IDS[name])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [(name, {}) for name in sorted(IDS)] + [(name, {"version": "v4"}) for name in VERSIONED],
+)
+def test_the_description_fits_the_simulator(name: str, options: dict[str, str]) -> None:
+    spec, peer = env(name, **options).spec, peer_of(name, **options)
     assert (spec.obs_dim,) == peer.observation_space.shape
-    np.testing.assert_array_equal(spec.action_low, peer.action_space.low)
-    np.testing.assert_array_equal(spec.action_high, peer.action_space.high)
+    np.testing.assert_array_equal(np.float32(spec.action_low), peer.action_space.low)
+    np.testing.assert_array_equal(np.float32(spec.action_high), peer.action_space.high)
     assert spec.max_episode_steps == peer.spec.max_episode_steps
     assert spec.control_hz == pytest.approx(1 / peer.unwrapped.dt)
 

@@ -1,5 +1,6 @@
-"""`cube-single` against OGBench itself, stepped one by one."""
+"""OGBench's manipulation tasks against OGBench itself, stepped one by one."""
 
+import dataclasses
 import warnings
 
 import numpy as np
@@ -9,18 +10,31 @@ pytest.importorskip("ogbench", reason="needs the extra 'ogbench'")
 
 from envs.collect import collect
 from envs.datasets import read_dataset, write_robomimic
-from envs.experts.ogbench import CubeDemonstrator
+from envs.experts.ogbench import OracleDemonstrator
+from envs.experts.ogbench_plans import fewest_presses, next_move
 from envs.make import env as make_env
 from envs.manipulation import CubeSingle
 from policies.errors import CheckpointError, ConfigError
 
+WORLDS = {"cube-double": (37, 500), "cube-triple": (46, 1000), "scene": (40, 750)}
+WORLDS |= {"puzzle-3x3": (55, 500), "puzzle-4x4": (83, 500)}
 
-def make_official(task):
+
+def make_official(task, world="cube-single"):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import ogbench
 
-        return ogbench.make_env_and_datasets(f"cube-single-play-singletask-task{task}-v0", env_only=True)
+        return ogbench.make_env_and_datasets(f"{world}-play-singletask-task{task}-v0", env_only=True)
+
+
+def seed_settling(official, monkeypatch):
+    """Let OGBench draw the settling actions of a reset from the episode's seed, as we do."""
+    from gymnasium.spaces import Box
+
+    box = Box(np.float32(-1), np.float32(1), (5,), np.float32)
+    monkeypatch.setattr(type(official.unwrapped), "action_space", box)
+    return box
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +45,8 @@ def official():
 
 @pytest.fixture
 def seeded_settling(official, monkeypatch):
-    """Let OGBench draw the two settling actions of a reset from the episode's seed, as we do."""
-    from gymnasium.spaces import Box
-
-    box = Box(np.float32(-1), np.float32(1), (5,), np.float32)
-    monkeypatch.setattr(type(official.unwrapped), "action_space", box)
-    return box
+    """OGBench's `cube-single` with settling actions from the seed."""
+    return seed_settling(official, monkeypatch)
 
 
 def random_actions(num_envs, steps, seed=0):
@@ -71,7 +81,7 @@ def test_random_chunks_equal_ogbench_bit_for_bit(official, seeded_settling):
 
 
 def test_a_demonstration_replays_bit_for_bit_in_ogbench_up_to_its_success(official, seeded_settling):
-    episode = CubeSingle(demonstrator=CubeDemonstrator(noise=0.1)).demonstrate(5)
+    episode = CubeSingle(demonstrator=OracleDemonstrator(noise=0.1)).demonstrate(5)
     obs, rewards, ends = run_official(official, seeded_settling, 5, episode.actions)
     np.testing.assert_array_equal(episode.observations, obs)
     np.testing.assert_array_equal(episode.rewards, rewards)
@@ -85,10 +95,8 @@ def test_a_demonstration_replays_bit_for_bit_in_ogbench_up_to_its_success(offici
 @pytest.mark.slow
 @pytest.mark.parametrize("task", [2, 3, 4, 5])
 def test_the_other_tasks_equal_ogbench_too(task, monkeypatch):
-    from gymnasium.spaces import Box
-
-    official, box = make_official(task), Box(np.float32(-1), np.float32(1), (5,), np.float32)
-    monkeypatch.setattr(type(official.unwrapped), "action_space", box)
+    official = make_official(task)
+    box = seed_settling(official, monkeypatch)
     episode = CubeSingle(task=task).demonstrate(7)
     obs, rewards, _ = run_official(official, box, 7, episode.actions)
     np.testing.assert_array_equal(episode.observations, obs)
@@ -183,7 +191,7 @@ def test_environments_share_one_compiled_model(monkeypatch):
 
 @pytest.mark.parametrize("task", [1, 4])
 def test_the_oracle_always_succeeds(task):
-    config = CubeSingle(task=task, demonstrator=CubeDemonstrator(noise=0.2))
+    config = CubeSingle(task=task, demonstrator=OracleDemonstrator(noise=0.2))
     data = collect(config, episodes=5, keep_failures=True)
     assert bool(data.success.all())
     assert bool((data.lengths < 120).all())
@@ -212,15 +220,145 @@ def test_the_configuration_is_registered_and_checked():
     with pytest.raises(ConfigError, match="task of cube-single must be 1 to 5; got 6"):
         CubeSingle(task=6)
     with pytest.raises(ConfigError, match="noise >= 0"):
-        CubeDemonstrator(noise=-1.0)
+        OracleDemonstrator(noise=-1.0)
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):
     import sys
 
-    from envs import manipulation
+    from envs.ogbench import load_world
     from policies.errors import MissingExtraError
 
     monkeypatch.setitem(sys.modules, "ogbench", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'burnish\[ogbench\]'"):
-        manipulation._cube_class.__wrapped__()
+        load_world.__wrapped__("cube-single")
+
+
+# -- the other worlds --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", sorted(WORLDS))
+def test_a_demonstration_in_another_world_replays_bit_for_bit_in_ogbench(world, monkeypatch):
+    official, config = make_official(2, world), make_env(world, task=2)
+    episode = config.demonstrate(7)
+    obs, rewards, ends = run_official(official, seed_settling(official, monkeypatch), 7, episode.actions)
+    assert (config.spec.obs_dim, config.spec.max_episode_steps) == WORLDS[world]
+    assert official.spec.max_episode_steps == WORLDS[world][1]
+    np.testing.assert_array_equal(episode.observations, obs)
+    np.testing.assert_array_equal(episode.rewards, rewards)
+    assert ends[-1].tolist() == [True, False, True] and not ends[:-1].any()
+    assert episode.success and rewards[-1] == 0 and len(set(rewards.tolist())) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", sorted(WORLDS))
+@pytest.mark.parametrize("task", [1, 3, 4, 5])
+def test_all_tasks_of_the_worlds_equal_ogbench_and_are_solved(world, task, monkeypatch):
+    official, config = make_official(task, world), make_env(world, task=task)
+    noisy = OracleDemonstrator(noise=0.1)
+    episode = dataclasses.replace(config, demonstrator=noisy).demonstrate(3)
+    obs, rewards, _ = run_official(official, seed_settling(official, monkeypatch), 3, episode.actions)
+    np.testing.assert_array_equal(episode.observations, obs)
+    np.testing.assert_array_equal(episode.rewards, rewards)
+    assert episode.success
+
+
+@pytest.mark.parametrize("world", ["scene", "puzzle-3x3"])
+def test_locks_and_lights_of_rows_do_not_disturb_each_other(world):
+    """Row 0 is played by the expert beside rows in which other buttons are pressed."""
+    config = make_env(world, task=2)
+    episode = config.demonstrate(0)
+    together = config.make_vector(3)
+    together.reset([0, 1, 2])
+    steps = min(60, len(episode.actions))
+    chunk = np.stack([episode.actions[:steps], -episode.actions[:steps], random_actions(1, steps)[0]])
+    path = together.step_chunk(chunk).path
+    np.testing.assert_array_equal(path[0], episode.observations[1 : steps + 1])
+
+
+@pytest.mark.parametrize("world", ["scene", "puzzle-3x3"])
+def test_a_world_saved_amid_a_demonstration_continues_bit_for_bit(world):
+    config = make_env(world, task=2)
+    episode = config.demonstrate(0)
+    half = len(episode.actions) // 2
+    vector, other = config.make_vector(1), config.make_vector(1)
+    vector.reset([0])
+    vector.step_chunk(episode.actions[None, :half])
+    state = vector.state_dict()
+    other.reset([5])
+    other.load_state_dict(state)
+    vector.reset([9])  # a world of the same process goes elsewhere meanwhile
+    step = other.step_chunk(episode.actions[None, half:])
+    np.testing.assert_array_equal(step.path[0], episode.observations[half + 1 :])
+    assert bool(step.terminated[0] & step.success[0])
+
+
+def test_fewest_presses_turn_exactly_the_wrong_lights_and_are_fewest():
+    rng = np.random.default_rng(0)
+    neighbours = [[j for j in range(9) if abs(i // 3 - j // 3) + abs(i % 3 - j % 3) <= 1] for i in range(9)]
+    for wrong in rng.integers(0, 2, (20, 9)).astype(bool):
+        found = fewest_presses(wrong, 3)
+        turned = np.zeros(9, bool)
+        for press in found:
+            turned[neighbours[press]] ^= True
+        np.testing.assert_array_equal(turned, wrong)
+    assert len(fewest_presses(np.ones(16, bool), 4)) == 4  # of sixteen solutions
+    with pytest.raises(ValueError, match="no presses"):
+        fewest_presses(np.eye(16, dtype=bool)[0], 4)
+
+
+def test_moves_take_the_upper_cube_first_and_make_room_for_a_swap():
+    low, high, beside = [0.4, 0.0, 0.02], [0.4, 0.0, 0.06], [0.4, 0.2, 0.02]
+    places = np.array([low, high])
+    cube, spot = next_move(places, np.array([beside, low]))
+    assert cube == 1 and np.linalg.norm(spot[:2] - low[:2]) > 0.06  # its target is under the other cube
+    cube, spot = next_move(places, np.array([low, beside]))
+    assert cube == 1 and spot.tolist() == beside
+    swap = np.array([low, beside])
+    cube, spot = next_move(swap, swap[::-1])
+    assert min(np.linalg.norm(swap[:, :2] - spot[:2], axis=1)) > 0.06
+    cube, _ = next_move(np.array([beside, [0.3, -0.2, 0.02]]), np.array([high, low]))
+    assert cube == 1  # what a cube shall lie on comes first
+    assert next_move(swap, swap) is None
+
+
+# -- play --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["play", "noisy"])
+def test_play_follows_from_its_seed_and_reaches_drawn_targets(mode):
+    config = make_env("puzzle-3x3", demonstrator=OracleDemonstrator(mode=mode, length=120))
+    np.random.seed(0)
+    before = np.random.get_state()[1].copy()
+    one, two = config.demonstrate(3), config.demonstrate(3)
+    np.testing.assert_array_equal(np.random.get_state()[1], before)
+    np.testing.assert_array_equal(one.actions, two.actions)
+    assert not np.array_equal(one.actions, config.demonstrate(4).actions)
+    assert len(one.actions) == 120 and one.truncated and one.success and not one.terminated
+    buttons = one.extras["button_states"]
+    assert (np.abs(np.diff(buttons, axis=0)).sum(axis=1) > 0).sum() >= 2
+    wanted = np.array([[1, 1, 0], [1, 0, 1], [0, 1, 1]]).reshape(-1)  # of OGBench's first task
+    np.testing.assert_array_equal(one.rewards, (buttons == wanted).sum(axis=1) - 9.0)
+
+
+def test_scenes_whose_cube_leaves_the_view_are_not_kept():
+    from envs.experts.ogbench_play import stays_visible
+
+    qpos = np.zeros((3, 30))
+    qpos[:, 15], qpos[:, 16] = 0.1, 0.02
+    assert stays_visible(qpos)
+    qpos[1, 15] = -0.35
+    assert not stays_visible(qpos)
+    qpos[1, 16] = 0.07  # inside the drawer
+    assert stays_visible(qpos)
+    qpos[2, 15] = 0.3
+    assert not stays_visible(qpos)
+
+
+def test_options_of_the_demonstrator_are_checked():
+    with pytest.raises(ConfigError, match="mode must be one of task, play, noisy; got 'plan'"):
+        OracleDemonstrator(mode="plan")
+    with pytest.raises(ConfigError, match="noise belongs to mode=task"):
+        OracleDemonstrator(mode="play", noise=0.1)
+    with pytest.raises(ConfigError, match="length must be at least 1"):
+        OracleDemonstrator(mode="play", length=0)

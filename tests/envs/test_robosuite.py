@@ -1,4 +1,4 @@
-"""robomimic's tasks against robosuite itself, stepped one by one."""
+"""robomimic's tasks on robosuite's own engine, against robosuite stepped one by one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from envs.make import env
-from envs.robosuite import RobosuiteStepper, make_robosuite
+from envs.robosuite_reference import RobosuiteStepper, make_robosuite
 from envs.vector import ChunkVector
 from policies.errors import CapabilityError, ConfigError, MissingExtraError
 
@@ -33,8 +33,8 @@ def lift(simulator: None) -> ChunkVector:
     return vector_of("lift", max_episode_steps=5)
 
 
-def vector_of(name: str, **options: object) -> ChunkVector:
-    vector = env(name, **options).make_vector(1)
+def vector_of(name: str, engine: str = "robosuite", **options: object) -> ChunkVector:
+    vector = env(name, engine=engine, **options).make_vector(1)
     assert isinstance(vector, ChunkVector)
     return vector
 
@@ -141,8 +141,7 @@ def test_both_arms_of_transport_move_along_the_axes_of_the_world(simulator: None
 def test_a_solved_task_pays_on_every_step_and_only_the_limit_ends_it(lift: ChunkVector) -> None:
     lift.reset([0])
     assert not lift.step_chunk(random_actions(lift, 1)).success[0]
-    data = stepper_of(lift).envs[0].sim.data
-    data.set_joint_qpos("cube_joint0", [0.0, 0.25, 1.2, 1.0, 0.0, 0.0, 0.0])
+    stepper_of(lift).envs[0].sim.data.set_joint_qpos("cube_joint0", [0.0, 0.25, 1.2, 1.0, 0.0, 0.0, 0.0])
     step = lift.step_chunk(random_actions(lift, 3))
     assert step.rewards[0].tolist() == [1, 1, 1] and step.success[0] and not step.done[0]
     step = lift.step_chunk(random_actions(lift, 3))
@@ -161,11 +160,15 @@ def test_it_says_that_it_cannot_save(lift: ChunkVector) -> None:
     assert not lift.can_save
     with pytest.raises(CapabilityError, match="environment 'lift' cannot save its state"):
         lift.state_dict()
+    with pytest.raises(CapabilityError, match=r"use env\.engine=fast"):
+        stepper_of(lift).get_state()
 
 
 def test_values_outside_their_range_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"env\.object_layout must be one of v15, v141; got 'v14'"):
         env("can", object_layout="v14")
+    with pytest.raises(ConfigError, match=r"env\.engine must be one of fast, robosuite; got 'mjx'"):
+        env("lift", engine="mjx")
     with pytest.raises(ConfigError, match=r"env\.max_episode_steps must be at least 1; got 0"):
         env("square", max_episode_steps=0)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -169,6 +171,40 @@ def test_errors_of_the_actor_come_back_with_their_traceback() -> None:
     workers = pool(1)
     with pytest.raises(WorkerError, match=r"(?s)worker 0.*the actor is broken"):
         workers.collect(Broken(), 1)
+
+
+@dataclass(frozen=True)
+class Explosive:
+    """Builds, and fails when an episode begins."""
+
+    spec: Any
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> Any:
+        return self
+
+    def reset(self, seeds: Any, rows: Any = None) -> None:
+        raise RuntimeError("the scene cannot be loaded")
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+def test_errors_of_a_reset_come_back_with_their_traceback_and_end_the_pool() -> None:
+    workers = RolloutPool(Explosive(env("hopper").spec), num_envs=2, num_workers=2)
+    with pytest.raises(WorkerError, match=r"(?s)worker [01].*in reset.*the scene cannot be loaded"):
+        workers.collect(Noisy(), 1)
+    with pytest.raises(WorkerError, match="closed"):
+        workers.collect(Noisy(), 1)
+    workers.close()
+
+
+def test_a_worker_that_is_killed_while_it_rests_is_named() -> None:
+    workers = pool(2)
+    workers.collect(Noisy(), 1)
+    os.kill(workers._workers.pids[1], signal.SIGKILL)  # type: ignore[attr-defined]
+    with pytest.raises(WorkerError, match="worker 1 of 2 was killed by signal 9"):
+        workers.collect(Noisy(), 1)
+    workers.close()
 
 
 @pytest.mark.parametrize("options", [{"num_envs": 1, "num_workers": 2}, {"num_workers": -1}, {"num_envs": 0}])

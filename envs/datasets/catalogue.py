@@ -1,0 +1,223 @@
+"""Public datasets by name: where they are, and where they lie on this machine once they were downloaded.
+
+Names are those their papers use: `hopper-medium-v2` (D4RL), `cube-single-play-v0` (OGBench),
+`robomimic/lift/ph` and `minari/D4RL/door/human-v2`. In a pattern, braces hold alternatives.
+
+Sources:
+    D4RL (arXiv 2004.07219), OGBench (arXiv 2410.20092), robomimic (arXiv 2108.03298), Minari (Farama).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+from policies.errors import DatasetError
+
+FOLDER_VARIABLE = "BURNISH_DATASETS"
+"""Environment variable with the folder of downloads."""
+
+_D4RL = "http://rail.eecs.berkeley.edu/datasets/offline_rl"
+_OGBENCH = "https://rail.eecs.berkeley.edu/datasets/ogbench"
+_HUB = "https://huggingface.co/datasets"
+_ROBOMIMIC = f"{_HUB}/robomimic/robomimic_datasets/resolve/main/v1.5"
+_MINARI = f"{_HUB}/farama-minari"
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    """One file of a dataset.
+
+    Attributes:
+        url: Where it is.
+        path: Where it goes, below the folder of downloads.
+        sha256: Its checksum, where the publisher gives one.
+    """
+
+    url: str
+    path: str
+    sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A public dataset.
+
+    Attributes:
+        name: What it is called.
+        family: Who publishes it.
+        files: What has to be fetched.
+        path: What is read, below the folder of downloads: a file or a folder.
+        elsewhere: Where the publisher's own program keeps it, below the home folder.
+    """
+
+    name: str
+    family: str
+    files: tuple[RemoteFile, ...]
+    path: str
+    elsewhere: str
+
+
+_OGBENCH_NAMES = (
+    "pointmaze-{medium,large,giant,teleport}-{navigate,stitch}-v0",
+    "antmaze-{medium,large,giant,teleport}-{navigate,stitch}-v0",
+    "antmaze-{medium,large,teleport}-explore-v0",
+    "humanoidmaze-{medium,large,giant}-{navigate,stitch}-v0",
+    "antsoccer-{arena,medium}-{navigate,stitch}-v0",
+    "cube-{single,double,triple,quadruple}-{play,noisy}-v0",
+    "scene-{play,noisy}-v0",
+    "puzzle-{3x3,4x4,4x5,4x6}-{play,noisy}-v0",
+)
+_MINARI_NAMES = (
+    "D4RL/antmaze/{umaze,umaze-diverse,medium-play,medium-diverse,large-play,large-diverse}-v1",
+    "D4RL/{pen,door,hammer,relocate}/{human,cloned,expert}-v2",
+    "D4RL/kitchen/{complete,partial,mixed}-v2",
+    "D4RL/pointmaze/{open,open-dense,umaze,umaze-dense,medium,medium-dense,large,large-dense}-v2",
+    "mujoco/{hopper,halfcheetah,walker2d,ant,humanoid,swimmer}/{simple,medium,expert}-v0",
+)
+_ROBOMIMIC_NAMES = ("{lift,can}/{ph,mh,mg}", "can/paired", "{square,transport}/{ph,mh}", "tool_hang/ph")
+_MAZE = "Ant_maze_{0}_noisy_multistart_{1}_multigoal_{2}_sparse"
+_MAZES = {
+    "umaze": ("u-maze", False, False),
+    "umaze-diverse": ("u-maze", True, True),
+    "medium-play": ("big-maze", True, False),
+    "medium-diverse": ("big-maze", True, True),
+    "large-play": ("hardest-maze", True, False),
+    "large-diverse": ("hardest-maze", True, True),
+}
+_KITCHENS = {
+    "complete": "mini_kitchen_microwave_kettle_light_slider",
+    "partial": "kitchen_microwave_kettle_light_slider",
+    "mixed": "kitchen_microwave_kettle_bottomburner_light",
+}
+
+
+@cache
+def catalogue() -> dict[str, Entry]:
+    """Return all known datasets by name."""
+    found = [*_d4rl(), *_ogbench(), *_robomimic(), *_minari()]
+    return {entry.name: entry for entry in found}
+
+
+def expand(pattern: str) -> list[str]:
+    """Return the names that a pattern stands for: `a-{b,c}` -> a-b, a-c."""
+    parts = re.split(r"\{([^}]*)\}", pattern)
+    choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
+    return ["".join(choice) for choice in product(*choices)]
+
+
+def _d4rl_paths() -> Iterator[tuple[str, str]]:
+    """Yield names and paths of D4RL's files."""
+    kinds = ("random", "medium", "expert", "medium-replay", "medium-expert")
+    for robot, version in product(("hopper", "halfcheetah", "walker2d", "ant"), ("v1", "v2")):
+        for kind in (*kinds, "full-replay"):
+            yield (
+                f"{robot}-{kind}-{version}",
+                f"gym_mujoco_{version}/{robot}_{kind.replace('-', '_')}-{version}",
+            )
+    for robot, kind in product(("hopper", "halfcheetah", "walker2d", "ant"), kinds):
+        stem = f"{robot}_{kind.replace('-', '_')}"
+        mixed = {"walker2d": "walker"}.get(robot, robot) + "_mixed"
+        yield f"{robot}-{kind}-v0", f"gym_mujoco/{mixed if kind == 'medium-replay' else stem}"
+    for name, (maze, start, goal) in _MAZES.items():
+        stem = _MAZE.format(maze, start, goal)
+        yield f"antmaze-{name}-v0", f"ant_maze_new/{stem}"
+        yield f"antmaze-{name}-v2", f"ant_maze_v2/{stem}_fixed"
+    for size in ("umaze", "medium", "large"):
+        yield f"maze2d-{size}-v1", f"maze2d/maze2d-{size}-sparse-v1"
+        yield f"maze2d-{size}-dense-v1", f"maze2d/maze2d-{size}-dense-v1"
+    for hand, kind in product(("pen", "hammer", "door", "relocate"), ("human", "cloned", "expert")):
+        yield f"{hand}-{kind}-v1", f"hand_dapg_v1/{hand}-{kind}-v1"
+        old = {
+            "human": "-v0_demos_clipped",
+            "cloned": "-demos-v0-bc-combined",
+            "expert": "-v0_expert_clipped",
+        }
+        yield f"{hand}-{kind}-v0", f"hand_dapg/{hand}{old[kind]}"
+    for kind, stem in _KITCHENS.items():
+        yield f"kitchen-{kind}-v0", f"kitchen/{stem}-v0"
+
+
+def _d4rl() -> Iterator[Entry]:
+    for name, stem in _d4rl_paths():
+        path = f"d4rl/{Path(stem).name}.hdf5"
+        file = RemoteFile(f"{_D4RL}/{stem}.hdf5", path)
+        yield Entry(name, "D4RL", (file,), path, f".d4rl/datasets/{Path(stem).name}.hdf5")
+
+
+def _ogbench() -> Iterator[Entry]:
+    for name in (name for pattern in _OGBENCH_NAMES for name in expand(pattern)):
+        files = tuple(
+            RemoteFile(f"{_OGBENCH}/{name}{part}.npz", f"ogbench/{name}{part}.npz") for part in ("", "-val")
+        )
+        yield Entry(name, "OGBench", files, files[0].path, f".ogbench/data/{name}.npz")
+
+
+def _robomimic() -> Iterator[Entry]:
+    for place in (name for pattern in _ROBOMIMIC_NAMES for name in expand(pattern)):
+        kinds = ("low_dim_sparse", "low_dim_dense") if place.endswith("/mg") else ("low_dim",)
+        for kind in kinds:
+            path = f"robomimic/v1.5/{place}/{kind}_v15.hdf5"
+            file = RemoteFile(f"{_ROBOMIMIC}/{place}/{kind}_v15.hdf5", path)
+            suffix = kind.removeprefix("low_dim").replace("_", "-")
+            yield Entry(f"robomimic/{place}{suffix}", "robomimic", (file,), path, path)
+
+
+def _minari() -> Iterator[Entry]:
+    for name in (name for pattern in _MINARI_NAMES for name in expand(pattern)):
+        group, _, inner = name.partition("/")
+        files = tuple(
+            RemoteFile(f"{_MINARI}/{group}/resolve/main/{inner}/data/{part}", f"minari/{name}/data/{part}")
+            for part in ("metadata.json", "main_data.hdf5")
+        )
+        yield Entry(f"minari/{name}", "Minari", files, f"minari/{name}", f".minari/datasets/{name}")
+
+
+def lookup(name: str) -> Entry:
+    """Return a known dataset.
+
+    Raises:
+        DatasetError: If there is none of this name; suggests similar names.
+    """
+    known = catalogue()
+    if name not in known:
+        near = get_close_matches(name, known, n=3, cutoff=0.5) or ["hopper-medium-v2", "cube-single-play-v0"]
+        raise DatasetError(
+            f"name={name} is no known dataset; similar names: {', '.join(near)}. `burnish data download` "
+            f"lists all; url=<address> fetches any file."
+        )
+    return known[name]
+
+
+def download_folder() -> Path:
+    """Return the folder of downloads: $BURNISH_DATASETS, else .burnish/datasets in the home folder."""
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    return Path(chosen).expanduser() if chosen else Path.home() / ".burnish" / "datasets"
+
+
+def find_dataset(given: str | Path) -> Path:
+    """Return the place of a dataset that is given by its path or by its name.
+
+    A name is looked for in the folder of downloads, then where the publisher's own program keeps its files.
+
+    Raises:
+        DatasetError: If it is the name of a public dataset that is not on this machine.
+    """
+    path = Path(given)
+    entry = catalogue().get(str(given))
+    if path.exists() or entry is None:
+        return path
+    places = [download_folder() / entry.path, Path.home() / entry.elsewhere]
+    for place in places:
+        if place.exists():
+            return place
+    raise DatasetError(
+        f"{given}: expected a file or a downloaded dataset; it is neither in {places[0]} nor in {places[1]}. "
+        f"Fetch it: burnish data download name={given}."
+    )

@@ -1,0 +1,183 @@
+"""Downloads that survive an interruption: continued by HTTP ranges, checked, and put in place when complete.
+
+While a file `x` is fetched, `x.part` holds what has come and `x.part.json` what the server called it (size
+and entity tag). A later call asks for the rest, on condition that the server still has the same file; else
+it starts again. Nothing appears under the final name before size and, where known, SHA-256 are right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from policies.errors import DatasetError
+
+Progress = Callable[[int, int | None], None]
+"""Is told the bytes that have come, and how many there are in all (None if the server does not say)."""
+
+_PIECE = 2**20
+_TIMEOUT = 60.0  # seconds without a byte
+_BROKEN = (OSError, http.client.HTTPException)  # what a connection that breaks off raises
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_LINKED = "X-Linked-ETag"  # what Hugging Face calls the SHA-256 of a large file, before it leads elsewhere
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirections, and keeps what the first server called the file."""
+
+    tag = ""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        self.tag = self.tag or headers.get(_LINKED, "").strip('"')
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def fetch(
+    url: str,
+    target: str | Path,
+    *,
+    sha256: str | None = None,
+    attempts: int = 3,
+    progress: Progress | None = None,
+) -> Path:
+    """Download a file, continuing where an earlier call was interrupted.
+
+    Args:
+        url: http or https.
+        target: Where to; a file that is there (and has the checksum) is not fetched again.
+        sha256: Expected checksum; None: the server's, where it tells one.
+        attempts: Connections that are tried before giving up.
+        progress: See `Progress`.
+
+    Raises:
+        DatasetError: If the server cannot be reached or refuses, the connection breaks off too often, or the
+            checksum is wrong; says what to do.
+    """
+    target = Path(target)
+    if target.is_file():
+        _check_sum(target, sha256, target, url)
+        return target
+    if not url.startswith(("http://", "https://")):
+        raise DatasetError(f"url must begin with http:// or https://; got '{url}'.")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}.part")
+    for attempt in range(1, attempts + 1):
+        try:
+            tag = _continue(url, part, progress)
+            break
+        except urllib.error.HTTPError as error:
+            raise DatasetError(
+                f"{url}: expected a file; the server answered {error.code} ({error.reason}). Check the name, "
+                f"or download it by hand to {target}."
+            ) from error
+        except _BROKEN as error:
+            if attempt == attempts:
+                raise _unreachable(url, target, part, error) from error
+    _check_sum(part, sha256 or (tag if _SHA256.fullmatch(tag) else None), target, url)
+    with open(part, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(part, target)
+    _note(part).unlink(missing_ok=True)
+    return target
+
+
+def _unreachable(url: str, target: Path, part: Path, error: Exception) -> DatasetError:
+    reason = getattr(error, "reason", None) or error
+    if part.is_file() and part.stat().st_size:
+        return DatasetError(
+            f"{url}: the connection broke off after {part.stat().st_size} bytes ({reason}). Give the same "
+            f"command again: it continues there."
+        )
+    return DatasetError(
+        f"{url}: cannot be reached ({reason}). Check the network, give mirror=<address>, or download the "
+        f"file elsewhere and put it to {target}."
+    )
+
+
+def _continue(url: str, part: Path, progress: Progress | None) -> str:
+    """Fetch what is missing of a file; returns the server's tag of it."""
+    known = _read_note(part)
+    have = part.stat().st_size if part.is_file() and known else 0
+    headers = {"User-Agent": "burnish", "Accept-Encoding": "identity"}
+    if have:
+        headers |= {"Range": f"bytes={have}-", "If-Range": known["etag"]}
+    redirects = _Redirects()
+    opener = urllib.request.build_opener(redirects)
+    try:
+        answer = opener.open(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT)
+    except urllib.error.HTTPError as error:
+        if error.code == 416 and have == known.get("size"):  # nothing is missing
+            return str(known["tag"])
+        if error.code != 416:
+            raise
+        part.unlink()
+        return _continue(url, part, progress)
+    with answer:
+        is_rest = answer.status == 206
+        size = _whole_size(answer.headers, have if is_rest else 0)
+        etag = answer.headers.get("ETag", "")
+        tag = redirects.tag or etag.removeprefix("W/").strip('"')
+        # A weak tag does not say that the bytes are the same; without one, nothing can be continued.
+        note = {"tag": tag, "size": size, "etag": etag} if etag and not etag.startswith("W/") else {}
+        _note(part).write_text(json.dumps(note), encoding="utf-8")
+        with open(part, "ab" if is_rest else "wb") as file:
+            _pour(answer, file, have if is_rest else 0, size, progress)
+    got = part.stat().st_size
+    if size is not None and got != size:
+        raise http.client.IncompleteRead(b"", size - got)
+    return tag
+
+
+def _pour(answer: Any, file: IO[bytes], have: int, size: int | None, progress: Progress | None) -> None:
+    while piece := answer.read(_PIECE):
+        file.write(piece)
+        have += len(piece)
+        if progress is not None:
+            progress(have, size)
+
+
+def _whole_size(headers: Mapping[str, str], have: int) -> int | None:
+    length = headers.get("Content-Length")
+    return None if length is None else have + int(length)
+
+
+def _note(part: Path) -> Path:
+    return part.with_name(f"{part.name}.json")
+
+
+def _read_note(part: Path) -> dict[str, Any]:
+    """Return what is known about an unfinished file; empty if nothing is."""
+    try:
+        found = json.loads(_note(part).read_text(encoding="utf-8"))
+        return found if {"tag", "size", "etag"} <= set(found) else {}
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def file_sum(path: str | Path) -> str:
+    """Return the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_sum(path: Path, expected: str | None, target: Path, url: str) -> None:
+    """Refuse a file with another checksum; an unfinished one is thrown away."""
+    if expected is None:
+        return
+    got = file_sum(path)
+    if got != expected.lower():
+        if path != target:
+            path.unlink()
+            _note(path).unlink(missing_ok=True)
+        raise DatasetError(
+            f"{target}: expected the SHA-256 {expected} of {url}; got {got}. "
+            f"{'Remove the file and download' if path == target else 'Download'} it again."
+        )

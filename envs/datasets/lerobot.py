@@ -1,0 +1,231 @@
+"""LeRobot datasets, version 3: folders with Parquet files, read with pyarrow alone (extra `lerobot`).
+
+    meta/info.json   meta/tasks.parquet   data/chunk-<c>/file-<f>.parquet   videos/<key>/…
+
+The flat state is `observation.state`, followed by `observation.environment_state` where there is one; the
+action is `action`. Rewards (`next.reward`) are 0 where none are stored. Recorders set `next.done` on the last
+frame whatever the reason, also when the time was up: an episode counts as terminated only if its last frame
+has `next.success` as well, any other as truncated, unless `done_is_terminal` says that the flag is meant.
+Successors are not stored: the last frame of an episode is a transition only if it terminated. Videos and
+pictures are not read, and named in a warning.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.npz import Arrays, check_flags
+from envs.datasets.unread import tell_unread
+from envs.make import require
+from policies.errors import DatasetError
+
+INFO, TASKS, DATA = "meta/info.json", "meta/tasks.parquet", "data/chunk-*/file-*.parquet"
+_STATE = ("observation.state", "observation.environment_state")
+DONE, SUCCESS = "next.done", "next.success"
+_SCALARS = ("next.reward", DONE, SUCCESS, "timestamp", "task_index")
+_INDEX = ("episode_index", "index")
+_KEPT_META = ("codebase_version", "robot_type", "fps")
+_log = logging.getLogger(__name__)
+
+
+def matches(path: str | Path) -> bool:
+    """Tell whether a folder is a LeRobot dataset, of whichever version."""
+    info = Path(path) / INFO
+    return info.is_file() and "codebase_version" in info.read_text(encoding="utf-8", errors="replace")
+
+
+def read(
+    path: str | Path, *, obs_keys: Sequence[str] | None = None, done_is_terminal: bool = False
+) -> EpisodeDataset:
+    """Read the vectors of a LeRobot dataset (v3): a folder with meta/info.json and data/*.parquet.
+
+    Args:
+        path: The dataset's folder.
+        obs_keys: Features that make up the flat state, in order; None: see the module.
+        done_is_terminal: Whether `next.done` on the last frame always means that the task ended there.
+
+    Raises:
+        DatasetError: If it does not hold a usable dataset; names file and key.
+        MissingExtraError: If pyarrow is not installed.
+    """
+    info = read_info(path)
+    state = _state_keys(path, info["features"], obs_keys)
+    wanted = [*state, "action", *(key for key in _SCALARS if key in info["features"]), *_INDEX]
+    rows = _read_frames(path, info, wanted)
+    start = _episode_start(path, rows, info)
+    last = np.zeros(len(rows["action"]), dtype=bool)
+    last[start[1:] - 1] = True
+    flags = {key: check_flags(f"{path}", key, rows[key]) for key in (DONE, SUCCESS) if key in rows}
+    terminated = last & _terminal(path, flags, last, done_is_terminal)
+    extras: dict[str, Any] = {key: rows[key] for key in ("timestamp", "task_index") if key in rows}
+    episode_extras = {}
+    if SUCCESS in flags:
+        episode_extras["success"] = np.logical_or.reduceat(flags[SUCCESS], start[:-1])
+    meta = {key: info[key] for key in _KEPT_META if info.get(key) is not None}
+    meta |= {"source": str(path), "format": "lerobot", "tasks": _read_tasks(path)}
+    meta |= {"not_read": tell_unread(path, _unread(info["features"], wanted)), "obs_keys": list(state)}
+    return EpisodeDataset.from_arrays(
+        np.concatenate([rows[key] for key in state], axis=1),
+        rows["action"],
+        rows.get("next.reward", np.zeros(len(last))),
+        terminated,
+        last & ~terminated,
+        start,
+        extras=extras,
+        episode_extras=episode_extras,
+        meta=meta,
+    )
+
+
+def _terminal(path: str | Path, flags: Arrays, last: np.ndarray, done_is_terminal: bool) -> np.ndarray:
+    """Tell in which frames (N,) the task ended, if they are the `last` ones (N,); see the module."""
+    done = flags.get(DONE, np.zeros(len(last), dtype=bool))
+    if done_is_terminal:
+        return done
+    if SUCCESS in flags:
+        return done & flags[SUCCESS]
+    if count := int((done & last).sum()):
+        _log.warning(
+            "%s: %d of %d episodes end with next.done, which recorders also set when time is up, and there "
+            "is no next.success: all count as truncated. Where the task did end there, give the option "
+            "done_is_terminal=True.", path, count, int(last.sum()),
+        )  # fmt: skip
+    return np.zeros(len(last), dtype=bool)
+
+
+def read_info(path: str | Path) -> dict[str, Any]:
+    """Read the description of a dataset.
+
+    Raises:
+        DatasetError: If it is damaged, or of another version than 3.
+    """
+    place = Path(path) / INFO
+    try:
+        info = json.loads(place.read_text(encoding="utf-8"))
+        version, features = str(info["codebase_version"]), info["features"]
+        {key: (str(one["dtype"]), tuple(one["shape"])) for key, one in features.items()}
+        int(info["total_episodes"]), int(info["total_frames"])
+    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
+        raise DatasetError(
+            f"{place}: expected LeRobot's description of a dataset; reading failed with '{error}'. Copy or "
+            f"download the dataset again."
+        ) from error
+    if not version.startswith("v3."):
+        raise DatasetError(
+            f"{place}: key 'codebase_version' must be v3.x; got '{version}'. Convert the dataset with "
+            f"LeRobot's script convert_dataset_v21_to_v30."
+        )
+    return dict(info)
+
+
+def _is_vector(feature: Mapping[str, Any]) -> bool:
+    return str(feature["dtype"])[:3] in ("flo", "int", "boo", "uin") and len(feature["shape"]) == 1
+
+
+def _state_keys(
+    path: str | Path, features: Mapping[str, Any], obs_keys: Sequence[str] | None
+) -> tuple[str, ...]:
+    """Decide which features make up the flat state."""
+    vectors = [key for key, feature in features.items() if _is_vector(feature)]
+    usual = [key for key in _STATE if key in vectors]
+    keys = obs_keys or usual or [key for key in vectors if key.startswith("observation.")]
+    missing = [key for key in (*keys, "action") if key not in vectors]
+    if missing or not keys:
+        raise DatasetError(
+            f"{Path(path) / INFO}: expected the vector-valued features {missing or 'observation.state'}; "
+            f"found {vectors}. Videos and pictures are not read."
+        )
+    return tuple(keys)
+
+
+def _unread(features: Mapping[str, Any], read_keys: Sequence[str]) -> dict[str, str]:
+    """Return the observations that are left out, and why."""
+    reasons = {"video": "videos", "image": "pictures", "string": "texts"}
+    return {
+        key: reasons.get(str(feature["dtype"]), "choose it by obs_keys")
+        for key, feature in features.items()
+        if key not in read_keys and key.startswith("observation.")
+    }
+
+
+def _read_frames(path: str | Path, info: Mapping[str, Any], keys: Sequence[str]) -> Arrays:
+    """Read columns of all data files, in the order of the frames."""
+    parquet = require("pyarrow.parquet", extra="lerobot")
+    files = sorted(Path(path).glob(DATA))
+    if not files:
+        raise DatasetError(f"{path}: expected {DATA}; there is no such file. Download the dataset again.")
+    pieces: list[Arrays] = []
+    for file in files:
+        try:
+            missing = [key for key in keys if key not in parquet.read_schema(file).names]
+            table = None if missing else parquet.read_table(file, columns=list(keys))
+        except (OSError, ValueError, LookupError) as error:  # pyarrow's own derive from these
+            raise DatasetError(
+                f"{file}: expected a readable Parquet file; reading failed with '{error}'. The file is "
+                f"truncated or damaged: copy or download it again."
+            ) from error
+        if table is None:
+            raise DatasetError(f"{file}: expected the columns {list(keys)}; missing {missing}.")
+        widths = {key: int(info["features"].get(key, {"shape": [1]})["shape"][0]) for key in keys}
+        pieces.append({key: _column(table[key], file, key, widths[key]) for key in keys})
+    rows = {key: np.concatenate([piece[key] for piece in pieces]) for key in keys}
+    order = np.argsort(rows["index"], kind="stable")
+    return {key: value[order] for key, value in rows.items()}
+
+
+def _column(values: Any, file: Path, key: str, width: int) -> np.ndarray:
+    """Turn a column into an array: (n, width) for lists, (n,) for numbers."""
+    import pyarrow as pa
+
+    array = values.combine_chunks()
+    is_list = pa.types.is_list(array.type) or pa.types.is_fixed_size_list(array.type)
+    flat = array.flatten() if is_list else array
+    kind, holes = flat.type, array.null_count + (flat.null_count if is_list else 0)
+    if not (pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
+        raise DatasetError(f"{file}: column '{key}' must hold real numbers; got type {array.type}.")
+    wanted = len(array) * (width if is_list else 1)
+    if holes or len(flat) != wanted:
+        got = f"{holes} missing values and {len(flat)} numbers"
+        raise DatasetError(
+            f"{file}: column '{key}' must have {width} numbers in each of its {len(array)} rows; got {got}."
+        )
+    numbers: np.ndarray = flat.to_numpy(zero_copy_only=False)
+    # Features of one number are stored as plain columns; a state or an action is a vector all the same.
+    is_vector = is_list or key == "action" or key.startswith("observation.")
+    return numbers.reshape(len(array), width) if is_vector and key not in _SCALARS else numbers
+
+
+def _episode_start(path: str | Path, rows: Arrays, info: Mapping[str, Any]) -> np.ndarray:
+    """Return the first frame of every episode and, last, N; checks that nothing is missing."""
+    number, frames = rows["episode_index"], len(rows["index"])
+    first = np.flatnonzero(np.diff(number, prepend=number[:1] - 1))
+    for key, got in (("total_frames", frames), ("total_episodes", len(first))):
+        if int(info[key]) != got:
+            raise DatasetError(
+                f"{path}: key '{key}' of {INFO} must be what {DATA} hold; got {info[key]} and {got}. Files "
+                f"are missing, or episodes are mixed: download the dataset again."
+            )
+    return np.append(first, frames)
+
+
+def _read_tasks(path: str | Path) -> list[str]:
+    """Return the tasks in words, by their index."""
+    place = Path(path) / TASKS
+    if not place.is_file():
+        return []
+    parquet = require("pyarrow.parquet", extra="lerobot")
+    try:
+        columns = parquet.read_table(place).to_pydict()
+        words = next(values for values in columns.values() if all(isinstance(v, str) for v in values))
+        return [word for _, word in sorted(zip(columns["task_index"], words, strict=True))]
+    except (OSError, ValueError, LookupError, StopIteration) as error:
+        raise DatasetError(
+            f"{place}: expected a readable table of tasks; reading failed with '{error}'."
+        ) from error

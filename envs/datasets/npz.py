@@ -1,0 +1,124 @@
+"""Reading npz archives: every way of being unreadable is one clear error, and nothing is unpickled."""
+
+from __future__ import annotations
+
+import lzma
+import zipfile
+import zlib
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from policies.errors import BurnishError, DatasetError
+
+Arrays = dict[str, np.ndarray]
+"""Key -> array of real numbers."""
+
+_UNREADABLE = (OSError, ValueError, EOFError, LookupError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
+"""What numpy and zipfile raise over damaged archives and over arrays of Python objects."""
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[np.lib.npyio.NpzFile]:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            yield archive
+    except BurnishError:
+        raise
+    except _UNREADABLE as error:
+        raise DatasetError(
+            f"{path}: expected a readable npz archive; reading failed with '{error}'. The file is truncated, "
+            f"damaged, or holds Python objects, which are never loaded: copy or download it again."
+        ) from error
+
+
+def peek_npz(path: str | Path) -> tuple[str, ...] | None:
+    """Return the keys of an archive; None where it is no zip archive at all.
+
+    Raises:
+        DatasetError: If it begins like one, but is truncated or damaged.
+    """
+    path = Path(path)
+    if not path.is_file() or not _begins_like_a_zip(path):
+        return None
+    with _open(path) as archive:
+        return tuple(archive.files)
+
+
+def _begins_like_a_zip(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return file.read(4) in (b"PK\x03\x04", b"PK\x05\x06")
+
+
+def read_npz(path: str | Path, required: Collection[str], optional: Collection[str] = ()) -> Arrays:
+    """Read arrays of real numbers by name, in the machine's byte order.
+
+    Args:
+        path: The archive.
+        required: Keys that must be there.
+        optional: Keys that are read if they are there.
+
+    Raises:
+        DatasetError: If the file is missing or damaged, a required key is missing, or an array holds
+            something else than real numbers; names file and key.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DatasetError(f"{path}: expected an npz archive; there is no such file. Check the path.")
+    with _open(path) as archive:
+        missing = [key for key in required if key not in archive.files]
+        if missing:
+            raise DatasetError(
+                f"{path}: expected the keys {sorted(required)}; missing {missing}, found "
+                f"{sorted(archive.files)}."
+            )
+        wanted = [*required, *(key for key in optional if key in archive.files)]
+        return {key: _numbers(archive[key], path, key) for key in wanted}
+
+
+def _numbers(value: np.ndarray, path: Path, key: str) -> np.ndarray:
+    if value.dtype.kind not in "biuf":
+        raise DatasetError(f"{path}: key '{key}' must hold real numbers; got type {value.dtype}.")
+    return value.astype(value.dtype.newbyteorder("="), copy=False)
+
+
+def check_rows(path: str | Path, arrays: Arrays, first: str) -> int:
+    """Return the number of rows of `first`, which every other array must have, too.
+
+    Raises:
+        DatasetError: If there is none, or another array has more or fewer; names file and key.
+    """
+    num = len(arrays[first]) if arrays[first].ndim else 0
+    if num == 0:
+        raise DatasetError(
+            f"{path}: key '{first}' must have at least one row; got shape {arrays[first].shape}."
+        )
+    for key, value in arrays.items():
+        if value.shape[:1] != (num,):
+            raise DatasetError(f"{path}: key '{key}' must have {num} rows, one per step; got {value.shape}.")
+    return num
+
+
+def column(values: np.ndarray) -> np.ndarray:
+    """Return one number per row, stored as (N,) or (N, 1), as (N,); other shapes stay as they are."""
+    return values[:, 0] if values.shape[1:] == (1,) else values
+
+
+def check_flags(path: str | Path, key: str, flags: np.ndarray) -> np.ndarray:
+    """Return flags (N,) as bool; a column (N, 1) becomes a row.
+
+    Raises:
+        DatasetError: If a flag is neither 0 nor 1, or there are several per step; names file and key.
+    """
+    flat = column(flags)
+    if flat.ndim != 1:
+        raise DatasetError(f"{path}: key '{key}' must have shape ({len(flags)},); got {flags.shape}.")
+    bad = np.flatnonzero(~np.isin(flat, (0, 1)))
+    if len(bad):
+        raise DatasetError(
+            f"{path}: key '{key}' must be 0 or 1 in every row; got {flat[bad[0]]} in row {bad[0]} "
+            f"({len(bad)} such rows). Repair the flags, or remove the affected episodes."
+        )
+    return flat.astype(bool)

@@ -1,0 +1,143 @@
+"""OGBench npz files, read with numpy alone.
+
+    observations (N, Do)   actions (N, Da)   terminals (N,)   qpos  qvel  button_states
+
+`terminals` marks the last row of every recording. That row is a state only: its action was never executed
+and it has no successor. By default it becomes the successor of the row before, as in OGBench's regular
+datasets; `compact=True` keeps it as a frame of its own with `valids` 0, as in OGBench's compact ones.
+`regular_dataset` and `compact_dataset` are the two official conversions, bit for bit.
+
+A recording is cut, never finished: all episodes are truncated. Files have no rewards; naming a single task
+adds those of this task and `masks`, which is 0 where the task is solved and values must not look further,
+although the recording goes on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.npz import Arrays, check_flags, check_rows, peek_npz, read_npz
+from policies.errors import DatasetError
+
+_REQUIRED = ("observations", "actions", "terminals")
+_INFOS = ("qpos", "qvel", "button_states")
+
+
+def matches(path: str | Path) -> bool:
+    """Tell whether a file is an archive with OGBench's keys."""
+    keys = peek_npz(path)
+    return keys is not None and set(_REQUIRED) <= set(keys)
+
+
+def load_ogbench(path: str | Path) -> Arrays:
+    """Read a file's arrays as they are stored.
+
+    Raises:
+        DatasetError: If the file is unreadable, lacks a key, keys disagree in length, or the end of a
+            recording is not flagged.
+    """
+    arrays = read_npz(path, _REQUIRED, _INFOS)
+    check_rows(path, arrays, "observations")
+    ends = arrays["terminals"] = check_flags(path, "terminals", arrays["terminals"])
+    for key in ("observations", "actions"):
+        if arrays[key].ndim != 2:
+            hint = " Files with images are not read." if key == "observations" else ""
+            raise DatasetError(f"{path}: key '{key}' must have shape (N, D); got {arrays[key].shape}.{hint}")
+    if not ends[-1]:
+        raise DatasetError(
+            f"{path}: key 'terminals' must be 1 in the last row, where the last recording ends; got 0. The "
+            f"file is cut off: copy or download it again."
+        )
+    return arrays
+
+
+def regular_dataset(arrays: Arrays) -> Arrays:
+    """Reproduce OGBench's regular dataset: rows with a successor, `next_observations`, infos.
+
+    Args:
+        arrays: From `load_ogbench`.
+
+    Returns:
+        (M, ·) float32 arrays; `terminals` is 1 where the next row is the last of its recording.
+    """
+    ends = arrays["terminals"].astype(bool)
+    kept, following = ~ends, np.append(False, ~ends[:-1])
+    observations = arrays["observations"].astype(np.float32, copy=False)
+    return {
+        "observations": observations[kept],
+        "actions": arrays["actions"].astype(np.float32, copy=False)[kept],
+        "terminals": np.append(ends[1:], True)[kept].astype(np.float32),
+        "next_observations": observations[following],
+        **{key: arrays[key][kept] for key in _INFOS if key in arrays},
+    }
+
+
+def compact_dataset(arrays: Arrays) -> Arrays:
+    """Reproduce OGBench's compact dataset: every row, with `valids` 0 on the last of each recording.
+
+    Args:
+        arrays: From `load_ogbench`.
+
+    Returns:
+        (N, ·) float32 arrays; `terminals` is 1 on the last two rows of every recording.
+    """
+    ends = arrays["terminals"].astype(bool)
+    return {
+        "observations": arrays["observations"].astype(np.float32, copy=False),
+        "actions": arrays["actions"].astype(np.float32, copy=False),
+        "terminals": (ends | np.append(ends[1:], True)).astype(np.float32),
+        "valids": 1 - ends.astype(np.float32),
+        **{key: arrays[key] for key in _INFOS if key in arrays},
+    }
+
+
+def read(path: str | Path, *, task: str | None = None, compact: bool = False) -> EpisodeDataset:
+    """Read an OGBench file: `observations`, `actions` and `terminals` in an npz archive.
+
+    Args:
+        path: npz file.
+        task: Name of a single task, e.g. `cube-single-play-singletask-task2-v0`: rewards and `masks` of that
+            task are added; needs the extra `ogbench`. None: all rewards are 0.
+        compact: Keep the last row of every recording as a frame (see the module).
+
+    Raises:
+        DatasetError: If the file does not hold a usable dataset; names file and key.
+        MissingExtraError: If a task is named and OGBench is not installed.
+    """
+    arrays = load_ogbench(path)
+    ends, rows = arrays["terminals"], compact_dataset(arrays) if compact else regular_dataset(arrays)
+    last = ends if compact else rows["terminals"].astype(bool)
+    _check_lengths(path, ends, compact)
+    extras: dict[str, Any] = {key: rows[key] for key in _INFOS if key in rows}
+    rewards = np.zeros(len(last), np.float32)
+    if compact:
+        extras["valids"] = rows["valids"]
+    if task is not None:
+        from envs.datasets.ogbench_tasks import rewards_of_task
+
+        rewards, extras["masks"] = rewards_of_task(task, rows, str(path))
+    return EpisodeDataset.from_arrays(
+        rows["observations"],
+        rows["actions"],
+        rewards,
+        np.zeros_like(last),
+        last,
+        np.concatenate([[0], np.flatnonzero(last) + 1]),
+        next_observations=rows.get("next_observations"),
+        extras=extras,
+        meta={"source": str(path), "format": "ogbench", "task": task, "compact": compact},
+    )
+
+
+def _check_lengths(path: str | Path, ends: np.ndarray, compact: bool) -> None:
+    """Refuse recordings without a step: one state and nothing done in it."""
+    lengths = np.diff(np.flatnonzero(ends), prepend=-1)
+    if not compact and (lengths < 2).any():
+        raise DatasetError(
+            f"{path}: key 'terminals' must leave at least two rows to every recording; recording "
+            f"{int(np.argmax(lengths < 2))} has one. Remove it."
+        )

@@ -1,0 +1,105 @@
+"""Stretches of consecutive steps that begin at any frame, as learning a value of whole chunks needs them.
+
+Legend: B batch, H horizon, Do and Da widths. Row j of a stretch is frame i + j of the episode that frame i is
+in. Behind the episode's end the last row is repeated, without reward and not `valid`.
+
+Source:
+    Q-chunking, arXiv 2507.07969: the value of H actions is R + gamma^H mask Q(s', a'), where R sums the
+    rewards of the stretch and s' is the observation behind its last row. Deviation: the published sampler
+    lets a stretch run on into the next episode and masks it afterwards; `across_episodes=True` does so, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from envs.datasets.episodes import EpisodeDataset
+from policies.errors import DatasetError
+
+
+@dataclass(frozen=True)
+class Stretches:
+    """A batch of stretches, in physical units.
+
+    Shapes:
+        observations, next_observations: (B, H, Do).
+        actions: (B, H, Da).
+        rewards: (B, H), discounted sum of the rewards of rows 0..j.
+        masks: (B, H), 0 from the row on at which the task ended; else 1.
+        ends: (B, H) bool, an episode ended in one of the rows 0..j.
+        valid: (B, H) bool, the row belongs to the episode that the stretch began in.
+    """
+
+    observations: Tensor
+    actions: Tensor
+    rewards: Tensor
+    next_observations: Tensor
+    masks: Tensor
+    ends: Tensor
+    valid: Tensor
+
+
+class Sequences:
+    """All stretches of a dataset, on its device.
+
+    Args:
+        dataset: Episodes with recorded successors; move it to the device first.
+        horizon: H.
+        discount: Per step, of the summed rewards.
+        across_episodes: Let rows run on into the next episode, as the published sampler does.
+
+    Attributes:
+        num: Frames at which a stretch may begin: all, or with `across_episodes` those H rows from the end.
+
+    Raises:
+        DatasetError: If successors are not recorded, or there are fewer frames than H.
+    """
+
+    def __init__(
+        self, dataset: EpisodeDataset, horizon: int, discount: float, *, across_episodes: bool = False
+    ) -> None:
+        if dataset.next_observations is None:
+            raise DatasetError(f"{dataset.source}: expected the key 'next_observations'; it is not recorded.")
+        if not 1 <= horizon <= dataset.num_frames:
+            raise DatasetError(
+                f"{dataset.source}: a horizon must be from 1 to the number of frames {dataset.num_frames}; "
+                f"got {horizon}."
+            )
+        self._data, self._next, self.discount = dataset, dataset.next_observations, discount
+        self.num = dataset.num_frames - horizon + 1 if across_episodes else dataset.num_frames
+        device = dataset.observations.device
+        self._offset = torch.arange(horizon, device=device)
+        self._weight = discount ** self._offset.double()
+        ends = dataset.episode_start[1:] - 1
+        last = torch.full_like(ends, dataset.num_frames - 1) if across_episodes else ends
+        self._last = last.repeat_interleave(dataset.lengths)
+        self._is_end = torch.zeros(dataset.num_frames, dtype=torch.bool, device=device)
+        self._is_end[ends] = True
+        over = dataset.terminated | (dataset.extras["masks"] == 0) if "masks" in dataset.extras else None
+        self._over = dataset.terminated if over is None else over
+
+    def gather(self, frames: Tensor) -> Stretches:
+        """Return the stretches that begin at `frames` (B,), integers in 0..num-1 on the dataset's device."""
+        wanted = frames[:, None] + self._offset
+        rows = torch.minimum(wanted, self._last[frames][:, None])
+        ends = self._is_end[rows].cummax(dim=1).values
+        over = self._over[rows].cummax(dim=1).values
+        valid = torch.cat([torch.ones_like(ends[:, :1]), ~ends[:, :-1]], dim=1)
+        rewards = self._data.rewards[rows].double() * self._weight * (rows == wanted)
+        return Stretches(
+            observations=self._data.observations[rows],
+            actions=self._data.actions[rows],
+            rewards=rewards.cumsum(dim=1).float(),
+            next_observations=self._next[rows],
+            masks=(~over).float(),
+            ends=ends,
+            valid=valid,
+        )
+
+    def sample(self, size: int, *, generator: torch.Generator | None = None) -> Stretches:
+        """Draw stretches uniformly with replacement; the generator lives on the dataset's device."""
+        device = self._offset.device
+        return self.gather(torch.randint(self.num, (size,), generator=generator, device=device))

@@ -1,0 +1,404 @@
+"""Mazes: a point or an ant goes to a goal that differs from episode to episode (gymnasium-robotics).
+
+Physics, starts, goals and rewards are those of `PointMaze_*-v3` and `AntMaze_*-v4`, step by step and bit for
+bit; one compiled model is shared by one `MjData` per environment. The observation is flat: positions,
+velocities, and the goal (x, y) at its end, so that whatever learns from a state can be told where to go. For
+the ant these are the 29 entries of D4RL and OGBench, and the goal.
+
+A point is driven by forces at 100 Hz, as in gymnasium-robotics. With `control=waypoint` an action is a place
+to go to, which a PD controller turns into forces; with `hold`, it is kept for several steps of the simulator.
+
+Legend: N environments, M of them addressed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from envs.experts.maze import MazeDemonstrator, demonstrate_maze, pd_force
+from envs.maze_layouts import Cell, Layout, layout, load_model
+from envs.spec import EnvSpec
+from envs.vector import ChunkVector, StepResult
+from policies.errors import ConfigError
+from policies.registry import register
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from envs.datasets.episodes import Episode
+
+Array = np.ndarray
+
+RADIUS_M = 0.45  # of the goal
+SPEED_LIMIT = 5.0  # of a point, per axis [m/s]
+REWARDS = ("sparse", "dense")
+CONTROLS = ("force", "waypoint")
+_LEGS = ("front left", "front right", "back left", "back right")
+_JOINTS = tuple(f"{leg} {joint}" for leg in _LEGS for joint in ("hip", "ankle"))
+_GOAL = ("goal x [m]", "goal y [m]")
+_POINT_NAMES = ("x [m]", "y [m]", "x speed [m/s]", "y speed [m/s]", *_GOAL)
+_ANT_NAMES = (
+    *(f"torso {axis} [m]" for axis in "xyz"),
+    *(f"torso quaternion {part} [1]" for part in "wxyz"),
+    *(f"{joint} angle [rad]" for joint in _JOINTS),
+    *(f"torso {axis} speed [m/s]" for axis in "xyz"),
+    *(f"torso {axis} rate [rad/s]" for axis in "xyz"),
+    *(f"{joint} rate [rad/s]" for joint in _JOINTS),
+    *_GOAL,
+)
+
+
+class MazeStepper:
+    """Steps N agents, each in its own simulator state of one shared model; exact.
+
+    Args:
+        task: Agent, maze and rules.
+        num_envs: N.
+
+    Raises:
+        MissingExtraError: If gymnasium-robotics is not installed.
+    """
+
+    can_save = True
+
+    def __init__(self, task: _Maze, num_envs: int) -> None:
+        if num_envs < 1:
+            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
+        import mujoco
+
+        self.task, self.maze, self.num_envs = task, task.layout, num_envs
+        self.model = load_model(task.agent_file(), task.layout)
+        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        self._start = np.zeros((num_envs, 2))
+        self._goal = np.zeros((num_envs, 2))
+        self._signature = mujoco.mjtState.mjSTATE_INTEGRATION
+
+    def reset(self, row: int, seed: int) -> Array:
+        """Start an episode as gymnasium-robotics does for this seed; returns (Do,)."""
+        import mujoco
+        from gymnasium.utils import seeding
+
+        rng, _ = seeding.np_random(seed)
+        self._start[row], self._goal[row] = self.maze.draw(rng, *self.task.ends)
+        data = self.datas[row]
+        mujoco.mj_resetData(self.model, data)
+        data.qpos[:2] = self._start[row]
+        mujoco.mj_forward(self.model, data)
+        return self._observe(row)
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, Da) for one control step."""
+        for row, action in zip(rows.tolist(), actions, strict=True):
+            self.task.drive(self.model, self.datas[row], action)
+        obs = np.stack([self._observe(row) for row in rows.tolist()])
+        # One by one, as gymnasium-robotics does: a norm over an axis differs in the last bit.
+        distance = np.sqrt([each.dot(each) for each in obs[:, :2] - self._goal[rows]])
+        success = distance <= RADIUS_M
+        reward = np.exp(-distance) if self.task.reward == "dense" else success.astype(np.float64)
+        ended = success & (not self.task.continuing)
+        return StepResult(obs, reward, ended, np.zeros_like(ended), success)
+
+    def metrics(self) -> dict[str, Array]:
+        """Return nothing: success and return say it all."""
+        return {}
+
+    def start_and_goal(self, row: int) -> tuple[Array, Array]:
+        """Return where an episode began and where it shall lead, (2,) each [m]."""
+        return self._start[row].copy(), self._goal[row].copy()
+
+    def physics_state(self, row: int) -> Array:
+        """Return time, positions and velocities of one simulator."""
+        data = self.datas[row]
+        return np.concatenate([[data.time], data.qpos, data.qvel])
+
+    def get_state(self) -> dict[str, Array]:
+        """Return everything the next steps depend on."""
+        import mujoco
+
+        physics = np.empty((self.num_envs, mujoco.mj_stateSize(self.model, self._signature)))
+        for data, state in zip(self.datas, physics, strict=True):
+            mujoco.mj_getState(self.model, data, state, self._signature)
+        return {"physics": physics, "start": self._start.copy(), "goal": self._goal.copy()}
+
+    def set_state(self, state: Mapping[str, Array]) -> None:
+        """Continue from `get_state`."""
+        import mujoco
+
+        for row, data in enumerate(self.datas):
+            physics = np.asarray(state["physics"][row], np.float64)
+            mujoco.mj_setState(self.model, data, physics, self._signature)
+        self._start, self._goal = (np.array(state[key], np.float64) for key in ("start", "goal"))
+
+    def close(self) -> None:
+        """Drop the simulators."""
+        self.datas = []
+
+    def _observe(self, row: int) -> Array:
+        data = self.datas[row]
+        return np.concatenate([data.qpos, data.qvel, self._goal[row]])
+
+
+@dataclass(frozen=True)
+class _Maze(ABC):
+    """What all mazes share; the subclasses below give agent and maze."""
+
+    max_episode_steps: int = 300  # control steps, then truncated
+    continuing: bool = False  # true: reaching the goal does not end an episode, as D4RL's maze2d
+    reward: str = "sparse"  # sparse: 1 within 0.45 m of the goal, else 0 | dense: exp(-distance)
+    start_cell: tuple[int, ...] = ()  # row and column that episodes start in, from the upper left; (): any
+    goal_cell: tuple[int, ...] = ()  # row and column of the goal; (): any
+
+    name = ""
+    maze = ""
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        if self.max_episode_steps < 1:
+            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
+        if self.reward not in REWARDS:
+            raise ConfigError(f"env.reward must be one of {', '.join(REWARDS)}; got '{self.reward}'.")
+        for key in ("start_cell", "goal_cell"):
+            cell = tuple(getattr(self, key))
+            if cell and cell not in self.layout.cells:
+                raise ConfigError(
+                    f"env.{key} must be row and column of a free cell of '{self.maze}', or (); got {cell}. "
+                    f"Its grid is {' '.join(self.layout.rows)}."
+                )
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """The maze."""
+
+    @property
+    def ends(self) -> tuple[Cell | None, Cell | None]:
+        """The cells of start and goal, where they are given."""
+        start, goal = (tuple(cell) or None for cell in (self.start_cell, self.goal_cell))
+        return start, goal  # type: ignore[return-value]
+
+    @abstractmethod
+    def agent_file(self) -> str:
+        """Return the MJCF file of the agent.
+
+        Raises:
+            MissingExtraError: If gymnasium-robotics is not installed.
+        """
+
+    @abstractmethod
+    def drive(self, model: Any, data: Any, action: Array) -> None:
+        """Advance one simulator by a control step."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+
+    def _describe(self, obs: tuple[str, ...], actions: tuple[str, ...], limit: Array, hz: float) -> EnvSpec:
+        return EnvSpec(
+            name=self.name,
+            family="maze",
+            obs_dim=len(obs),
+            action_dim=len(actions),
+            action_low=tuple((-limit).tolist()),
+            action_high=tuple(limit.tolist()),
+            max_episode_steps=self.max_episode_steps,
+            control_hz=hz,
+            obs_names=obs,
+            action_names=actions,
+            success_rule=f"within {RADIUS_M} m of the goal",
+        )
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
+        """Build the exact engine for N environments.
+
+        Raises:
+            MissingExtraError: If gymnasium-robotics is not installed.
+        """
+        return ChunkVector(self.spec, MazeStepper(self, num_envs), obs_steps=obs_steps)
+
+    def figure(self, panels: Mapping[str, tuple[Sequence[Array], Sequence[bool]]]) -> Figure:
+        """Draw one panel of trajectories per title, e.g. before and after; see `envs.maze_figures`."""
+        from envs.maze_figures import maze_figure
+
+        return maze_figure(self.layout, panels)
+
+    def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
+        """Photograph an episode from above (F, height, width, 3); options as in `replay_frames`."""
+        from envs.maze_figures import seen_from_above
+        from envs.rendering import replay_frames
+
+        vector = self.make_vector(1)
+        vector.reset([seed])
+        seen_from_above(vector.stepper)
+        return replay_frames(vector, seed, actions, **options)
+
+
+@dataclass(frozen=True)
+class _PointMaze(_Maze):
+    """A ball on two slide joints, driven by forces."""
+
+    control: str = "force"  # force | waypoint: an action is a place [m], which a PD controller goes to
+    hold: int = 1  # steps of the simulator (10 ms) for which an action is kept
+    demonstrator: MazeDemonstrator = field(default_factory=MazeDemonstrator)  # who `demonstrate` is
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        super().__post_init__()
+        if self.control not in CONTROLS:
+            raise ConfigError(f"env.control must be one of {', '.join(CONTROLS)}; got '{self.control}'.")
+        if self.hold < 1:
+            raise ConfigError(f"env.hold must be at least 1; got {self.hold}.")
+
+    @property
+    def layout(self) -> Layout:
+        """The maze; its cells are 1 m wide."""
+        return layout(self.maze)
+
+    def agent_file(self) -> str:
+        """Return the MJCF file of the point."""
+        from importlib.resources import files
+
+        from envs.make import require
+
+        with contextlib.redirect_stderr(io.StringIO()):  # its import prints news about other tasks
+            require("gymnasium_robotics", extra="mazes")
+        return str(files("gymnasium_robotics") / "envs" / "assets" / "point" / "point.xml")
+
+    def drive(self, model: Any, data: Any, action: Array) -> None:
+        """Advance one simulator by `hold` steps; as in gymnasium-robotics, each begins with limited speed."""
+        import mujoco
+
+        qpos, qvel, ctrl = (
+            data.qpos,
+            data.qvel,
+            data.ctrl,
+        )  # views: each attribute access would build a new one
+        is_place = self.control == "waypoint"
+        for _ in range(self.hold):
+            if max(map(abs, qvel.tolist())) > SPEED_LIMIT:
+                qvel[:] = np.clip(qvel, -SPEED_LIMIT, SPEED_LIMIT)
+            mujoco.mj_forward(model, data)
+            ctrl[:] = pd_force(qpos, qvel, action) if is_place else action
+            mujoco.mj_step(model, data)
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+        if self.control == "waypoint":
+            limit, names = self.layout.half_size, ("wanted x [m]", "wanted y [m]")
+        else:
+            limit, names = np.ones(2), ("x force [100 N]", "y force [100 N]")
+        return self._describe(_POINT_NAMES, names, limit, 100.0 / self.hold)
+
+    def demonstrate(self, seed: int) -> Episode:
+        """Record one demonstration; way, wobble, start and goal all follow from the seed."""
+        return demonstrate_maze(
+            MazeStepper(self, 1),
+            self.layout,
+            seed,
+            self.demonstrator,
+            control=self.control,
+            step_s=0.01 * self.hold,
+            max_steps=self.max_episode_steps,
+        )
+
+
+@register("env", "pointmaze-umaze")
+@dataclass(frozen=True)
+class PointMazeUmaze(_PointMaze):
+    """A point goes to a goal in a maze of one corridor (`PointMaze_UMaze-v3`)."""
+
+    name = "pointmaze-umaze"
+    maze = "umaze"
+
+
+@register("env", "pointmaze-medium")
+@dataclass(frozen=True)
+class PointMazeMedium(_PointMaze):
+    """A point goes to a goal in a maze with one loop (`PointMaze_Medium-v3`)."""
+
+    max_episode_steps: int = 600  # control steps, then truncated
+
+    name = "pointmaze-medium"
+    maze = "medium"
+
+
+@register("env", "pointmaze-large")
+@dataclass(frozen=True)
+class PointMazeLarge(_PointMaze):
+    """A point goes to a goal in a maze with several ways between most places (`PointMaze_Large-v3`)."""
+
+    max_episode_steps: int = 800  # control steps, then truncated
+
+    name = "pointmaze-large"
+    maze = "large"
+
+
+@dataclass(frozen=True)
+class _AntMaze(_Maze):
+    """Gymnasium's ant, driven by the torques of eight joints."""
+
+    @property
+    def layout(self) -> Layout:
+        """The maze; its cells are 4 m wide."""
+        return layout(self.maze, cell_m=4.0, height_m=0.5)
+
+    def agent_file(self) -> str:
+        """Return the MJCF file of the ant."""
+        from importlib.resources import files
+
+        return str(files("gymnasium") / "envs" / "mujoco" / "assets" / "ant.xml")
+
+    def drive(self, model: Any, data: Any, action: Array) -> None:
+        """Advance one simulator by five physics steps of 10 ms."""
+        import mujoco
+
+        data.ctrl[:] = action
+        mujoco.mj_step(model, data, nstep=5)
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+        legs = (_LEGS[3], *_LEGS[:3])  # the order of the motors
+        names = tuple(f"{leg} {joint} torque [150 Nm]" for leg in legs for joint in ("hip", "ankle"))
+        return self._describe(_ANT_NAMES, names, np.ones(8), 20.0)
+
+
+@register("env", "antmaze-umaze")
+@dataclass(frozen=True)
+class AntMazeUmaze(_AntMaze):
+    """An ant goes to a goal in a maze of one corridor (`AntMaze_UMaze-v4`)."""
+
+    max_episode_steps: int = 700  # control steps, then truncated
+
+    name = "antmaze-umaze"
+    maze = "umaze"
+
+
+@register("env", "antmaze-medium")
+@dataclass(frozen=True)
+class AntMazeMedium(_AntMaze):
+    """An ant goes to a goal in a maze with one loop (`AntMaze_Medium-v4`)."""
+
+    max_episode_steps: int = 1000  # control steps, then truncated
+
+    name = "antmaze-medium"
+    maze = "medium"
+
+
+@register("env", "antmaze-large")
+@dataclass(frozen=True)
+class AntMazeLarge(_AntMaze):
+    """An ant goes to a goal in a maze with several ways between most places (`AntMaze_Large-v4`)."""
+
+    max_episode_steps: int = 1000  # control steps, then truncated
+
+    name = "antmaze-large"
+    maze = "large"

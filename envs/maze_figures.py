@@ -1,0 +1,97 @@
+"""Mazes from above: drawn, and photographed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from envs.figures import FAILURE, INK, PILLAR, SUCCESS
+from envs.maze_layouts import Layout
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH_IN = 4.2  # of a panel
+
+
+def maze_figure(maze: Layout, panels: Mapping[str, tuple[Sequence[np.ndarray], Sequence[bool]]]) -> Figure:
+    """Draw one panel of episodes per title, side by side.
+
+    Args:
+        maze: The maze.
+        panels: For every title the trajectories and their outcomes, as `draw_maze` takes them.
+
+    Returns:
+        A figure that needs no display; save it with `savefig`.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    height = WIDTH_IN * maze.half_size[1] / maze.half_size[0] + 0.6
+    figure = Figure(figsize=(WIDTH_IN * len(panels), height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    for axes, (title, (trajectories, outcomes)) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        draw_maze(axes, maze, trajectories, outcomes, title=title)
+    return figure
+
+
+def draw_maze(
+    ax: Axes, maze: Layout, trajectories: Sequence[np.ndarray], outcomes: Sequence[bool], *, title: str = ""
+) -> None:
+    """Draw episodes from above: walls, a dot where each began, a ring around its goal, one line per episode.
+
+    Successes are green; failures are orange and end in a cross.
+
+    Shapes:
+        trajectories: one (L+1, 4 or more) array per episode, x and y [m] first and its goal last.
+
+    Args:
+        ax: Where to draw.
+        maze: The maze.
+        trajectories: Observations of the episodes.
+        outcomes: Whether each episode succeeded.
+        title: First line above the count of successes.
+    """
+    _draw_walls(ax, maze)
+    alpha = float(np.clip(18.0 / max(len(trajectories), 1), 0.3, 0.9))
+    for i in sorted(range(len(trajectories)), key=lambda i: bool(outcomes[i])):
+        path = np.asarray(trajectories[i])
+        color = SUCCESS if outcomes[i] else FAILURE
+        ax.plot(path[:, 0], path[:, 1], color=color, alpha=alpha, linewidth=1.1, zorder=3)
+        ax.plot(*path[0, :2], "o", color=INK, markersize=2.5, zorder=4)
+        ax.plot(*path[0, -2:], "o", color=color, markersize=6, markerfacecolor="none", zorder=4)
+        if not outcomes[i]:
+            ax.plot(*path[-1, :2], "X", color=color, markersize=5.5, markeredgecolor="white", zorder=5)
+    good, total = int(np.sum(outcomes)), len(outcomes)
+    score = f"{good / total:.0%} reach the goal ({good} of {total})" if total else "no episodes"
+    ax.set_title(f"{title}\n{score}" if title else score, fontsize=9.5, color=INK, loc="left")
+
+
+def _draw_walls(ax: Axes, maze: Layout) -> None:
+    """Draw what does not move."""
+    from matplotlib.patches import Rectangle
+
+    for cell in maze.walls:
+        corner = maze.center(cell) - maze.cell_m / 2
+        wall = Rectangle(
+            tuple(corner), maze.cell_m, maze.cell_m, facecolor=PILLAR, edgecolor=PILLAR, zorder=2
+        )
+        ax.add_patch(wall)
+    half_x, half_y = maze.half_size
+    ax.set(xlim=(-half_x, half_x), ylim=(-half_y, half_y), aspect="equal")
+    ax.set_axis_off()
+
+
+def seen_from_above(stepper: Any) -> None:
+    """Point the camera of a simulator of mazes down and mark the goal of row 0, on a model of its own."""
+    model = stepper.model = copy.copy(stepper.model)
+    _, goal = stepper.start_and_goal(0)
+    model.site("target").pos[:2] = goal
+    model.stat.center, model.stat.extent = np.zeros(3), 1.1 * float(stepper.maze.half_size.max())
+    model.vis.global_.azimuth, model.vis.global_.elevation = 90.0, -89.0

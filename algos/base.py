@@ -28,6 +28,7 @@ class Setup:
     teacher: Policy | None = None  # the policy to learn from
     seed: int = 0
     num_workers: int = 2  # rollout processes
+    engine: str = "exact"  # that collects experience, one of envs.envpool.ENGINES; evaluation is always exact
     num_threads: int | None = None  # see `threads`; None: the algorithm's own default
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 

@@ -34,6 +34,7 @@ from algos.base import Setup
 from algos.functional import clip_ranges, denoising_discounts
 from algos.onpolicy import OnPolicy, check_setup
 from algos.ppo import PpoConfig
+from algos.ratios import CloningTerm
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.fields import SwitchedField
@@ -103,13 +104,13 @@ class DppoConfig(PpoConfig):
         init = require_diffusion(check_setup(setup, "dppo"))
         explore, evaluate = self.samplers(init)
         policy = self.exploring(tunable_copy(init, explore, self.tuned_steps).to(setup.device), explore)
-        frozen = init.clone().to(setup.device).requires_grad_(False) if self.bc_weight else None
+        ratio, frozen = self.ratio(policy), self.frozen(setup, init)
         return OnPolicy.assemble(
             self,
             setup,
-            ratio=self.ratio(policy),
+            ratio=ratio,
             trained=policy.scored_net,
-            frozen=None if frozen is None else self.exploring(frozen, explore),
+            near=None if frozen is None else CloningTerm(self.exploring(frozen, explore), ratio),
             shipped=lambda: policy.with_sampler(evaluate).clone(),
         )
 

@@ -139,6 +139,34 @@ def policy_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor | float) 
     return -advantage * ratio, -advantage * clipped
 
 
+def ppo_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:
+    """Return PPO's losses (B,): the larger of the plain and the clipped one."""
+    return torch.maximum(*policy_losses(ratio, advantage, clip_range))
+
+
+def spo_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:
+    """Return -(r A - |A| (r - 1)^2 / (2 c)), (B,): its gradient leads back to ratios within 1 +- c.
+
+    Source:
+        Simple policy optimization, arXiv 2401.16025, equation 11.
+    """
+    return advantage.abs() / (2.0 * clip_range) * (ratio - 1.0).square() - advantage * ratio
+
+
+def aspo_losses(ratio: Tensor, advantage: Tensor, clip_range: Tensor) -> Tensor:
+    """Return PPO's losses where advantages are positive, SPO's elsewhere, (B,).
+
+    Source:
+        FPO++, arXiv 2602.02481.
+    """
+    ppo, spo = (f(ratio, advantage, clip_range) for f in (ppo_losses, spo_losses))
+    return torch.where(advantage > 0, ppo, spo)
+
+
+SURROGATES = {"ppo": ppo_losses, "spo": spo_losses, "aspo": aspo_losses}
+"""(ratio, advantage, clip range), each (B,) -> losses (B,)."""
+
+
 def value_losses(value: Tensor, target: Tensor, old_value: Tensor, clip: float | None = None) -> Tensor:
     """Return half the squared error (B,), optionally the larger of it and that of the clipped value."""
     error = (value - target).square()

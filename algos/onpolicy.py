@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -15,7 +14,9 @@ from algos.base import Metrics, Setup
 from algos.buffers import Appraisal, Experience
 from algos.continuity import digest_of, require_unchanged
 from algos.functional import RewardScaler, explained_variance
-from algos.ratios import ChainRatio, CloningTerm
+from algos.onpolicy_config import OnPolicyConfig
+from algos.ratios import NearTerm, RatioEstimator
+from algos.scratch import RunningMoments
 from algos.surrogate import GeneratorDraws, PpoLearner
 from envs.fit import require_fit
 from envs.rollout import Rollout, RolloutPool
@@ -23,9 +24,6 @@ from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.seeds import derive_seed, seeded_generator
 from policies.threads import torch_threads
-
-if TYPE_CHECKING:
-    from algos.ppo import PpoConfig
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +45,7 @@ def check_setup(setup: Setup, algo: str) -> Policy:
     return setup.init
 
 
-def warn_of_a_long_iteration(config: PpoConfig, act_steps: int) -> None:
+def warn_of_a_long_iteration(config: OnPolicyConfig, act_steps: int) -> None:
     """Warn where the first iteration alone exceeds the budget: iterations are executed whole."""
     steps = config.num_envs * config.steps_per_iteration * act_steps
     if config.env_steps is not None and steps > config.env_steps:
@@ -74,23 +72,25 @@ class OnPolicy:
         draws: Source of the permutations and the noise of updates.
         shipped: Returns an independent copy of the policy with its evaluation sampler.
         origin: Digest of the policy that the run started from, compared on resuming; None: not compared.
+        moments: Of the observations met, for a policy whose normaliser is fitted on the way; None: it stays.
     """
 
     unit = "env_steps"
 
     def __init__(
         self,
-        config: PpoConfig,
+        config: OnPolicyConfig,
         *,
-        ratio: ChainRatio,
+        ratio: RatioEstimator,
         learner: PpoLearner,
         pool: RolloutPool,
         draws: GeneratorDraws,
         shipped: Callable[[], Policy],
         origin: str | None = None,
+        moments: RunningMoments | None = None,
     ) -> None:
         self.config, self.ratio, self.learner, self.pool = config, ratio, learner, pool
-        self.draws, self.shipped, self._origin = draws, shipped, origin
+        self.draws, self.shipped, self._origin, self.moments = draws, shipped, origin, moments
         gamma, clip = config.reward_scale_gamma, config.reward_scale_clip
         self.scaler = RewardScaler(config.num_envs, gamma=gamma, clip=clip) if config.reward_scaling else None
         self.appraise = Appraisal(
@@ -102,13 +102,14 @@ class OnPolicy:
     @classmethod
     def assemble(
         cls,
-        config: PpoConfig,
+        config: OnPolicyConfig,
         setup: Setup,
         *,
-        ratio: ChainRatio,
+        ratio: RatioEstimator,
         trained: nn.Module,
-        frozen: Any | None,
+        near: NearTerm | None,
         shipped: Callable[[], Policy],
+        moments: RunningMoments | None = None,
     ) -> Self:
         """Add critic, optimisers, environments and random numbers to a checked policy.
 
@@ -117,8 +118,9 @@ class OnPolicy:
             setup: Environment, seed, threads, workers, device.
             ratio: Estimator around the policy in training.
             trained: The part of it that is trained.
-            frozen: Policy to stay near, with the exploration sampler; None without that term.
+            near: Keeps the policy near the one that it started from; None: nothing does.
             shipped: See the class.
+            moments: See the class.
         """
         policy: Policy = ratio.policy
         with torch.random.fork_rng(devices=[]):
@@ -129,7 +131,7 @@ class OnPolicy:
             ratio=ratio,
             actor=list(trained.parameters()),
             critic=critic,
-            cloning=None if frozen is None else CloningTerm(frozen, ratio),
+            cloning=near,
             num_threads=setup.threads(THREADS),
         )
         warn_of_a_long_iteration(config, policy.chunk.act_steps)
@@ -140,11 +142,19 @@ class OnPolicy:
             num_workers=setup.num_workers,
             obs_steps=policy.chunk.obs_steps,
             seed=setup.seed,
+            engine=setup.engine,
         )
         draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
         origin = digest_of(setup.init)
         return cls(
-            config, ratio=ratio, learner=learner, pool=pool, draws=draws, shipped=shipped, origin=origin
+            config,
+            ratio=ratio,
+            learner=learner,
+            pool=pool,
+            draws=draws,
+            shipped=shipped,
+            origin=origin,
+            moments=moments,
         )
 
     @property
@@ -169,12 +179,14 @@ class OnPolicy:
             return self._iterate()
 
     def _iterate(self) -> Metrics:
+        self.ratio.set_progress(self._share_done())
         started = time.perf_counter()
         rollout = self.collect()
         collected = time.perf_counter()
         experience = self.appraise(rollout, self.policy, self.learner.critic, self.scaler)
         metrics: Metrics = dict(self.learner.update(experience, iteration=self.iteration, draws=self.draws))
         metrics |= rollout_metrics(rollout, experience)
+        self._adapt(rollout)
         self.iteration += 1
         executed = int(rollout.length.sum())
         self.progress += executed
@@ -185,12 +197,22 @@ class OnPolicy:
             "time/env_steps_per_s": executed / (finished - started),
         }
 
+    def _share_done(self) -> float:
+        """Return the share of the run that is done, 0 to 1."""
+        if self.config.env_steps is not None:
+            return min(1.0, self.progress / self.config.env_steps)
+        return min(1.0, self.iteration / self.config.iterations)
+
+    def _adapt(self, rollout: Rollout) -> None:
+        """Let the normaliser follow the observations met, once everything of the iteration is learned."""
+        if self.moments is not None:
+            self.moments.see(rollout.obs[:, :, -1])
+            self.moments.apply(self.policy.normalizer)
+
     def collect(self) -> Rollout:
         """Collect the chunk steps of one iteration; workers act on the CPU."""
-        ratio = copy.copy(self.ratio)
-        ratio.policy = self.policy.on_cpu()
-        config = self.config
-        return self.pool.collect(ratio, config.steps_per_iteration, reset=config.reset_each_iteration)
+        config, actor = self.config, self.ratio.on_cpu()
+        return self.pool.collect(actor, config.steps_per_iteration, reset=config.reset_each_iteration)
 
     def snapshot(self) -> Policy:
         """Return an independent copy of the policy as it would be shipped now."""
@@ -202,10 +224,12 @@ class OnPolicy:
             "iteration": self.iteration,
             "progress": self.progress,
             "policy": {name: value.detach().clone() for name, value in self.policy.state_dict().items()},
+            "ratio": self.ratio.state_dict(),
             "learner": self.learner.state_dict(),
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "draws": self.draws.generator.get_state(),
             "pool": self.pool.state_dict(),
+            "moments": None if self.moments is None else self.moments.state_dict(),
             **self._lasting(),
         }
 
@@ -225,9 +249,12 @@ class OnPolicy:
         """
         require_unchanged(state, self._lasting())
         self.policy.load_state_dict(state["policy"])
+        self.ratio.load_state_dict(state.get("ratio", {}))
         self.learner.load_state_dict(state["learner"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
+        if self.moments is not None:
+            self.moments.load_state_dict(state["moments"])
         self.draws.generator.set_state(state["draws"])
         self.pool.load_state_dict(state["pool"])
         self.iteration, self.progress = int(state["iteration"]), int(state["progress"])

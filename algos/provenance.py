@@ -12,7 +12,17 @@ from typing import Any
 
 import torch
 
-_PACKAGES = ("burnish", "torch", "numpy", "mujoco", "gymnasium", "hydra-core", "safetensors", "ogbench")
+_PACKAGES = (
+    "burnish",
+    "torch",
+    "numpy",
+    "mujoco",
+    "gymnasium",
+    "hydra-core",
+    "safetensors",
+    "ogbench",
+    "robosuite",
+)
 
 
 def describe_environment() -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 An estimator acts (recording whatever it needs) and later returns the logarithm of the probability ratio of
 recorded rows under the current weights. `ChainRatio` treats every recorded denoising step as an action;
-a Gaussian policy is a chain of one step.
+a Gaussian policy is a chain of one step. `algos.noisy_chain` and `algos.matching_ratio` have others.
 
 Legend: M environment steps, B rows of a minibatch (pairs of environment step and inner step), S inner steps
 per environment step, U distinct environment steps among rows, Th horizon, Da action width.
@@ -10,9 +10,11 @@ per environment step, U distinct environment steps among rows, Th horizon, Da ac
 
 from __future__ import annotations
 
+import copy
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -58,21 +60,62 @@ class Score:
     saturated: Tensor
 
 
-class RatioEstimator(Protocol):
-    """Acts, and compares new with old probabilities. Picklable: a private copy acts in every worker."""
+class RatioEstimator(ABC):
+    """Acts, and compares new with old probabilities. Picklable: a private copy acts in every worker.
+
+    Attributes:
+        policy: The policy in training, exploring.
+    """
+
+    policy: Any
 
     @property
+    @abstractmethod
     def inner_steps(self) -> int:
         """S, rows per environment step."""
-        ...
 
+    @property
+    @abstractmethod
+    def factors(self) -> float:
+        """Factors of a density that the ratio of one row is the geometric mean of; 1: it is their product.
+
+        A clip range c of the ratio is about `factors` c of the logarithm of the whole density.
+        """
+
+    @property
+    def evaluations(self) -> int:
+        """Evaluations of the network that scoring one row takes."""
+        return 1
+
+    @abstractmethod
     def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         """Return physical actions (N, Ta, Da) and a record, each (N, ...)."""
-        ...
 
-    def score(self, experience: Experience, rows: Rows) -> Score:
-        """Compare rows under the current weights with their record; differentiable."""
-        ...
+    @abstractmethod
+    def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
+        """Compare rows under the current weights with their record; differentiable.
+
+        Args:
+            experience: Where the rows are.
+            rows: Which they are.
+            advantage: (B,) of the rows, for estimators that bound good and bad actions differently.
+        """
+
+    def set_progress(self, progress: float) -> None:  # noqa: B027
+        """Follow the share of the run that is done (0 to 1), where anything depends on it."""
+
+    def on_cpu(self) -> Self:
+        """Return the estimator as workers use it."""
+        twin = copy.copy(self)
+        twin.policy = self.policy.on_cpu()
+        return twin
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what learning needs beside the policy; nothing, mostly."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Continue from `state_dict`."""
 
 
 def reduce_log_prob(log_prob: Tensor, how: str) -> Tensor:
@@ -91,7 +134,7 @@ def reduce_log_prob(log_prob: Tensor, how: str) -> Tensor:
     raise ConfigError(f"log_prob_reduction must be one of {', '.join(REDUCTIONS)}; got '{how}'.")
 
 
-class ChainRatio:
+class ChainRatio(RatioEstimator):
     """The ratio of single denoising transitions, elementwise clamped, over executed rows, reduced.
 
     Args:
@@ -119,6 +162,13 @@ class ChainRatio:
     def inner_steps(self) -> int:
         """S, the recorded denoising steps."""
         return self.policy.tuned_steps
+
+    @property
+    def factors(self) -> float:
+        """Executed entries, or steps, that the reduction averages over."""
+        chunk = self.policy.chunk
+        sizes = {"mean": chunk.act_steps * chunk.shape[1], "per_step": chunk.act_steps}
+        return float(sizes.get(self.reduction, 1))
 
     @torch.no_grad()
     def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
@@ -149,7 +199,7 @@ class ChainRatio:
             saturated = (clamped != executed).to(executed.dtype).mean(dim=(-2, -1))
         return reduce_log_prob(clamped, self.reduction), saturated
 
-    def score(self, experience: Experience, rows: Rows) -> Score:
+    def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
         """Score recorded transitions under the current weights; see `RatioEstimator`."""
         chain, old = experience.record["chain"], experience.record["log_prob"]
         place = rows.state.index_select(0, rows.state_row) * (self.inner_steps + 1) + rows.step
@@ -163,6 +213,19 @@ class ChainRatio:
         return Score(
             new - old.flatten().index_select(0, pair), reduce_log_prob(executed, self.reduction), saturated
         )
+
+
+class NearTerm(Protocol):
+    """Keeps a policy near another one."""
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """Shape of the noise of one row."""
+        ...
+
+    def losses(self, cond: Cond, noise: Tensor) -> Tensor:
+        """Return the loss of each row (B,); noise is (B, *noise_shape)."""
+        ...
 
 
 class CloningTerm:

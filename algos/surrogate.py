@@ -15,26 +15,24 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from algos.buffers import Experience
 from algos.functional import (
+    SURROGATES,
     approx_kl,
     clip_to_quantiles,
     normalize_advantage,
-    policy_losses,
     value_losses,
 )
 from algos.gradients import GradientThreads, Task
+from algos.onpolicy_config import OnPolicyConfig
 from algos.optim import restore_optimizer, warmup_cosine
-from algos.ratios import CloningTerm, RatioEstimator, Rows
+from algos.ratios import NearTerm, RatioEstimator, Rows
 from policies.protocols import Cond
-
-if TYPE_CHECKING:
-    from algos.ppo import PpoConfig
 
 Metrics = dict[str, Tensor]
 
@@ -86,12 +84,12 @@ class PpoLearner:
 
     def __init__(
         self,
-        config: PpoConfig,
+        config: OnPolicyConfig,
         *,
         ratio: RatioEstimator,
         actor: Sequence[nn.Parameter],
         critic: nn.Module,
-        cloning: CloningTerm | None = None,
+        cloning: NearTerm | None = None,
         num_threads: int = 1,
     ) -> None:
         self.config, self.ratio, self.critic, self.cloning = config, ratio, critic, cloning
@@ -128,7 +126,11 @@ class PpoLearner:
             "policy/lr": torch.tensor(actor_lr if train_actor else 0.0),
             "value/lr": torch.tensor(critic_lr),
         }
-        return means | rates | {"policy/updates": torch.tensor(float(len(reports)))}
+        facts = {
+            "policy/updates": torch.tensor(float(len(reports))),
+            "policy/joint_clip": self.clip_range[-1] * self.ratio.factors,
+        }
+        return means | rates | facts
 
     def rates(self, iteration: int) -> tuple[float, float]:
         """Return the learning rates (actor, critic) of an iteration; the actor's waits for the warm-up."""
@@ -181,9 +183,9 @@ class PpoLearner:
     ) -> tuple[Tensor, Tensor]:
         """Return this chunk's share of the loss over `total` rows; `index`, `advantage` are (B,)."""
         rows = Rows.sorted_from(index, self.ratio.inner_steps)
-        score = self.ratio.score(experience, rows)
+        score = self.ratio.score(experience, rows, advantage)
         ratio, clip_range = score.log_ratio.exp(), self.clip_range.index_select(0, rows.step)
-        loss = torch.maximum(*policy_losses(ratio, advantage, clip_range))
+        loss = SURROGATES[self.config.surrogate](ratio, advantage, clip_range)
         objective = (loss - self.config.entropy_coef * score.entropy).sum() / total
         with torch.no_grad():
             clipped = ((ratio - 1.0).abs() > clip_range).to(ratio.dtype)
@@ -262,7 +264,9 @@ class PpoLearner:
 
     def chunk_rows(self, index: Tensor) -> int:
         """Return the rows of a chunk: cache-sized on a CPU, the whole minibatch elsewhere."""
-        return self.config.chunk_rows if index.device.type == "cpu" else len(index)
+        if index.device.type != "cpu":
+            return len(index)
+        return max(1, self.config.chunk_rows // self.ratio.evaluations)
 
     def close(self) -> None:
         """End the gradient threads."""

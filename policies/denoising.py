@@ -241,6 +241,9 @@ class DenoisingPolicy(Policy):
         elif clip is not None:
             reason = f"clamps the finished chunk to ±{clip:g}, which is no draw from a Gaussian any more"
             advice = "Use clip_action=null."
+        elif self.table.clip_state is not None:
+            reason = f"clamps states to ±{self.table.clip_state:g}, which are then no Gaussian draws"
+            advice = "Use clip_state=null."
         elif final is not None and final < floor:
             reason = f"ends with a deviation of {final:g}, which is scored as {floor:g}"
             advice = f"Use final_std=null, or at least {floor:g}."

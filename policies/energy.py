@@ -91,6 +91,12 @@ class EnergyField(nn.Module):
                 net = self.net.bind(_lasting_cond(cond), times, second_times)
         return lambda k, x: energy_and_gradient(lambda y: self._read(y, net(k, y)), x)
 
+    def features(
+        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the network makes of times and conditions; see `policies.backbones.Backbone`."""
+        return self.net.features(cond, times, second_times)
+
     def _read(self, x: Tensor, out: Tensor) -> Tensor:
         return ENERGIES[self.form](x, out)
 

@@ -79,6 +79,7 @@ def write_checked_graph(
     Raises:
         ExportError: If neither graph reproduces the model.
     """
+    _refuse_foreign_loops(model.policy)
     traced = SampledPolicy(model.policy.clone())
     with torch.no_grad():
         traced(random_inputs(traced.policy, _TRACED_BATCH, torch.Generator().manual_seed(seed)))
@@ -93,6 +94,19 @@ def write_checked_graph(
         f"the exported graph must reproduce the policy within {tolerance:.0e} for batches of "
         f"{', '.join(map(str, batch_sizes))}; it differs by {worst:.2e}. Nothing was written."
     )
+
+
+def _refuse_foreign_loops(policy: Policy) -> None:
+    """Refuse a sampler that decides in Python at every step.
+
+    Raises:
+        ExportError: If the policy has one.
+    """
+    if getattr(getattr(policy, "table", None), "loop", None) is not None:
+        raise ExportError(
+            "a policy with sampler=diffusers cannot be exported: it runs another program's loop, which "
+            "decides in Python at every step. Export policy.with_sampler(...) with a sampler of this package."
+        )
 
 
 def _write_graph(model: SampledPolicy, path: Path, seed: int, *, is_symbolic: bool) -> None:

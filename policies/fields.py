@@ -102,6 +102,12 @@ class SwitchedField(nn.Module):
             out = out.index_copy(0, index, rows)
         return out
 
+    def features(
+        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the tuned network makes of times and conditions; see `Backbone`."""
+        return self.tuned.features(cond, times, second_times)
+
     def energy(self, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
         """Return the energy (M,) of every row under the network of its time (M,); both must have one."""
         return torch.where(

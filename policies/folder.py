@@ -237,6 +237,7 @@ def model_card(policy: Policy, description: Mapping[str, Any]) -> str:
         "",
         "```python",
         "import burnish",
+        "",
         'policy = burnish.load_policy("<this directory>")',
         f"actions = policy.act(observations)  # (B, {description['obs_steps']}, {description['obs_dim']}) -> "
         f"(B, {description['act_steps']}, {description['action_dim']})",

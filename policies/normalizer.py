@@ -82,7 +82,6 @@ class Normalizer(nn.Module):
             ConfigError: If a feature has no statistics, they are not finite, or widths disagree.
         """
         for name, mode in self.modes.items():
-            scale_buffer, offset_buffer = self._buffers_of(name)
             if mode == "identity":
                 continue
             if name not in statistics:
@@ -91,18 +90,27 @@ class Normalizer(nn.Module):
                     f"feature '{name}' has no statistics (there are: {known}). Fit them on a dataset, or ask "
                     f"for identity on purpose."
                 )
-            scale, offset = affine(mode, statistics[name])
-            if scale.shape != scale_buffer.shape:
-                raise ConfigError(
-                    f"statistics of '{name}' must have shape {tuple(scale_buffer.shape)}; "
-                    f"got {tuple(scale.shape)}."
-                )
-            if not (scale.isfinite().all() and offset.isfinite().all()):
-                raise ConfigError(f"statistics of '{name}' are not finite. Check the dataset for NaN or inf.")
-            with torch.no_grad():
-                scale_buffer.copy_(scale)
-                offset_buffer.copy_(offset)
+            self.refit(name, statistics[name])
         return self
+
+    def refit(self, name: str, moments: Mapping[str, Tensor]) -> None:
+        """Set the map of one feature from its statistics.
+
+        Raises:
+            ConfigError: If they are not finite, or widths disagree.
+        """
+        scale_buffer, offset_buffer = self._buffers_of(name)
+        scale, offset = affine(self.modes[name], moments)
+        if scale.shape != scale_buffer.shape:
+            raise ConfigError(
+                f"statistics of '{name}' must have shape {tuple(scale_buffer.shape)}; "
+                f"got {tuple(scale.shape)}."
+            )
+        if not (scale.isfinite().all() and offset.isfinite().all()):
+            raise ConfigError(f"statistics of '{name}' are not finite. Check the dataset for NaN or inf.")
+        with torch.no_grad():
+            scale_buffer.copy_(scale)
+            offset_buffer.copy_(offset)
 
     def encode(self, name: str, x: Tensor) -> Tensor:
         """Physical -> normalised, clipped where the feature has a clip; x is (..., D)."""

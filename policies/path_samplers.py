@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
@@ -165,19 +165,45 @@ class Euler(PathRules):
 
     A positive `min_std` injects that noise after every step, which turns a flow into a Gaussian chain.
 
+    Args:
+        clip_state: Bound on the state after every step, as ReinFlow's released settings ask for; states near
+            the noise are cut off by it. None: only the finished chunk is bounded.
+        released_times: Ask the network at k / (steps - 1) while stepping by 1 / steps, as ReinFlow's released
+            rectified flows were sampled; to evaluate those weights, not to learn with.
+
     Source:
-        arXiv 2209.03003. The finished chunk is bounded, single steps are not (ReinFlow, arXiv 2505.22094).
+        arXiv 2209.03003; ReinFlow (arXiv 2505.22094).
     """
 
     clip_x0: float | None = None
     clip_action: float | None = 1.0
+    clip_state: float | None = None
+    released_times: bool = False
     takes_whole_steps: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        if self.clip_state is not None and not self.clip_state > 0:
+            raise ConfigError(f"sampler.clip_state must be positive or null; got {self.clip_state}.")
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
         """Lay the steps out over given times."""
         path = _Path.of(process, times)
         to_x0, to_eps = path.alpha_next[:, None], path.sigma_next[:, None]
-        return lay_out(process, self, times, to_x0, to_eps, torch.zeros_like(to_x0))
+        zeros = torch.zeros_like(to_x0)
+        table = lay_out(process, self, times, to_x0, to_eps, zeros, clip_state=self.clip_state)
+        return self._asked_late(table, process) if self.released_times else table
+
+    def _asked_late(self, table: StepTable, process: Process) -> StepTable:
+        """Move the times that the network is asked at; the steps stay."""
+        if not isinstance(process, LinearPath) or process.has_second_time or self.clip_x0 is not None:
+            raise ConfigError(
+                "sampler.released_times is for rectified flows (process=flow) with sampler.clip_x0=null; got "
+                f"process={name_of('process', process)} and clip_x0={self.clip_x0}. Leave it out."
+            )
+        times = torch.linspace(0, 1, self.steps, dtype=torch.float64)
+        return replace(table, net_time=process.net_time(times).to(torch.float32))
 
 
 @register("sampler", "ancestral")

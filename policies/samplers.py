@@ -120,7 +120,7 @@ def denoise(
     for k in range(first_step, table.num_steps):
         draw, is_recorded = draws[k], record_from is not None and k >= record_from
         if not (is_recorded or hooks or table.memory):
-            x = transition(table, k, x, bound(k, x), plus=draw)
+            x = _bounded(transition(table, k, x, bound(k, x), plus=draw), table.clip_state)
             continue
         if is_recorded:
             states.append(x)
@@ -132,15 +132,18 @@ def denoise(
         else:
             mean = transition(table, k, x, bound(k, x))
         means.append(mean)
-        x = mean if draw is None else mean + draw
+        x = _bounded(mean if draw is None else mean + draw, table.clip_state)
         if step is not None:
             for hook in hooks:
                 x = hook.on_state(step, x)
-    if table.clip_action is not None:
-        x = x.clamp(-table.clip_action, table.clip_action)
+    x = _bounded(x, table.clip_action)
     if record_from is None:
         return Denoised(x, None, None)
     return Denoised(x, torch.stack([*states, x], dim=1), torch.stack(means[-len(states) :], dim=1))
+
+
+def _bounded(x: Tensor, limit: float | None) -> Tensor:
+    return x if limit is None else x.clamp(-limit, limit)
 
 
 def _prediction(

@@ -4,11 +4,13 @@ Legend: B batch, To observation history, Th horizon, D and Da widths, n points o
 0 the one that is executed first; s length along the polyline.
 
 An action sketch is a whole plan, resampled to the horizon by truncation, point floor(k (n - 1) / (Th - 1)).
-A position sketch is a way through the world, of a policy whose actions are velocities or changes of position.
-Its guide leads from where the observation is to the nearest place on the way, s(0), and on along it::
+A position sketch is a way through the world, of a policy whose actions are velocities or changes of position;
+a waypoint sketch is the same for a policy whose actions are places. Their guides lead from where the
+observation is to the nearest place on the way, s(0), and on along it::
 
     p_k = way(s(0) + (k + 1) pace) + (p_-1 - way(s(0))) max(1 - (k + 1) / Th, 0)
-    guide_k = (p_k - p_(k-1)) / reach
+    guide_k = (p_k - p_(k-1)) / reach        position sketch
+    guide_k = p_k                            waypoint sketch
 
 Source: arXiv 2411.16627 (ITPS) for action sketches. Position sketches are ours: there plans are positions.
 """
@@ -97,14 +99,17 @@ class PositionSketch:
 
     def guide(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
         """Return the actions that lead onto the way and along it."""
+        return self.targets(obs, chunk).diff(dim=1) / self.reach
+
+    def targets(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
+        """Return where the actions lead (B, Th + 1, D), after where the first begins."""
         _check_width("positions", len(self.observed), chunk.action_dim)
         here = obs["state"][:, -1, list(self.observed)]
         step = torch.arange(chunk.horizon + 1, device=here.device) - chunk.action_start
         along = self.nearest(here)[:, None] + self.pace * step
         offset = here - self.place(self.nearest(here))
         fade = (1 - step.clamp(min=0) / chunk.horizon).to(here)
-        targets = self.place(along) + offset[:, None, :] * fade[:, None]
-        return targets.diff(dim=1) / self.reach
+        return self.place(along) + offset[:, None, :] * fade[:, None]
 
     def nearest(self, position: Tensor) -> Tensor:
         """Return the length along the way (...) of the point that is nearest to positions (..., D)."""
@@ -138,18 +143,59 @@ class PositionSketch:
         return [self.positions[0], *(b for a, b in pairwise(self.positions) if a != b)]
 
 
+@dataclass(frozen=True)
+class WaypointSketch:
+    """A way through the world, for a policy whose actions are places to go to.
+
+    Args:
+        waypoints: The polyline (n, Da).
+        pace: Length of the way that one action covers.
+        observed: Entries of the observation that hold the position.
+
+    Raises:
+        ConfigError: If it is no polyline, or a number is out of range.
+    """
+
+    waypoints: Points
+    pace: float
+    observed: tuple[int, ...] = (0, 1)
+
+    def __post_init__(self) -> None:
+        """Check the points and the numbers."""
+        _check_points("waypoints", self.waypoints, at_least=2)
+        _ = self.way
+
+    @cached_property
+    def way(self) -> PositionSketch:
+        """The same way as changes of position."""
+        return PositionSketch(self.waypoints, self.pace, reach=1.0, observed=self.observed)
+
+    def guide(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
+        """Return the places that lead onto the way and along it."""
+        return self.way.targets(obs, chunk)[:, 1:]
+
+    def distance(self, position: Tensor) -> Tensor:
+        """Return how far positions (..., D) are from the way (...)."""
+        return self.way.distance(position)
+
+
 def resampled(points: Tensor, horizon: int) -> Tensor:
     """Take `horizon` of n points (n, D): those at linspace(0, n - 1, horizon), rounded down; (Th, D)."""
     index = np.linspace(0, len(points) - 1, horizon).astype(int)  # float64, as published
     return points[torch.from_numpy(index).to(points.device)]
 
 
-KINDS = {"actions": ActionSketch, "positions": PositionSketch}
+AnySketch = ActionSketch | PositionSketch | WaypointSketch
+KINDS: dict[str, type[AnySketch]] = {
+    "actions": ActionSketch,
+    "positions": PositionSketch,
+    "waypoints": WaypointSketch,
+}
 """Sketches by the name of their points."""
 
 
-def read_sketch(path: Path | str) -> ActionSketch | PositionSketch:
-    """Read a sketch from JSON or NPZ, whose entries are the fields of `ActionSketch` or `PositionSketch`.
+def read_sketch(path: Path | str) -> AnySketch:
+    """Read a sketch from JSON or NPZ, whose entries are the fields of one of `KINDS`.
 
     Raises:
         ConfigError: If there is no such file, or it holds no sketch.

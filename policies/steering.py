@@ -31,7 +31,7 @@ from policies.hooks import Hook
 from policies.policy import Policy
 from policies.protocols import Observation, SampleHook, Step
 from policies.selection import BestOfN, Selection
-from policies.sketches import ActionSketch, PositionSketch, Sketch, read_sketch
+from policies.sketches import AnySketch, Sketch, read_sketch
 from policies.steps import StepTable, revisited
 
 AnyPolicy = TypeVar("AnyPolicy")
@@ -67,7 +67,7 @@ class Steering:
     """How a policy follows a sketch; off unless `strategy` is given."""
 
     strategy: str | None = None  # one of six, e.g. stochastic_sampling; see docs/steering.md; null: off
-    sketch: str | None = None  # JSON or NPZ file: `actions`, or `positions` with `pace`, `reach`, `observed`
+    sketch: str | None = None  # JSON or NPZ file: `actions`, `positions` or `waypoints`; see docs/steering.md
     candidates: int | None = None  # plans, of which the nearest to the sketch is taken; null: the strategy's
     scale: float | None = None  # weight of the gradient in the noise; null: the strategy's
     gradient: str = "x0"  # x | x0: where guidance takes the gradient: at the noisy or at the clean plan
@@ -301,7 +301,7 @@ def steered(policy: AnyPolicy, steering: Steering) -> AnyPolicy | SteeredPolicy:
     return SteeredPolicy(policy, _sketch_of(steering), steering) if steering.is_on else policy
 
 
-def _sketch_of(steering: Steering) -> ActionSketch | PositionSketch:
+def _sketch_of(steering: Steering) -> AnySketch:
     """Read the sketch of a configuration."""
     if steering.sketch is None:
         raise ConfigError(f"steer.strategy={steering.strategy} needs steer.sketch=<JSON or NPZ file>.")

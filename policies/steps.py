@@ -89,6 +89,7 @@ class StepTable:
         memory: Coefficients of methods with a memory; None: every row is a step of its own.
         entries: Whether sampling may begin at a row; a corrector's row is none.
         recompute: Whether eps follows a clipped x0.
+        clip_state: Bound on the state after every step; None: no bound.
         loop: Another program's loop (bound network, noise) -> chunk that runs instead of the rows.
     """
 
@@ -110,6 +111,7 @@ class StepTable:
     memory: Memory | None = None
     entries: tuple[bool, ...] = ()
     recompute: bool = True
+    clip_state: float | None = None
     loop: Callable[[BoundField, Tensor], Tensor] | None = None
     rows: tuple[Coefficients, ...] = field(init=False, repr=False)
     noisy: tuple[bool, ...] = field(init=False, repr=False)
@@ -209,6 +211,7 @@ def lay_out(
     eps_clip: float | None = None,
     memory: Memory | None = None,
     entries: Sequence[bool] = (),
+    clip_state: float | None = None,
 ) -> StepTable:
     """Work out the coefficients of steps `mean = to_x0 x0 + to_eps eps`.
 
@@ -226,6 +229,7 @@ def lay_out(
         eps_clip: Bound on eps.
         memory: Of methods with several evaluations per step.
         entries: Rows where sampling may begin; empty: all.
+        clip_state: Bound on the state after every step.
 
     Raises:
         ConfigError: If the network was not trained for these steps.
@@ -271,6 +275,7 @@ def lay_out(
         memory=memory,
         entries=tuple(entries),
         recompute=recompute,
+        clip_state=clip_state,
     )
 
 
@@ -324,6 +329,7 @@ def revisited(
         visit(fresh * sigma, table.schedule_std),
         recompute=table.recompute,
         eps_clip=table.eps_clip,
+        clip_state=table.clip_state,
     )
 
 

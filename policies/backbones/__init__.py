@@ -57,6 +57,18 @@ class Backbone(Protocol):
         """
         ...
 
+    def features(
+        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the network makes of times and conditions before it meets a chunk.
+
+        Networks beside it may start from these (the exploration noise of ReinFlow does).
+
+        Returns:
+            Embedded times (K, T) and embedded conditions (B, C').
+        """
+        ...
+
     def parameters(self) -> Iterator[Any]:
         """Iterate over the weights, as `nn.Module` does."""
         ...

@@ -274,6 +274,12 @@ class DpTransformer(nn.Module):
 
         return bound_and_encoded
 
+    def features(
+        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return embedded times (K, T) and conditions (B, C'); see `policies.backbones.Backbone`."""
+        return embed_times(self._waves, self.second_embedding, times, second_times), cond.vec
+
     @property
     def _is_tokenwise(self) -> bool:
         """Whether encoding leaves the tokens of the memory to themselves."""

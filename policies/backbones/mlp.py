@@ -175,6 +175,13 @@ class MlpBackbone(nn.Module):
 
         return bound
 
+    def features(
+        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return embedded times (K, T) and conditions (B, C'); see `policies.backbones.Backbone`."""
+        embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
+        return embedded, self.cond_encoder(cond.vec)
+
     def _plan(self, times: Tensor, second_times: Tensor | None = None) -> _Plan:
         fold = self.trunk.fold()
         chunk, time, cond = fold.weight.split(self.part_dims, dim=1)

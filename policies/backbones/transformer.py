@@ -259,6 +259,13 @@ class TransformerBackbone(nn.Module):
         of_cond, memory = self._of_cond(cond)
         return lambda k, x: self._denoise(x, (table[k] + of_cond).unsqueeze(1), memory)
 
+    def features(
+        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return embedded times (K, T) and conditions (B, C'); see `policies.backbones.Backbone`."""
+        embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
+        return embedded, self.cond_embedding(cond.vec)
+
     def _of_time(self, time: Tensor, second_time: Tensor | None = None) -> Tensor:
         """Return the part of the time in the modulation, (..., P)."""
         return self.modulation.of_time(

@@ -198,6 +198,13 @@ class Unet1dBackbone(nn.Module):
         evaluate, modulations = plan.evaluate, self._modulations_of_steps(plan.tables, self._cond_parts(cond))
         return lambda k, x: evaluate(x, modulations(k))
 
+    def features(
+        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return embedded times (K, T) and conditions (B, C'); see `policies.backbones.Backbone`."""
+        embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
+        return embedded, self.cond_encoder(cond.vec)
+
     def _plan(self, times: Tensor, second_times: Tensor | None = None) -> _Plan:
         return _Plan(self._time_parts(times, second_times), self._evaluate())
 

@@ -56,7 +56,8 @@ class EnergyDescent:
         noise_max: Noise of the first step in training, where chunks have unit root mean square.
         noise_min: Towards which it falls.
         truncate: Compare where walks end; else where each step ends.
-        max_growth: Bound on exp(E).
+        max_growth: Bound on exp(E). At 1 it only shortens steps. Beyond, training may learn to raise E
+            instead of its slope: with the MLP it did after a thousand steps, and did not recover.
         batch_coupled: Normalise, and stop, by the batch as a whole, as the released code does: actions
             then depend on what else is in the batch.
 
@@ -75,7 +76,7 @@ class EnergyDescent:
     noise_max: float = 0.2
     noise_min: float = 0.002
     truncate: bool = True
-    max_growth: float = 10.0
+    max_growth: float = 1.0
     batch_coupled: bool = False
 
     def __post_init__(self) -> None:

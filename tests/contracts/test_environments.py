@@ -105,6 +105,17 @@ def test_the_time_limit_truncates_and_a_reset_touches_its_rows_only(name: str) -
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_chunk_that_no_row_takes_part_in_does_nothing(name: str) -> None:
+    config = env(name)
+    vector = vector_of(config, 1)
+    first = vector.reset([4])
+    step = vector.step_chunk(actions(config, 1, 1)[0], np.array([False]))
+    assert step.length.tolist() == [0] and not step.done.any() and not step.rewards.any()
+    np.testing.assert_array_equal(step.obs, first)
+    vector.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_metrics_are_the_announced_ones(name: str) -> None:
     config = env(name)
     vector = vector_of(config, 2)

@@ -10,25 +10,21 @@ data (`sample_official` of rectified flow), a defect of the released code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from official_networks import install, load, residual_dims
-from torch import Tensor, nn
+from official_flows import official_reflow, official_shortcut
+from official_networks import load
+from torch import Tensor
 
-from policies.backbones.mlp import MlpConfig
 from policies.denoising import DenoisingPolicy
 from policies.embeddings import sinusoid
 from policies.hooks import Hook
-from policies.policy import PolicyConfig, build_policy
 from policies.processes.flow import RectifiedFlow
-from policies.processes.shortcut import Shortcut
 from policies.protocols import TE, Cond, Step
 from policies.samplers import Euler
-from policies.trunk import PlainTrunk, TrunkConfig
 
 FORWARD = {"rtol": 1e-5, "atol": 1e-6}
 LOSS = {"rtol": 1e-4, "atol": 1e-5}
@@ -45,92 +41,18 @@ class Clamp(Hook):
         return x.clamp(-1.0, 1.0)
 
 
-@dataclass(frozen=True)
-class OfficialConfig:
-    """Builds the released shortcut network with the widths of a file."""
-
-    weights: dict[str, Tensor]
-
-    def build(self, shape: tuple[int, int], cond_dim: int, **_: Any) -> OfficialShortcut:
-        return OfficialShortcut(self.weights, shape)
-
-    def official_keys(self) -> dict[str, str]:
-        dims = residual_dims(self.weights, "vel_head.")
-        trunk = TrunkConfig(**dims).official_trunk_keys("vel_head.", "trunk.")
-        plain = {
-            f"cond_emb.moduleList.{i}.linear_1.{kind}": f"cond_encoder.{name}.{kind}"
-            for i, name in enumerate(("inlet", "layers.0"))
-            for kind in ("weight", "bias")
-        }
-        times = {f"t_emb.{i}.{kind}": f"times.{i}.{kind}" for i in (0, 2) for kind in ("weight", "bias")}
-        return trunk | plain | times
-
-
-class OfficialShortcut(nn.Module):
-    """Embeds [pos(t), pos(d)] and adds the encoded condition; a residual trunk reads [x, embedding]."""
-
-    def __init__(self, weights: dict[str, Tensor], shape: tuple[int, int]) -> None:
-        super().__init__()
-        self.shape = shape
-        width, both = weights["t_emb.0.weight"].shape
-        self.dim = both // 2
-        self.times = nn.Sequential(nn.Linear(both, width), nn.Mish(), nn.Linear(width, width))
-        first, last = (weights[f"cond_emb.moduleList.{i}.linear_1.weight"].shape for i in (0, 1))
-        self.cond_encoder = PlainTrunk((first[1], first[0], last[0]), "relu")
-        dims = residual_dims(weights, "vel_head.")
-        inputs, outputs = weights["vel_head.layers.0.weight"].shape[1], shape[0] * shape[1]
-        self.trunk = TrunkConfig(**dims).build_trunk(inputs, outputs)
-        install(self, OfficialConfig(weights).official_keys(), weights)
-
-    def forward(
-        self,
-        x: Tensor,
-        time: Tensor,
-        cond: Cond,
-        cond_row: Tensor | None = None,
-        time_row: Tensor | None = None,
-        second_time: Tensor | None = None,
-    ) -> Tensor:
-        assert second_time is not None
-        waves = torch.cat([sinusoid(time, self.dim), sinusoid(second_time, self.dim)], dim=-1)
-        embedded = self.times(waves) + self.cond_encoder(cond.vec)
-        return self.trunk(torch.cat([x.flatten(1), embedded], dim=1)).view(-1, *self.shape)
-
-    def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> Any:
-        assert second_times is not None
-
-        def bound(k: int, x: Tensor) -> Tensor:
-            time, second = (value[k].expand(len(x)) for value in (times, second_times))
-            return self(x, time, cond, second_time=second)
-
-        return bound
-
-
 def weights_of(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name[4:]: value for name, value in arrays.items() if name.startswith("net.")}
 
 
-def build(arrays: dict[str, Tensor], process: Any, backbone: Any, sampler: Any = None) -> DenoisingPolicy:
-    horizon, action_dim = arrays["x1"].shape[1:]
-    config = PolicyConfig(
-        process=process, backbone=backbone, sampler=sampler, horizon=horizon, act_steps=horizon
-    )
-    policy = build_policy(config, obs_dim=arrays["obs"][0].numel(), action_dim=action_dim)
-    assert isinstance(policy, DenoisingPolicy)
-    install(policy.field, backbone.official_keys(), weights_of(arrays))
-    return policy
-
-
 def reflow(arrays: dict[str, Tensor], sampler: Any = None) -> DenoisingPolicy:
-    weights = weights_of(arrays)
-    time_dim = weights["time_embedding.1.weight"].shape[1]
-    backbone = MlpConfig(time_dim=time_dim, **residual_dims(weights, "mlp_mean."))
-    return build(arrays, RectifiedFlow(time_scale=1.0), backbone, sampler)
+    return official_reflow(weights_of(arrays), arrays["obs"], arrays["x1"].shape[1:], sampler)
 
 
 def shortcut(arrays: dict[str, Tensor], sampler: Any = None) -> DenoisingPolicy:
-    process = Shortcut(time_scale=1.0, max_steps=2 ** int(arrays["max_denoising_steps"]))
-    return build(arrays, process, OfficialConfig(weights_of(arrays)), sampler)
+    max_steps = 2 ** int(arrays["max_denoising_steps"])
+    shape = arrays["x1"].shape[1:]
+    return official_shortcut(weights_of(arrays), arrays["obs"], shape, sampler, max_steps=max_steps)
 
 
 def shortcut_draws(arrays: dict[str, Tensor]) -> tuple[TE, Tensor]:

@@ -1,0 +1,197 @@
+"""FPO: policy gradients for flow policies whose ratios are differences of matching losses.
+
+Nothing is known about the density of a flow's actions, and nothing needs to be: the loss of denoising the
+executed action stands in for minus its log-likelihood, PPO does the rest. The regression target is the action
+that the policy took. `algo=fpo` fine-tunes a policy (`init`), or a fresh one learns from the reward alone.
+
+Source:
+    FPO, arXiv 2507.21053, and FPO++, arXiv 2602.02481. Defaults are those of FPO's released code; what
+    belongs to FPO++ says so.
+
+Deviations from the released code:
+    * Times without weight (pure noise, for the eps loss) are not drawn.
+    * Observation statistics are exact and change between iterations only, so ratios are 1 on fresh data.
+    * Advantages are estimated once per iteration; values bootstrap through truncation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from algos.base import Setup
+from algos.matching_ratio import PREDICTIONS, REDUCTIONS, TIMES, AdvantageWeighted, Matching, MatchingRatio
+from algos.noisy_chain import PathTerm
+from algos.onpolicy import OnPolicy, check_setup
+from algos.onpolicy_config import OnPolicyConfig
+from algos.scratch import RunningMoments
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError, ConfigError
+from policies.policy import Policy
+from policies.processes.flow import RectifiedFlow
+from policies.registry import register
+
+
+@register("algo", "fpo")
+@dataclass
+class FpoConfig(OnPolicyConfig):
+    """FPO; with `per_draw`, `surrogate=aspo` and the bounds of losses, FPO++."""
+
+    clip_range: float = 0.05  # of the ratio of an action, or of a draw
+    target_kl: float | None = None  # there is no divergence to estimate; of the ratio all the same, if set
+    num_draws: int = 8  # n, draws of (time, noise) stored with every action
+    per_draw: bool = False  # a ratio per draw (FPO++), else one per action
+    prediction: str = "eps"  # velocity | eps | x0: what losses compare
+    loss_reduction: str = "mean"  # mean | sqrt | per_step | joint, over executed entries
+    loss_scale: float = 1.0  # factor of the losses
+    huber: float | None = None  # errors beyond this count linearly (FPO++)
+    max_loss: float | None = None  # bound on losses before they are subtracted (FPO++)
+    max_loss_negative: float | None = None  # the same where the advantage is negative (FPO++)
+    difference_range: tuple[float, float] | None = None  # bound on differences, without gradient beyond
+    max_difference: float | None = None  # upper bound on differences, with gradient beyond (FPO++)
+    times: str = "grid"  # grid | density: where draws lie
+    time_power: float = 1.0  # of `density`; 1 is uniform
+    action_noise: float = 0.0  # deviation of noise on finished chunks, normalised units (FPO++)
+    denoising_steps: int | None = None  # K; None: as many as the sampler of the policy
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        known = (("prediction", PREDICTIONS), ("times", TIMES), ("loss_reduction", REDUCTIONS))
+        for name, choices in known:
+            self._require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
+        self._require("num_draws", self.num_draws >= 1, "at least 1")
+        self._require("entropy_coef", self.entropy_coef == 0, "0: the entropy of a flow is not known")
+        self._require(
+            "denoising_steps", self.denoising_steps is None or self.denoising_steps >= 1, "at least 1"
+        )
+        for name in ("loss_scale", "time_power"):
+            self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
+        for name in ("huber", "max_loss", "max_loss_negative", "max_difference"):
+            value = getattr(self, name)
+            self._require(name, value is None or 0 < value < math.inf, "positive and finite, or empty")
+        self._require("action_noise", 0 <= self.action_noise < math.inf, "at least 0 and finite")
+        bounds = self.difference_range
+        self._require(
+            "difference_range",
+            bounds is None or (len(bounds) == 2 and bounds[0] < 0 < bounds[1]),
+            "a negative and a positive number, or empty",
+        )
+
+    def build(self, setup: Setup) -> OnPolicy:
+        """Return FPO on a copy of `setup.init`, or on a fresh policy.
+
+        Raises:
+            ConfigError: If the environment is missing or sizes disagree.
+            CapabilityError: If the policy is not a rectified flow with a deterministic sampler.
+        """
+        is_fresh = setup.init is None
+        if is_fresh and not isinstance(setup.policy.process, RectifiedFlow):
+            raise ConfigError(
+                f"algo={self.name} without init learns a fresh flow; got a process "
+                f"'{type(setup.policy.process).__name__}'. Give process=flow and "
+                "policy.normalizer.state=gaussian, or init=<policy directory> to fine-tune a policy."
+            )
+        init = self.fresh(setup, self.name) if is_fresh else check_setup(setup, self.name)
+        flow = require_matching(init, self.name)
+        evaluate = flow.sampler if self.denoising_steps is None else _with_steps(flow, self.denoising_steps)
+        explore = replace(evaluate, clip_action=None)  # a bound would make actions of which no draw knows
+        policy = flow.with_sampler(explore).clone().to(setup.device).requires_grad_(False)
+        policy.field.requires_grad_(True)
+        frozen = self.frozen(setup, flow)
+        adapts = is_fresh and policy.normalizer.modes["state"] == "gaussian"
+        return OnPolicy.assemble(
+            self,
+            setup,
+            ratio=self.matching_ratio(policy),
+            trained=policy.field,
+            near=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
+            shipped=lambda: policy.with_sampler(evaluate).clone(),
+            moments=RunningMoments(policy.obs_dim) if adapts else None,
+        )
+
+    name = "fpo"
+
+    @property
+    def matching(self) -> Matching:
+        """How an action is judged."""
+        return Matching(
+            prediction=self.prediction,
+            reduction=self.loss_reduction,
+            huber=self.huber,
+            scale=self.loss_scale,
+            max_loss=self.max_loss,
+            max_loss_negative=self.max_loss_negative,
+            difference_range=self.difference_range,
+            max_difference=self.max_difference,
+        )
+
+    @property
+    def drawing(self) -> dict[str, Any]:
+        """What is drawn, as arguments of the ratio."""
+        return {
+            "num_draws": self.num_draws,
+            "per_draw": self.per_draw,
+            "times": self.times,
+            "time_power": self.time_power,
+            "action_noise": self.action_noise,
+        }
+
+    def matching_ratio(self, policy: DenoisingPolicy) -> MatchingRatio:
+        """Return the ratio estimator of a policy."""
+        return MatchingRatio(policy, self.matching, **self.drawing)
+
+
+@register("algo", "awm")
+@dataclass
+class AwmConfig(FpoConfig):
+    """Advantage-weighted matching: FPO without stored losses, for one pass over fresh data.
+
+    Source:
+        AWM, arXiv 2509.25050.
+    """
+
+    update_epochs: int = 1  # passes over the rows; more drift, for nothing holds a ratio near 1
+    prediction: str = "velocity"  # velocity | eps | x0: what losses compare
+    times: str = "density"  # grid | density: where draws lie
+    weight: str = "one"  # one | noise | noise_squared | huber: weight of a draw by its noise amplitude
+
+    name = "awm"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        self._require("surrogate", self.surrogate == "ppo", "ppo: its ratios are 1, so nothing bounds them")
+        self._require("target_kl", self.target_kl is None, "empty: its ratios are 1, so their KL is 0")
+        weights: Sequence[str] = AdvantageWeighted.WEIGHTS
+        self._require("weight", self.weight in weights, f"one of {', '.join(weights)}")
+
+    def matching_ratio(self, policy: DenoisingPolicy) -> MatchingRatio:
+        """Return the ratio estimator of a policy."""
+        return AdvantageWeighted(policy, self.matching, weight=self.weight, **self.drawing)
+
+
+def _with_steps(policy: DenoisingPolicy, steps: int) -> Any:
+    return replace(policy.sampler, steps=steps)
+
+
+def require_matching(policy: Policy, algo: str) -> DenoisingPolicy:
+    """Return the policy if its loss judges what its sampler does.
+
+    Raises:
+        CapabilityError: If it is not a rectified flow, or its sampler adds noise.
+    """
+    if not isinstance(policy, DenoisingPolicy) or not isinstance(policy.process, RectifiedFlow):
+        raise CapabilityError(
+            f"algo={algo} compares matching losses and needs process=flow; got {type(policy).__name__} with "
+            f"process '{type(policy.config.process).__name__}'. Clone one with process=flow, or use "
+            "algo=dppo for diffusion and algo=reinflow for models of whole steps."
+        )
+    if not policy.is_deterministic:
+        raise CapabilityError(
+            f"algo={algo} needs a deterministic sampler; got '{type(policy.sampler).__name__}' with noise. "
+            "Use sampler=euler."
+        )
+    return policy

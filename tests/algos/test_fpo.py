@@ -1,0 +1,179 @@
+"""FPO and AWM: draws, losses, what an update does to an action, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from point_dppo import make_init
+from point_env import PointEnv
+from point_flows import FPO, RATES, SIZES, make_flow, make_run
+
+from algos.base import Setup
+from algos.buffers import Experience, encode
+from algos.fpo import AwmConfig, FpoConfig
+from algos.matching_ratio import Matching, MatchingRatio
+from algos.ratios import Rows
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError, ConfigError
+from policies.policy import PolicyConfig
+from policies.processes.flow import RectifiedFlow
+from policies.samplers import Euler
+
+AWM = AwmConfig(**SIZES, **RATES)
+ROWS = 16
+
+
+def acted(config: FpoConfig, policy: DenoisingPolicy | None = None) -> tuple[MatchingRatio, Experience, Rows]:
+    policy = (policy or make_flow()).with_sampler(Euler(steps=4, clip_action=None))
+    ratio = config.matching_ratio(policy)
+    obs = torch.rand(ROWS, 1, 2, generator=torch.Generator().manual_seed(0))
+    _, record = ratio.act({"state": obs}, torch.Generator().manual_seed(1))
+    unused = torch.zeros(ROWS)
+    experience = Experience(encode(policy, obs), record, unused, unused, unused)
+    return ratio, experience, Rows.sorted_from(torch.arange(ROWS * ratio.inner_steps), ratio.inner_steps)
+
+
+def test_draws_lie_on_the_grid_of_the_sampler_where_the_loss_has_weight() -> None:
+    every = {0.0, 0.25, 0.5, 0.75}
+    for prediction, times in (("eps", every - {0.0}), ("velocity", every), ("x0", every)):
+        _, experience, _ = acted(replace(FPO, prediction=prediction, num_draws=20))
+        assert set(experience.record["t"].flatten().tolist()) == times
+    _, experience, _ = acted(replace(FPO, times="density", num_draws=20))
+    t = experience.record["t"]
+    assert 0.0 < float(t.min()) < 0.1 and 0.9 < float(t.max()) < 1.0
+
+
+def test_the_eps_loss_is_the_velocity_loss_times_the_square_of_the_time() -> None:
+    policy = make_flow()
+    ratios = [MatchingRatio(policy, Matching(prediction=kind)) for kind in ("eps", "velocity", "x0")]
+    generator = torch.Generator().manual_seed(0)
+    cond = encode(policy, torch.rand(9, 1, 2, generator=generator))
+    action, eps = torch.randn(2, 9, 3, 2, generator=generator)
+    t = torch.linspace(0.1, 0.9, 9)
+    by_eps, by_velocity, by_x0 = (ratio.losses(cond, action, eps, t) for ratio in ratios)
+    torch.testing.assert_close(by_eps, t.square() * by_velocity)
+    torch.testing.assert_close(by_x0, (1 - t).square() * by_velocity)
+
+
+def test_only_executed_rows_count() -> None:
+    policy = make_flow()
+    ratio = MatchingRatio(policy, Matching())
+    cond, t = encode(policy, torch.rand(2, 1, 2)), torch.tensor([0.3, 0.6])
+    action, eps = torch.randn(2, 2, 3, 2)
+    with torch.no_grad():
+        policy.field.trunk.outlet.weight.zero_()  # the network sees none of its input
+        before = ratio.losses(cond, action, eps, t)
+        action[:, 2] += 1.0
+        assert torch.equal(ratio.losses(cond, action, eps, t), before)
+        action[:, 1] += 1.0
+        assert not torch.equal(ratio.losses(cond, action, eps, t), before)
+
+
+@pytest.mark.parametrize("config", [FPO, replace(FPO, per_draw=True), AWM], ids=["fpo", "fpo++", "awm"])
+def test_a_step_makes_good_actions_likelier_and_bad_ones_less_likely(config: FpoConfig) -> None:
+    policy = make_flow()
+    ratio, experience, rows = acted(replace(config, num_draws=64), policy)
+    good = (torch.arange(ROWS) < ROWS // 2).float() * 2 - 1
+    before = ratio_losses(ratio, experience)
+    score = ratio.score(experience, rows)
+    advantage = good.index_select(0, rows.state.index_select(0, rows.state_row))
+    loss = -(score.log_ratio.exp() * advantage).mean()
+    weights = list(policy.field.parameters())
+    with torch.no_grad():
+        for weight, gradient in zip(weights, torch.autograd.grad(loss, weights), strict=True):
+            weight.sub_(1e-2 * gradient)
+    change = ratio_losses(ratio, experience) - before
+    assert float(change[good > 0].mean()) < 0 < float(change[good < 0].mean())
+
+
+def ratio_losses(ratio: MatchingRatio, experience: Experience) -> torch.Tensor:
+    """Return the present mean loss of every action (M,)."""
+    record, n = experience.record, ratio.num_draws
+    with torch.no_grad():
+        losses = ratio.losses(
+            experience.cond.repeat(n),
+            record["action"].repeat_interleave(n, 0),
+            record["eps"].flatten(0, 1),
+            record["t"].flatten(),
+        )
+    return losses.view(-1, n).mean(1)
+
+
+def test_a_bounded_value_keeps_its_gradient_and_a_bounded_range_does_not() -> None:
+    old, new = torch.tensor([5.0, 0.5]), torch.tensor([1.0, 0.2], requires_grad=True)
+    passing, bounded = Matching(max_difference=1.0).difference(old, new)
+    assert passing.tolist() == pytest.approx([1.0, 0.3]) and bounded.tolist() == [1.0, 0.0]
+    assert torch.autograd.grad(passing.sum(), new)[0].tolist() == [-1.0, -1.0]
+    cut, _ = Matching(difference_range=(-1.0, 1.0)).difference(old, new)
+    assert torch.autograd.grad(cut.sum(), new)[0].tolist() == [0.0, -1.0]
+
+
+def test_losses_of_bad_actions_have_a_bound_of_their_own() -> None:
+    matching = Matching(max_loss=5.0, max_loss_negative=2.0)
+    loss = torch.tensor([9.0, 9.0, 1.0])
+    assert matching.bounded(loss, torch.tensor([1.0, -1.0, -1.0])).tolist() == [5.0, 2.0, 1.0]
+    assert matching.bounded(loss).tolist() == [5.0, 5.0, 1.0]
+
+
+@pytest.mark.parametrize("config", [FPO, replace(FPO, per_draw=True, surrogate="aspo"), AWM])
+def test_a_run_trains_the_network_and_ships_its_sampler(config: FpoConfig) -> None:
+    run = make_run(config)
+    before = [weight.clone() for weight in run.learner.actor]
+    metrics = run.advance()
+    assert not all(torch.equal(a, b) for a, b in zip(before, run.learner.actor, strict=True))
+    assert float(metrics["policy/updates"]) > 0
+    assert run.snapshot().sampler == Euler(steps=4)  # type: ignore[attr-defined]
+    run.close()
+
+
+def test_a_fresh_flow_learns_from_the_reward_alone_with_a_scale_of_its_own() -> None:
+    config = PolicyConfig(
+        process=RectifiedFlow(), horizon=2, act_steps=2, normalizer={"state": "gaussian", "action": "limits"}
+    )
+    run = FPO.build(Setup(policy=config, env=PointEnv(), seed=5, num_workers=0, num_threads=1))
+    before = run.policy.normalizer.get_buffer("state_scale").clone()
+    run.advance()
+    assert not torch.equal(before, run.policy.normalizer.get_buffer("state_scale"))
+    run.close()
+
+
+def test_what_has_no_matching_loss_of_its_sampler_is_refused() -> None:
+    with pytest.raises(CapabilityError, match=r"needs process=flow.*VPDiffusion"):
+        make_run(FPO, make_init())  # type: ignore[arg-type]
+    noisy = make_flow().with_sampler(Euler(steps=4, min_std=0.1, clip_action=None))
+    with pytest.raises(CapabilityError, match="deterministic sampler"):
+        make_run(FPO, noisy)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_draws": 0}, "num_draws must be at least 1"),
+        ({"prediction": "score"}, "velocity, eps, x0"),
+        ({"times": "uniform"}, "grid, density"),
+        ({"loss_reduction": "sum"}, "mean, sqrt, per_step, joint"),
+        ({"entropy_coef": 0.1}, "entropy of a flow is not known"),
+        ({"difference_range": (0.5, 1.0)}, "a negative and a positive number"),
+        ({"huber": 0.0}, "huber must be positive"),
+        ({"action_noise": -0.1}, "action_noise must be at least 0"),
+        ({"denoising_steps": 0}, "denoising_steps must be at least 1"),
+        ({"time_power": 0.0}, "time_power must be positive"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FpoConfig(**options)
+
+
+def test_one_step_of_pure_noise_has_nothing_to_match_in_eps() -> None:
+    with pytest.raises(ConfigError, match="no time of weight"):
+        make_run(FPO, make_flow(steps=1))
+    make_run(replace(FPO, prediction="velocity"), make_flow(steps=1)).close()
+
+
+def test_an_unknown_weight_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one, noise, noise_squared, huber"):
+        AwmConfig(weight="two")

@@ -1,0 +1,247 @@
+"""ReinFlow: its noise, its chains, what a run ships and keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from point_dppo import make_init
+from point_flows import REINFLOW, make_flow, make_run
+
+from algos.exploration import NoiseConfig
+from algos.noisy_chain import NoisyChain, PathTerm
+from algos.plain import from_plain, to_plain
+from algos.reinflow import ReinFlowConfig
+from policies.errors import CapabilityError, ConfigError
+from policies.processes.shortcut import Shortcut
+from policies.protocols import Cond
+from policies.samplers import Euler, gaussian_log_prob
+
+
+@torch.no_grad()
+def noise_of(config: NoiseConfig, batch: int = 5, steps: int = 3) -> torch.Tensor:
+    net = config.build((4, 2), 6, 3)
+    generator = torch.Generator().manual_seed(0)
+    times, features = torch.rand(steps, generator=generator), torch.randn(steps, 6, generator=generator)
+    return net(times, features, 10 * torch.randn(batch, 3, generator=generator))
+
+
+def test_deviations_lie_between_their_bounds_and_start_near_the_middle() -> None:
+    config = NoiseConfig(min_std=0.1, max_std=0.24)
+    std = noise_of(config)
+    assert std.shape == (5, 3, 4, 2)
+    assert 0.1 <= float(std.min()) < float(std.max()) <= 0.24
+    net = config.build((4, 2), 6, 3)
+    assert net.layers is not None
+    with torch.no_grad():
+        for weight in net.layers[-1].parameters():
+            weight.zero_()
+    middle = net(torch.zeros(1), torch.zeros(1, 6), torch.zeros(1, 3))
+    torch.testing.assert_close(middle, torch.full_like(middle, math.sqrt(0.1 * 0.24)))
+
+
+def test_a_constant_level_is_the_upper_bound_and_learns_nothing() -> None:
+    config = NoiseConfig(level="constant", max_std=0.2)
+    assert not list(config.build((4, 2), 6, 3).parameters())
+    assert bool((noise_of(config) == 0.2).all())
+
+
+@pytest.mark.parametrize("own_time_dim", [0, 4])
+def test_no_gradient_reaches_the_time_embedding_through_the_noise(own_time_dim: int) -> None:
+    net = NoiseConfig(own_time_dim=own_time_dim).build((4, 2), 6, 3)
+    times, cond = torch.ones(2, 6, requires_grad=True), torch.ones(3, 3, requires_grad=True)
+    net(torch.rand(2), times, cond).sum().backward()
+    assert times.grad is None and cond.grad is not None and bool(cond.grad.any())
+
+
+def test_noise_of_the_state_alone_is_the_same_at_every_step() -> None:
+    std = noise_of(NoiseConfig(input="state"))
+    assert torch.equal(std[:, 0], std[:, 1]) and not torch.equal(std[0], std[1])
+
+
+@given(progress=st.floats(0, 1), hold=st.floats(0, 1), final=st.floats(0, 1))
+def test_the_upper_bound_falls_from_its_value_to_its_last_share(
+    progress: float, hold: float, final: float
+) -> None:
+    config = NoiseConfig(min_std=0.1, max_std=0.3, hold=hold, final_share=final)
+    bound, last = config.max_std_at(progress), final * 0.3 + (1 - final) * 0.1
+    assert last - 1e-12 <= bound <= 0.3 + 1e-12
+    if progress <= hold:
+        assert bound == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_std": 0.0}, "without noise there is no density"),
+        ({"min_std": 0.3, "max_std": 0.2}, "min_std <= max_std"),
+        ({"level": "vp"}, "learned, constant"),
+        ({"input": "time"}, "state_time, state"),
+        ({"hold": 1.5}, "hold"),
+        ({"activation": "gelu"}, "tanh"),
+        ({"hidden_dims": (0,)}, "hidden_dims"),
+        ({"own_time_dim": 3}, "own_time_dim"),
+    ],
+)
+def test_noise_that_cannot_be_meant_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        NoiseConfig(**options)
+
+
+# -- chains ---------------------------------------------------------------------------------------------
+
+
+def chain_of(reduction: str = "mean", *, count_start: bool = True, **chunk: Any) -> NoisyChain:
+    config = replace(REINFLOW, log_prob_reduction=reduction, count_start=count_start)
+    policy = make_flow(**chunk)
+    policy = policy.with_sampler(config.samplers(policy)[0])
+    return config.noisy_chain(policy, seed=0)
+
+
+def walked(ratio: NoisyChain, rows: int = 6) -> tuple[Cond, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    cond = Cond(torch.randn(rows, 2, generator=generator))
+    steps, shape = ratio.policy.table.num_steps, ratio.policy.chunk.shape
+    with torch.no_grad():
+        chain, mean, std = ratio.walk(cond, torch.randn(rows, steps + 1, *shape, generator=generator))
+    return cond, chain, gaussian_log_prob(chain[:, 1:], mean, std)
+
+
+def test_a_quiet_chain_is_the_policy() -> None:
+    ratio = chain_of()
+    cond = Cond(torch.randn(3, 2, generator=torch.Generator().manual_seed(0)))
+    draws = torch.zeros(3, 5, 3, 2)
+    draws[:, 0] = torch.randn(3, 3, 2, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        chain, _, _ = ratio.walk(cond, draws)
+    torch.testing.assert_close(chain[:, -1], ratio.policy.decode(cond, draws[:, 0]))
+
+
+def test_reductions_count_each_factor_once_and_leave_out_what_influences_nothing() -> None:
+    _, chain, log_prob = walked(chain_of())
+    ends = log_prob[:, -1, :2].sum(dim=(1, 2))  # two of three rows are executed
+    total = log_prob[:, :-1].sum(dim=(1, 2, 3)) + ends
+    start = gaussian_log_prob(chain[:, 0], torch.zeros(()), torch.ones(())).sum(dim=(1, 2))
+    for reduction, plain, with_start in (
+        ("joint", 1, 1),
+        ("mean", 22, 28),
+        ("per_step", 4, 5),
+        ("per_dim", 6, 6),
+    ):
+        torch.testing.assert_close(
+            chain_of(reduction, count_start=False).reduce(log_prob, chain), total / plain
+        )
+        ratio = chain_of(reduction)
+        torch.testing.assert_close(ratio.reduce(log_prob, chain), (total + start) / with_start)
+        assert ratio.factors == with_start
+
+
+def test_rows_that_are_never_executed_do_not_count_at_the_last_step() -> None:
+    ratio = chain_of("joint")
+    _, chain, log_prob = walked(ratio)
+    changed = log_prob.clone()
+    changed[:, -1, 2] += 5.0
+    assert torch.equal(ratio.reduce(changed, chain), ratio.reduce(log_prob, chain))
+    changed[:, 0, 2] += 5.0
+    assert not torch.equal(ratio.reduce(changed, chain), ratio.reduce(log_prob, chain))
+
+
+def test_the_distance_from_itself_is_zero_and_grows_with_the_weights() -> None:
+    policy = make_flow()
+    frozen = policy.clone()
+    cond, noise = Cond(torch.ones(4, 2)), torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(0))
+    kept = noise.clone()
+    assert not PathTerm(frozen, policy).losses(cond, noise).any()
+    with torch.no_grad():
+        policy.field.trunk.outlet.bias.add_(0.1)
+    # Four Euler steps of a constant 0.1 / 4: the chunks differ by 0.1 where no bound acts.
+    losses = PathTerm(frozen, policy).losses(cond, 0.1 * noise)
+    torch.testing.assert_close(losses, torch.full((4,), 0.01), rtol=0.3, atol=0)
+    losses.sum().backward()
+    assert policy.field.trunk.outlet.bias.grad is not None and torch.equal(noise, kept)
+
+
+# -- runs -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_trains_velocity_and_noise_and_ships_the_policy_alone() -> None:
+    run = make_run(REINFLOW)
+    trained = run.ratio.trained  # type: ignore[attr-defined]
+    before = {name: value.clone() for name, value in trained.named_parameters()}
+    metrics = run.advance()
+    moved = {name for name, value in trained.named_parameters() if not torch.equal(before[name], value)}
+    assert {name.split(".")[0] for name in moved} == {"0", "1"}
+    assert float(metrics["policy/joint_clip"]) == pytest.approx(0.01 * 28)
+    shipped = run.snapshot()
+    assert not any("noise" in name for name in shipped.state_dict())
+    assert shipped.sampler == Euler(steps=4) and shipped.is_deterministic  # type: ignore[attr-defined]
+    run.close()
+
+
+def test_what_is_shipped_before_learning_is_the_initial_policy_at_these_steps() -> None:
+    init = make_flow()
+    wide = init.with_sampler(Euler(steps=4, clip_action=None))
+    with torch.no_grad():
+        wide.field.trunk.outlet.bias.add_(2.0)  # far beyond the usual bound
+    obs, noise = torch.zeros(3, 1, 2), torch.randn(3, 3, 2, generator=torch.Generator().manual_seed(0))
+    run = make_run(REINFLOW, wide)
+    expected = wide.act(obs, noise=noise)
+    assert torch.equal(run.snapshot().act(obs, noise=noise), expected) and float(expected.abs().max()) > 1.5
+    run.close()
+
+
+def test_the_noise_follows_the_share_of_the_run() -> None:
+    run = make_run(replace(REINFLOW, noise=NoiseConfig(min_std=0.1, max_std=0.3, hold=0.0, final_share=0.0)))
+    bounds = []
+    for _ in range(4):
+        run.advance()
+        bounds.append(run.ratio.noise.max_std)  # type: ignore[attr-defined]
+    assert bounds[0] == 0.3 and bounds == sorted(bounds, reverse=True) and bounds[-1] > 0.1
+    run.close()
+
+
+def test_a_resumed_run_continues_bit_for_bit_with_its_noise(tmp_path: Path) -> None:
+    config = replace(REINFLOW, bc_weight=0.1, entropy_coef=0.01)
+    straight = make_run(config)
+    straight.advance()
+    torch.save(to_plain(straight.state_dict()), tmp_path / "state.pt")
+    resumed = make_run(config)
+    resumed.load_state_dict(from_plain(torch.load(tmp_path / "state.pt", weights_only=True)))
+    for run in (straight, resumed):
+        run.advance()
+        run.close()
+    ours, theirs = (run.ratio.trained.state_dict() for run in (resumed, straight))  # type: ignore[attr-defined]
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_shortcut_model_takes_the_steps_it_learned_only() -> None:
+    init = make_flow(process=Shortcut(max_steps=8))
+    make_run(replace(REINFLOW, denoising_steps=2), init).close()
+    with pytest.raises(ConfigError, match="learned even steps"):
+        make_run(replace(REINFLOW, denoising_steps=3), init)
+
+
+def test_a_policy_that_is_no_flow_is_refused_by_name() -> None:
+    with pytest.raises(CapabilityError, match=r"algo=reinflow needs a flow policy.*VPDiffusion"):
+        make_run(REINFLOW, make_init())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"denoising_steps": 0}, "algo.denoising_steps must be at least 1"),
+        ({"noise_clip": 0.0}, "algo.noise_clip must be positive"),
+        ({"clip_state": -1.0}, "algo.clip_state must be positive"),
+        ({"log_prob_reduction": "sum"}, "mean, per_step, per_dim, joint"),
+        ({"surrogate": "trpo"}, "ppo, spo, aspo"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ReinFlowConfig(**options)

@@ -1,0 +1,70 @@
+"""The law of every export: the graph gives the actions of the policy, at any batch.
+
+A graph is made of a process with its sampler, and of a backbone. So every process is exported with the
+sampler that it has by itself, every other sampler with a process, every backbone with a flow, and one with
+attention with an energy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_policies import build, fits, small
+
+from policies import registry
+from policies.errors import ExportError
+from policies.export import export_onnx
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+TOLERANCE = 1e-5
+CHUNK = {"horizon": 4, "act_steps": 3}
+
+
+def few(part: type) -> Any:
+    """Build a small part that takes two steps where it can be told."""
+    return small(part, steps=2, num_levels=2)
+
+
+def cases() -> Iterator[Any]:
+    """Yield (process, backbone, sampler) so that every part is exported once."""
+    seen = set()
+    for process in registry.parts("process"):
+        sampler = type(registry.lookup("process", process)().default_sampler())
+        seen.add(sampler)
+        yield pytest.param(process, "mlp", few(sampler), id=f"{process}-mlp")
+    for name, sampler in registry.parts("sampler").items():
+        if sampler not in seen and name != "diffusers":
+            process = next(p for p in registry.parts("process") if fits(p, sampler=name))
+            yield pytest.param(process, "mlp", few(sampler), id=f"{process}-mlp-{name}")
+    for backbone in registry.parts("backbone"):
+        if backbone != "mlp":
+            euler = few(registry.lookup("sampler", "euler"))
+            yield pytest.param("flow", backbone, euler, id=f"flow-{backbone}")
+    # Gradients of attention are another part of a graph than those of a perceptron.
+    ddim = few(registry.lookup("sampler", "ddim"))
+    yield pytest.param("energy", "transformer", ddim, id="energy-transformer")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("process", "backbone", "sampler"), list(cases()))
+def test_the_graph_gives_the_actions_of_the_policy(
+    process: str, backbone: str, sampler: Any, tmp_path: Path
+) -> None:
+    policy = build(process, backbone, sampler, **CHUNK)
+    report = export_onnx(policy, tmp_path, latency_batches=())
+    assert [row["batch"] for row in report.parity] == [1, 2, 7]
+    assert report.worst <= TOLERANCE
+
+
+def test_another_program_s_loop_is_refused_with_a_reason(tmp_path: Path) -> None:
+    sampler = small(registry.lookup("sampler", "diffusers"), clip_action=None)
+    policy = build("diffusion", "mlp", sampler, **CHUNK)
+    with pytest.raises(ExportError, match="another program's loop"):
+        export_onnx(policy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

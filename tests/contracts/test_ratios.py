@@ -1,0 +1,151 @@
+"""The law of every ratio estimator: on fresh data, under the weights that acted, every ratio is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from small_policies import ACTION_DIM, OBS_DIM, observations, statistics
+
+from algos.buffers import Experience, encode
+from algos.exploration import NoiseConfig
+from algos.fpo import AwmConfig, FpoConfig
+from algos.ratios import ChainRatio, RatioEstimator, Rows
+from algos.reinflow import ReinFlowConfig
+from policies import registry
+from policies.policy import Policy, PolicyConfig, build_policy
+from policies.samplers import DDPM, Euler
+
+registry.scan_policies()
+
+SMALL = {"width": 16, "widths": (8, 16), "groups": 4, "depth": 1, "heads": 2, "time_dim": 8, "max_steps": 8}
+STEPS = (1, 2, 4)
+ROWS = 6
+EXPLORE = DDPM(min_std=0.1, final_std=None, clip_action=None)
+
+BACKBONES = sorted(registry.parts("backbone"))
+CHAINS = ("flow", "shortcut", "meanflow", "flow_map")
+
+
+def small(group: str, name: str, **changes: Any) -> Any:
+    part = registry.lookup(group, name)
+    known = {field for field in part.__dataclass_fields__}
+    return part(**{key: value for key, value in (SMALL | changes).items() if key in known})
+
+
+def policy_of(process: str, backbone: str, sampler: Any, **changes: Any) -> Policy:
+    config = PolicyConfig(
+        process=small("process", process, **changes),
+        backbone=small("backbone", backbone),
+        sampler=sampler,
+        horizon=4,
+        act_steps=3,
+    )
+    policy = build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM, statistics=statistics(), seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in policy.parameters():  # some start at zero
+            weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+    return policy.eval()
+
+
+def estimators() -> Iterator[Any]:
+    """Yield (estimator, process, backbone, K, reduction) as builders of a policy and its estimator."""
+    for backbone in BACKBONES:
+        for steps in STEPS:
+            for process in CHAINS:
+                for reduction in ("mean", "joint"):
+                    yield _case(noisy_chain, process, backbone, steps, reduction)
+            for reduction in ("mean", "joint"):
+                yield _case(diffusion_chain, "diffusion", backbone, steps, reduction)
+                yield _case(matching, "flow", backbone, steps, reduction)
+                yield _case(matching_of_draws, "flow", backbone, steps, reduction)
+            yield _case(advantage_weighted, "flow", backbone, steps, "mean")
+    yield _case(gaussian, "gaussian", "mlp", 1, "mean")
+    yield _case(gaussian, "gaussian", "mlp", 1, "joint")
+
+
+def _case(build: Any, *rest: Any) -> Any:
+    return pytest.param(build, *rest, id="-".join([build.__name__, *map(str, rest)]))
+
+
+def noisy_chain(process: str, backbone: str, steps: int, reduction: str, dtype: Any) -> RatioEstimator:
+    noise = NoiseConfig(hidden_dims=(8,), min_std=0.05, max_std=0.3)
+    config = ReinFlowConfig(denoising_steps=steps, noise=noise, log_prob_reduction=reduction)
+    policy: Any = policy_of(process, backbone, Euler(steps=steps)).to(dtype)
+    return config.noisy_chain(policy, seed=0)
+
+
+def diffusion_chain(process: str, backbone: str, steps: int, reduction: str, dtype: Any) -> RatioEstimator:
+    policy: Any = policy_of(process, backbone, EXPLORE, num_levels=5)
+    view = policy.with_sampler(EXPLORE, tuned_steps=steps, log_prob_min_std=0.1)
+    return ChainRatio(view.to(dtype), log_prob_range=None, reduction=reduction)
+
+
+def matching(process: str, backbone: str, steps: int, reduction: str, dtype: Any) -> RatioEstimator:
+    return _matching(FpoConfig(loss_reduction=reduction, num_draws=3), process, backbone, steps, dtype)
+
+
+def matching_of_draws(process: str, backbone: str, steps: int, reduction: str, dtype: Any) -> RatioEstimator:
+    config = FpoConfig(
+        loss_reduction=reduction, num_draws=3, per_draw=True, times="density", prediction="velocity"
+    )
+    return _matching(config, process, backbone, steps, dtype)
+
+
+def advantage_weighted(process: str, backbone: str, steps: int, reduction: str, dtype: Any) -> RatioEstimator:
+    return _matching(AwmConfig(num_draws=3, weight="huber"), process, backbone, steps, dtype)
+
+
+def _matching(config: Any, process: str, backbone: str, steps: int, dtype: Any) -> RatioEstimator:
+    # One step asks the network at pure noise only, where the eps loss has no weight.
+    sampler = Euler(steps=max(2, steps), clip_action=None)
+    policy: Any = policy_of(process, backbone, sampler)
+    return config.matching_ratio(policy.to(dtype))
+
+
+def gaussian(process: str, backbone: str, steps: int, reduction: str, dtype: Any) -> RatioEstimator:
+    policy: Any = policy_of(process, backbone, None)
+    return ChainRatio(policy.to(dtype), log_prob_range=None, reduction=reduction)
+
+
+def fresh(ratio: RatioEstimator, seed: int = 0) -> tuple[Experience, Rows]:
+    """Act, and return the experience with all its rows."""
+    obs = observations(ROWS).to(ratio.policy.dtype)
+    action, record = ratio.act({"state": obs}, torch.Generator().manual_seed(seed))
+    assert action.shape == (ROWS, 3, ACTION_DIM)
+    unused = torch.zeros(ROWS, dtype=obs.dtype)
+    experience = Experience(encode(ratio.policy, obs), record, unused, unused, unused)
+    return experience, Rows.sorted_from(torch.arange(ROWS * ratio.inner_steps), ratio.inner_steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(("build", "process", "backbone", "steps", "reduction"), list(estimators()))
+def test_the_ratio_of_fresh_data_is_one(
+    build: Any, process: str, backbone: str, steps: int, reduction: str, dtype: torch.dtype
+) -> None:
+    ratio = build(process, backbone, steps, reduction, dtype)
+    experience, rows = fresh(ratio)
+    score = ratio.score(experience, rows)
+    allowed = 1e-4 if dtype == torch.float32 and reduction == "joint" else 1e-6
+    assert float((score.log_ratio.detach().double().exp() - 1).abs().max()) <= allowed
+    assert {part.shape for part in (score.log_ratio, score.saturated, score.entropy)} == {rows.step.shape}
+    gradients = torch.autograd.grad(score.log_ratio.sum(), list(trained(ratio)), allow_unused=True)
+    assert any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+
+
+def trained(ratio: Any) -> Any:
+    module = getattr(ratio, "trained", None)
+    return (ratio.policy if module is None else module).parameters()
+
+
+@pytest.mark.parametrize("build", [noisy_chain, matching, matching_of_draws])
+def test_a_ratio_moves_with_the_weights(build: Any) -> None:
+    ratio = build("flow", "mlp", 4, "mean", torch.float64)
+    experience, rows = fresh(ratio)
+    with torch.no_grad():
+        for weight in ratio.policy.field.parameters():
+            weight.mul_(1.05)
+    assert float(ratio.score(experience, rows).log_ratio.abs().max()) > 1e-4

@@ -4,7 +4,7 @@
     python -m benchmarks.composition avoid --episodes 50        one task, a smaller comparison
     python -m benchmarks.composition --report                   the page from what is there
 
-Every pair leaves one JSON file in docs/results/composition/; a pair whose file is there is not repeated. The
+Every pair leaves one JSON file per seed in docs/results/composition/; what has its file is not repeated. The
 page docs/results/composition.md is made of these. What is cloned stays under --root and is not cloned again.
 """
 
@@ -14,13 +14,16 @@ import argparse
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import burnish
 from algos.provenance import describe_environment
+from envs.statistics import Interval, paired_difference, wilson
 
 RESULTS = Path("docs/results")
 HELD_OUT = "held-out"
@@ -28,10 +31,16 @@ HELD_OUT = "held-out"
 
 @dataclass(frozen=True)
 class Clone:
-    """A policy: its demonstrations (by name) and what differs from the recipe of its task."""
+    """A policy: its demonstrations and its process (names in its task), and what else is its own."""
 
     data: str
+    process: str = "diffusion"
     overrides: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """A name for files and tables."""
+        return "-".join([self.data, self.process, *(one.replace("=", "-") for one in self.overrides)])
 
 
 @dataclass(frozen=True)
@@ -40,12 +49,14 @@ class Task:
 
     Attributes:
         recipe: Overrides of every policy.
+        processes: Overrides of every process.
         steps: Gradient steps.
         data: Episodes of every file of demonstrations, by name; the files share no seed.
     """
 
     env: str
     recipe: tuple[str, ...]
+    processes: dict[str, tuple[str, ...]]
     steps: int
     data: dict[str, int]
 
@@ -54,20 +65,22 @@ TASKS = {
     "avoid": Task(
         "avoid",
         ("experiment=avoid_bc", "backbone.width=256"),
-        4000,
-        {"a": 20, "b": 20, HELD_OUT: 20},
+        {"diffusion": ("process.prediction=x0",), "flow": ("process=flow",)},
+        12_000,
+        {"a": 100, "b": 100, HELD_OUT: 20},
     ),
     "cube-single": Task(
         "cube-single",
         ("experiment=cube_single_bc", "backbone.width=256"),
+        {"diffusion": (), "flow": ("process=flow",)},
         4000,
         {"a": 10, "b": 10, HELD_OUT: 10},
     ),
 }
 PAIRS = {
-    "diffusion and flow": (Clone("a"), Clone("a", ("process=flow",))),
+    "diffusion and flow": (Clone("a"), Clone("a", "flow")),
     "different demonstrations": (Clone("a"), Clone("b")),
-    "one and three observations": (Clone("a"), Clone("a", ("policy.obs_steps=3",))),
+    "one and three observations": (Clone("a"), Clone("a", overrides=("policy.obs_steps=3",))),
 }
 
 
@@ -76,42 +89,41 @@ def slug(text: str) -> str:
     return text.replace(" ", "-")
 
 
-def demonstrations(task: Task, name: str, root: Path) -> Path:
+def demonstrations(task: Task, name: str, seed: int, root: Path) -> Path:
     """Record a file of demonstrations, once."""
-    path = root / f"{name}.hdf5"
+    path = root / f"{name}-seed{seed}.hdf5"
     if not path.exists():
-        number = list(task.data).index(name)
+        first = 1_000_000 + 100_000 * seed + 10_000 * list(task.data).index(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        burnish.collect(
-            env=task.env, episodes=task.data[name], first_seed=1_000_000 + 10_000 * number, out=str(path)
-        )
+        burnish.collect(env=task.env, episodes=task.data[name], first_seed=first, out=str(path))
     return path
 
 
-def cloned(task: Task, clone: Clone, root: Path, steps: int) -> Path:
+def cloned(task: Task, clone: Clone, seed: int, root: Path, steps: int) -> Path:
     """Clone a policy, once."""
-    name = "-".join([clone.data, *(override.replace("=", "-") for override in clone.overrides)])
-    place = root / name
+    place = root / f"{clone.name}-seed{seed}"
     if not (place / "checkpoints" / "last").exists():
-        overrides = (*task.recipe, *clone.overrides, "evaluation.episodes=0", f"algo.steps={steps}")
+        own = (*task.processes[clone.process], *clone.overrides)
         burnish.train(
-            *overrides, env=task.env, dataset=str(demonstrations(task, clone.data, root)), directory=place
-        )
+            *task.recipe, *own, "evaluation.episodes=0", f"algo.steps={steps}",
+            env=task.env, seed=seed, directory=place,
+            dataset=str(demonstrations(task, clone.data, seed, root)),
+        )  # fmt: skip
     return place
 
 
-def measure(name: str, pair: str, options: argparse.Namespace) -> Path:
+def measure(name: str, pair: str, seed: int, options: argparse.Namespace) -> Path:
     """Clone, estimate, search and compare one pair; returns the JSON file."""
-    target = RESULTS / "composition" / f"{name}-{slug(pair)}.json"
+    target = RESULTS / "composition" / f"{name}-{slug(pair)}-seed{seed}.json"
     if target.exists():
         return target
     task, root = TASKS[name], options.root / name
-    members = [cloned(task, clone, root, options.steps or task.steps) for clone in PAIRS[pair]]
-    place = root / f"composed-{slug(pair)}"
+    members = [cloned(task, clone, seed, root, options.steps or task.steps) for clone in PAIRS[pair]]
+    place = root / f"composed-{slug(pair)}-seed{seed}"
     result = burnish.compose(
         members,
         env=task.env,
-        dataset=str(demonstrations(task, HELD_OUT, root)),
+        dataset=str(demonstrations(task, HELD_OUT, seed, root)),
         episodes=options.episodes,
         search={"episodes": options.search, "keep": [3] * (len(options.search) - 1)},
         num_workers=options.workers,
@@ -121,8 +133,13 @@ def measure(name: str, pair: str, options: argparse.Namespace) -> Path:
     content = {
         "task": name,
         "pair": pair,
+        "seed": seed,
         **facts,
-        "members": describe_pair(pair),
+        "members": describe_pair(name, pair),
+        "success": {
+            "composition": result.evaluation.values("success").tolist(),
+            "members": [one.values("success").tolist() for one in result.members.values()],
+        },
         "tables": [section.markdown() for section in result.sections()],
         "environment": describe_environment(),
     }
@@ -131,62 +148,77 @@ def measure(name: str, pair: str, options: argparse.Namespace) -> Path:
     return target
 
 
-def describe_pair(pair: str) -> list[str]:
+def describe_pair(task: str, pair: str) -> list[str]:
     """Say what each member is."""
-    return [" ".join([f"demonstrations {clone.data}", *clone.overrides]) for clone in PAIRS[pair]]
+    processes = TASKS[task].processes
+    return [
+        " ".join([f"demonstrations {clone.data}", *(processes[clone.process]), *clone.overrides])
+        for clone in PAIRS[pair]
+    ]
 
 
 # -- report ---------------------------------------------------------------------------------------------
 
-INTRODUCTION = """`python -m benchmarks.composition`: policies cloned from few demonstrations, in pairs.
-Weights are estimated from held-out demonstrations and searched by rollouts; the composition with the searched
-weights then plays fresh episodes, and so do its members ([how](../gpc.md)). Intervals: 95 %. Each pair is one
-training seed: differences are those of these policies, not of recipes."""
+INTRODUCTION = """`python -m benchmarks.composition`: cloned policies in pairs. Weights are estimated from
+held-out demonstrations and searched by rollouts; the composition with the searched weights then plays fresh
+episodes, and so do its members ([how](../gpc.md)). A seed has its own demonstrations, clones and search; the
+intervals (95 %) of the pooled episodes cover the luck of seeds and of episodes."""
 
 
 def report() -> Path:
     """Write the page."""
     found = [json.loads(path.read_text()) for path in sorted((RESULTS / "composition").glob("*.json"))]
-    lines = ["# Composition", "", INTRODUCTION, "", *summary(found)]
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for content in found:
-        lines += ["", f"## {content['task']}: {content['pair']}", ""]
-        lines += [f"Members: {'; '.join(content['members'])}.", ""]
-        lines += [table.replace("## ", "### ", 1) for table in content["tables"]]
+        groups.setdefault((content["task"], content["pair"]), []).append(content)
+    lines = ["# Composition", "", INTRODUCTION, "", *summary(groups)]
+    for (task, pair), contents in groups.items():
+        lines += ["", f"## {task}: {pair}", "", f"Members: {'; '.join(contents[0]['members'])}."]
+        for content in contents:
+            lines += ["", f"### Seed {content['seed']}", ""]
+            lines += [table.replace("## ", "#### ", 1) for table in content["tables"]]
     packages = found[0]["environment"]["packages"]
-    lines += ["", f"Measured with torch {packages['torch']}, mujoco {packages['mujoco']}."]
+    commits = sorted({content["environment"]["commit"][:7] for content in found})
+    lines += ["", f"Measured with torch {packages['torch']}, mujoco {packages['mujoco']}; commits "
+              f"{', '.join(commits)}."]  # fmt: skip
     path = RESULTS / "composition.md"
     path.write_text("\n".join(lines).rstrip() + "\n")
     return path
 
 
-def summary(found: Sequence[dict[str, Any]]) -> list[str]:
-    """Tabulate all pairs: weights of the first member, success, differences to both."""
+def summary(groups: Mapping[tuple[str, str], Sequence[dict[str, Any]]]) -> list[str]:
+    """Tabulate all pairs: weights of the first member by seed, pooled success, differences to both."""
     head = (
-        "task", "pair", "weight searched", "weight estimated", "composition", "− first", "− second",
+        "task", "pair", "weights searched", "weights estimated",
+        "first", "second", "composition", "− first", "− second",
     )  # fmt: skip
     rows = [
         (
-            content["task"],
-            content["pair"],
-            f"{content['composition']['weights'][0]:g}",
-            estimated(content["estimate"][0]),
-            percent(content["evaluation"]["success"]),
-            *(percent(one["difference"]) for one in content["comparisons"].values()),
+            task,
+            pair,
+            ", ".join(f"{one['composition']['weights'][0]:g}" for one in contents),
+            ", ".join(f"{one['estimate'][0]['weights'][0]:.2f}" for one in contents),
+            *pooled([one["success"] for one in contents]),
         )
-        for content in found
+        for (task, pair), contents in groups.items()
     ]
     return [f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows)]
 
 
-def estimated(estimate: dict[str, Any]) -> str:
-    """Format the estimated weight of the first member."""
-    return f"{estimate['weights'][0]:.2f} ({estimate['low'][0]:.2f} to {estimate['high'][0]:.2f})"
+def pooled(seeds: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield success of both members and of the composition, and its difference to both."""
+    composition = np.array([one["composition"] for one in seeds])
+    members = np.array([one["members"] for one in seeds]).transpose(1, 0, 2)
+    for successes in (*members, composition):
+        yield percent(wilson(int(successes.sum()), successes.size))
+    for successes in members:
+        yield percent(paired_difference(successes, composition), "+")
 
 
-def percent(interval: dict[str, float]) -> str:
+def percent(interval: Interval, sign: str = "") -> str:
     """Format a share or a difference of shares."""
-    value, low, high = (100 * interval[key] for key in ("value", "low", "high"))
-    return f"{value:.0f} % ({low:.0f} to {high:.0f})"
+    value, low, high = (format(100 * x, f"{sign}.0f") for x in (interval.value, interval.low, interval.high))
+    return f"{value} % ({low} to {high})"
 
 
 def main() -> int:
@@ -195,6 +227,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("tasks", nargs="*", default=list(TASKS), help=f"of {', '.join(TASKS)}")
+    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--episodes", type=int, default=100, help="of the final comparison")
     parser.add_argument("--search", type=int, nargs="+", default=[20, 100], help="episodes of every round")
     parser.add_argument("--steps", type=int, help="gradient steps of every policy")
@@ -205,8 +238,9 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if not options.report:
         for name in options.tasks:
-            for pair in PAIRS:
-                print(f"written: {measure(name, pair, options)}", flush=True)
+            for seed in map(int, options.seeds.split(",")):
+                for pair in PAIRS:
+                    print(f"written: {measure(name, pair, seed, options)}", flush=True)
     print(f"written: {report()}")
     return 0
 

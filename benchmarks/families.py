@@ -52,10 +52,17 @@ class Task:
 
 @dataclass(frozen=True)
 class Family:
-    """A process with the samplers that it is shown with: titles and settings (`name`, then fields)."""
+    """A process with the samplers that it is shown with: titles and settings (`name`, then fields).
+
+    Attributes:
+        process: Overrides that choose it.
+        samplers: Settings by title.
+        lr: Learning rate where that of the task is too large for it; None: that of the task.
+    """
 
     process: tuple[str, ...]
     samplers: dict[str, dict[str, Any]]
+    lr: float | None = None
 
 
 TASKS = {
@@ -95,7 +102,7 @@ FAMILIES = {
     "score energy, dot": Family(
         ("process=energy", "process.prediction=eps"), {"DDIM 10": {"name": "ddim", "steps": 10}}
     ),
-    "energy descent (EBT)": Family(("process=ebt",), {"descent": {"name": "descent"}}),
+    "energy descent (EBT)": Family(("process=ebt",), {"descent": {"name": "descent"}}, lr=3e-4),
     "MIP": Family(("process=mip",), {"two steps": {}}),
     "regression": Family(("process=regression",), {"one step": {}}),
     "Gaussian": Family(("process=gaussian",), {"mean": {"name": "mean"}}),
@@ -124,7 +131,8 @@ def run_one(task: str, family: str, seed: int, root: Path) -> Path:
             env=task, episodes=setting.demonstrations, first_seed=1_000_000 + 10_000 * seed, out=str(demos)
         )
     shutil.rmtree(place, ignore_errors=True)
-    budget = {"steps": setting.steps, "lr": setting.lr, "batch_size": BATCH, "validation_fraction": 0.0}
+    lr = FAMILIES[family].lr or setting.lr
+    budget = {"steps": setting.steps, "lr": lr, "batch_size": BATCH, "validation_fraction": 0.0}
     run = burnish.train(
         "algo=bc", f"env={task}", *FAMILIES[family].process, *setting.overrides,
         f"backbone.width={WIDTH}", "evaluation.episodes=0",
@@ -192,7 +200,8 @@ def report() -> Path:
             "",
             f"## {task}",
             "",
-            f"Cloned from {setting.demonstrations} demonstrations per seed, {setting.steps:,} steps.",
+            f"Cloned from {setting.demonstrations} demonstrations per seed, {setting.steps:,} steps at a "
+            f"learning rate of {setting.lr:g}{_exceptions(task, found)}.",
             "",
         ]
         lines += _table([c for (t, _), cs in found.items() if t == task for c in cs])
@@ -202,6 +211,12 @@ def report() -> Path:
     path = RESULTS / "families.md"
     path.write_text("\n".join(lines) + "\n")
     return path
+
+
+def _exceptions(task: str, found: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
+    """Name the families of a task that were cloned with a learning rate of their own."""
+    own = [f"{name} {family.lr:g}" for name, family in FAMILIES.items() if family.lr and found[task, name]]
+    return f" ({', '.join(own)})" if own else ""
 
 
 def _table(contents: Sequence[dict[str, Any]]) -> list[str]:

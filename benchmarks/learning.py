@@ -29,6 +29,7 @@ from algos.metrics import read_jsonl
 from algos.provenance import describe_environment
 from envs.datasets import read_dataset
 from envs.statistics import bootstrap_mean, wilson
+from policies.denoising import DenoisingPolicy
 
 RESULTS = Path("docs/results")
 EPISODES = 100
@@ -40,8 +41,8 @@ class Study:
 
     env: str
     demonstrations: int | None  # recorded per seed; None: a dataset file is given
-    bases: dict[str, str]  # algorithm -> experiment that clones its initial policy
-    tuned: dict[str, str]  # algorithm -> experiment that fine-tunes it
+    bases: dict[str, str]  # name of a run -> experiment that clones its initial policy
+    tuned: dict[str, str]  # name of a run -> experiment that fine-tunes it
     quantity: str  # success | return
     origin: str = ""  # where the dataset file comes from
 
@@ -50,8 +51,22 @@ STUDIES = {
     "avoid": Study(
         "avoid",
         20,
-        {"dppo": "avoid_bc", "ppo": "avoid_gaussian_bc"},
-        {"dppo": "avoid_dppo", "ppo": "avoid_ppo"},
+        {
+            "dppo": "avoid_bc",
+            "ppo": "avoid_gaussian_bc",
+            "reinflow-r": "avoid_flow_bc",
+            "reinflow-s": "avoid_shortcut_bc",
+            "fpo": "avoid_flow_bc",
+            "fpo++": "avoid_flow_bc",
+        },
+        {
+            "dppo": "avoid_dppo",
+            "ppo": "avoid_ppo",
+            "reinflow-r": "avoid_reinflow",
+            "reinflow-s": "avoid_reinflow",
+            "fpo": "avoid_fpo",
+            "fpo++": "avoid_fpo_plus",
+        },
         "success",
     ),
     "hopper": Study(
@@ -76,11 +91,11 @@ STUDIES = {
 def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path, workers: int) -> Path:
     """Clone, fine-tune and evaluate one seed; returns the JSON file."""
     study, target = STUDIES[name], RESULTS / name / f"{algo}-seed{seed}.json"
-    if target.exists():
-        return target
     place = root / name / f"{algo}-seed{seed}"
+    if target.exists():
+        return add_zero_start(target, place, workers)
     base_path, demos = (
-        root / name / f"{algo}-base-seed{seed}",
+        root / name / f"{study.bases[algo]}-seed{seed}",
         root / name / f"demonstrations-seed{seed}.hdf5",
     )
     if study.demonstrations is None:
@@ -109,6 +124,22 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
     }  # fmt: skip
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content) + "\n")
+    return add_zero_start(target, place, workers)
+
+
+def add_zero_start(target: Path, place: Path, workers: int) -> Path:
+    """Evaluate a tuned policy that starts from zero instead of noise, where nothing else is random in it.
+
+    Left out if the numbers are there, or the policy is not.
+    """
+    content = json.loads(target.read_text())
+    if "zero_start" in content or not (place / "checkpoints" / "last").exists():
+        return target
+    policy = burnish.load_policy(place / "checkpoints" / "last" / "policy")
+    if isinstance(policy, DenoisingPolicy) and policy.is_deterministic:
+        zero = burnish.evaluate(str(place), episodes=EPISODES, num_workers=workers, start_noise="zero")
+        content["zero_start"] = episode_columns(zero.evaluation)
+        target.write_text(json.dumps(content) + "\n")
     return target
 
 
@@ -177,12 +208,14 @@ def report(name: str) -> Path:
         "",
         f"`python -m benchmarks.learning {name}{option}`: policies cloned per seed, fine-tuned, last "
         f"checkpoint, the same {EPISODES} episodes before and after. Intervals: 95 %; per seed over "
-        f"episodes, pooled over seeds and episodes.",
+        f"episodes, pooled over seeds and episodes. *From zero*: the tuned policy starts from zero instead "
+        "of noise, where it draws no other.",
         "",
         _data(study, found),
         "",
-        f"| algorithm | seed | {study.quantity} before | after | after − before | env steps | wall, tuning |",
-        "|---|---|---|---|---|---|---|",
+        f"| algorithm | seed | {study.quantity} before | after | after − before | from zero | env steps "
+        "| wall, tuning |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for algo, runs in found.items():
         lines += [_row(study, algo, content) for content in runs]
@@ -238,15 +271,24 @@ def _row(study: Study, algo: str, content: dict[str, Any]) -> str:
     d, scale = content["difference"]["difference"], 100 if study.quantity == "success" else 1
     change = f"{scale * d['value']:+.0f} ({scale * d['low']:+.0f} to {scale * d['high']:+.0f})"
     steps, wall = content["curve"][-1]["step"], content["wall"]["tune_s"] / 60
-    cells = (algo, content["seed"], _interval(study, before), _interval(study, after), change)
+    zero = _zero(study, [content])
+    cells = (algo, content["seed"], _interval(study, before), _interval(study, after), change, zero)
     return "| " + " | ".join(map(str, cells)) + f" | {steps:,} | {wall:.1f} min |"
+
+
+def _zero(study: Study, runs: Sequence[dict[str, Any]]) -> str:
+    """Return the interval of starts from zero, or nothing where they were not evaluated."""
+    if not all("zero_start" in content for content in runs):
+        return ""
+    return _interval(study, np.array([content["zero_start"][study.quantity] for content in runs]))
 
 
 def _pooled(study: Study, algo: str, runs: Sequence[dict[str, Any]]) -> str:
     before, after = (np.array([c[when][study.quantity] for c in runs]) for when in ("before", "after"))
     return (
         f"| **{algo}** | **all** | **{_interval(study, before)}** | **{_interval(study, after)}** | "
-        f"{(after.mean() - before.mean()) * (100 if study.quantity == 'success' else 1):+.0f} | | |"
+        f"{(after.mean() - before.mean()) * (100 if study.quantity == 'success' else 1):+.0f} | "
+        f"{_zero(study, runs)} | | |"
     )
 
 
@@ -264,13 +306,14 @@ def _modes(algo: str, content: dict[str, Any]) -> str:
 def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     """Draw training curves, thin per seed and thick for the mean."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import TABLEAU_COLORS
     from matplotlib.figure import Figure
 
     study = STUDIES[name]
     figure = Figure(figsize=(6.4, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for color, (algo, runs) in zip(("tab:blue", "tab:orange", "tab:green"), found.items(), strict=False):
+    for color, (algo, runs) in zip(TABLEAU_COLORS, found.items(), strict=False):
         lines = [np.array([(p["step"], p[study.quantity]) for p in c["curve"]]).T for c in runs]
         for steps, values in lines:
             axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.9)

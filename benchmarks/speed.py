@@ -22,12 +22,25 @@ import mujoco
 import torch
 
 from benchmarks.cases_acting import exported, rollout, sampling, transformer, unet
+from benchmarks.cases_flows import flow, reinflow
 from benchmarks.cases_learning import cloning, gather, iteration, update
 from benchmarks.timing import Figure
 
 CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
     case.__name__: case
-    for case in (sampling, unet, transformer, exported, update, cloning, gather, rollout, iteration)
+    for case in (
+        sampling,
+        flow,
+        unet,
+        transformer,
+        exported,
+        update,
+        reinflow,
+        cloning,
+        gather,
+        rollout,
+        iteration,
+    )
 }
 
 

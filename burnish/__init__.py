@@ -22,7 +22,18 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from burnish.api import clone, collect, compose, evaluate, export, import_policy, report, train
+    from burnish.api import (
+        clone,
+        collect,
+        compose,
+        download_data,
+        evaluate,
+        export,
+        import_policy,
+        inspect_data,
+        report,
+        train,
+    )
     from burnish.locate import load_policy
     from policies.folder import save_policy
 
@@ -31,9 +42,11 @@ __all__ = [
     "clone",
     "collect",
     "compose",
+    "download_data",
     "evaluate",
     "export",
     "import_policy",
+    "inspect_data",
     "load_policy",
     "report",
     "save_policy",
@@ -49,9 +62,11 @@ _HOMES = {
     "clone": "burnish.api",
     "collect": "burnish.api",
     "compose": "burnish.api",
+    "download_data": "burnish.api",
     "evaluate": "burnish.api",
     "export": "burnish.api",
     "import_policy": "burnish.api",
+    "inspect_data": "burnish.api",
     "report": "burnish.api",
     "train": "burnish.api",
     "load_policy": "burnish.locate",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -11,6 +10,8 @@ from typing import Any
 
 from algos.state import RunDirectory
 from burnish.commands import collect as collect_command
+from burnish.commands import data_download as data_download_command
+from burnish.commands import data_inspect as data_inspect_command
 from burnish.commands import evaluate as evaluate_command
 from burnish.commands import export as export_command
 from burnish.commands import importing as import_command
@@ -22,6 +23,7 @@ from burnish.config import compose_config
 from burnish.console import log_lines
 from burnish.job import Job
 from burnish.locate import locate
+from burnish.overrides import quoted
 from policies import registry
 from policies.errors import ConfigError
 from policies.export_folder import ExportReport
@@ -59,24 +61,8 @@ def overrides_of(overrides: tuple[str, ...], values: dict[str, Any]) -> list[str
         if isinstance(value, dict):
             written += overrides_of((), {f"{key}.{inner}": item for inner, item in value.items()})
         else:
-            written.append(f"{key}={_quoted(value)}")
+            written.append(f"{key}={quoted(value)}")
     return written
-
-
-def _quoted(value: Any) -> str:
-    """Write a value in Hydra's grammar."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(_quoted, value))}]"
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))  # no interpolation
-    text = re.sub(r"(\\*)'", r"\1\1\\'", text)
-    text = re.sub(r"(\\+)$", r"\1\1", text)  # in front of a quote only, a backslash counts twice
-    return f"'{text}'"
 
 
 @log_lines()
@@ -90,6 +76,32 @@ def collect(*overrides: str, **values: Any) -> Path:
     config = compose_config("collect", overrides_of(overrides, values))
     collect_command.record(config)
     return Path(config.out)
+
+
+@log_lines()
+def inspect_data(dataset: str | Path, *overrides: str, **values: Any) -> dict[str, Any]:
+    """Describe a dataset, in a folder and in return; see `burnish data inspect`.
+
+    Args:
+        dataset: File or folder of any known format.
+        overrides: Anything the command line takes, e.g. `"options.mask=train"`.
+        values: Keys and their values, e.g. `task="hopper-medium-v2"`, `out="found"`.
+    """
+    config = compose_config("data inspect", overrides_of(overrides, {"dataset": dataset, **values}))
+    return data_inspect_command.inspect(config)
+
+
+@log_lines()
+def download_data(name: str | None = None, *overrides: str, **values: Any) -> Path:
+    """Fetch a public dataset; see `burnish data download`. Returns what `dataset=` takes.
+
+    Args:
+        name: E.g. `hopper-medium-v2`; None: give `url=`.
+        overrides: Anything the command line takes.
+        values: Keys and their values, e.g. `out="data"`.
+    """
+    config = compose_config("data download", overrides_of(overrides, {"name": name, **values}))
+    return data_download_command.download(config)
 
 
 @log_lines()

@@ -20,7 +20,7 @@ from burnish.commands import COMMANDS
 from burnish.config import register_configs, to_command
 from burnish.explain import USER_ERRORS, explain
 from burnish.job import Job
-from burnish.overrides import check_arguments
+from burnish.overrides import check_arguments, quoted
 
 EXIT_USER_ERROR = 2
 
@@ -55,11 +55,22 @@ def run_app(command: str, arguments: Sequence[str]) -> None:
         ConfigError: If an argument is refused before Hydra sees it.
     """
     register_configs()
+    arguments = with_main_key(command, arguments)
     check_arguments(command, arguments)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main`, which words them in one line
     sys.argv = [sys.argv[0], *_continuing(command, arguments)]
-    app: Any = hydra.main(version_base="1.3", config_path="pkg://configs", config_name=command)(Task(command))
+    app: Any = hydra.main(
+        version_base="1.3", config_path="pkg://configs", config_name=COMMANDS[command].config_name
+    )(Task(command))
     app()
+
+
+def with_main_key(command: str, arguments: Sequence[str]) -> list[str]:
+    """Write a bare first word as the main key where a command takes it so."""
+    known, words = COMMANDS[command], list(arguments)
+    if known.takes_bare and words and "=" not in words[0] and not words[0].startswith(("-", "~")):
+        words[0] = f"{known.main_key}={quoted(words[0])}"
+    return words
 
 
 class NewFolders(Callback):

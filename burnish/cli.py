@@ -35,7 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         sys.stdout.write(f"burnish {__version__}\n")
         sys.exit(0)
-    sys.exit(_dispatch(given[0], given[1:]))
+    name, rest = split_command(given)
+    if name not in COMMANDS and any(known.startswith(f"{name} ") for known in COMMANDS):
+        name = " ".join(given[:2])  # the second word is wrong, or missing
+    sys.exit(_dispatch(name, rest))
+
+
+def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Split what was typed into the name of a command, of one or two words, and its arguments."""
+    both = " ".join(words[:2])
+    return (both, list(words[2:])) if len(words) > 1 and both in COMMANDS else (words[0], list(words[1:]))
 
 
 def front_page() -> str:
@@ -97,7 +106,7 @@ def _complete(arguments: list[str]) -> int:
     if query and is_typing_command:
         sys.stdout.write(" ".join(COMMANDS) + "\n")
         return 0
-    name = words[1] if query else "train"
+    name = split_command(words[1:])[0] if query else "train"
     command = COMMANDS.get(name)
     if command is None or command.schema is None:
         return 0

@@ -34,7 +34,7 @@ GROUPS = ("algo", "env", "process", "encoder", "backbone", "sampler", "source")
 """Hydra groups filled from the registry; the chosen part stands under the group's name."""
 
 PATH_KEYS = (
-    *("compose", "dataset", "init", "normalization", "out"),
+    *("against", "compose", "dataset", "init", "normalization", "out"),
     *("policy", "resume", "run", "versus", "weights"),
 )
 """Keys of commands that name files or folders."""
@@ -64,8 +64,19 @@ def register_configs() -> None:
             store.store(group=group, name=name, node=_thawed(part), provider="burnish")
     for command in COMMANDS.values():
         if command.schema is not None:
-            store.store(name=f"{command.name}_schema", node=command.config_class(), provider="burnish")
+            node = _with_open_dicts(command.config_class())
+            store.store(name=f"{command.config_name}_schema", node=node, provider="burnish")
     OmegaConf.register_new_resolver("burnish_groups", describe_groups, replace=True)
+
+
+def _with_open_dicts(kind: type) -> DictConfig:
+    """Return the schema of a command whose empty dictionaries take any key."""
+    node: DictConfig = OmegaConf.structured(kind)
+    for key in node:
+        inner = node._get_node(key)
+        if isinstance(inner, DictConfig) and not inner._is_none() and inner._metadata.object_type is dict:
+            OmegaConf.set_struct(inner, False)
+    return node
 
 
 def _thawed(part: type) -> DictConfig:
@@ -89,11 +100,13 @@ def compose_config(command: str, overrides: Sequence[str]) -> Any:
     Raises:
         ConfigError: If a key, an option or a value is refused; in the words of the command line.
     """
+    from burnish.commands import COMMANDS
+
     register_configs()
     check_overrides(command, overrides)
     try:
         with _hydra():
-            node = compose(config_name=command, overrides=list(overrides))
+            node = compose(config_name=COMMANDS[command].config_name, overrides=list(overrides))
         return to_command(node)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error)) from error

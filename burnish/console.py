@@ -85,9 +85,9 @@ class Counting:
         self._bar = progress_bar()
         self._task = self._bar.add_task(description, total=total, note="")
 
-    def show(self, done: int, note: str = "") -> None:
-        """Show the number of units done."""
-        self._bar.update(self._task, completed=done, note=note)
+    def show(self, done: int, note: str = "", *, total: int | None = None) -> None:
+        """Show the number of units done and, where it became known only now, of how many."""
+        self._bar.update(self._task, completed=done, note=note, total=total)
 
     def __enter__(self) -> Counting:
         """Start the display."""

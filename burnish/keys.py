@@ -105,7 +105,7 @@ def _parts(group: str) -> list[tuple[tuple[str, ...], dict[str, type]]]:
 
 def _chosen(command: str) -> dict[str, str | None]:
     """Return the options that a command chooses unless told otherwise."""
-    text = (resources.files("configs") / f"{command}.yaml").read_text()
+    text = (resources.files("configs") / f"{COMMANDS[command].config_name}.yaml").read_text()
     entries = [entry for entry in yaml.safe_load(text)["defaults"] if isinstance(entry, dict)]
     return {group: name for entry in entries for group, name in entry.items() if group in GROUPS}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
 from importlib import resources
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml
 from hydra._internal.utils import get_args_parser
@@ -34,7 +35,7 @@ def experiments() -> tuple[str, ...]:
 @cache
 def groups_of(command: str) -> tuple[str, ...]:
     """Return the groups that a command chooses options of, in the order of its defaults."""
-    text = (resources.files("configs") / f"{command}.yaml").read_text()
+    text = (resources.files("configs") / f"{COMMANDS[command].config_name}.yaml").read_text()
     entries = [entry for entry in yaml.safe_load(text)["defaults"] if isinstance(entry, dict)]
     return tuple(key for entry in entries for key in entry if not key.startswith("override "))
 
@@ -105,6 +106,22 @@ def keys_of(command: str) -> tuple[str, ...]:
     """Return the keys at the top of a command's configuration, its groups included."""
     names = [field.name for field in fields(COMMANDS[command].config_class())]
     return (*names, *(group for group in groups_of(command) if group not in names))
+
+
+def quoted(value: Any) -> str:
+    """Write a value in Hydra's grammar."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(quoted, value))}]"
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))  # no interpolation
+    text = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    text = re.sub(r"(\\+)$", r"\1\1", text)  # in front of a quote only, a backslash counts twice
+    return f"'{text}'"
 
 
 def _unknown_option(command: str, option: str, arguments: Sequence[str]) -> str:

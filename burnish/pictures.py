@@ -83,7 +83,7 @@ def learning_curves(
         return None
     colours = run_colours(list(metrics)) if colours is None else colours
     means = {"": list(metrics)} if means is None else means
-    figure = _figure(4.6 * len(panels), 3.4)
+    figure = new_figure(4.6 * len(panels), 3.4)
     for index, (title, curves) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), index + 1)
         _draw_panel(axes, curves, colours, means)
@@ -125,7 +125,7 @@ def film_strip(frames: np.ndarray, *, title: str, columns: int = 6, rows: int = 
     count = min(columns * rows, len(frames))
     chosen = np.linspace(0, len(frames) - 1, count).round().astype(int)
     rows = -(-count // columns)
-    figure = _figure(2.1 * columns, 1.75 * rows + 0.3)
+    figure = new_figure(2.1 * columns, 1.75 * rows + 0.3)
     for place, index in enumerate(chosen):
         axes = figure.add_subplot(rows, columns, place + 1)
         axes.imshow(frames[index])
@@ -141,7 +141,7 @@ def to_png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """Return a figure (inches) that needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

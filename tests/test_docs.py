@@ -16,6 +16,8 @@ import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
+from burnish.app import with_main_key
+from burnish.cli import split_command
 from burnish.commands import COMMANDS
 from burnish.commands.list import KINDS
 from burnish.commands.train import TrainConfig
@@ -147,14 +149,16 @@ def test_commands_compose(page: Path) -> None:
     for words in _commands(page):
         if words[0] != "burnish":
             continue
-        assert len(words) > 1 and words[1] in COMMANDS, f"unknown command: {' '.join(words)}"
-        arguments = words[2:]
-        if words[1] == "list":
+        assert len(words) > 1, "a command is missing"
+        name, arguments = split_command(words[1:])
+        assert name in COMMANDS, f"unknown command: {' '.join(words)}"
+        if name == "list":
             assert arguments[0] in {*KINDS, "datasets", "experiments"}
-        elif COMMANDS[words[1]].schema is not None:
+        elif COMMANDS[name].schema is not None:
+            arguments = with_main_key(name, arguments)
             flags = ("--cfg", "--multirun", "--info", "--help", "job")
             known = TUNED if "resume=runs/tuned" in arguments else ()
-            _compose(words[1], (*known, *(word for word in arguments if word not in flags)))
+            _compose(name, (*known, *(word for word in arguments if word not in flags)))
 
 
 @_names(OWN)
@@ -210,7 +214,18 @@ def test_configuration_keys_exist(page: Path) -> None:
         assert key in _keys() | ATTRIBUTES, f"`{text}`: no such key"
 
 
-@pytest.mark.parametrize(("algo", "pages"), [("bc", ["bc"]), ("ppo", ["ppo"]), ("dppo", ["dppo", "ppo"])])
+PAGES = {
+    "bc": ["bc"],
+    "ppo": ["ppo"],
+    "dppo": ["dppo", "ppo"],
+    "reinflow": ["reinflow", "ppo"],
+    "fpo": ["fpo", "ppo"],
+    "awm": ["fpo", "ppo"],
+}
+"""Where the settings of an algorithm are explained."""
+
+
+@pytest.mark.parametrize(("algo", "pages"), list(PAGES.items()))
 def test_every_setting_is_on_the_page_of_its_algorithm(algo: str, pages: list[str]) -> None:
     scan_parts()
     text = "".join((ROOT / "docs" / "algorithms" / f"{page}.md").read_text() for page in pages)

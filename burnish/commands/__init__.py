@@ -11,6 +11,8 @@ from types import ModuleType
 class Command:
     """What the front page says about a command, and where its code is.
 
+    A name of two words, such as `data inspect`, is typed as two words.
+
     A command with a `schema` is a Hydra application: its module has that dataclass and
     `run(config, job)`. The others take plain arguments: their module has `main(arguments)`.
     """
@@ -21,6 +23,12 @@ class Command:
     module: str
     schema: str | None = None
     main_key: str = ""  # what a bare word is taken for in error messages
+    takes_bare: bool = False  # a bare first word is the value of the main key
+
+    @property
+    def config_name(self) -> str:
+        """Name of the yaml file and, with `_schema`, of the dataclass in Hydra's store."""
+        return self.name.replace(" ", "_")
 
     def load(self) -> ModuleType:
         """Import the module of the command."""
@@ -82,6 +90,24 @@ COMMANDS = {
             "importing",
             "ImportConfig",
             "weights",
+        ),
+        Command(
+            "data inspect",
+            "describe a file of demonstrations: episodes, ranges, defects, what can be learned",
+            "burnish data inspect avoid.hdf5",
+            "data_inspect",
+            "DataInspectConfig",
+            "dataset",
+            takes_bare=True,
+        ),
+        Command(
+            "data download",
+            "fetch a public dataset (D4RL, OGBench, robomimic, Minari), or list their names",
+            "burnish data download name=hopper-medium-v2",
+            "data_download",
+            "DataDownloadConfig",
+            "name",
+            takes_bare=True,
         ),
         Command(
             "list",

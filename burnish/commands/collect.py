@@ -1,4 +1,4 @@
-"""`burnish collect`: record demonstrations of a task's scripted expert into a robomimic HDF5 file."""
+"""`burnish collect`: record demonstrations of a task's scripted expert into a file that others read, too."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from burnish.console import Counting, output, table
 from burnish.job import Job
-from burnish.locate import check_file_to_write
+from burnish.locate import check_file_to_write, check_folder_to_write
 from envs.collect import MAX_ATTEMPTS, collect
-from envs.datasets import EpisodeDataset, write_robomimic
+from envs.datasets import EpisodeDataset, write_dataset
+from envs.datasets.writers import FOLDERS, format_to_write
 from envs.evaluation import check_seeds
+from envs.spec import EnvSpec
 from policies import registry
 from policies.errors import CapabilityError, ConfigError, DatasetError
 
@@ -23,9 +27,13 @@ class CollectConfig:
 
     env: Any = None  # the task; it must have an expert
     episodes: int = 50  # demonstrations in the file
-    out: str = "demonstrations.hdf5"  # file to write
+    out: str = "demonstrations.hdf5"  # file to write; Minari's format is a folder
+    format: str | None = (
+        None  # robomimic, minari or d4rl; null: minari if out ends in -v<number>, else robomimic
+    )
     first_seed: int = 1_000_000  # attempt i starts from first_seed + i; evaluation starts from 0
     noise: float | None = None  # of the expert, in its own units; null: env.demonstrator.noise
+    expert: str | None = None  # which expert, where a task has several; null: env.demonstrator.expert
     keep_failures: bool = False  # also keep demonstrations that miss the goal
     valid_fraction: float = 0.0  # share listed under mask/valid
     overwrite: bool = False  # replace an existing file
@@ -39,18 +47,20 @@ class CollectConfig:
             raise ConfigError(f"noise must be 0 or more and finite, or null; got {self.noise}.")
         if not 0 <= self.valid_fraction < 1:
             raise ConfigError(f"valid_fraction must be in [0, 1); got {self.valid_fraction}.")
+        if format_to_write(self.out, self.format) != "robomimic" and self.valid_fraction:
+            raise ConfigError(f"valid_fraction needs format=robomimic; got {self.valid_fraction}.")
 
 
 def run(config: CollectConfig, job: Job) -> float:
-    """Record, write the file, print what is in it; returns the expert's success rate."""
-    return _tell(record(config), Path(config.out), config.env.spec.name)
+    """Record, write the file, print what is in it; returns the expert's success rate or mean return."""
+    return _tell(record(config), Path(config.out), config.env.spec)
 
 
 def record(config: CollectConfig) -> EpisodeDataset:
     """Record demonstrations and write them to `config.out`."""
     check_expert(config.env)
-    target = Path(config.out)
-    check_file_to_write(target)
+    target, chosen = Path(config.out), format_to_write(config.out, config.format)
+    (check_folder_to_write if chosen in FOLDERS else check_file_to_write)(target)
     if target.exists() and not config.overwrite:
         raise DatasetError(f"out={target} exists; choose another file or say overwrite=true.")
     with Counting(f"recording {config.env.spec.name}", config.episodes) as counting:
@@ -59,11 +69,12 @@ def record(config: CollectConfig) -> EpisodeDataset:
             episodes=config.episodes,
             first_seed=config.first_seed,
             noise=config.noise,
+            expert=config.expert,
             keep_failures=config.keep_failures,
             progress=lambda kept, attempts: counting.show(kept, f"{attempts} attempts"),
         )
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_robomimic(target, dataset, config.env, valid_fraction=config.valid_fraction)
+    write_dataset(target, dataset, config.env, format=chosen, valid_fraction=config.valid_fraction)
     return dataset
 
 
@@ -82,18 +93,33 @@ def check_expert(env: Any) -> None:
         raise CapabilityError(f"env={registry.name_of('env', env)} has no expert to record; {choices}")
 
 
-def _tell(dataset: EpisodeDataset, path: Path, task: str) -> float:
-    """Print what was recorded; returns the share of attempts that succeeded."""
-    success, attempts = dataset.success, int(dataset.meta["attempts"])
-    rate = float("nan") if success is None else float(success.sum()) / attempts
-    lengths = dataset.lengths
+def _tell(dataset: EpisodeDataset, path: Path, spec: EnvSpec) -> float:
+    """Print what was recorded; returns the share of attempts that succeeded, or the mean return."""
+    lengths, returns = dataset.lengths, dataset.returns
     steps = f"{dataset.num_frames} ({int(lengths.min())} to {int(lengths.max())} per demonstration)"
+    worth, result = _success(dataset) if spec.success_rule else _return(returns, spec)
     rows = [
         ("file", path),
-        ("task", task),
+        ("task", spec.name),
         ("demonstrations", dataset.num_episodes),
         ("steps", steps),
-        ("expert's success", f"{100 * rate:.1f} % of {attempts} attempts"),
+        worth,
     ]
     output().print(table("", ("", ""), rows))
-    return rate
+    return result
+
+
+def _success(dataset: EpisodeDataset) -> tuple[tuple[str, str], float]:
+    """Return what is printed, and the share of attempts that succeeded."""
+    success, attempts = dataset.success, int(dataset.meta["attempts"])
+    rate = float("nan") if success is None else float(success.sum()) / attempts
+    return ("expert's success", f"{100 * rate:.1f} % of {attempts} attempts"), rate
+
+
+def _return(returns: Tensor, spec: EnvSpec) -> tuple[tuple[str, str], float]:
+    """Return what is printed, and the mean return."""
+    mean, text = float(returns.mean()), f"{returns.mean():.1f} ({returns.min():.1f} to {returns.max():.1f})"
+    if spec.reference_scores is not None:
+        low, high = spec.reference_scores
+        text += f", D4RL score {100 * (mean - low) / (high - low):.1f}"
+    return ("mean return", text), mean

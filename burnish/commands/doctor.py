@@ -7,7 +7,6 @@ import ctypes.util
 import importlib.util
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,26 +15,21 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
 
 import burnish
 from burnish.console import output, table
 
 OURS = ("burnish", "policies", "algos", "envs", "configs", "assets")
-CORE = (
-    "torch",
-    "numpy",
-    "mujoco",
-    "gymnasium",
-    "hydra-core",
-    "safetensors",
-    "h5py",
-    "scipy",
-    "matplotlib",
-    "rich",
-)
+WITHOUT_DEPENDENCIES = {
+    "robomimic": ("robomimic==0.3.0",),
+    "d4rl": ("d4rl==1.1", "gym==0.23.1"),
+    "metaworld": ("metaworld==3.1.1",),
+}
+"""Extra -> packages that are installed in a second step, as their own requirements contradict the rest."""
 GL_BACKENDS = ("egl", "osmesa", "glfw")
 GL_LIBRARIES = {"egl": ("EGL", "Debian: libegl1"), "osmesa": ("OSMesa", "Debian: libosmesa6")}
-GL_TIMEOUT_S = 60
+GL_TIMEOUT_S = 120
 _RENDER = """
 import mujoco
 from envs.rendering import OffscreenRenderer
@@ -44,6 +38,8 @@ data = mujoco.MjData(model)
 mujoco.mj_forward(model, data)
 with OffscreenRenderer(model, width=32, height=32) as renderer:
     renderer.frame(data)
+    from OpenGL import GL
+    print(GL.glGetString(GL.GL_RENDERER).decode())
 """
 
 
@@ -82,9 +78,12 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    for name in CORE:
-        version = _version(name)
-        yield Finding(name, version is not None, version or f"missing: pip install {name}", True)
+    """Compare what the core asks for with what is installed."""
+    for requirement in _requirements():
+        if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
+            name, problem = requirement.name, _problem(requirement)
+            repair = f"{problem}: pip install '{name}{requirement.specifier}'"
+            yield Finding(name, problem is None, repair if problem else str(_version(name)), True)
     gpu = torch.cuda.is_available()
     detail = torch.cuda.get_device_name() if gpu else "none; everything runs on the CPU"
     yield Finding("accelerator", gpu, detail)
@@ -123,32 +122,81 @@ def _parts() -> Iterator[Finding]:
 
 def _extras() -> Iterator[Finding]:
     """Compare what each extra asks for with what is installed."""
-    try:
-        requires = metadata.requires("burnish") or []
-    except metadata.PackageNotFoundError:
+    known = _requirements()
+    if not known:
         yield Finding("extras", False, "unknown: running from a checkout; pip install -e . makes them known")
         return
     for extra in metadata.metadata("burnish").get_all("Provides-Extra") or []:
-        mark = re.compile(rf"extra == ['\"]{re.escape(extra)}['\"]")
-        names = [_name(line) for line in requires if mark.search(line)]
-        missing = [name for name in names if _version(name) is None]
-        repair = f"missing {', '.join(missing)}: pip install 'burnish[{extra}]'"
-        yield Finding(f"extra {extra}", not missing, repair if missing else ", ".join(names))
+        wanted = list(_of_extra(extra, known))
+        problems = list(dict.fromkeys(problem for item in wanted if (problem := _problem(item))))
+        names = ", ".join(f"{requirement.name} {_version(requirement.name)}" for requirement in wanted)
+        repair = f"{', '.join(problems)}: pip install 'burnish[{extra}]'"
+        yield Finding(f"extra {extra}", not problems, repair if problems else names)
+        yield from _second_step(extra)
+
+
+def _second_step(extra: str) -> Iterator[Finding]:
+    """Look for the packages of an extra that pip cannot bring along; see the README."""
+    pins = [Requirement(text) for text in WITHOUT_DEPENDENCIES.get(extra, ())]
+    missing = [problem for pin in pins if (problem := _problem(pin))]
+    command = f"pip install --no-deps {' '.join(map(str, pins))}"
+    detail = f"{', '.join(missing)}: {command}" if missing else ", ".join(map(str, pins))
+    if pins:
+        yield Finding("  and without dependencies", not missing, detail)
+
+
+def _requirements() -> list[Requirement]:
+    """Return what this installation asks for; nothing where it is not installed."""
+    try:
+        return [Requirement(line) for line in metadata.requires("burnish") or []]
+    except metadata.PackageNotFoundError:
+        return []
+
+
+def _of_extra(extra: str, known: Sequence[Requirement]) -> Iterator[Requirement]:
+    """Yield the packages of an extra, those of the extras that it names in its turn included."""
+    for requirement in known:
+        marker = requirement.marker
+        if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
+            continue
+        if requirement.name == "burnish":
+            for inner in sorted(requirement.extras):
+                yield from _of_extra(inner, known)
+        else:
+            yield requirement
+
+
+def _problem(requirement: Requirement) -> str | None:
+    """Return what is wrong with an installed package; None where it serves."""
+    version = _version(requirement.name)
+    if version is None:
+        return f"missing {requirement.name}"
+    if not requirement.specifier.contains(version, prereleases=True):
+        return f"{requirement.name} {version} is not {requirement.specifier}"
+    return None
 
 
 def _rendering() -> Iterator[Finding]:
     """Try each off-screen renderer in a process of its own: a broken one may take its process down."""
-    chosen = os.environ.get("MUJOCO_GL")
-    problems = {backend: _try_renderer(backend) for backend in ([chosen] if chosen else GL_BACKENDS)}
-    for backend, problem in problems.items():
-        yield Finding(f"rendering {backend}", problem is None, problem or f"MUJOCO_GL={backend} works")
-    if all(problems.values()):
-        hint = "none works: reports leave pictures of MuJoCo scenes out; install libegl1 or libosmesa6"
-        yield Finding("rendering", False, hint)
+    chosen = os.environ.get("MUJOCO_GL", "").strip().lower()
+    tried = {backend: _try_renderer(backend) for backend in ([chosen] if chosen else GL_BACKENDS)}
+    for backend, (works, detail) in tried.items():
+        yield Finding(f"rendering {backend}", works, detail)
+    working = [backend for backend, (works, _) in tried.items() if works]
+    usable = [backend for backend in working if chosen or backend != "osmesa"]
+    if usable:
+        why = "MUJOCO_GL says so" if chosen else "MUJOCO_GL is not set, and it is the first that works"
+        yield Finding("pictures", True, f"drawn by {usable[0]}: {why}")
+    elif working:
+        yield Finding("pictures", False, "only OSMesa works, which has to be asked for: set MUJOCO_GL=osmesa")
+    else:
+        hint = "none works: reports leave pictures of MuJoCo scenes out; "
+        hint += "unset MUJOCO_GL to try all" if chosen else "install libegl1 or libosmesa6"
+        yield Finding("pictures", False, hint)
 
 
-def _try_renderer(backend: str) -> str | None:
-    """Return None if a picture came out, else the reason."""
+def _try_renderer(backend: str) -> tuple[bool, str]:
+    """Return whether a picture came out, and what drew it or why not."""
     home = Path(burnish.__file__).resolve().parents[1]
     environment = {key: value for key, value in os.environ.items() if key != "PYOPENGL_PLATFORM"}
     environment["MUJOCO_GL"] = backend
@@ -158,12 +206,12 @@ def _try_renderer(backend: str) -> str | None:
             command, env=environment, cwd=home, capture_output=True, text=True, timeout=GL_TIMEOUT_S
         )
     except subprocess.TimeoutExpired:
-        return f"no picture within {GL_TIMEOUT_S} s"
+        return False, f"no picture within {GL_TIMEOUT_S} s"
     if done.returncode == 0:
-        return None
+        return True, f"works, on {done.stdout.strip()}"
     lines = done.stderr.strip().splitlines()
     found = lines[-1] if lines else f"the process ended with code {done.returncode}"
-    return f"not usable: {_missing_for(backend) or found}; one backend is enough"
+    return False, f"not usable: {_missing_for(backend) or found}; one backend is enough"
 
 
 def _missing_for(backend: str) -> str | None:
@@ -183,9 +231,3 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _name(requirement: str) -> str:
-    """Return the distribution name at the start of a requirement."""
-    found = re.match(r"[A-Za-z0-9._-]+", requirement)
-    return found.group(0) if found else requirement

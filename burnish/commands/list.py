@@ -57,11 +57,14 @@ def _parts(group: str) -> Iterator[tuple[object, ...]]:
 
 
 def _envs() -> Iterator[tuple[object, ...]]:
+    here: dict[str, str] = {}  # by module: the tasks of one need the same packages, and building takes time
     for name, part in registry.parts("env").items():
         spec = part().spec
+        if part.__module__ not in here:
+            here[part.__module__] = availability(part())
         expert = "yes" if hasattr(part, "demonstrate") else ""
-        sizes = (spec.obs_dim, spec.action_dim, spec.max_episode_steps, f"{spec.control_hz:g}")
-        yield name, *sizes, expert, availability(part()), summary(part)
+        sizes = (spec.obs_dim, spec.action_dim, spec.max_episode_steps, f"{spec.control_hz:.3g}")
+        yield name, *sizes, expert, here[part.__module__], summary(part)
 
 
 def availability(env: object) -> str:
@@ -71,6 +74,8 @@ def availability(env: object) -> str:
     except MissingExtraError as error:
         _, found, line = str(error).partition("pip install")
         return f"no: pip install{line}".rstrip(".") if found else f"no: {error}"
+    except Exception as error:  # each simulator fails in its own way, and the others are still to be listed
+        return f"no: {type(error).__name__} {error}".splitlines()[0]
     return "yes"
 
 

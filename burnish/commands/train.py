@@ -76,6 +76,7 @@ class TrainConfig:
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(episodes=50))
     num_workers: int = Setup.num_workers  # rollout processes; 0: this process
+    engine: str = Setup.engine  # exact | envpool, which only collects: see Environments; evaluation is exact
     num_threads: int | None = Setup.num_threads  # null: 1 in cloning (of torch), 2 in fine-tuning (gradients)
     device: str = "cpu"  # cpu, cuda or cuda:<n>: where gradients are computed; rollouts stay on the CPU
     progress: bool | None = None  # null: a bar on a terminal, lines elsewhere
@@ -246,6 +247,11 @@ def prepare(config: TrainConfig) -> Setup:
     check_seeds("seed", config.seed)
     if config.num_workers < 0:
         raise ConfigError(f"num_workers must be 0 or more; got {config.num_workers}.")
+    if config.dataset is not None and not getattr(config.algo, "takes_dataset", True):
+        raise ConfigError(
+            f"algo={registry.name_of('algo', config.algo)} learns in an environment and takes no dataset; "
+            f"got dataset={config.dataset}. Clone a policy from it with algo=bc and give that as init."
+        )
     init = None if config.init is None else locate(config.init, "init").load()
     if init is not None:
         _say_what_init_replaces(config, init)
@@ -258,6 +264,7 @@ def prepare(config: TrainConfig) -> Setup:
         teacher=None if teacher is None else teacher.load(),
         seed=config.seed,
         num_workers=config.num_workers,
+        engine=config.engine,
         num_threads=config.num_threads,
         device=device,
     )

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,6 +14,7 @@ from burnish import cli, demo
 from burnish.commands import COMMANDS
 from burnish.commands import doctor as doctor_command
 from burnish.commands.doctor import main as doctor
+from burnish.commands.list import availability
 from burnish.commands.list import main as list_command
 from burnish.config import GROUPS
 from burnish.overrides import groups_of, keys_of
@@ -73,7 +75,7 @@ def test_an_unknown_command_is_one_line_with_a_suggestion(capsys: pytest.Capture
         (["eval"], "eval needs policy="),
         (["eval", "policy=x", "start_noise=some"], "start_noise must be random or zero"),
         (["collect"], "collect needs env=<name>; tasks with an expert: avoid"),
-        (["collect", "env=hopper"], "env=hopper has no expert"),
+        (["collect", "env=ant"], "env=ant has no expert"),
         (["export", "format=exe"], "format must be one of: onnx"),
         (["import"], "import needs weights=<checkpoint>"),
         (["import", "weights=x.pt"], "import needs source=<program>; choose one of: diffusion_policy, dppo"),
@@ -256,6 +258,69 @@ def test_doctor_says_in_words_why_a_renderer_is_not_usable(monkeypatch: pytest.M
     assert found["rendering egl"].startswith("not usable: libEGL is not installed")
     assert found["rendering glfw"].startswith("not usable: it needs a screen")
     assert not any("Error" in detail for detail in found.values())
+
+
+@pytest.mark.parametrize(
+    ("working", "chosen", "good", "words"),
+    [
+        ({"egl", "osmesa"}, None, True, "drawn by egl: MUJOCO_GL is not set, and it is the first that works"),
+        ({"osmesa", "glfw"}, None, True, "drawn by glfw"),
+        ({"osmesa"}, None, False, "set MUJOCO_GL=osmesa"),
+        ({"osmesa"}, "osmesa", True, "drawn by osmesa: MUJOCO_GL says so"),
+        ({"egl"}, "osmesa", False, "unset MUJOCO_GL to try all"),
+    ],
+)
+def test_doctor_says_which_renderer_is_taken_and_why(
+    working: set[str], chosen: str | None, good: bool, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_command, "_try_renderer", lambda name: (name in working, "on llvmpipe"))
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    if chosen:
+        monkeypatch.setenv("MUJOCO_GL", chosen)
+    (found,) = (finding for finding in doctor_command._rendering() if finding.subject == "pictures")
+    assert found.is_good is good and words in found.detail
+
+
+def test_doctor_compares_releases_with_what_an_extra_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing packages, releases that do not serve, and extras inside of extras."""
+    asked = [
+        'alpha==1.0; extra == "sim"',
+        'beta>=2,<3; extra == "sim"',
+        'gamma; extra == "other"',
+        'burnish[other,sim]; extra == "all"',
+        "numpy>=2",
+    ]
+    installed = {"alpha": "1.0", "beta": "3.1", "numpy": "2.4.6", "mujoco": "3.6.0"}
+    monkeypatch.setattr(doctor_command.metadata, "requires", lambda _: asked)
+    extras = {"Provides-Extra": ["sim", "other", "all"]}
+    monkeypatch.setattr(
+        doctor_command.metadata, "metadata", lambda _: SimpleNamespace(get_all=lambda name: extras[name])
+    )
+    monkeypatch.setattr(doctor_command, "_version", installed.get)
+    found = {f.subject: (f.is_good, f.detail) for f in doctor_command._extras()}
+    assert found["extra sim"] == (False, "beta 3.1 is not <3,>=2: pip install 'burnish[sim]'")
+    assert found["extra other"] == (False, "missing gamma: pip install 'burnish[other]'")
+    assert found["extra all"][1].startswith("missing gamma, beta 3.1 is not <3,>=2: pip")
+    core = {f.subject: f for f in doctor_command._packages()}
+    assert core["numpy"].is_good and "alpha" not in core
+    installed["numpy"] = "1.26"
+    core = {f.subject: f for f in doctor_command._packages()}
+    assert core["numpy"].needed and core["numpy"].detail == "numpy 1.26 is not >=2: pip install 'numpy>=2'"
+
+
+def test_doctor_asks_for_the_second_step_that_pip_cannot_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_command, "_version", {"d4rl": "1.1"}.get)
+    (found,) = doctor_command._second_step("d4rl")
+    assert not found.is_good and found.detail == "missing gym: pip install --no-deps d4rl==1.1 gym==0.23.1"
+    assert not list(doctor_command._second_step("export"))
+
+
+def test_a_simulator_that_fails_in_its_own_way_is_listed_as_unusable() -> None:
+    class Broken:
+        def make_vector(self, num_envs: int) -> None:
+            raise RuntimeError("libGL is not there\nand more")
+
+    assert availability(Broken()) == "no: RuntimeError libGL is not there"
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--fast"], 2), (["env=avoid"], 2)])

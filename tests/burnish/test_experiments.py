@@ -24,6 +24,7 @@ from policies.errors import MissingExtraError
 
 scan_parts()
 FOLDER = Path(configs.__file__).parent / "experiment"
+NEEDS_FLOW = ("reinflow", "fpo", "awm")
 CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "encoder": "state", "backbone": "mlp"}
 
 
@@ -83,7 +84,7 @@ def test_an_experiment_holds_differences_only(name: str) -> None:
         for key, value in _leaves(_content(file)[2]):
             default = OmegaConf.select(tree, key, throw_on_missing=False)
             default = list(default) if OmegaConf.is_list(default) else default
-            value = float(value) if isinstance(default, float) else value
+            value = float(value) if isinstance(default, float) and value is not None else value
             assert value != default, f"{file}.yaml repeats the default {key}={value}"
             OmegaConf.update(tree, key, value)
 
@@ -100,12 +101,21 @@ def test_every_experiment_says_what_it_is(name: str) -> None:
     assert len(comment) >= 2, "the first comment line is for Hydra; the next ones are for people"
 
 
-@pytest.mark.parametrize("name", [n for n in experiments() if not n.endswith("_bc")])
+@pytest.mark.parametrize("name", [n for n in experiments() if n.endswith("_actor")])
+def test_one_tiny_iteration_from_nothing(name: str, tmp_path: Path) -> None:
+    few = ["algo.num_envs=2", "algo.steps_per_iteration=4", "algo.env_steps=8", "algo.batch_size=4"]
+    tiny = [f"experiment={name}", *few, "evaluation.episodes=0", "progress=false"]
+    outcome = train_command.train(compose_config("train", tiny), Job(tmp_path / "run"))
+    assert outcome.directory.latest() == 8
+
+
+@pytest.mark.parametrize("name", [n for n in experiments() if not n.endswith(("_bc", "_actor"))])
 def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path) -> None:
     _skip_unless_registered(name)
     algo = _choices(name)["algo"]
-    stem = name.removesuffix(f"_{algo}")
+    stem = name.removesuffix("_plus").removesuffix(f"_{algo}")
     base = f"{stem}_gaussian_bc" if algo == "ppo" else f"{stem}_bc"
+    process = ["process=flow"] if algo in NEEDS_FLOW else []
     config = compose_config("train", [f"experiment={name}"])
     dataset = _random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env)
     common = ["evaluation.episodes=0", "num_workers=0", "progress=false", "num_threads=1"]
@@ -116,7 +126,7 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path
         "algo.batch_size=8",
         "backbone.width=16",
     ]
-    cloning = [f"experiment={base}", f"dataset={dataset}", *tiny, *common]
+    cloning = [f"experiment={base}", *process, f"dataset={dataset}", *tiny, *common]
     train_command.train(compose_config("train", cloning), Job(tmp_path / "base"))
     few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.iterations=1", "algo.env_steps=null"]
     few += ["algo.batch_size=8", "algo.update_epochs=1", "algo.critic.width=16"]

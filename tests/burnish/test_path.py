@@ -21,6 +21,7 @@ from algos.bc import Bc
 from algos.trainer import Interrupted
 from burnish.api import Run, overrides_of
 from burnish.commands import evaluate as evaluate_command
+from burnish.commands import train as train_command
 from burnish.commands.evaluate import describe_comparison, task_of
 from burnish.commands.export import surroundings_of
 from burnish.commands.train import prepare
@@ -441,3 +442,9 @@ def test_a_loaded_policy_acts(tuned: Run) -> None:
     generator = torch.Generator().manual_seed(0)
     action = policy.act(np.zeros((3, 1, 4)), generator=generator)
     assert action.shape == (3, 4, 2) and bool(action.isfinite().all())
+
+
+def test_an_algorithm_that_learns_in_an_environment_takes_no_dataset(tmp_path: Path) -> None:
+    config = compose_config("train", ["algo=ppo", "env=avoid", "process=gaussian", "dataset=some.hdf5"])
+    with pytest.raises(ConfigError, match=r"algo=ppo learns in an environment and takes no dataset"):
+        train_command.train(config, Job(tmp_path / "run"))

@@ -17,7 +17,7 @@ from policies.path_samplers import Ancestral, Heun
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
 from policies.protocols import ChunkSpec, Cond, Step
 from policies.samplers import DDIM, DDPM, Euler, denoise
-from policies.sketches import ActionSketch, PositionSketch, read_sketch
+from policies.sketches import ActionSketch, PositionSketch, WaypointSketch, read_sketch
 from policies.steering import (
     STRATEGIES,
     GuideHook,
@@ -75,6 +75,18 @@ def test_actions_along_a_way_arrive_on_it(action_start: int) -> None:
     torch.testing.assert_close(moved, on_way + left * off)
 
 
+@pytest.mark.parametrize("action_start", [0, 2])
+def test_waypoints_are_where_the_changes_of_position_lead(action_start: int) -> None:
+    chunk = ChunkSpec(2, horizon=8, act_steps=4, obs_steps=action_start + 1, action_start=action_start)
+    position = torch.tensor([[1.0, 0.3], [0.2, -0.4]], dtype=torch.float64)
+    obs = {"state": position[:, None]}
+    waypoints = WaypointSketch(WAY.positions, WAY.pace).guide(obs, chunk)
+    changes = WAY.reach * WAY.guide(obs, chunk)
+    torch.testing.assert_close(waypoints.diff(dim=1), changes[:, 1:])
+    moved = position + changes[:, action_start:].sum(dim=1)
+    torch.testing.assert_close(waypoints[:, -1], moved)
+
+
 def test_a_way_ends_where_it_ends() -> None:
     obs = {"state": torch.tensor([[[3.0, 4.5, 0.0, 0.0]]])}
     guide = WAY.guide(obs, ChunkSpec(2, horizon=5))
@@ -98,6 +110,8 @@ def test_sketches_are_read_from_files(tmp_path, suffix: str) -> None:
     path.unlink()
     (tmp_path / "plan.json").write_text(json.dumps({"actions": [[1.0, 2.0]]}))
     assert read_sketch(tmp_path / "plan.json") == ActionSketch(((1.0, 2.0),))
+    (tmp_path / "plan.json").write_text(json.dumps({"waypoints": WAY.positions, "pace": 0.5}))
+    assert read_sketch(tmp_path / "plan.json") == WaypointSketch(WAY.positions, pace=0.5)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +124,9 @@ def test_sketches_are_read_from_files(tmp_path, suffix: str) -> None:
         ('{"positions": [[0, 0], [1, 0]], "pace": 0, "reach": 1}', "pace > 0"),
         ('{"positions": [[0, 0], [1, 0]], "pace": 1, "reach": 1, "observed": [0]}', "must be 2 wide"),
         ('{"positions": [[0, 0], [1, 0]]}', "pace"),
+        ('{"waypoints": [[0, 0], [0, 0]], "pace": 1}', "waypoints of a sketch must be 2 or more"),
+        ('{"waypoints": [[0, 0], [1, 0]], "pace": -1}', "pace > 0"),
+        ('{"waypoints": [[0, 0], [1, 0]], "pace": 1, "reach": 1}', "reach"),
         ('{"actions": [[NaN]]}', "finite"),
         ('{"actions": [[1.0]], "speed": 1}', "speed"),
         ("no json", "no sketch"),

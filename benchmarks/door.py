@@ -1,0 +1,154 @@
+"""The Adroit door from 25 human demonstrations: a clone, beside what replaying the demonstrations achieves.
+
+    python -m benchmarks.door --dataset door-human.hdf5              clones a policy first
+    python -m benchmarks.door --dataset door-human.hdf5 --policy runs/door
+    python -m benchmarks.door --report                               the page from what is there
+
+The file is a D4RL file with the starts of its episodes (docs/environments.md#adroit). Demonstrations are
+replayed open loop from their own starts; the clone plays 100 episodes from starts that the task draws, and
+100 from those of the demonstrations. The numbers are written to docs/results/door/door.json, and the page
+docs/results/door.md is made of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import burnish
+from algos.provenance import describe_environment
+from burnish.config import register_configs
+from burnish.locate import locate
+from envs.adroit import AdroitDoor
+from envs.datasets import read_dataset
+from envs.datasets.episodes import EpisodeDataset
+from envs.evaluation import evaluate
+from envs.statistics import wilson
+
+RESULTS = Path("docs/results")
+EPISODES, LIMIT = 100, 300  # of an evaluation; control steps, as long as the longest demonstration
+RECIPE = (
+    *("algo=bc", "env=adroit-door", f"env.max_episode_steps={LIMIT}"),
+    *("process=diffusion", "process.prediction=x0", "policy.horizon=16", "policy.act_steps=8"),
+    *("backbone.width=256", "algo.steps=15000", "algo.batch_size=128", "algo.validation_fraction=0.0"),
+)
+"""How the policy is cloned: chunks of 0.16 s, of which half is executed."""
+
+
+def replay(data: EpisodeDataset, dataset: str) -> list[bool]:
+    """Execute the actions of every demonstration from its own start; returns where the door was opened."""
+    vector = AdroitDoor(max_episode_steps=LIMIT, starts=dataset).make_vector(1)
+    solved = []
+    for i in range(data.num_episodes):
+        first, end = data.episode_start[i : i + 2].tolist()
+        vector.reset([i])
+        solved.append(bool(vector.step_chunk(data.actions[None, first:end].numpy()).success[0]))
+    return solved
+
+
+def measure(options: argparse.Namespace) -> Path:
+    """Replay, clone and evaluate; returns the JSON file."""
+    data = read_dataset(options.dataset)
+    run = options.policy or cloned(options.dataset, Path(options.root))
+    policy = locate(run, "policy").load()
+    results: dict[str, Any] = {"replay": replay(data, options.dataset)}
+    for name, starts in (("drawn", None), ("recorded", options.dataset)):
+        task = AdroitDoor(max_episode_steps=LIMIT, starts=starts)
+        found = evaluate(policy, task, episodes=EPISODES, num_workers=options.workers)
+        results[name] = {key: [float(v) for v in found.values(key)] for key in ("success", "return")}
+        print(f"{name}: {np.mean(results[name]['success']):.2f}", flush=True)
+    content = {
+        "frames": data.num_frames,
+        "beyond": float((data.actions.abs() > 1).float().mean()),
+        "results": results,
+        "environment": describe_environment(),
+    }
+    target = RESULTS / "door" / "door.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(content) + "\n")
+    return target
+
+
+def cloned(dataset: str, root: Path) -> str:
+    """Clone the policy, as far as that has not been done; returns the run."""
+    run = root / "cloned"
+    if (run / "checkpoints" / "last").exists():
+        burnish.train(resume=str(run))  # there is nothing to do for one that is finished
+    else:
+        values: dict[str, Any] = {"dataset": dataset, "directory": run}
+        burnish.train(*RECIPE, "evaluation.episodes=0", **values)
+    return str(run)
+
+
+# -- report ---------------------------------------------------------------------------------------------
+
+INTRODUCTION = f"""`python -m benchmarks.door --dataset door-human.hdf5`: 25 demonstrations of people who
+opened the Adroit door, cloned by diffusion with x0 prediction on chunks of 16 steps, of which 8 are executed
+(`{" ".join(RECIPE)}`).
+
+- *replay*: the recorded actions, open loop, each demonstration from its own start. They were recorded with an
+  older simulator.
+- *drawn starts*: the clone where the task draws the place of the door and the hand starts at rest.
+  Demonstrations begin otherwise: the arm has moved, and some doors stand where the task never puts one.
+- *recorded starts*: the clone where the demonstrations began, each start four times (`env.starts`); the
+  interval is over episodes, and does not speak of other starts.
+
+One policy, cloned with one seed."""
+
+
+def report() -> Path:
+    """Write the page."""
+    content = json.loads((RESULTS / "door" / "door.json").read_text())
+    results = content["results"]
+    lines = ["# Adroit door", "", INTRODUCTION, ""]
+    lines += ["| what | episodes | success | mean return |", "|---|---|---|---|"]
+    lines += [f"| replay | {len(results['replay'])} | {_share(results['replay'])} | |"]
+    for name in ("drawn", "recorded"):
+        found = results[name]
+        mean = f"{np.mean(found['return']):.0f}"
+        lines += [f"| clone, {name} starts | {len(found['success'])} | {_share(found['success'])} | {mean} |"]
+    lines += [
+        "",
+        f"95 % Wilson intervals; {LIMIT} steps at most. The file has {content['frames']:,} steps; "
+        f"{100 * content['beyond']:.1f} % of its action entries exceed ±1 and are clipped when executed.",
+    ]
+    packages = content["environment"]["packages"]
+    shown = ", ".join(f"{name} {packages[name]}" for name in ("torch", "mujoco"))
+    lines += ["", f"Measured with {shown}. Per-episode numbers are in `door/`."]
+    path = RESULTS / "door.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _share(values: list[float]) -> str:
+    """Write a share with its interval."""
+    interval = wilson(int(sum(values)), len(values))
+    return f"{100 * interval.value:.0f} % ({100 * interval.low:.0f}–{100 * interval.high:.0f})"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the study."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--dataset", help="door-human.hdf5")
+    parser.add_argument("--policy", help="a run or policy directory to evaluate; default: cloned first")
+    parser.add_argument("--root", default="runs/door", help="where the clone is kept")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--report", action="store_true", help="write the page from what is there")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING)
+    register_configs()
+    if not options.report:
+        if options.dataset is None:
+            sys.exit("give --dataset=<door-human.hdf5>, or --report.")
+        measure(options)
+    print(report())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""`burnish data download`: fetch a public dataset; interrupted downloads are continued."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from urllib.parse import urlsplit
+
+from burnish.console import Counting, output, table
+from burnish.job import Job
+from burnish.locate import check_folder_to_write
+from envs.datasets.catalogue import Entry, RemoteFile, catalogue, download_folder, lookup
+from envs.datasets.download import fetch, file_sum
+from policies.errors import ConfigError, DatasetError
+
+SUMS = "checksums.json"
+"""File in the folder of downloads: SHA-256 of everything that was fetched, by path."""
+
+_MEBI = 2**20
+
+
+@dataclass
+class DataDownloadConfig:
+    """What `burnish data download` does; without `name` and `url` it lists the known names."""
+
+    name: str | None = None  # public dataset, e.g. hopper-medium-v2
+    url: str | None = None  # address of any other file
+    sha256: str | None = None  # checksum of the file at url
+    out: str | None = None  # folder; null: $BURNISH_DATASETS, else .burnish/datasets in the home folder
+    mirror: str | None = None  # address that stands in for scheme and host, e.g. http://data.example.org
+    attempts: int = 3  # connections per file before giving up
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.name is not None and self.url is not None:
+            raise ConfigError("data download takes name= or url=, not both.")
+        if self.sha256 is not None and (
+            self.url is None or not re.fullmatch(r"[0-9a-fA-F]{64}", self.sha256)
+        ):
+            raise ConfigError(f"sha256 must be 64 hexadecimal digits, with url=; got {self.sha256}.")
+        if self.attempts < 1:
+            raise ConfigError(f"attempts must be at least 1; got {self.attempts}.")
+
+
+def run(config: DataDownloadConfig, job: Job) -> None:
+    """Fetch and say where it is, or list the names."""
+    if config.name is None and config.url is None:
+        output().print(table("", ("family", "names", "e.g."), _families()))
+        output().print(
+            table("", ("name=", "family"), ((one.name, one.family) for one in catalogue().values()))
+        )
+        return
+    output().print(f"ready: {download(config)}", markup=False, soft_wrap=True)
+
+
+def download(config: DataDownloadConfig) -> Path:
+    """Fetch a dataset; returns what `dataset=` takes: a file or a folder.
+
+    Raises:
+        ConfigError: If neither a name nor an address is given, or the folder cannot be made.
+        DatasetError: If the name is unknown, or the download fails; what has come is kept.
+    """
+    folder = download_folder() if config.out is None else Path(config.out)
+    check_folder_to_write(folder)
+    entry = _entry(config)
+    for file in entry.files:
+        address = file.url if config.mirror is None else _mirrored(file.url, config.mirror)
+        is_here = (folder / file.path).is_file()
+        known = file.sha256 or (_sums(folder).get(file.path) if is_here else None)
+        with Counting(f"fetching {Path(file.path).name} (MiB)", 1) as counting:
+
+            def show(have: int, size: int | None, counting: Counting = counting) -> None:
+                counting.show(have // _MEBI, total=None if size is None else max(size // _MEBI, 1))
+
+            place = fetch(address, folder / file.path, sha256=known, attempts=config.attempts, progress=show)
+        _remember(folder, file.path, place, is_new=not is_here)
+    return folder / entry.path
+
+
+def _entry(config: DataDownloadConfig) -> Entry:
+    """Return what is to be fetched."""
+    if config.url is None:
+        if config.name is None:
+            raise ConfigError("data download needs name=<dataset> or url=<address>; without, it lists names.")
+        return lookup(config.name)
+    path = _path_of(config.url)
+    return Entry(config.url, "", (RemoteFile(config.url, path, config.sha256),), path, path)
+
+
+def _path_of(url: str) -> str:
+    """Return where the file of an address goes: url/<host>/<its path>, files of one folder together.
+
+    A query stands as a hash before the name, which stays what it is: readers look for neighbours by name.
+    """
+    parts = urlsplit(url)
+    path = PurePosixPath(parts.path.lstrip("/"))
+    if parts.path.endswith("/") or path.name == "" or ".." in path.parts:
+        raise ConfigError(f"url must end in the name of a file, without '..'; got '{url}'.")
+    host = parts.netloc.rpartition("@")[2].lower().replace(":", "_")
+    query = [hashlib.sha256(parts.query.encode()).hexdigest()[:8]] if parts.query else []
+    return str(PurePosixPath("url", host, path.parent, *query, path.name))
+
+
+def _mirrored(url: str, mirror: str) -> str:
+    parts = urlsplit(url)
+    return f"{mirror.rstrip('/')}{parts.path}{f'?{parts.query}' if parts.query else ''}"
+
+
+def _sums(folder: Path) -> dict[str, str]:
+    """Return the checksums of earlier downloads."""
+    path = folder / SUMS
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {str(key): str(value) for key, value in found.items()}
+    except (ValueError, AttributeError) as error:
+        raise DatasetError(
+            f"{path}: expected checksums by file; reading failed with '{error}'. Remove it."
+        ) from error
+
+
+def _remember(folder: Path, name: str, place: Path, *, is_new: bool) -> None:
+    """Note the checksum of a file, so that later damage is noticed; a file fetched anew has a new one."""
+    known = _sums(folder)
+    if is_new or name not in known:
+        draft = folder / f"{SUMS}.part"
+        draft.write_text(json.dumps(known | {name: file_sum(place)}, indent=1), encoding="utf-8")
+        draft.replace(folder / SUMS)
+
+
+def _families() -> Iterator[tuple[object, ...]]:
+    entries = catalogue().values()
+    for family, count in Counter(entry.family for entry in entries).items():
+        yield family, count, next(entry.name for entry in entries if entry.family == family)

@@ -1,0 +1,291 @@
+"""`burnish data inspect`: what a file of demonstrations or experience holds, in numbers and a picture."""
+
+from __future__ import annotations
+
+import inspect as signatures
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from burnish.commands.data_picture import draw_dataset
+from burnish.console import Counting, output, table
+from burnish.job import Job
+from burnish.locate import check_folder_to_write
+from envs.datasets import EpisodeDataset, dataset_format, read_dataset, readers
+from envs.datasets import measures as measure
+from envs.datasets.catalogue import find_dataset
+from envs.datasets.schema import KeyFacts, describe_file, size_of
+from envs.datasets.scores import normalized_score, reference
+from envs.evaluation import check_seeds
+from policies.errors import ConfigError, DatasetError
+
+FACTS, PICTURE = "inspection.json", "inspection.png"
+_CONSTANT = 1e-4  # range of a dimension that does not move, as in the normaliser
+_MEBI = 2**20
+_CLUSTERS, _CLUSTERED = 50, 10_000
+_NOISES = (0.1, 0.5)
+
+
+@dataclass
+class DataInspectConfig:
+    """What `burnish data inspect` does."""
+
+    dataset: str | None = None  # file, folder, or name of a downloaded dataset
+    out: str | None = (
+        None  # folder for inspection.json and inspection.png; null: inspection-<name of the dataset>
+    )
+    options: dict[str, Any] = field(default_factory=dict)  # of the format's reader, e.g. {d4rl_compat: true}
+    task: str | None = None  # D4RL task whose reference returns make scores and trajectory quality
+    against: str | None = None  # dataset whose distinct state-action pairs are the measure of coverage
+    measures: bool = True  # also measure coverage, divergence of actions and own rows
+    samples: int = 2000  # frames that are looked at for these
+    beta: float = 2.0  # weight of states against actions for own rows
+    seed: int = 0  # draws the frames
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.samples < 1:
+            raise ConfigError(f"samples must be at least 1; got {self.samples}.")
+        if not (math.isfinite(self.beta) and self.beta > 0):
+            raise ConfigError(f"beta must be above 0 and finite; got {self.beta}.")
+        if self.against is not None and not self.measures:
+            raise ConfigError("against= is for measuring coverage; leave it out, or measures=false.")
+        check_seeds("seed", self.seed, 1)
+
+
+def run(config: DataInspectConfig, job: Job) -> None:
+    """Write and print what was found."""
+    facts = inspect(config)
+    shown = output()
+    shown.print(table("", ("key", "arrays", "rows", "shape", "type", "min", "max", "bad"), _key_rows(facts)))
+    shown.print(table("", ("", ""), _fact_rows(facts)))
+    for remark in facts["remarks"]:
+        shown.print(f"- {remark}", markup=False, soft_wrap=True)
+    shown.print(f"written: {facts['written']}", markup=False, soft_wrap=True)
+
+
+def inspect(config: DataInspectConfig) -> dict[str, Any]:
+    """Look at a dataset and write what was found; returns the content of inspection.json.
+
+    Raises:
+        ConfigError: If no dataset is given or the folder to write is a file.
+        DatasetError: If the file is unusable; what its keys hold is written all the same. If `against` is
+            unusable or has other widths; nothing is written.
+    """
+    if config.dataset is None:
+        raise ConfigError("data inspect needs dataset=<file or folder>.")
+    path = find_dataset(config.dataset)
+    target = Path(config.out) if config.out is not None else Path(f"inspection-{path.resolve().name}")
+    check_folder_to_write(target)
+    if config.task is not None:
+        reference(config.task)  # refuses, by name
+    facts: dict[str, Any] = {"file": str(path), "keys": _keys(path), "remarks": []}
+    facts["bytes"] = size_of(path)
+    try:
+        data = read_dataset(path, **config.options)
+    except (DatasetError, TypeError) as error:
+        facts["error"] = str(error)
+        _write(target, facts, None)
+        if isinstance(error, DatasetError):
+            raise
+        raise ConfigError(f"options={config.options} do not fit this format: {error}.") from error
+    other = None if config.against is None else _reference(data, config.against, config.options)
+    facts |= describe(data, config.task)
+    if config.measures:
+        facts["measures"] = _measures(data, other, config)
+    facts["remarks"] = list(_remarks(facts, data))
+    _write(target, facts, draw_dataset(data, path.name))
+    return facts | {"written": str(target)}
+
+
+def _reference(data: EpisodeDataset, against: str, options: dict[str, Any]) -> EpisodeDataset:
+    """Read what coverage is measured against, with the options that its format has as well."""
+    path = find_dataset(against)
+    known = signatures.signature(readers()[dataset_format(path)].read).parameters
+    found = read_dataset(path, **{key: value for key, value in options.items() if key in known})
+    measure.check_widths(data, found)
+    return found
+
+
+def _keys(path: Path) -> list[dict[str, Any]]:
+    with Counting(f"reading {path.name} (MiB)", max(round(size_of(path) / _MEBI), 1)) as counting:
+        found: list[KeyFacts] = describe_file(path, lambda seen: counting.show(round(seen / _MEBI)))
+    return [asdict(one) for one in found]
+
+
+def describe(data: EpisodeDataset, task: str | None = None) -> dict[str, Any]:
+    """Describe a dataset in JSON types.
+
+    Args:
+        data: On the CPU.
+        task: D4RL task of which scores are made.
+    """
+    last = data.episode_start[1:] - 1
+    lengths, returns = data.lengths.double().numpy(), data.returns.numpy()
+    success = data.success
+    ends = {key: int(getattr(data, key)[last].sum()) for key in ("terminated", "truncated")}
+    facts: dict[str, Any] = {
+        "format": data.meta.get("format"),
+        "digest": data.digest(),
+        "episodes": data.num_episodes,
+        "frames": data.num_frames,
+        "transitions": len(data.transitions().frames),
+        "successors_recorded": data.next_observations is not None,
+        "lengths": _spread(lengths),
+        "returns": _spread(returns),
+        "ends": ends,
+        "reward": _spread(data.rewards.double().numpy())
+        | {"share_nonzero": float((data.rewards != 0).double().mean())},
+        "success": None if success is None else float(success.double().mean()),
+        "observation": _dimensions(data.observations.double().numpy()),
+        "action": _dimensions(data.actions.double().numpy()),
+        "goal": _dimensions(data.extras["goal"].double().numpy()) if "goal" in data.extras else None,
+        "extras": {key: list(value.shape[1:]) for key, value in data.extras.items()},
+        "episode_extras": {key: list(value.shape[1:]) for key, value in data.episode_extras.items()},
+        "not_read": data.meta.get("not_read", []),
+    }
+    if task is not None:
+        facts["d4rl_score"] = _spread(normalized_score(task, returns)) | {"task": task}
+    return facts
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    """Summarise numbers."""
+    quartiles = np.quantile(values, [0.0, 0.25, 0.5, 0.75, 1.0]).tolist()
+    return dict(zip(("min", "q25", "median", "q75", "max"), quartiles, strict=True)) | {
+        "mean": float(values.mean()),
+        "std": float(values.std()),
+    }
+
+
+def _dimensions(values: np.ndarray) -> dict[str, Any]:
+    """Describe every column, and which do not move."""
+    low, high = values.min(axis=0), values.max(axis=0)
+    return {
+        "width": values.shape[1],
+        "min": low.tolist(),
+        "max": high.tolist(),
+        "mean": values.mean(axis=0).tolist(),
+        "std": values.std(axis=0).tolist(),
+        "constant": np.flatnonzero(high - low < _CONSTANT).tolist(),
+    }
+
+
+def _measures(
+    data: EpisodeDataset, other: EpisodeDataset | None, config: DataInspectConfig
+) -> dict[str, Any]:
+    """Measure what can be learned; every measure draws its frames anew from the seed."""
+    rate = {}
+    with Counting("measuring", 3 + len(_NOISES)) as counting:
+        for done, noise in enumerate(_NOISES, 1):
+            share = measure.own_row_rate(data, config.beta, noise, config.samples, _rng(config))
+            rate[f"noise {noise}"] = share
+            counting.show(done, "own rows")
+        divergence = measure.action_divergence(data, config.samples, _rng(config))
+        counting.show(1 + len(_NOISES), "divergence of actions")
+        variance = measure.cluster_variance(data, _CLUSTERS, max(_CLUSTERED, config.samples), _rng(config))
+        counting.show(2 + len(_NOISES), "clusters")
+        distinct = measure.distinct_pairs(data, measure.limits_of(data))
+    found = {
+        "own_row_rate": rate | {"beta": config.beta},
+        "action_divergence": _finite(divergence),
+        "cluster_action_variance": _finite(variance),
+        "distinct_pairs": distinct,
+        "distinct_share": distinct / data.num_frames,
+        "coverage": None,
+        "trajectory_quality": None,
+    }
+    if other is not None:
+        found["coverage"] = measure.coverage(data, other, _rng(config))
+    if config.task is not None:
+        known = reference(config.task)
+        quality = measure.trajectory_quality(data.returns.numpy(), known.min_return, known.max_return)
+        found["trajectory_quality"] = quality
+    return found
+
+
+def _rng(config: DataInspectConfig) -> np.random.Generator:
+    return np.random.default_rng(config.seed)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _remarks(facts: dict[str, Any], data: EpisodeDataset) -> Iterator[str]:
+    """Say what a person should know before training on it."""
+    for what in ("observation", "action"):
+        if constant := facts[what]["constant"]:
+            yield f"{what} dimensions that do not move (scale 1 in the normaliser): {constant}"
+    beyond = float((data.actions.abs() > 1 + 1e-6).double().mean())
+    if beyond:
+        yield f"{100 * beyond:.2g} % of the action entries lie outside [-1, 1]"
+    if not facts["successors_recorded"]:
+        lost = facts["frames"] - facts["transitions"]
+        yield f"successors are not recorded: {lost} last frames are no transitions"
+    if facts["reward"]["min"] == facts["reward"]["max"]:
+        yield f"all rewards are {facts['reward']['min']:g}"
+    if facts["not_read"]:
+        yield f"not read: {', '.join(facts['not_read'])}"
+    for key in facts["keys"]:
+        if key["nan"] or key["infinite"]:
+            yield f"{key['key']} has {key['nan']} NaN and {key['infinite']} infinite entries"
+
+
+def _write(target: Path, facts: dict[str, Any], picture: bytes | None) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    (target / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    if picture is None:
+        (target / PICTURE).unlink(missing_ok=True)
+    else:
+        (target / PICTURE).write_bytes(picture)
+
+
+def _key_rows(facts: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+    for key in facts["keys"]:
+        shape = " or ".join(str(tuple(one)) for one in key["shapes"])
+        low, high = ("" if key[name] is None else f"{key[name]:.4g}" for name in ("low", "high"))
+        yield (
+            key["key"],
+            key["arrays"],
+            key["rows"],
+            shape,
+            key["dtype"],
+            low,
+            high,
+            key["nan"] + key["infinite"],
+        )
+
+
+def _fact_rows(facts: dict[str, Any]) -> Iterator[tuple[str, object]]:
+    def told(name: str) -> str:
+        one = facts[name]
+        return f"{one['mean']:.4g} (from {one['min']:.4g} to {one['max']:.4g})"
+
+    yield "format", facts["format"]
+    yield "episodes", facts["episodes"]
+    yield "frames", f"{facts['frames']}, of which {facts['transitions']} are transitions"
+    yield "length", told("lengths")
+    yield "ends", f"{facts['ends']['terminated']} terminated, {facts['ends']['truncated']} truncated"
+    yield "return", told("returns")
+    if "d4rl_score" in facts:
+        yield f"score ({facts['d4rl_score']['task']})", told("d4rl_score")
+    if facts["success"] is not None:
+        yield "success", f"{100 * facts['success']:.1f} %"
+    for what in ("observation", "action"):
+        one = facts[what]
+        yield f"{what}s", f"{one['width']} wide, from {min(one['min']):.4g} to {max(one['max']):.4g}"
+    names = {"action_divergence": "action divergence", "cluster_action_variance": "cluster action variance"}
+    names |= {"distinct_share": "distinct pairs per frame", "coverage": "coverage (SACo)"}
+    names |= {"trajectory_quality": "trajectory quality (TQ)"}
+    for key, name in names.items():
+        if facts.get("measures", {}).get(key) is not None:
+            yield name, f"{facts['measures'][key]:.3f}"
+    for noise, rate in facts.get("measures", {}).get("own_row_rate", {}).items():
+        if noise != "beta":
+            yield f"own-row rate, {noise}", f"{rate:.3f} (beta {facts['measures']['own_row_rate']['beta']:g})"

@@ -41,3 +41,15 @@ class WorkerError(BurnishError, RuntimeError):
 
 class ExportError(BurnishError, RuntimeError):
     """An exported model could not be made, or does not reproduce the policy."""
+
+
+class ServingError(BurnishError, RuntimeError):
+    """A server of policies refuses what it was asked, or does not answer.
+
+    Attributes:
+        reason: One word that a program can act on, e.g. `busy`, `late`, `shape`, `timeout`.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason

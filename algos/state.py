@@ -28,10 +28,10 @@ from typing import IO, Any
 import torch
 from omegaconf import OmegaConf
 
-from algos.checksums import CHECKSUMS, is_intact, write_checksums
 from algos.metrics import append_jsonl, truncate_jsonl
 from algos.plain import from_plain, to_plain
 from algos.provenance import describe_environment
+from policies.checksums import CHECKSUMS, is_intact, write_checksums
 from policies.errors import CheckpointError, ConfigError
 from policies.folder import save_policy
 from policies.policy import Policy

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 CHECKSUMS = "SHA256SUMS"
 
 
-def write_checksums(folder: Path) -> None:
-    """Write the SHA-256 of every file below a folder into the folder."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    lines = [f"{_sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
+def write_checksums(folder: Path, names: Iterable[str] | None = None) -> None:
+    """Write the SHA-256 of files into the folder.
+
+    Args:
+        folder: Where they are.
+        names: Which ones; None: every file below the folder.
+    """
+    every = (path for path in folder.rglob("*") if path.is_file())
+    files = sorted(every if names is None else (folder / name for name in names))
+    lines = [f"{sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
     (folder / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
 
 
@@ -28,9 +35,10 @@ def is_intact(folder: Path, file: Path) -> bool:
     lines = sums.read_text(encoding="utf-8", errors="replace").splitlines()
     known = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     expected = known.get(file.as_posix())
-    return expected is None or expected == _sha256(folder / file)
+    return expected is None or expected == sha256(folder / file)
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file."""
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

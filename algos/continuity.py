@@ -15,6 +15,8 @@ _WHAT = {
     "seed": "seed",
     "init": "the weights of the policy to start from (init)",
     "teacher": "the weights of the policy to learn from (algo.teacher)",
+    "dataset": "the content of the dataset",
+    "total": "the length of the run (algo.steps)",
     "inner_steps": "the number of trained inner steps (algo.tuned_steps)",
     "switch_time": "the level below which the network is tuned (algo.sampler, algo.denoising_steps, "
     "algo.tuned_steps)",

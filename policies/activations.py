@@ -92,6 +92,7 @@ def mish(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, tuple[Activation, Activation]] = {
     "relu": (torch.relu, torch.relu_),
     "mish": (mish, mish),
+    "tanh": (torch.tanh, torch.tanh_),
 }
 """Name -> (function, the same function allowed to overwrite its argument)."""
 

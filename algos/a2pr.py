@@ -1,0 +1,217 @@
+"""A2PR: a generative guide, learned where actions turned out well; the actor follows it if it promises more.
+
+Legend: V value of a state, u = VAE(s, a) a reconstruction, q1 the first critic, w_vae weight of
+reconstructions, m weight of the constraint (`mask` in the released code, which is no mask)::
+
+    V     towards min(y, y'), y' = r + discount min(Q1, Q2)(s', a') with the critics just updated
+    VAE   mean w_vae 1[q1(s, a) > V] (u - a)^2 + 1/2 mean KL(N(mean, std^2) | N(0, 1))
+    guide g = u_pi = VAE(s, pi) where q1(s, u_pi) >= q1(s, a), else a
+    constraint = mean m 1[q1(s, u_pi) >= V or q1(s, a) > V] (pi - g)^2
+
+V is evaluated once per step, before it is updated; the gradient passes through u_pi back into pi.
+
+Source: A2PR, arXiv 2405.19909, and its released code.
+
+Deviations from the released code: none in the equations; moments of the optimisers and the step count are
+kept in checkpoints, and parts that nothing uses are left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from algos.base import Setup
+from algos.constrained_td3 import Actor, Backup, ConstrainedTd3Config, Draws, Quantities, Regulariser
+from algos.optim import restore_optimizer
+from algos.transitions import Batch, TransitionTable
+from policies.ensembles import Ensemble, EnsembleConfig, aggregate
+from policies.registry import register
+
+
+class ActionVae(nn.Module):
+    """Conditional variational auto-encoder of actions given conditions.
+
+    Args:
+        cond_dim: C.
+        action_dim: A; the latent has 2 A entries.
+        width: Of both hidden layers, in encoder and decoder.
+        limit: Bound of decoded actions.
+    """
+
+    def __init__(self, cond_dim: int, action_dim: int, width: int = 750, limit: float = 1.0) -> None:
+        super().__init__()
+        self.latent_dim, self.limit = 2 * action_dim, limit
+        self.encoder = _stack(cond_dim + action_dim, width)
+        self.mean, self.log_std = (nn.Linear(width, self.latent_dim) for _ in range(2))
+        self.decoder = _stack(cond_dim + self.latent_dim, width)
+        self.outlet = nn.Linear(width, action_dim)
+
+    def forward(self, cond: Tensor, action: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return reconstructions (B, A), means and deviations (B, 2A) for noise (B, 2A)."""
+        hidden = self.encoder(torch.cat([cond, action], dim=1))
+        mean, std = self.mean(hidden), self.log_std(hidden).clamp(-4, 15).exp()
+        latent = mean + std * noise
+        decoded = torch.tanh(self.outlet(self.decoder(torch.cat([cond, latent], dim=1))))
+        return self.limit * decoded, mean, std
+
+
+def _stack(in_dim: int, width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(in_dim, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+
+
+def divergence(mean: Tensor, std: Tensor) -> Tensor:
+    """Return KL(N(mean, std^2) | N(0, 1)), averaged over rows and entries (B, L)."""
+    return -0.5 * (1 + std.square().log() - mean.square() - std.square()).mean()
+
+
+class AdvantageGuide(Regulariser):
+    """The guide, with the value and the auto-encoder that it needs; see the top of the file.
+
+    Args:
+        vae: Guide.
+        value: V, an ensemble of one over states.
+        weight: m.
+        vae_weight: w_vae.
+        value_lr: Adam, of V.
+        vae_lr: Adam, of the auto-encoder.
+    """
+
+    def __init__(
+        self,
+        vae: ActionVae,
+        value: Ensemble,
+        *,
+        weight: float = 0.5,
+        vae_weight: float = 1.0,
+        value_lr: float = 3e-4,
+        vae_lr: float = 1e-3,
+    ) -> None:
+        self.vae, self.value, self.weight, self.vae_weight = vae, value, weight, vae_weight
+        self.value_optimizer = torch.optim.Adam(value.parameters(), lr=value_lr, fused=True)
+        self.vae_optimizer = torch.optim.Adam(vae.parameters(), lr=vae_lr, fused=True)
+        self._before: Tensor | None = None  # V of the batch before its step, and q1 of the data actions
+        self._data_value: Tensor | None = None
+
+    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draw the noise of both reconstructions."""
+        shape, device = (n, self.vae.latent_dim), self.vae.outlet.weight.device
+        names = ("vae_data", "vae_policy")
+        return {
+            name: torch.randn(shape, generator=generator, device=generator.device).to(device)
+            for name in names
+        }
+
+    def learn(self, batch: Batch, backup: Backup, critic: Ensemble, draws: Draws) -> Quantities:
+        """Move the value, then the auto-encoder."""
+        with torch.no_grad():
+            fresh = aggregate(critic(batch.next_cond, backup.next_action), "min")
+            aim = torch.minimum(backup.target, torch.addcmul(batch.reward, batch.discount, fresh))
+            self._data_value = critic(batch.cond, batch.action, members=1)[0]
+        value = self._value_of(batch.cond)
+        value_loss = (value - aim).square().mean()
+        _descend(self.value_optimizer, value_loss)
+        self._before = value.detach()
+        keep = (self._data_value > self._before).to(value.dtype)
+        rebuilt, mean, std = self.vae(batch.cond, batch.action, draws["vae_data"])
+        error = (self.vae_weight * keep[:, None] * (rebuilt - batch.action).square()).mean()
+        vae_loss = error + 0.5 * divergence(mean, std)
+        _descend(self.vae_optimizer, vae_loss)
+        return {
+            "value/loss": value_loss.detach(),
+            "guide/loss": vae_loss.detach(),
+            "guide/kept_fraction": keep.mean(),
+        }
+
+    def penalty(
+        self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
+    ) -> tuple[Tensor, Quantities]:
+        """See `Regulariser`."""
+        assert self._before is not None and self._data_value is not None, "learn comes before penalty"
+        rebuilt = self.vae(batch.cond, action, draws["vae_policy"])[0]
+        with torch.no_grad():
+            promise = critic(batch.cond, rebuilt, members=1)[0]
+            value, data = self._before, self._data_value
+            follows = promise - value >= data - value
+            weight = self.weight * ((promise >= value) | (data > value)).to(value.dtype)
+        guide = torch.where(follows[:, None], rebuilt, batch.action)
+        penalty = (weight[:, None] * (action - guide).square()).mean()
+        return penalty, {
+            "guide/followed_fraction": follows.to(value.dtype).mean(),
+            "guide/active_fraction": (weight > 0).to(value.dtype).mean(),
+        }
+
+    def _value_of(self, cond: Tensor) -> Tensor:
+        return self.value(cond, cond.new_zeros(len(cond), 0))[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return networks and optimisers."""
+        return {name: getattr(self, name).state_dict() for name in self._parts}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        for name in self._parts:
+            part = getattr(self, name)
+            restore_optimizer(part, state[name]) if "optimizer" in name else part.load_state_dict(state[name])
+
+    _parts = ("vae", "value", "vae_optimizer", "value_optimizer")
+
+
+def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+
+
+@register("algo", "a2pr")
+@dataclass
+class A2prConfig(ConstrainedTd3Config):
+    """A2PR with the defaults of the released code.
+
+    Published: alpha 40, constraint_weight 1 for halfcheetah-medium; constraint_weight 0.4, gamma 0.995 for
+    hopper-medium; vae_weight 1.5, constraint_weight 1 for walker2d-medium.
+
+    Source:
+        arXiv 2405.19909 and its released code.
+    """
+
+    hidden_dims: tuple[int, ...] = (256, 256, 256)
+    critic_dims: tuple[int, ...] = (256, 256, 256, 256)
+    value_dims: tuple[int, ...] = (256, 256, 256, 256)  # hidden widths of V; ReLU
+    value_lr: float = 3e-4  # Adam
+    vae_width: int = 750  # of both hidden layers of encoder and decoder
+    vae_lr: float = 1e-3  # Adam
+    vae_weight: float = 1.0  # of reconstructions against the divergence
+    constraint_weight: float = 0.5  # m; `mask` in the released code
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        self.value_dims = tuple(self.value_dims)
+        self._require(
+            "value_dims", bool(self.value_dims) and min(self.value_dims) >= 1, "widths of at least 1"
+        )
+        self._require("vae_width", self.vae_width >= 1, "at least 1")
+        for name in ("value_lr", "vae_lr"):
+            self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
+        for name in ("vae_weight", "constraint_weight"):
+            self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more and finite")
+
+    def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> AdvantageGuide:
+        """Return the guide."""
+        like, width = table.cond, table.action.shape[1]
+        value = EnsembleConfig(members=1, hidden_dims=self.value_dims).build(like.shape[1], 0)
+        vae = ActionVae(like.shape[1], width, self.vae_width)
+        return AdvantageGuide(
+            vae.to(like.device, like.dtype),
+            value.to(like.device, like.dtype),
+            weight=self.constraint_weight,
+            vae_weight=self.vae_weight,
+            value_lr=self.value_lr,
+            vae_lr=self.vae_lr,
+        )

@@ -1,0 +1,285 @@
+"""TD3 on a fixed dataset with an actor that is kept near the data: one core, several ways of keeping it.
+
+Legend: Q1, Q2 critics, bar target copy, pi actor, a data action, L bound of learner actions (1: normalised),
+eps standard normal, B rows of a batch::
+
+    a'    = clip(pi_bar(s') + clip(sigma L eps, +-c L), +-L)
+    y     = r + discount min(Q1_bar, Q2_bar)(s', a')            discount = gamma^l, 0 where the task ended
+    critic loss = mean (Q1 - y)^2 + mean (Q2 - y)^2
+    actor loss  = -lambda mean Q1(s, pi(s)) + constraint,       lambda = alpha / mean |Q1(s, pi(s))|, constant
+
+The actor and all targets move every `policy_every`-th step. What the constraint is says a `Regulariser`: the
+data action (TD3+BC), the nearest row of the dataset (PRDC), a generative guide (A2PR), or penalties on actor
+and target (ReBRAC). The actor may be any policy: for one that samples, the constraint acts on sampled chunks
+and gradients pass through all of its denoising steps.
+
+Source: TD3+BC, arXiv 2106.06860; PRDC, arXiv 2306.06569; released code of PRDC and A2PR.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from algos.base import Setup
+from algos.offline import OfflineConfig
+from algos.optim import restore_optimizer
+from algos.transitions import Batch, TransitionTable
+from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
+from policies.policy import Policy
+from policies.protocols import Cond
+
+Draws = Mapping[str, Tensor]
+"""Random numbers of a step by name; standard normals."""
+
+Quantities = dict[str, Tensor]
+"""`component/quantity` -> detached scalar."""
+
+
+class Actor:
+    """A policy as actor-critic methods use it: encoded observation in, flat executed chunk out.
+
+    Args:
+        policy: Any policy; one that ignores noise is deterministic.
+        limit: L; learner actions are the normalised ones times L.
+    """
+
+    def __init__(self, policy: Policy, limit: float = 1.0) -> None:
+        self.policy, self.limit = policy, limit
+
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        """Return the noise that n actions start from; (n, 0) where there is none."""
+        if not self.policy.noise_sensitive:
+            return torch.zeros(n, 0, device=self.policy.device)
+        return self.policy.sample_noise(n, generator=generator)
+
+    def __call__(self, cond: Tensor, noise: Tensor, *, grad: bool = True) -> Tensor:
+        """Return actions (B, A) in [-L, L] for conditions (B, C)."""
+        chunk = self.policy.decode(Cond(cond), noise, grad=grad)
+        action = chunk[:, self.policy.chunk.executed].flatten(1)
+        return action if self.limit == 1.0 else action * self.limit
+
+
+@dataclass(frozen=True)
+class Td3Rules:
+    """Constants of the learner; noises are in units of L."""
+
+    alpha: float = 2.5
+    tau: float = 0.005
+    policy_noise: float = 0.2
+    noise_clip: float = 0.5
+    policy_every: int = 2
+    actor_value: str = "first"  # the critic that the actor climbs: first | min
+    actor_lr: float = 3e-4
+    critic_lr: float = 3e-4
+    limit: float = 1.0
+
+
+@dataclass(frozen=True)
+class Backup:
+    """What the critic was moved towards: next actions (B, A) and targets (B,)."""
+
+    next_action: Tensor
+    target: Tensor
+
+
+class Regulariser(ABC):
+    """Keeps an actor near the data."""
+
+    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return random numbers for one step of n rows."""
+        return {}
+
+    def learn(self, batch: Batch, backup: Backup, critic: Ensemble, draws: Draws) -> Quantities:
+        """Learn what the constraint needs, after every step of the critic."""
+        return {}
+
+    @abstractmethod
+    def penalty(
+        self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
+    ) -> tuple[Tensor, Quantities]:
+        """Return what is added to the actor's loss for its actions (B, A), and what to report."""
+
+    def next_penalty(self, batch: Batch, action: Tensor) -> Tensor | None:
+        """Return what next actions (B, A) cost in the target (B,); None: nothing."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a continuation needs."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Continue from `state_dict`."""
+
+
+class Td3Learner:
+    """Actor, critics, their target copies and optimisers; takes one step on one batch.
+
+    Args:
+        actor: Whose policy is trained.
+        critic: Action values.
+        regulariser: Constraint.
+        rules: Constants.
+    """
+
+    def __init__(self, actor: Actor, critic: Ensemble, regulariser: Regulariser, rules: Td3Rules) -> None:
+        self.actor, self.critic, self.regulariser, self.rules = actor, critic, regulariser, rules
+        self.target_actor = Actor(copy.deepcopy(actor.policy).requires_grad_(False), actor.limit)
+        self.target_critic = copy.deepcopy(critic).requires_grad_(False)
+        self._trained = [p for p in actor.policy.parameters() if p.requires_grad]
+        self.actor_optimizer = torch.optim.Adam(self._trained, lr=rules.actor_lr, fused=True)
+        self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=rules.critic_lr, fused=True)
+        self.steps = 0
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in training."""
+        return self.actor.policy
+
+    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the random numbers of the coming step on n rows."""
+        width = self.policy.chunk.act_steps * self.policy.chunk.action_dim
+        device = self.policy.device
+        target = torch.randn(n, width, generator=generator, device=generator.device).to(device)
+        draws = {"target": target, "next_start": self.actor.draw(n, generator)}
+        if self._moves_actor(self.steps + 1):
+            draws["start"] = self.actor.draw(n, generator)
+        return draws | self.regulariser.draw(n, generator)
+
+    def step(self, batch: Batch, draws: Draws) -> Quantities:
+        """Take one step of the critic and, where it is due, of the actor and of the targets."""
+        self.steps += 1
+        backup, out = self._move_critic(batch, draws)
+        out |= self.regulariser.learn(batch, backup, self.critic, draws)
+        if self._moves_actor(self.steps):
+            out |= self._move_actor(batch, draws)
+            polyak(self.target_critic, self.critic, self.rules.tau)
+            polyak(self.target_actor.policy, self.policy, self.rules.tau)
+        return out
+
+    def _moves_actor(self, step: int) -> bool:
+        return step % self.rules.policy_every == 0
+
+    @torch.no_grad()
+    def backup(self, batch: Batch, draws: Draws) -> Backup:
+        """Return next actions and targets; see the top of the file."""
+        rules, limit = self.rules, self.rules.limit
+        bound = rules.noise_clip * limit
+        noise = (draws["target"] * (rules.policy_noise * limit)).clamp_(-bound, bound)
+        action = self.target_actor(batch.next_cond, draws["next_start"], grad=False)
+        action = (action + noise).clamp_(-limit, limit)
+        value = aggregate(self.target_critic(batch.next_cond, action), "min")
+        cost = self.regulariser.next_penalty(batch, action)
+        if cost is not None:
+            value = value - cost
+        return Backup(action, torch.addcmul(batch.reward, batch.discount, value))
+
+    def _move_critic(self, batch: Batch, draws: Draws) -> tuple[Backup, Quantities]:
+        backup = self.backup(batch, draws)
+        values = self.critic(batch.cond, batch.action)
+        loss = len(values) * F.mse_loss(values, backup.target.expand_as(values))
+        self.critic_optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.critic_optimizer.step()
+        value, target = values.detach().mean(), backup.target.mean()
+        return backup, {"critic/loss": loss.detach(), "critic/value": value, "critic/target": target}
+
+    def _move_actor(self, batch: Batch, draws: Draws) -> Quantities:
+        action = self.actor(batch.cond, draws["start"])
+        value = self.actor_value(batch, action)
+        scale = self.rules.alpha / value.detach().abs().mean()
+        climb = -scale * value.mean()
+        penalty, out = self.regulariser.penalty(batch, action, self.critic, draws)
+        self.actor_optimizer.zero_grad(set_to_none=True)
+        (climb + penalty).backward()
+        self.actor_optimizer.step()
+        with torch.no_grad():
+            out |= {
+                "actor/value": value.mean(),
+                "actor/value_loss": climb,
+                "actor/constraint": penalty,
+                "actor/data_distance": (action - batch.action).square().mean().sqrt(),
+                "actor/saturated_fraction": (action.abs() > 0.98 * self.rules.limit).float().mean(),
+            }
+        return {name: value.detach() for name, value in out.items()}
+
+    def actor_value(self, batch: Batch, action: Tensor) -> Tensor:
+        """Return the value (B,) that the actor climbs; no gradient reaches the critic."""
+        if self.rules.actor_value == "first":
+            return self.critic(batch.cond, action, members=1, frozen=True)[0]
+        return aggregate(self.critic(batch.cond, action, frozen=True), "min")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a bit-exact continuation needs."""
+        return {
+            "steps": self.steps,
+            "policy": self.policy.state_dict(),
+            "critic": self.critic.state_dict(),
+            "target_policy": self.target_actor.policy.state_dict(),
+            "target_critic": self.target_critic.state_dict(),
+            "actor_optimizer": self.actor_optimizer.state_dict(),
+            "critic_optimizer": self.critic_optimizer.state_dict(),
+            "regulariser": self.regulariser.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self.policy.load_state_dict(state["policy"])
+        self.critic.load_state_dict(state["critic"])
+        self.target_actor.policy.load_state_dict(state["target_policy"])
+        self.target_critic.load_state_dict(state["target_critic"])
+        restore_optimizer(self.actor_optimizer, state["actor_optimizer"])
+        restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
+        self.regulariser.load_state_dict(state["regulariser"])
+        self.steps = int(state["steps"])
+
+
+@dataclass
+class ConstrainedTd3Config(OfflineConfig):
+    """Settings of every algorithm on this core."""
+
+    alpha: float = 2.5  # weight of the value against the constraint
+    policy_noise: float = 0.2  # deviation of the noise on next actions, normalised units
+    noise_clip: float = 0.5  # largest magnitude of that noise
+    policy_every: int = 2  # steps of the critic per step of the actor and the targets
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        for name in ("alpha", "policy_noise", "noise_clip"):
+            self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more and finite")
+        self._require("policy_every", self.policy_every >= 1, "at least 1")
+
+    def rules(self) -> Td3Rules:
+        """Return the constants of the learner."""
+        return Td3Rules(
+            alpha=self.alpha,
+            tau=self.tau,
+            policy_noise=self.policy_noise,
+            noise_clip=self.noise_clip,
+            policy_every=self.policy_every,
+            actor_lr=self.actor_lr,
+            critic_lr=self.critic_lr,
+        )
+
+    def critic_config(self) -> EnsembleConfig:
+        """Return the shape of the critics."""
+        return EnsembleConfig(hidden_dims=self.critic_dims)
+
+    @abstractmethod
+    def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> Regulariser:
+        """Return the constraint."""
+
+    def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Td3Learner:
+        """Return the learner; see `OfflineConfig.learner`."""
+        actor, like = Actor(policy), table.cond
+        critic = self.critic_config().build(like.shape[1], table.action.shape[1]).to(like.device, like.dtype)
+        return Td3Learner(actor, critic, self.regulariser(actor, table, setup), self.rules())

@@ -1,0 +1,213 @@
+"""The dataset row that is nearest to a state and an action: exact, and cheap where the state is a data row.
+
+Legend: M rows, B queries, C state width, A action width, k list length. The distance of a query (s, p) from
+row j is d_j^2 = beta^2 |s - s_j|^2 + |p - a_j|^2, states being standardised.
+
+Three exact ways: a tree over [beta s, a]; brute force, for accelerators; and lists. A query's state is that
+of a row i, so the rows nearest to s_i can be listed once, with their distances r_ij in ascending order. With
+b the smallest d among the first k, every row that is not listed is at least beta r_ik away, so b <= beta r_ik
+certifies that the best listed row is the nearest of all. Only what is not certified is looked up in the tree.
+Lists serve every beta, and are made when a row is asked for the first time.
+
+Source: PRDC, arXiv 2306.06569, whose tree this is; the lists and the certificate are ours.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from scipy.spatial import KDTree
+from torch import Tensor
+
+from policies.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+SEARCHES = ("auto", "lists", "tree", "brute", "approximate")
+_TILE = 65_536  # rows that brute force compares at once
+_SLACK = 1e-5  # relative error of float32 distances that a certificate allows for
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """Rows (B,) int64, and whether a list alone certified each, (B,) bool (True where no list is used)."""
+
+    row: Tensor
+    certified: Tensor
+
+
+class Search(Protocol):
+    """Finds the nearest row."""
+
+    def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
+        """Return the nearest rows of queries.
+
+        Args:
+            row: (B,) the rows whose states these are.
+            state: (B, C), unscaled.
+            action: (B, A).
+        """
+        ...
+
+
+class TreeSearch:
+    """A k-d tree over [beta s, a], in float64 as scipy computes.
+
+    Args:
+        state: (M, C). action: (M, A).
+        beta: Weight of states.
+        rank: Which neighbour is taken, 1 the nearest; PRDC's `k`, which is no number of neighbours.
+        eps: Rows may be (1 + eps) times as far as the nearest; 0: exact.
+    """
+
+    def __init__(
+        self, state: Tensor, action: Tensor, beta: float, *, rank: int = 1, eps: float = 0.0
+    ) -> None:
+        self._beta, self._rank, self._eps = beta, rank, eps
+        # A tree cut at midpoints answers queries off the data twice as fast as a balanced one.
+        self._tree = KDTree(_keys(state, action, beta), balanced_tree=False, compact_nodes=True)
+
+    def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
+        """See `Search`."""
+        index = self.query(_keys(state, action, self._beta))[1]
+        return Nearest(torch.from_numpy(index).to(state.device), torch.ones_like(row, dtype=torch.bool))
+
+    def query(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return distances (B,) and rows (B,) of the neighbours of keys (B, C + A)."""
+        distance, index = self._tree.query(keys, k=[self._rank], eps=self._eps)
+        return distance[:, 0], index[:, 0].astype(np.int64)
+
+
+class BruteSearch:
+    """Compares with every row, by tiles; the simple exact way on an accelerator.
+
+    Args:
+        state: (M, C). action: (M, A).
+        beta: Weight of states.
+    """
+
+    def __init__(self, state: Tensor, action: Tensor, beta: float) -> None:
+        self._beta = beta
+        self._data = torch.cat([beta * state, action], dim=1)
+        self._square = self._data.square().sum(dim=1)
+
+    def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
+        """See `Search`."""
+        query = torch.cat([self._beta * state, action], dim=1)
+        best, index = None, None
+        for start in range(0, len(self._data), _TILE):
+            tile = slice(start, start + _TILE)
+            cost = torch.addmm(self._square[tile], query, self._data[tile].t(), alpha=-2.0)
+            value, place = cost.min(dim=1)
+            if best is None or index is None:
+                best, index = value, place
+            else:
+                closer = value < best
+                best, index = torch.where(closer, value, best), torch.where(closer, place + start, index)
+        assert index is not None
+        return Nearest(index, torch.ones_like(row, dtype=torch.bool))
+
+
+class ListSearch:
+    """Lists of neighbouring states with a certificate, and a tree for what they do not certify.
+
+    Memory is 8 k M bytes; see `list_bytes`.
+
+    Args:
+        state: (M, C). action: (M, A).
+        beta: Weight of states.
+        length: k.
+        exact: Look up what is not certified; else take the best listed row.
+    """
+
+    def __init__(
+        self, state: Tensor, action: Tensor, beta: float, *, length: int = 64, exact: bool = True
+    ) -> None:
+        m = len(state)
+        self._beta, self._length = beta, min(length, m)
+        self._whole = self._length == m  # every row is listed: nothing can be nearer
+        self._state, self._action = state, action
+        self._states = KDTree(state.double().cpu().numpy(), balanced_tree=False, compact_nodes=True)
+        self._fallback = TreeSearch(state, action, beta) if exact else None
+        self._near = torch.zeros(m, self._length, dtype=torch.int32)
+        self._square = torch.zeros(m, self._length)  # beta^2 r^2
+        self._listed = torch.zeros(m, dtype=torch.bool)
+
+    @property
+    def listed(self) -> float:
+        """Share of the rows whose list has been made."""
+        return float(self._listed.float().mean())
+
+    def make_lists(self, rows: Tensor) -> None:
+        """List the neighbours of rows (B,) that have no list yet."""
+        missing = rows[~self._listed[rows]].unique()
+        if not len(missing):
+            return
+        distance, index = self._states.query(self._state[missing].double().numpy(), k=self._length)
+        shape = (len(missing), self._length)
+        self._near[missing] = torch.from_numpy(index.reshape(shape).astype(np.int32))
+        square = torch.from_numpy(distance.reshape(shape)).square() * self._beta**2
+        self._square[missing] = square.float()
+        self._listed[missing] = True
+
+    def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
+        """See `Search`."""
+        self.make_lists(row)
+        near, square = self._near.index_select(0, row), self._square.index_select(0, row)
+        listed = self._action.index_select(0, near.flatten()).view(*near.shape, -1)
+        cost = (listed - action[:, None]).square().sum(dim=2).add_(square)
+        best, place = cost.min(dim=1)
+        index = near.gather(1, place[:, None]).squeeze(1).long()
+        certified = best <= square[:, -1] * (1 - _SLACK) if not self._whole else torch.ones_like(best).bool()
+        if self._fallback is not None:
+            open_ = (~certified).nonzero().squeeze(1)
+            if len(open_):
+                found = self._fallback.nearest(row[open_], state[open_], action[open_])
+                index[open_] = found.row
+        return Nearest(index, certified)
+
+
+def list_bytes(rows: int, length: int) -> int:
+    """Return the memory of lists."""
+    return 8 * rows * min(rows, length)
+
+
+def build_search(
+    how: str, state: Tensor, action: Tensor, beta: float, *, rank: int = 1, length: int = 64
+) -> Search:
+    """Return a search over rows.
+
+    Args:
+        how: `lists`, `tree`, `brute`, `approximate` (lists without the tree), or `auto`: brute force on an
+            accelerator, lists on a CPU.
+        state: (M, C).
+        action: (M, A).
+        beta: Weight of states.
+        rank: Which neighbour; only the tree finds others than the nearest.
+        length: k, of lists.
+
+    Raises:
+        ConfigError: If the way is unknown, or cannot find the neighbour of that rank.
+    """
+    if how not in SEARCHES:
+        raise ConfigError(f"algo.search must be one of {', '.join(SEARCHES)}; got '{how}'.")
+    if how == "auto":
+        how = "tree" if rank > 1 else ("lists" if state.device.type == "cpu" else "brute")
+    if rank > 1 and how != "tree":
+        raise ConfigError(f"algo.neighbor_rank={rank} needs algo.search=tree; got '{how}'.")
+    if how == "tree":
+        return TreeSearch(state, action, beta, rank=rank)
+    if how == "brute":
+        return BruteSearch(state, action, beta)
+    megabytes = list_bytes(len(state), length) / 2**20
+    _log.info("neighbour lists of %d rows take up to %.0f MiB.", len(state), megabytes)
+    return ListSearch(state, action, beta, length=length, exact=how == "lists")
+
+
+def _keys(state: Tensor, action: Tensor, beta: float) -> np.ndarray:
+    """Return [beta s, a] (M, C + A), computed in the type of the data as the released code does."""
+    return torch.cat([beta * state, action], dim=1).detach().cpu().numpy()

@@ -1,0 +1,274 @@
+"""What learning from a fixed dataset shares: settings, the actor to train, the run in progress.
+
+A run owns a table of transitions and a learner; the learner takes a step on a batch with random numbers that
+it is handed, and knows nothing of datasets, budgets or reports.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from algos.base import Metrics, Setup
+from algos.continuity import digest_of, require_unchanged
+from algos.plain import capture_generator, restore_generator
+from algos.transitions import Batch, Rewarding, TransitionTable, box_of, clipped_actions, tabulate
+from envs.datasets.episodes import EpisodeDataset
+from envs.fit import require_fit
+from policies.backbones.mlp import MlpConfig
+from policies.deterministic import DeterministicProcess
+from policies.errors import ConfigError
+from policies.policy import Policy, PolicyConfig, build_policy
+from policies.registry import name_of
+from policies.seeds import derive_seed, seeded_generator
+from policies.threads import torch_threads
+
+THREADS = 1  # of torch, unless `num_threads` says otherwise
+STD_MARGIN = 1e-3  # added to the deviation of every entry of the state, as in the released programs
+
+
+class Learner(Protocol):
+    """Takes steps on batches."""
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in training."""
+        ...
+
+    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the random numbers of the coming step on n rows."""
+        ...
+
+    def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take a step; return detached scalars by name."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a continuation needs."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        ...
+
+
+@dataclass
+class OfflineConfig:
+    """Settings of every algorithm that learns from the rewards of a fixed dataset.
+
+    Without `init` a small fully connected actor of `hidden_dims` is trained from nothing, on states of mean 0
+    and deviation 1; with it, a copy of that policy.
+    """
+
+    makes_policy: ClassVar[bool] = True  # process, backbone and the like of a new policy are its own choice
+
+    steps: int = 1_000_000  # gradient steps of the critic
+    batch_size: int = 256  # transitions
+    gamma: float = 0.99  # discount per environment step
+    reward_scale: float = 1.0  # rewards are scale r + shift
+    reward_shift: float = 0.0
+    actor_lr: float = 3e-4  # Adam
+    critic_lr: float = 3e-4  # Adam
+    tau: float = 0.005  # share of the way that target weights go
+    hidden_dims: tuple[int, ...] = (256, 256)  # of a new actor; ReLU
+    critic_dims: tuple[int, ...] = (256, 256)  # hidden widths of a critic; ReLU
+    block_steps: int = 1000  # gradient steps between two reports
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("steps", "batch_size", "block_steps"):
+            self._require(name, getattr(self, name) >= 1, "at least 1")
+        self._require("gamma", 0 <= self.gamma <= 1, "in [0, 1]")
+        self._require("tau", 0 < self.tau <= 1, "in (0, 1]")
+        for name in ("actor_lr", "critic_lr", "reward_scale"):
+            self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
+        self._require("reward_shift", math.isfinite(self.reward_shift), "finite")
+        for name in ("hidden_dims", "critic_dims"):
+            widths = tuple(getattr(self, name))
+            setattr(self, name, widths)
+            self._require(name, bool(widths) and min(widths) >= 1, "one or more widths, all at least 1")
+
+    def _require(self, name: str, holds: bool, rule: str) -> None:
+        if not holds:
+            raise ConfigError(f"algo.{name} must be {rule}; got {getattr(self, name)}.")
+
+    @property
+    def rewarding(self) -> Rewarding:
+        """Return what is made of a reward."""
+        return Rewarding(self.gamma, self.reward_scale, self.reward_shift)
+
+    def actor_config(self) -> PolicyConfig:
+        """Return what a new actor is made of."""
+        return _plain_actor(DeterministicProcess(), self.hidden_dims)
+
+    def build(self, setup: Setup) -> OfflineRun:
+        """Check the setup and return the algorithm, ready to advance.
+
+        Raises:
+            ConfigError: If there is no dataset, or widths of dataset, environment and policy differ.
+            CapabilityError: If the policy to start from cannot be trained in this way.
+            DatasetError: If the dataset has no transition.
+        """
+        with torch_threads(setup.threads(THREADS)):
+            dataset, policy = self.start(setup)
+            table = tabulate(dataset.to(setup.device), policy, self.rewarding)
+            generator = seeded_generator(setup.seed, "learner weights")
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(generator.initial_seed())
+                learner = self.learner(policy, table, setup)
+            return OfflineRun(self, setup, learner, table, dataset)
+
+    def start(self, setup: Setup) -> tuple[EpisodeDataset, Policy]:
+        """Return the dataset, its actions within the box of the task, and the policy to train."""
+        algo = name_of("algo", self)
+        if setup.dataset is None:
+            raise ConfigError(f"algo={algo} needs transitions with rewards; got none. Give dataset=<file>.")
+        dataset, advice = setup.dataset, "Use a dataset of the same task."
+        spec = None if setup.env is None else setup.env.spec
+        if spec is not None:
+            require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
+        if setup.init is not None:
+            require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
+            return dataset, setup.init.clone().to(setup.device).train().requires_grad_(True)
+        box = box_of(dataset, spec)
+        dataset = clipped_actions(dataset, box)
+        policy = build_policy(
+            self.actor_config(),
+            obs_dim=dataset.obs_dim,
+            action_dim=dataset.action_dim,
+            statistics={"state": _state_statistics(dataset), "action": box},
+            seed=derive_seed(setup.seed, "weights"),
+        )
+        return dataset, policy.to(setup.device).train()
+
+    @abstractmethod
+    def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Learner:
+        """Return what learns; torch's global generator is seeded for its initial weights."""
+
+
+def _plain_actor(process: Any, hidden_dims: tuple[int, ...]) -> PolicyConfig:
+    """Return a policy of single actions on standardised states."""
+    return PolicyConfig(
+        process=process,
+        backbone=MlpConfig(residual=False, hidden_dims=hidden_dims),
+        horizon=1,
+        act_steps=1,
+        normalizer={"state": "gaussian", "action": "limits"},
+        observation_clip=None,
+    )
+
+
+def _state_statistics(dataset: EpisodeDataset) -> dict[str, Tensor]:
+    """Return moments of the states that transitions start from; the deviation is raised by a margin."""
+    states = dataset.transitions().observations.double()
+    std = states.std(dim=0, correction=0) + STD_MARGIN
+    moments = {"mean": states.mean(dim=0), "std": std, "min": states.amin(0), "max": states.amax(0)}
+    return {name: value.float() for name, value in moments.items()}
+
+
+class OfflineRun:
+    """A run in progress; see `OfflineConfig`."""
+
+    unit = "gradient_steps"
+
+    def __init__(
+        self,
+        config: OfflineConfig,
+        setup: Setup,
+        learner: Learner,
+        table: TransitionTable,
+        dataset: EpisodeDataset,
+    ) -> None:
+        self.config, self.learner, self.table = config, learner, table
+        self._num_threads = setup.threads(THREADS)
+        self._index = seeded_generator(setup.seed, "transitions", device=setup.device)
+        self._noise = seeded_generator(setup.seed, "learner noise", device=setup.device)
+        self._lasting = {
+            "seed": setup.seed,
+            "init": digest_of(setup.init),
+            "dataset": dataset.digest(),
+            "total": config.steps,
+        }
+        self._done = 0
+
+    @property
+    def progress(self) -> int:
+        """Gradient steps done."""
+        return self._done
+
+    @property
+    def total(self) -> int:
+        """Gradient steps to do."""
+        return self.config.steps
+
+    def advance(self) -> Metrics:
+        """Take a block of gradient steps and report the means of what was measured."""
+        count = min(self.config.block_steps, self.total - self._done)
+        start, means = time.perf_counter(), Means()
+        with torch_threads(self._num_threads):
+            for _ in range(count):
+                self._done += 1
+                means.add(self._step())
+        return means.read() | {"time/steps_per_s": count / (time.perf_counter() - start)}
+
+    def _step(self) -> dict[str, Tensor]:
+        size, device = self.config.batch_size, self._index.device
+        row = torch.randint(len(self.table), (size,), generator=self._index, device=device)
+        return self.learner.step(self.table.gather(row), self.learner.draw(size, self._noise))
+
+    def snapshot(self) -> Policy:
+        """Return a copy of the policy, in evaluation mode."""
+        return self.learner.policy.clone().eval().requires_grad_(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a bit-exact continuation needs."""
+        return {
+            "done": self._done,
+            "learner": self.learner.state_dict(),
+            "index": capture_generator(self._index),
+            "noise": capture_generator(self._noise),
+            **self._lasting,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            CheckpointError: If length, data, seed or the policy to start from are not those of the run.
+        """
+        require_unchanged(state, self._lasting)
+        self.learner.load_state_dict(state["learner"])
+        restore_generator(self._index, state["index"])
+        restore_generator(self._noise, state["noise"])
+        self._done = int(state["done"])
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class Means:
+    """Running sums of scalars by name; nothing is read back to the host before `read`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add one value of each name."""
+        for name, value in values.items():
+            if name in self._sums:
+                self._sums[name] += value
+                self._counts[name] += 1
+            else:
+                self._sums[name], self._counts[name] = value.clone(), 1
+
+    def read(self) -> Metrics:
+        """Return the means."""
+        return {name: total / self._counts[name] for name, total in self._sums.items()}

@@ -1,0 +1,89 @@
+"""PRDC: the actor stays near the nearest state-action pair of the dataset, whichever row that is in.
+
+Legend: pi the actor's action at a batch state s, (s_j, a_j) dataset rows::
+
+    j*         = argmin_j beta^2 |s - s_j|^2 + |pi - a_j|^2
+    constraint = mean (pi - a_j*)^2 over rows and entries; the neighbour is a constant
+
+Where j* is mostly the batch row itself the method is TD3+BC: `constraint/own_row` tells. Larger beta means
+more of that. For a policy that samples, pi is its sampled chunk and a_j are recorded chunks.
+
+Source: PRDC, arXiv 2306.06569, and its released code.
+
+Deviations from the released code:
+    * the neighbour search is exact by another way (`algos.neighbors`), so ties may break differently;
+    * actions are normalised to [-1, 1] before distances are taken.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from algos.base import Setup
+from algos.constrained_td3 import Actor, ConstrainedTd3Config, Draws, Quantities, Regulariser
+from algos.neighbors import SEARCHES, Search, build_search
+from algos.transitions import Batch, TransitionTable
+from policies.ensembles import Ensemble
+from policies.registry import register
+
+
+class NearestRow(Regulariser):
+    """mean (pi - a_j*)^2; see the top of the file.
+
+    Args:
+        search: Over the rows of the table.
+        action: (M, A), the actions of the rows.
+    """
+
+    def __init__(self, search: Search, action: Tensor) -> None:
+        self.search, self._action = search, action
+
+    def penalty(
+        self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
+    ) -> tuple[Tensor, Quantities]:
+        """See `Regulariser`."""
+        found = self.search.nearest(batch.row, batch.cond, action.detach())
+        neighbour = self._action.index_select(0, found.row)
+        return F.mse_loss(action, neighbour), {
+            "constraint/own_row": (found.row == batch.row).float().mean(),
+            "constraint/certified": found.certified.float().mean(),
+            "constraint/own_distance": (neighbour - batch.action).square().mean().sqrt(),
+        }
+
+
+@register("algo", "prdc")
+@dataclass
+class PrdcConfig(ConstrainedTd3Config):
+    """PRDC with the published settings of hopper and walker2d.
+
+    Published: alpha 40 and beta 2 for halfcheetah; 2.5 and 2 for hopper and walker2d; 7.5 and 7.5, with
+    reward_scale 10000 and reward_shift -1, for antmaze.
+
+    Source:
+        arXiv 2306.06569 and its released code.
+    """
+
+    beta: float = 2.0  # weight of the state in the distance
+    neighbor_rank: int = 1  # which neighbour; published: 1. The released `k`: 3 means the third nearest alone
+    search: str = "auto"  # lists | tree | brute | approximate; auto: lists on a CPU, brute on an accelerator
+    list_length: int = 64  # neighbours that a list holds; 8 bytes each
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        self._require("beta", 0 < self.beta < math.inf, "positive and finite")
+        self._require("neighbor_rank", self.neighbor_rank >= 1, "at least 1")
+        self._require("search", self.search in SEARCHES, f"one of {', '.join(SEARCHES)}")
+        self._require("list_length", self.list_length >= 2, "at least 2")
+
+    def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> NearestRow:
+        """Return the distance from the nearest row."""
+        state, action = table.cond.contiguous(), table.action.contiguous()
+        search = build_search(
+            self.search, state, action, self.beta, rank=self.neighbor_rank, length=self.list_length
+        )
+        return NearestRow(search, action)

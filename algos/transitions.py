@@ -1,0 +1,259 @@
+"""Chunk transitions of a fixed dataset, encoded once for a policy and kept as one matrix of rows.
+
+Legend: M transitions, B rows of a batch, To observation history, Ta executed steps, l <= Ta steps until the
+task ends, C condition width, A = Ta Da::
+
+    reward   sum over j < l of gamma^j (scale r_{t+j} + shift)
+    discount gamma^l, or 0 where the task ended with step l
+
+A chunk that would run over the end of a recording is no transition; one in which the task ends is, its
+further actions being repetitions of the last. With Ta = 1 these are the transitions of the dataset.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from envs.datasets.episodes import EpisodeDataset
+from policies.errors import CapabilityError, DatasetError
+from policies.policy import Policy
+
+_log = logging.getLogger(__name__)
+_ENCODED_AT_ONCE = 65_536
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of transitions, normalised.
+
+    Shapes:
+        cond, next_cond: (B, C). action, next_action: (B, A). reward, discount: (B,). has_next: (B,), 1 where
+        `next_action` was recorded. row: (B,) int64, which transitions these are.
+    """
+
+    cond: Tensor
+    action: Tensor
+    reward: Tensor
+    next_cond: Tensor
+    discount: Tensor
+    next_action: Tensor
+    has_next: Tensor
+    row: Tensor
+
+    def __len__(self) -> int:
+        """Return B."""
+        return len(self.row)
+
+
+class TransitionTable:
+    """All transitions, one row each, on one device.
+
+    Args:
+        cond: (M, C). action: (M, A). reward: (M,). next_cond: (M, C). discount: (M,). next_action: (M, A).
+        has_next: (M,).
+    """
+
+    def __init__(
+        self,
+        *,
+        cond: Tensor,
+        action: Tensor,
+        reward: Tensor,
+        next_cond: Tensor,
+        discount: Tensor,
+        next_action: Tensor | None = None,
+        has_next: Tensor | None = None,
+    ) -> None:
+        m = len(reward)
+        next_action = action.new_zeros(m, 0) if next_action is None else next_action
+        has_next = reward.new_zeros(m) if has_next is None else has_next
+        single = (reward[:, None], discount[:, None], has_next[:, None])
+        parts = (cond, action, next_cond, next_action, *single)
+        self._widths = [part.shape[1] for part in parts]
+        self._rows = torch.cat(parts, dim=1)
+
+    def __len__(self) -> int:
+        """Return M."""
+        return len(self._rows)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self._rows.device
+
+    @property
+    def cond(self) -> Tensor:
+        """Conditions (M, C); a view."""
+        return self._split(self._rows)[0]
+
+    @property
+    def action(self) -> Tensor:
+        """Flattened chunks (M, A); a view."""
+        return self._split(self._rows)[1]
+
+    def gather(self, row: Tensor) -> Batch:
+        """Return transitions (B,)."""
+        parts = self._split(self._rows.index_select(0, row))
+        cond, action, next_cond, next_action, reward, discount, has_next = parts
+        single = (part.squeeze(1) for part in (reward, discount, has_next))
+        reward, discount, has_next = single
+        return Batch(cond, action, reward, next_cond, discount, next_action, has_next, row)
+
+    def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        return rows.split(self._widths, dim=1)
+
+
+@dataclass(frozen=True)
+class Rewarding:
+    """What is made of a reward: scale r + shift, discounted by gamma per step."""
+
+    gamma: float = 0.99
+    scale: float = 1.0
+    shift: float = 0.0
+
+
+@torch.no_grad()
+def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> TransitionTable:
+    """Return the transitions of a dataset as a policy sees them.
+
+    Args:
+        dataset: On the device of the policy.
+        policy: Says history, executed steps, encoding and normalisation.
+        rewarding: See there.
+
+    Raises:
+        CapabilityError: If the policy looks at images or goals.
+        DatasetError: If there is no transition.
+    """
+    if policy.images or policy.goal_dim:
+        raise CapabilityError(
+            "offline actor-critic methods learn from states; the policy also looks at "
+            f"{', '.join(policy.images) or 'goals'}. Clone one that sees the state only."
+        )
+    stretch = _stretches(dataset, policy.chunk.act_steps)
+    if not len(stretch.start):
+        raise DatasetError(
+            f"{dataset.source}: no stretch of {policy.chunk.act_steps} frames has a known successor, so "
+            "there is no transition. Use longer episodes or a policy with fewer act_steps."
+        )
+    rewards = (rewarding.scale * dataset.rewards.double() + rewarding.shift)[stretch.frames]
+    weight = rewarding.gamma ** torch.arange(stretch.frames.shape[1], device=rewards.device).double()
+    reward = (rewards * weight * stretch.real).sum(dim=1).float()
+    discount = rewarding.gamma ** stretch.length.double() * ~stretch.over
+    actions = policy.normalize_action(dataset.actions)
+    following, has_next = _following(dataset, stretch)
+    return TransitionTable(
+        cond=_encode(policy, dataset, stretch.start),
+        action=actions[stretch.frames].flatten(1),
+        reward=reward,
+        next_cond=_encode(policy, dataset, stretch.last, successor=True),
+        discount=discount.float(),
+        next_action=actions[following].flatten(1),
+        has_next=has_next.float(),
+    )
+
+
+@dataclass(frozen=True)
+class _Stretches:
+    """Frames of the transitions: start, last (M,), frames (M, Ta), length, over (M,), real (M, Ta)."""
+
+    start: Tensor
+    last: Tensor
+    frames: Tensor
+    length: Tensor
+    over: Tensor
+    real: Tensor
+
+
+def _stretches(dataset: EpisodeDataset, steps: int) -> _Stretches:
+    """Return every stretch that ends where the task does, or that has a known successor."""
+    over, end = _over(dataset), _episode_end(dataset)
+    start = torch.arange(dataset.num_frames, device=over.device)
+    wanted = start[:, None] + torch.arange(steps, device=over.device)
+    inside = torch.minimum(wanted, end[:, None])
+    ended_before = torch.cat([over.new_zeros(len(start), 1), over[inside].cummax(1).values[:, :-1]], dim=1)
+    real = (wanted <= end[:, None]) & ~ended_before
+    length = real.sum(dim=1)
+    last = start + length - 1
+    known = (last < end) | over[last] if dataset.next_observations is None else torch.ones_like(over)
+    keep = ((length == steps) | over[last]) & known
+    frames = torch.minimum(wanted, last[:, None])
+    parts = (start, last, frames, length, over[last], real)
+    return _Stretches(*(part[keep] for part in parts))
+
+
+def _over(dataset: EpisodeDataset) -> Tensor:
+    """Return where values must not look beyond a frame, (N,) bool."""
+    if "masks" in dataset.extras:
+        return dataset.terminated | (dataset.extras["masks"] == 0)
+    return dataset.terminated
+
+
+def _episode_end(dataset: EpisodeDataset) -> Tensor:
+    """Return the last frame of every frame's episode, (N,)."""
+    return (dataset.episode_start[1:] - 1).repeat_interleave(dataset.lengths)
+
+
+def _following(dataset: EpisodeDataset, stretch: _Stretches) -> tuple[Tensor, Tensor]:
+    """Return the frames (M, Ta) of the chunk that was recorded next, and whether there is one (M,)."""
+    end = _episode_end(dataset)[stretch.start]
+    offset = torch.arange(stretch.frames.shape[1], device=end.device)
+    frames = torch.minimum(stretch.last[:, None] + 1 + offset, end[:, None])
+    return frames, (stretch.last < end) & ~stretch.over
+
+
+def _encode(policy: Policy, dataset: EpisodeDataset, newest: Tensor, *, successor: bool = False) -> Tensor:
+    """Return the condition (M, C) of the history that ends with frames (M,), or with their successors."""
+    first = dataset.episode_start[:-1].repeat_interleave(dataset.lengths)
+    back = torch.arange(policy.chunk.obs_steps - 1, -1, -1, device=newest.device)
+    pieces = []
+    for frame in newest.split(_ENCODED_AT_ONCE):
+        history = torch.maximum(frame[:, None] - back + successor, first[frame][:, None])
+        inside = torch.minimum(history, frame[:, None])
+        obs = dataset.observations[inside]
+        if successor:
+            obs[:, -1] = _successors(dataset, frame)
+        pieces.append(policy.encode(policy.observation({"state": obs})).vec)
+    return torch.cat(pieces)
+
+
+def _successors(dataset: EpisodeDataset, frame: Tensor) -> Tensor:
+    """Return the observations after frames (M,), (M, Do); where none is known, the own one."""
+    if dataset.next_observations is not None:
+        return dataset.next_observations[frame]
+    return dataset.observations[torch.minimum(frame + 1, _episode_end(dataset)[frame])]
+
+
+def box_of(dataset: EpisodeDataset, spec: Any) -> dict[str, Tensor]:
+    """Return the statistics of the box that actions fill: the task's, or the data's where no task is given.
+
+    Without a task, data within [-1, 1] have that box.
+    """
+    low, high = dataset.actions.amin(0), dataset.actions.amax(0)
+    if spec is not None:
+        low, high = (torch.tensor(side, dtype=low.dtype) for side in (spec.action_low, spec.action_high))
+    elif bool((low >= -1).all() & (high <= 1).all()):
+        low, high = -torch.ones_like(low), torch.ones_like(high)
+    return {"min": low, "max": high, "mean": (low + high) / 2, "std": (high - low) / 2}
+
+
+def clipped_actions(dataset: EpisodeDataset, box: dict[str, Tensor]) -> EpisodeDataset:
+    """Return the dataset with actions within the box, and tell how many entries were outside."""
+    from dataclasses import replace
+
+    low, high = box["min"].to(dataset.actions), box["max"].to(dataset.actions)
+    inside = dataset.actions.clamp(low, high)
+    outside = int((inside != dataset.actions).sum())
+    if not outside:
+        return dataset
+    share = 100 * outside / dataset.actions.numel()
+    _log.warning(
+        "%s: %d action entries (%.2g %%) lie outside the box of the task; they are clipped to it, as the "
+        "simulator does.", dataset.source, outside, share,
+    )  # fmt: skip
+    return replace(dataset, actions=inside)

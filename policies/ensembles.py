@@ -1,0 +1,182 @@
+"""Several networks of one shape as one: action values, and what is made of their disagreement.
+
+Legend: E members, B batch, C condition width, A width of a flattened chunk. The weights of a layer are
+stacked, (E, in, out), and all members are evaluated by one batched product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from policies.activations import ACTIVATIONS, check_activation
+from policies.errors import ConfigError
+
+AGGREGATES = ("min", "mean", "subset_min", "mean_std")
+
+
+@dataclass(frozen=True)
+class EnsembleConfig:
+    """Shape of an ensemble of action values Q(s, a)."""
+
+    members: int = 2  # E
+    hidden_dims: tuple[int, ...] = (256, 256)  # widths of the hidden layers
+    activation: str = "relu"  # relu, mish or tanh
+    layer_norm: bool = False  # normalise before each activation
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        object.__setattr__(self, "hidden_dims", tuple(self.hidden_dims))
+        check_activation(self.activation, where="critic.activation")
+        if self.members < 1:
+            raise ConfigError(f"critic.members must be at least 1; got {self.members}.")
+        if not self.hidden_dims or min(self.hidden_dims) < 1:
+            raise ConfigError(
+                "critic.hidden_dims must name at least one width, all at least 1; got "
+                f"{list(self.hidden_dims)}."
+            )
+
+    def build(self, cond_dim: int, action_dim: int) -> Ensemble:
+        """Build the networks for conditions (B, C) and flattened chunks (B, A)."""
+        return Ensemble(self, cond_dim + action_dim)
+
+
+class Ensemble(nn.Module):
+    """E networks from (B, in) to one number each.
+
+    Members are initialised one by one as PyTorch initialises linear layers.
+    """
+
+    def __init__(self, config: EnsembleConfig, in_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.activate, self.activate_ = ACTIVATIONS[config.activation]
+        sizes, members = (in_dim, *config.hidden_dims, 1), config.members
+        self.weight, self.bias = nn.ParameterList(), nn.ParameterList()
+        for fan_in, fan_out in pairwise(sizes):
+            bound = fan_in**-0.5
+            self.weight.append(torch.empty(members, fan_in, fan_out).uniform_(-bound, bound))
+            self.bias.append(torch.empty(members, 1, fan_out).uniform_(-bound, bound))
+        self.scale, self.shift = nn.ParameterList(), nn.ParameterList()
+        for width in config.hidden_dims if config.layer_norm else ():
+            self.scale.append(torch.ones(members, 1, width))
+            self.shift.append(torch.zeros(members, 1, width))
+
+    @property
+    def members(self) -> int:
+        """E."""
+        return self.config.members
+
+    def forward(
+        self, cond: Tensor, action: Tensor, *, members: int | None = None, frozen: bool = False
+    ) -> Tensor:
+        """Return values (E, B) of conditions (B, C) and flattened chunks (B, A).
+
+        Args:
+            cond: (B, C).
+            action: (B, A).
+            members: Evaluate the first so many only.
+            frozen: Let no gradient reach the weights; it still reaches the inputs.
+        """
+        x = torch.cat([cond, action], dim=1)
+        count = self.members if members is None else members
+        if count == 1:
+            return self._evaluate_first(x, frozen)
+        return self._evaluate(x.expand(count, *x.shape), count, frozen)
+
+    def _evaluate(self, h: Tensor, count: int, frozen: bool) -> Tensor:
+        last = len(self.weight) - 1
+        for i in range(last + 1):
+            h = torch.baddbmm(
+                self._part(self.bias, i, count, frozen), h, self._part(self.weight, i, count, frozen)
+            )
+            if i < last:
+                h = self._activated(h, i, count, frozen)
+        return h.squeeze(-1)
+
+    def _evaluate_first(self, h: Tensor, frozen: bool) -> Tensor:
+        """Evaluate the first member by plain products."""
+        last = len(self.weight) - 1
+        for i in range(last + 1):
+            weight, bias = self._part(self.weight, i, 1, frozen)[0], self._part(self.bias, i, 1, frozen)[0, 0]
+            h = torch.addmm(bias, h, weight)
+            if i < last:
+                h = self._activated(h, i, 1, frozen)
+        return h.t()
+
+    def _activated(self, h: Tensor, layer: int, count: int, frozen: bool) -> Tensor:
+        if not self.config.layer_norm:
+            return self.activate_(h)
+        scale, shift = (self._part(part, layer, count, frozen) for part in (self.scale, self.shift))
+        if h.dim() == 2:
+            scale, shift = scale[0], shift[0]
+        return self.activate_(torch.addcmul(shift, F.layer_norm(h, h.shape[-1:]), scale))
+
+    def _part(self, parts: nn.ParameterList, layer: int, count: int, frozen: bool) -> Tensor:
+        weight: Tensor = parts[layer]
+        weight = weight if count == self.members else weight[:count]
+        return weight.detach() if frozen else weight
+
+    @torch.no_grad()
+    def load_members(self, members: Sequence[Sequence[Mapping[str, Tensor]]]) -> None:
+        """Set the weights from layers as `nn.Linear` holds them.
+
+        Args:
+            members: Per member and layer `weight` (out, in) and `bias` (out,), and `scale` and `shift` (out,)
+                of its normalisation, where there is one.
+        """
+        for e, layers in enumerate(members):
+            for i, layer in enumerate(layers):
+                self.weight[i][e].copy_(layer["weight"].t())
+                self.bias[i][e, 0].copy_(layer["bias"])
+                if "scale" in layer:
+                    self.scale[i][e, 0].copy_(layer["scale"])
+                    self.shift[i][e, 0].copy_(layer["shift"])
+
+    def layers_of(self, member: int) -> list[dict[str, Tensor]]:
+        """Return the layers of a member as `nn.Linear` holds them; see `load_members`."""
+        layers = [
+            {"weight": weight[member].t(), "bias": bias[member, 0]}
+            for weight, bias in zip(self.weight, self.bias, strict=True)
+        ]
+        for layer, scale, shift in zip(layers, self.scale, self.shift, strict=False):
+            layer |= {"scale": scale[member, 0], "shift": shift[member, 0]}
+        return layers
+
+
+def aggregate(values: Tensor, how: str, *, subset: Tensor | None = None, pessimism: float = 0.5) -> Tensor:
+    """Reduce values (E, ...) over the members to (...).
+
+    Args:
+        values: (E, ...).
+        how: `min`, `mean`, `subset_min` (over the members `subset`), or `mean_std` (mean - pessimism *
+            deviation, the uncorrected one).
+        subset: Indices (S,) of members, for `subset_min`.
+        pessimism: Weight of the deviation, for `mean_std`.
+
+    Raises:
+        ConfigError: If the name is unknown, or the subset is missing.
+    """
+    match how:
+        case "min":
+            return values.amin(dim=0) if values.shape[0] != 2 else torch.minimum(values[0], values[1])
+        case "mean":
+            return values.mean(dim=0)
+        case "subset_min" if subset is not None:
+            return values.index_select(0, subset).amin(dim=0)
+        case "mean_std":
+            return values.mean(dim=0) - pessimism * values.std(dim=0, correction=0)
+    raise ConfigError(
+        f"an aggregate must be one of {', '.join(AGGREGATES)} (subset_min with a subset); got '{how}'."
+    )
+
+
+def polyak(target: nn.Module, online: nn.Module, tau: float) -> None:
+    """Move the weights of `target` by the share `tau` towards those of `online`."""
+    with torch.no_grad():
+        torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), tau)

@@ -1,0 +1,156 @@
+"""PRDC against the released program: whole steps, weights included, and its neighbour search."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from official_td3 import (
+    actor_of,
+    actor_weights,
+    batch_of,
+    digests,
+    ensemble_of,
+    ensemble_weights,
+    names,
+    read,
+    rules_of,
+    shapes_of,
+    sine_weights,
+    under,
+)
+from torch import Tensor
+
+from algos.constrained_td3 import Td3Learner
+from algos.neighbors import BruteSearch, ListSearch, TreeSearch
+from algos.prdc import NearestRow
+
+NUMBER = {"rtol": 1e-5, "atol": 1e-6}
+WEIGHT = {"rtol": 0.0, "atol": 1e-6}
+MEMBERS = (names(1, 3), names(4, 6))
+STEPS = 4
+
+
+def initial(arrays: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return the weights before the first step, stored or by formula."""
+    parts = ("actor", "critic", "actor_target", "critic_target")
+    if any(name.startswith("init/") for name in arrays):
+        return {part: under(arrays, f"init/{part}/") for part in parts}
+    state, action = arrays["states"].shape[1], arrays["actions"].shape[1]
+    width = int(arrays["cfg/hidden"])
+    actor = shapes_of("l", [state, width, width, action])
+    critic = [state + action, width, width, 1]
+    shapes = {"actor": actor, "critic": shapes_of("l", critic) | shapes_of("l", critic, 4)}
+    online = {"actor": sine_weights(shapes["actor"], 14), "critic": sine_weights(shapes["critic"], 15)}
+    targets = {
+        f"{part}_target": {k: v * np.float32(0.95) for k, v in weights.items()}
+        for part, weights in online.items()
+    }
+    return online | targets
+
+
+def learner_of(arrays: dict[str, Tensor]) -> Td3Learner:
+    """Return our learner at the start of a file, with the released tree."""
+    weights, rules = initial(arrays), rules_of(arrays)
+    beta, rank = float(arrays["cfg/beta"]), int(arrays["cfg/k"])
+    search = TreeSearch(arrays["states"], arrays["actions"], beta, rank=rank)
+    learner = Td3Learner(
+        actor_of(weights["actor"], rules.limit),
+        ensemble_of(weights["critic"], MEMBERS),
+        NearestRow(search, arrays["actions"]),
+        rules,
+    )
+    target = actor_of(weights["actor_target"], rules.limit).policy
+    learner.target_actor.policy.load_state_dict(target.state_dict())
+    learner.target_critic.load_state_dict(ensemble_of(weights["critic_target"], MEMBERS).state_dict())
+    return learner
+
+
+def weights_of(learner: Td3Learner) -> dict[str, dict[str, Tensor]]:
+    """Return all weights by their released names."""
+    return {
+        "actor": actor_weights(learner.actor),
+        "actor_target": actor_weights(learner.target_actor),
+        "critic": ensemble_weights(learner.critic, MEMBERS),
+        "critic_target": ensemble_weights(learner.target_critic, MEMBERS),
+    }
+
+
+def check_weights(learner: Td3Learner, step: dict[str, Tensor]) -> None:
+    """Compare weights, or their digests, after a step."""
+    for part, weights in weights_of(learner).items():
+        stored = under(step, f"after/{part}/")
+        for name, value in stored.items():
+            torch.testing.assert_close(weights[name], value, **WEIGHT)
+        for name, value in digests(weights).items():
+            kind, _, parameter = name.partition("/")
+            key = f"{kind}/{part}/{parameter}"
+            if key in step:
+                loose = {"rtol": 1e-5, "atol": 1e-4} if kind == "sum" else WEIGHT
+                torch.testing.assert_close(value.to(step[key].dtype), step[key], **loose)
+        assert stored or f"sum/{part}/{next(iter(weights))}" in step, "the file must say how weights end"
+
+
+def draws_of(step: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the random numbers of a step."""
+    none = torch.zeros(len(step["action"]), 0)
+    return {"target": step["noise_raw"], "next_start": none, "start": none}
+
+
+@pytest.mark.golden("prdc_[!k]*.npz")
+def test_steps(golden_path: Path) -> None:
+    arrays = read(golden_path)
+    learner, discount = learner_of(arrays), float(arrays["cfg/discount"])
+    for t in range(1, STEPS + 1):
+        step = under(arrays, f"step{t}/")
+        batch, draws = batch_of(step, discount), draws_of(step)
+        torch.testing.assert_close(learner.backup(batch, draws).target, step["target_q"].squeeze(1), **NUMBER)
+        values = learner.critic(batch.cond, batch.action)
+        for i in (1, 2):
+            torch.testing.assert_close(values[i - 1], step[f"current_q{i}"].squeeze(1), **NUMBER)
+        action = learner.actor(batch.cond, draws["start"]).detach()
+        out = learner.step(batch, draws)
+        torch.testing.assert_close(out["critic/loss"], step["critic_loss"].float().squeeze(), **NUMBER)
+        if "pi" in step:
+            torch.testing.assert_close(action, step["pi"], **NUMBER)
+            torch.testing.assert_close(out["actor/value"], step["Q_value"].float().squeeze(), **NUMBER)
+            torch.testing.assert_close(
+                out["actor/value_loss"], step["actor_loss"].float().squeeze(), **NUMBER
+            )
+            torch.testing.assert_close(out["actor/constraint"], step["dc_loss"].float().squeeze(), **NUMBER)
+        check_weights(learner, step)
+
+
+@pytest.mark.golden("prdc_[!k]*.npz")
+def test_every_exact_search_finds_the_released_neighbours(golden_path: Path) -> None:
+    arrays = read(golden_path)
+    state, action, beta = arrays["states"], arrays["actions"], float(arrays["cfg/beta"])
+    rank = int(arrays["cfg/k"])
+    searches = [TreeSearch(state, action, beta, rank=rank)]
+    if rank == 1:
+        searches += [ListSearch(state, action, beta, length=n) for n in (2, 16, 600)]
+        searches += [BruteSearch(state, action, beta)]
+    for t in (2, 4):
+        step = under(arrays, f"step{t}/")
+        for search in searches:
+            found = search.nearest(step["batch_indices"].long().flatten(), step["state"], step["pi"])
+            torch.testing.assert_close(action[found.row], step["neighbour_action"], **NUMBER)
+
+
+@pytest.mark.golden("prdc_knn*.npz")
+def test_the_tree_counts_neighbours_as_the_released_one(golden_path: Path) -> None:
+    with np.load(golden_path) as file:
+        arrays = {name: file[name] for name in file.files}
+    data = torch.from_numpy(arrays["data"])
+    none = torch.zeros(len(data), 0)
+    gaps = np.diff(arrays["k_int3_dist"], axis=1)
+    for rank in (1, 2, 3):
+        tree = TreeSearch(data, none, 1.0, rank=rank)
+        distance, index = tree.query(arrays["queries"])
+        np.testing.assert_allclose(distance, arrays[f"k_list{rank}_dist"][:, 0], rtol=1e-12, atol=1e-12)
+        lonely = np.ones(len(index), bool) if rank > 3 else (gaps > 1e-9).all(axis=1)
+        assert lonely.any()
+        if rank < 3:  # the neighbour after the third is not in the file
+            np.testing.assert_array_equal(index[lonely], arrays[f"k_list{rank}_idx"][lonely, 0])

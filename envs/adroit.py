@@ -21,6 +21,7 @@ import numpy as np
 
 from envs.datasets.scores import reference
 from envs.door_starts import DoorStart, read_starts
+from envs.pixels import Pictured
 from envs.spec import EnvSpec
 from envs.vector import ChunkVector, StepResult
 from policies.errors import ConfigError
@@ -91,7 +92,8 @@ class AdroitStepper:
         self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
         self._starts = starts
         # Views into the model, and what each row wants there.
-        self._views = [getattr(self.model, name)[getattr(self._env, at)] for name, at in scene.placed]
+        self._placed = [(name, getattr(self._env, at)) for name, at in scene.placed]
+        self._views = [getattr(self.model, name)[at] for name, at in self._placed]
         self._places = [np.tile(view, (num_envs, 1)) for view in self._views]
         self._measured = {name: np.ones(num_envs) for name in scene.measured}
         self._signature = mujoco.mjtState.mjSTATE_INTEGRATION
@@ -121,6 +123,15 @@ class AdroitStepper:
     def metrics(self) -> dict[str, Array]:
         """Return nothing: return and success say it all."""
         return {}
+
+    def look(self, row: int) -> dict[str, Array]:
+        """Return where the things are that resets put elsewhere."""
+        return {str(i): places[row].copy() for i, places in enumerate(self._places)}
+
+    def wear(self, model: Any, look: Mapping[str, Array]) -> None:
+        """Put them there in a model for drawing."""
+        for i, (name, at) in enumerate(self._placed):
+            getattr(model, name)[at] = look[str(i)]
 
     def get_state(self) -> dict[str, Any]:
         """Return everything the next steps depend on, what the resets drew included."""
@@ -179,7 +190,7 @@ def load_adroit(scene: Scene, reward: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Adroit:
+class _Adroit(Pictured):
     """What the four configurations share."""
 
     max_episode_steps: int = 200  # control steps, then truncated
@@ -194,6 +205,7 @@ class _Adroit:
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
+        super().__post_init__()
         if self.max_episode_steps < 1:
             raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
         if self.reward not in REWARDS:
@@ -226,7 +238,7 @@ class _Adroit:
         Raises:
             MissingExtraError: If gymnasium-robotics is not installed.
         """
-        return ChunkVector(self.spec, AdroitStepper(self.scene, self.reward, num_envs), obs_steps=obs_steps)
+        return self.vector_of(AdroitStepper(self.scene, self.reward, num_envs), obs_steps)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
         """Photograph an episode (F, height, width, 3); options as in `envs.rendering.replay_frames`."""
@@ -264,7 +276,7 @@ class AdroitDoor(_Adroit):
         """
         starts = read_starts(self.starts) if self.starts is not None else ()
         stepper = AdroitStepper(self.scene, self.reward, num_envs, starts)
-        return ChunkVector(self.spec, stepper, obs_steps=obs_steps)
+        return self.vector_of(stepper, obs_steps)
 
 
 @register("env", "adroit-hammer")

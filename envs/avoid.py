@@ -26,6 +26,7 @@ import numpy as np
 
 from assets import path as asset_path
 from envs.experts.avoid import AvoidDemonstrator, demonstrate_avoid
+from envs.pixels import Pictured
 from envs.spec import EnvSpec
 from envs.vector import ChunkVector, StepResult
 from policies.errors import ConfigError
@@ -248,10 +249,11 @@ class AvoidStepper:
 
 @register("env", "avoid")
 @dataclass(frozen=True)
-class Avoid:
+class Avoid(Pictured):
     """Drive a disc through rows of pillars to the finish line; many ways lead through."""
 
     max_episode_steps: int = 100  # control steps of 50 ms, then truncated
+    image_shadows: bool = False  # true: with shadows, which takes several times longer without a GPU
     demonstrator: AvoidDemonstrator = field(default_factory=AvoidDemonstrator)  # who `demonstrate` is
 
     @property
@@ -276,7 +278,7 @@ class Avoid:
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
         """Build the exact engine for N environments."""
-        return ChunkVector(self.spec, AvoidStepper(num_envs), obs_steps=obs_steps)
+        return self.vector_of(AvoidStepper(num_envs), obs_steps)
 
     def demonstrate(self, seed: int) -> Episode:
         """Record one demonstration; way, wobble and start all follow from the seed."""

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.scores import reference
+from envs.pixels import Pictured
 from envs.spec import EnvSpec
 from envs.vector import ChunkVector, StepResult
 from policies.errors import ConfigError
@@ -207,7 +208,7 @@ def load_kitchen() -> Any:
 
 
 @dataclass(frozen=True)
-class _Kitchen:
+class _Kitchen(Pictured):
     """What the three configurations share."""
 
     max_episode_steps: int = 280  # control steps, then truncated
@@ -219,6 +220,7 @@ class _Kitchen:
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
+        super().__post_init__()
         if self.max_episode_steps < 1:
             raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
         for key in ("robot_noise_ratio", "object_noise_ratio"):
@@ -252,7 +254,7 @@ class _Kitchen:
             MissingExtraError: If gymnasium-robotics is not installed.
         """
         stepper = KitchenStepper(self.tasks, num_envs, self.robot_noise_ratio, self.object_noise_ratio)
-        return ChunkVector(self.spec, stepper, obs_steps=obs_steps)
+        return self.vector_of(stepper, obs_steps)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
         """Photograph an episode (F, height, width, 3); options as in `envs.rendering.replay_frames`."""

@@ -15,6 +15,7 @@ import numpy as np
 from envs.datasets.episodes import Episode
 from envs.datasets.scores import reference
 from envs.experts.locomotion import LocomotionDemonstrator, demonstrate_locomotion
+from envs.pixels import PICTURE_OPTIONS, Pictured
 from envs.robots import Array, RobotStepper, States
 from envs.spec import EnvSpec
 from envs.vector import ChunkVector
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 VERSIONS = ("v4", "v5")
 
 
-class GymnasiumRobot:
+class GymnasiumRobot(Pictured):
     """What all configurations of gymnasium's robots do alike."""
 
     fields: tuple[str, ...] = ()
@@ -35,7 +36,8 @@ class GymnasiumRobot:
 
     def make_vector(self: Any, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
         """Build the exact engine for N environments."""
-        return ChunkVector(self.spec, RobotStepper(self, num_envs), obs_steps=obs_steps)
+        vector: ChunkVector = self.vector_of(RobotStepper(self, num_envs), obs_steps)
+        return vector
 
     def render_frames(self: Any, seed: int, actions: Array, **options: Any) -> Array:
         """Photograph an episode (F, height, width, 3); options as in `envs.rendering.replay_frames`."""
@@ -47,7 +49,7 @@ class GymnasiumRobot:
         """Return envpool's name of the task and its options."""
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         version = options.pop("version", "v5")
-        for name in ("max_episode_steps", "demonstrator"):
+        for name in ("max_episode_steps", "demonstrator", *PICTURE_OPTIONS):
             options.pop(name, None)
         forces = "cfrc_ext" in self.fields  # envpool's v4 leaves them at zero by default
         return f"{self.gymnasium_name}-{version}", options | {"post_constraint": forces}
@@ -179,7 +181,8 @@ class Hopper(_Upright):
     frame_skip = 4
 
     def __post_init__(self) -> None:
-        """Check the version."""
+        """Check the values."""
+        super().__post_init__()
         check_version(self.version)
 
     @property
@@ -213,7 +216,8 @@ class Walker2d(_Upright):
     frame_skip = 4
 
     def __post_init__(self) -> None:
-        """Check the version."""
+        """Check the values."""
+        super().__post_init__()
         check_version(self.version)
 
     @property

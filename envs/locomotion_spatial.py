@@ -61,7 +61,8 @@ class Ant(GymnasiumRobot):
     frame_skip = 5
 
     def __post_init__(self) -> None:
-        """Check the version."""
+        """Check the values."""
+        super().__post_init__()
         check_version(self.version)
 
     @property
@@ -153,7 +154,8 @@ class Humanoid(GymnasiumRobot):
     fields = ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
 
     def __post_init__(self) -> None:
-        """Check the version."""
+        """Check the values."""
+        super().__post_init__()
         check_version(self.version)
 
     @property

@@ -14,6 +14,7 @@ import numpy as np
 
 from envs.experts.ogbench import OracleDemonstrator, demonstrate
 from envs.ogbench import NUM_TASKS, OgbenchStepper
+from envs.pixels import Pictured
 from envs.spec import EnvSpec
 from envs.vector import ChunkVector
 from policies.errors import ConfigError
@@ -66,7 +67,7 @@ def _button_names(button: int) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class _World:
+class _World(Pictured):
     """What the configurations share."""
 
     task: int = 1  # 1 to 5: what is where, and what is wanted, in OGBench's numbering
@@ -81,6 +82,7 @@ class _World:
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
+        super().__post_init__()
         if not 1 <= self.task <= NUM_TASKS:
             raise ConfigError(f"env.task of {self.name} must be 1 to {NUM_TASKS}; got {self.task}.")
         if self.max_episode_steps < 1:
@@ -116,7 +118,7 @@ class _World:
         Raises:
             MissingExtraError: If OGBench is not installed.
         """
-        return ChunkVector(self.spec, OgbenchStepper(self.name, self.task, num_envs), obs_steps=obs_steps)
+        return self.vector_of(OgbenchStepper(self.name, self.task, num_envs), obs_steps)
 
     def demonstrate(self, seed: int) -> Episode:
         """Let the oracles do the episode of this seed."""

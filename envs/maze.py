@@ -14,6 +14,7 @@ Legend: N environments, M of them addressed.
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ import numpy as np
 
 from envs.experts.maze import MazeDemonstrator, demonstrate_maze, pd_force
 from envs.maze_layouts import Cell, Layout, layout, load_model
+from envs.pixels import Pictured
 from envs.spec import EnvSpec
 from envs.vector import ChunkVector, StepResult
 from policies.errors import ConfigError
@@ -105,6 +107,16 @@ class MazeStepper:
         ended = success & (not self.task.continuing)
         return StepResult(obs, reward, ended, np.zeros_like(ended), success)
 
+    def look(self, row: int) -> dict[str, Array]:
+        """Return where the goal is."""
+        return {"goal": self._goal[row].copy()}
+
+    def wear(self, model: Any, look: Mapping[str, Array]) -> None:
+        """Mark the goal in a model for drawing, and let its free camera see the whole maze from above."""
+        from envs.maze_figures import seen_from_above
+
+        seen_from_above(model, self.maze, look["goal"])
+
     def metrics(self) -> dict[str, Array]:
         """Return nothing: success and return say it all."""
         return {}
@@ -146,7 +158,7 @@ class MazeStepper:
 
 
 @dataclass(frozen=True)
-class _Maze(ABC):
+class _Maze(Pictured, ABC):
     """What all mazes share; the subclasses below give agent and maze."""
 
     max_episode_steps: int = 300  # control steps, then truncated
@@ -160,6 +172,7 @@ class _Maze(ABC):
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
+        super().__post_init__()
         if self.max_episode_steps < 1:
             raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
         if self.reward not in REWARDS:
@@ -221,7 +234,7 @@ class _Maze(ABC):
         Raises:
             MissingExtraError: If gymnasium-robotics is not installed.
         """
-        return ChunkVector(self.spec, MazeStepper(self, num_envs), obs_steps=obs_steps)
+        return self.vector_of(MazeStepper(self, num_envs), obs_steps)
 
     def figure(self, panels: Mapping[str, tuple[Sequence[Array], Sequence[bool]]]) -> Figure:
         """Draw one panel of trajectories per title, e.g. before and after; see `envs.maze_figures`."""
@@ -231,13 +244,13 @@ class _Maze(ABC):
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
         """Photograph an episode from above (F, height, width, 3); options as in `replay_frames`."""
-        from envs.maze_figures import seen_from_above
         from envs.rendering import replay_frames
 
-        vector = self.make_vector(1)
-        vector.reset([seed])
-        seen_from_above(vector.stepper)
-        return replay_frames(vector, seed, actions, **options)
+        stepper = MazeStepper(self, 1)
+        stepper.reset(0, seed)
+        stepper.model = copy.copy(stepper.model)
+        stepper.wear(stepper.model, stepper.look(0))
+        return replay_frames(ChunkVector(self.spec, stepper), seed, actions, **options)
 
 
 @dataclass(frozen=True)

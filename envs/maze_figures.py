@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -88,10 +87,8 @@ def _draw_walls(ax: Axes, maze: Layout) -> None:
     ax.set_axis_off()
 
 
-def seen_from_above(stepper: Any) -> None:
-    """Point the camera of a simulator of mazes down and mark the goal of row 0, on a model of its own."""
-    model = stepper.model = copy.copy(stepper.model)
-    _, goal = stepper.start_and_goal(0)
+def seen_from_above(model: Any, maze: Layout, goal: np.ndarray) -> None:
+    """Point the free camera of a model for drawing down at the whole maze, and mark the goal (2,)."""
     model.site("target").pos[:2] = goal
-    model.stat.center, model.stat.extent = np.zeros(3), 1.1 * float(stepper.maze.half_size.max())
+    model.stat.center, model.stat.extent = np.zeros(3), 1.1 * float(maze.half_size.max())
     model.vis.global_.azimuth, model.vis.global_.elevation = 90.0, -89.0

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from envs.experts.metaworld import ScriptedDemonstrator, demonstrate
+from envs.pixels import Pictured
 from envs.spec import EnvSpec
 from envs.vector import ChunkVector, StepResult
 from policies.errors import ConfigError
@@ -118,6 +119,15 @@ class MetaworldStepper:
         """Return time, positions and velocities of one row, (1 + nq + nv,)."""
         data = self.datas[row]
         return np.concatenate([[data.time], data.qpos, data.qvel])
+
+    def look(self, row: int) -> dict[str, Array]:
+        """Return where the things are that resets put elsewhere, goals among them."""
+        return {name: self._memory[row][name].copy() for name in _IN_MODEL}
+
+    def wear(self, model: Any, look: Mapping[str, Array]) -> None:
+        """Put them there in a model for drawing."""
+        for name, value in look.items():
+            getattr(model, name)[:] = value
 
     def metrics(self) -> dict[str, Array]:
         """Return nothing: return and success say it all."""
@@ -221,7 +231,7 @@ def load_metaworld(task: str) -> tuple[Any, dict[str, Any]]:
 
 @register("env", "metaworld")
 @dataclass(frozen=True)
-class Metaworld:
+class Metaworld(Pictured):
     """One of fifty tasks of a Sawyer arm, `env.task=reach` for instance (Meta-World v3, goal observed)."""
 
     task: str = "reach"  # name of the task without its version, e.g. pick-place or drawer-open
@@ -230,6 +240,7 @@ class Metaworld:
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
+        super().__post_init__()
         if self.task not in TASKS:
             near = get_close_matches(self.task, TASKS, 5, 0.4)
             close = f"; near it: {', '.join(near)}" if near else ""
@@ -260,7 +271,7 @@ class Metaworld:
         Raises:
             MissingExtraError: If Meta-World is not installed.
         """
-        return ChunkVector(self.spec, MetaworldStepper(self.task, num_envs), obs_steps=obs_steps)
+        return self.vector_of(MetaworldStepper(self.task, num_envs), obs_steps)
 
     def demonstrate(self, seed: int) -> Episode:
         """Let Meta-World's scripted policy do the episode of this seed."""

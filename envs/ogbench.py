@@ -35,6 +35,15 @@ Array = np.ndarray
 NUM_TASKS = 5
 _REMEMBERED = ("_cur_button_states", "_target_button_states", "_target_drawer_pos", "_target_window_pos")
 _LOCKED_JOINTS = ("drawer_slide", "window_slide")
+_HANDLES = ("drawer_handle", "window_handle")  # materials, in the colour of the button that locks them
+_SEE_THROUGH = 0.1
+_VISUAL: dict[str, tuple[str | None, float]] = {
+    **{f"ur5e/robotiq/{name}": (None, _SEE_THROUGH) for name in ("metal", "silicone", "gray")},
+    **{f"ur5e/{name}": (None, _SEE_THROUGH) for name in ("black", "jointgray", "linkgray", "lightblue")},
+    "ur5e/robotiq/black": ("purple", _SEE_THROUGH),
+    "ur5e/robotiq/pad_gray": ("purple", 0.5),
+}
+"""Colour (None: its own) and opacity of materials in OGBench's visual worlds."""
 _TARGET_SITES = ("drawer_handle_center_target", "window_handle_center_target")
 
 
@@ -111,6 +120,14 @@ class OgbenchStepper:
         """Return the states of the buttons of one row; None where the world has none."""
         states = self._memory[row].get("_cur_button_states")
         return None if states is None else np.array(states)
+
+    def look(self, row: int) -> dict[str, Array]:
+        """Return what besides positions decides how a row looks: states of buttons, and targets."""
+        return {name: value.copy() for name, value in self._memory[row].items()}
+
+    def wear(self, model: Any, look: Mapping[str, Array]) -> None:
+        """Colour a model for drawing as in OGBench's visual worlds: see-through arm, no targets."""
+        self._env.paint(model, look)
 
     def metrics(self) -> dict[str, Array]:
         """Return nothing: success says it all."""
@@ -274,6 +291,28 @@ def _shared(official: Any) -> Any:
             mujoco.mj_rnePostConstraint(self._model, self._data)  # contact forces for the observation
             if self._has_buttons:
                 self.post_step()
+
+        def paint(self, model: Any, look: Mapping[str, Array]) -> None:
+            """Colour a model for drawing; `look` is what a row remembers.
+
+            Source:
+                `build_mjcf_model` with `ob_type` = pixels, and `_apply_button_states`.
+            """
+            for name, (color, alpha) in _VISUAL.items():
+                rgba = model.material(name).rgba
+                rgba[:3] = rgba[:3] if color is None else self._colors[color][:3]
+                rgba[3] = alpha
+            for i, group in enumerate(getattr(self, "_cube_geom_ids_list", ())):
+                for geom in group:
+                    model.geom_rgba[geom] = self._cube_colors[i]
+                model.geom_rgba[self._cube_target_geom_ids_list[i], 3] = 0.0
+            states = look.get("_cur_button_states", np.empty(0))
+            pressed = "white" if self._in_model else "blue"  # in the world with drawer and window, or puzzles
+            colors = [self._colors["red" if state == 0 else pressed] for state in states]
+            for i, color in enumerate(colors):
+                model.geom_rgba[self._button_geom_ids_list[i]] = color
+            for handle, color in zip(_HANDLES if self._in_model else (), colors, strict=False):
+                model.material(handle).rgba = color
 
         def is_solved(self) -> bool:
             """Tell whether everything is as wanted."""

@@ -28,13 +28,20 @@ class OffscreenRenderer:
         width: Pixels.
         height: Pixels.
         camera: Name of a camera of the model; None is MuJoCo's free camera.
+        shadows: Whether lights cast shadows, which takes a software rasteriser most of its time.
 
     Raises:
         MissingExtraError: If no GL context can be made.
     """
 
     def __init__(
-        self, model: mujoco.MjModel, *, width: int = 320, height: int = 240, camera: str | None = None
+        self,
+        model: mujoco.MjModel,
+        *,
+        width: int = 320,
+        height: int = 240,
+        camera: str | None = None,
+        shadows: bool = True,
     ) -> None:
         import mujoco
 
@@ -45,15 +52,15 @@ class OffscreenRenderer:
         self._gl = _gl_context(width, height)
         self._gl.make_current()
         self._scene = mujoco.MjvScene(model, maxgeom=10_000)
+        self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = shadows
         self._option = mujoco.MjvOption()
-        self._camera = mujoco.MjvCamera()
-        if camera is None:
-            mujoco.mjv_defaultFreeCamera(model, self._camera)
-        else:
-            self._camera.type = mujoco.mjtCamera.mjCAMERA_FIXED
-            self._camera.fixedcamid = model.camera(camera).id
+        self._camera = _view(model, camera)
         self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150.value)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
+
+    def look_through(self, camera: str | None) -> None:
+        """Choose the camera of the frames that follow; see the class."""
+        self._camera = _view(self._model, camera)
 
     def frame(self, data: mujoco.MjData) -> np.ndarray:
         """Return the picture of a state: (height, width, 3) uint8."""
@@ -80,6 +87,15 @@ class OffscreenRenderer:
     def __exit__(self, *_: object) -> None:
         """Release the GL context."""
         self.close()
+
+
+def require_gl() -> None:
+    """Refuse to go on where nothing can be drawn.
+
+    Raises:
+        MissingExtraError: If no GL context can be made.
+    """
+    _gl_context(8, 8).free()
 
 
 def replay_frames(
@@ -126,6 +142,18 @@ def film_strip(frames: np.ndarray, *, columns: int = 8) -> np.ndarray:
     """Lay evenly chosen frames (F, H, W, 3) side by side: (H, columns W, 3)."""
     chosen = np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int)
     return np.concatenate(list(frames[chosen]), axis=1)
+
+
+def _view(model: mujoco.MjModel, camera: str | None) -> mujoco.MjvCamera:
+    """Return a camera of the model, or its free camera."""
+    import mujoco
+
+    view = mujoco.MjvCamera()
+    if camera is None:
+        mujoco.mjv_defaultFreeCamera(model, view)
+    else:
+        view.type, view.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, model.camera(camera).id
+    return view
 
 
 def _gl_context(width: int, height: int) -> Any:

@@ -31,8 +31,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from envs.experts.robosuite import ArmDemonstrator, demonstrate
+from envs.pixels import Pictured
 from envs.robosuite_fast import FastStepper
-from envs.robosuite_reference import RobosuiteStepper
+from envs.robosuite_reference import RobosuiteStepper, hide_collisions
 from envs.spec import EnvSpec
 from envs.vector import ChunkVector
 from policies.errors import ConfigError
@@ -69,7 +70,7 @@ def entry_names(key: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class _Robosuite:
+class _Robosuite(Pictured):
     """What the four configurations share."""
 
     max_episode_steps: int = 300  # control steps, then truncated
@@ -85,6 +86,7 @@ class _Robosuite:
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
+        super().__post_init__()
         if self.max_episode_steps < 1:
             raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
         if self.object_layout not in LAYOUTS:
@@ -127,7 +129,7 @@ class _Robosuite:
         Raises:
             MissingExtraError: If robosuite is not installed.
         """
-        return ChunkVector(self.spec, self._stepper(num_envs), obs_steps=obs_steps)
+        return self.vector_of(self._stepper(num_envs), obs_steps)
 
     def _stepper(self, num_envs: int) -> FastStepper | RobosuiteStepper:
         engine = FastStepper if self.engine == "fast" else RobosuiteStepper
@@ -139,7 +141,7 @@ class _Robosuite:
 
         vector = self.make_vector(1)
         model = vector.stepper.model  # type: ignore[attr-defined]
-        model.geom_rgba[model.geom_group == 0, 3] = 0.0  # shapes for collisions, drawn over the visible ones
+        hide_collisions(model)
         return replay_frames(vector, seed, actions, camera="frontview", **options)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from envs.robosuite_law import FINGER_RATE, compiled
 from envs.robosuite_reading import judge, reader
-from envs.robosuite_reference import begin, make_robosuite
+from envs.robosuite_reference import begin, hide_collisions, make_robosuite
 from envs.vector import StepResult
 from policies.errors import CheckpointError, ConfigError
 
@@ -209,6 +209,14 @@ class FastStepper:
     def names(self, row: int) -> Any:
         """Return robosuite's environment, which knows the names of things; its own state means nothing."""
         return self.scene.env
+
+    def look(self, row: int) -> dict[str, Array]:
+        """Return nothing: positions decide how a row looks."""
+        return {}
+
+    def wear(self, model: Any, look: Mapping[str, Array]) -> None:
+        """Hide what a model for drawing has for collisions only, as robosuite does."""
+        hide_collisions(model)
 
     def metrics(self) -> dict[str, Array]:
         """Return nothing: success says it all."""

@@ -73,6 +73,14 @@ class RobosuiteStepper:
         """Return the environment of a row, which knows the names of things."""
         return self.envs[row]
 
+    def look(self, row: int) -> dict[str, Array]:
+        """Return nothing: positions decide how a row looks."""
+        return {}
+
+    def wear(self, model: Any, look: Mapping[str, Array]) -> None:
+        """Hide what a model for drawing has for collisions only, as robosuite does."""
+        hide_collisions(model)
+
     def metrics(self) -> dict[str, Array]:
         """Return nothing: success says it all."""
         return {}
@@ -131,6 +139,11 @@ def make_robosuite(task: str, num_arms: int) -> Any:
             hard_reset=False,
             lite_physics=False,
         )
+
+
+def hide_collisions(model: Any) -> None:
+    """Make the shapes for collisions, which lie over the visible ones, invisible in a model for drawing."""
+    model.geom_rgba[model.geom_group == 0, 3] = 0.0
 
 
 def begin(env: Any, seed: int) -> None:

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from envs.spec import EnvSpec
 from policies.errors import CapabilityError, CheckpointError, ConfigError, TrainingError
+
+if TYPE_CHECKING:
+    from envs.pixels import Film
 
 Array = np.ndarray
 
@@ -70,6 +73,10 @@ class VectorEnv(Protocol):
 
     def step_chunk(self, actions: Array, active: Array | None = None) -> ChunkStep:
         """Execute chunks (N, Ta, Da), clipped to the action box, where `active` (N,) is true."""
+        ...
+
+    def images(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
+        """Return what the cameras of some rows (default: all) saw, (n, To, H, W, 3) uint8 by name."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,10 +168,17 @@ class ChunkVector:
         obs_steps: Length To of the observation history; a reset repeats the first observation.
         paper_compat: Reproduce published chunk wrappers: a limit that the simulator reports counts as
             terminated *and* truncated, and a finished environment may be stepped on without a reset.
+        film: What the cameras see, with a history as long; None: there are no cameras.
     """
 
     def __init__(
-        self, spec: EnvSpec, stepper: Stepper, *, obs_steps: int = 1, paper_compat: bool = False
+        self,
+        spec: EnvSpec,
+        stepper: Stepper,
+        *,
+        obs_steps: int = 1,
+        paper_compat: bool = False,
+        film: Film | None = None,
     ) -> None:
         if obs_steps < 1:
             raise ConfigError(f"obs_steps must be at least 1; got {obs_steps}.")
@@ -173,6 +187,7 @@ class ChunkVector:
         self.num_envs = stepper.num_envs
         self.obs_steps = obs_steps
         self.paper_compat = paper_compat
+        self._film = film
         self._low = np.asarray(spec.action_low, np.float32)  # as a gymnasium box holds them
         self._high = np.asarray(spec.action_high, np.float32)
         self._history = np.zeros((self.num_envs, obs_steps, spec.obs_dim))
@@ -199,6 +214,8 @@ class ChunkVector:
             raise ConfigError(f"reset needs one seed per row; got {len(seeds)} seeds for {len(index)} rows.")
         for row, seed in zip(index.tolist(), seeds, strict=True):
             self._history[row] = self.stepper.reset(row, int(seed))
+            if self._film is not None:
+                self._film.begin(row)
         self._elapsed[index] = 0
         self._finished[index] = False
         return self._history[index]
@@ -214,7 +231,7 @@ class ChunkVector:
         """
         running = np.ones(self.num_envs, bool) if active is None else np.array(active, bool)
         actions = self._checked(actions, running)
-        if isinstance(self.stepper, ChunkStepper) and not self.paper_compat:
+        if isinstance(self.stepper, ChunkStepper) and not self.paper_compat and self._film is None:
             return self._step_through(self.stepper, actions, running)
         n, num_steps = actions.shape[:2]
         rewards = np.zeros((n, num_steps))
@@ -237,6 +254,20 @@ class ChunkVector:
         self._finished |= terminated | truncated
         obs = self._history.copy()
         return ChunkStep(obs, rewards, length, terminated, truncated, success, path, self.stepper.metrics())
+
+    def images(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
+        """Return what the cameras of some rows saw, drawn now: (n, To, H, W, 3) uint8 by name.
+
+        The pictures belong to the same moments as the observation history. Without cameras there are none.
+
+        Args:
+            rows: Indices; None: all.
+
+        Raises:
+            MissingExtraError: If no GL context can be made.
+        """
+        index = range(self.num_envs) if rows is None else np.asarray(rows).tolist()
+        return {} if self._film is None else self._film.images(index)
 
     def _step_through(self, stepper: ChunkStepper, actions: Array, running: Array) -> ChunkStep:
         """Execute whole chunks at once and keep what lies before the end of each episode."""
@@ -274,6 +305,7 @@ class ChunkVector:
             "history": self._history.copy(),
             "elapsed": self._elapsed.copy(),
             "finished": self._finished.copy(),
+            **({} if self._film is None else {"film": self._film.get_state()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -292,9 +324,13 @@ class ChunkVector:
         self._elapsed = np.array(state["elapsed"], np.int64)
         self._finished = np.array(state["finished"], bool)
         self.stepper.set_state(state["simulator"])
+        if self._film is not None:
+            self._film.set_state(state["film"])
 
     def close(self) -> None:
         """Release the simulators."""
+        if self._film is not None:
+            self._film.close()
         self.stepper.close()
 
     def _checked(self, actions: Array, active: Array) -> Array:
@@ -319,3 +355,5 @@ class ChunkVector:
             self._history[rows, :-1] = self._history[rows, 1:]
         self._history[rows, -1] = obs
         self._elapsed[rows] += 1
+        if self._film is not None:
+            self._film.add(rows.tolist())

@@ -18,25 +18,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from algos.base import Setup
 from algos.matching_ratio import PREDICTIONS, REDUCTIONS, TIMES, AdvantageWeighted, Matching, MatchingRatio
-from algos.noisy_chain import PathTerm
-from algos.onpolicy import OnPolicy, check_setup
-from algos.onpolicy_config import OnPolicyConfig
-from algos.scratch import RunningMoments
+from algos.rectified import RectifiedConfig
 from policies.denoising import DenoisingPolicy
-from policies.errors import CapabilityError, ConfigError
-from policies.policy import Policy
-from policies.processes.flow import RectifiedFlow
 from policies.registry import register
 
 
 @register("algo", "fpo")
 @dataclass
-class FpoConfig(OnPolicyConfig):
+class FpoConfig(RectifiedConfig):
     """FPO; with `per_draw`, `surrogate=aspo` and the bounds of losses, FPO++."""
 
     clip_range: float = 0.05  # of the ratio of an action, or of a draw
@@ -54,7 +47,6 @@ class FpoConfig(OnPolicyConfig):
     times: str = "grid"  # grid | density: where draws lie
     time_power: float = 1.0  # of `density`; 1 is uniform
     action_noise: float = 0.0  # deviation of noise on finished chunks, normalised units (FPO++)
-    denoising_steps: int | None = None  # K; None: as many as the sampler of the policy
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -64,9 +56,6 @@ class FpoConfig(OnPolicyConfig):
             self._require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
         self._require("num_draws", self.num_draws >= 1, "at least 1")
         self._require("entropy_coef", self.entropy_coef == 0, "0: the entropy of a flow is not known")
-        self._require(
-            "denoising_steps", self.denoising_steps is None or self.denoising_steps >= 1, "at least 1"
-        )
         for name in ("loss_scale", "time_power"):
             self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
         for name in ("huber", "max_loss", "max_loss_negative", "max_difference"):
@@ -80,39 +69,8 @@ class FpoConfig(OnPolicyConfig):
             "a negative and a positive number, or empty",
         )
 
-    def build(self, setup: Setup) -> OnPolicy:
-        """Return FPO on a copy of `setup.init`, or on a fresh policy.
-
-        Raises:
-            ConfigError: If the environment is missing or sizes disagree.
-            CapabilityError: If the policy is not a rectified flow with a deterministic sampler.
-        """
-        is_fresh = setup.init is None
-        if is_fresh and not isinstance(setup.policy.process, RectifiedFlow):
-            raise ConfigError(
-                f"algo={self.name} without init learns a fresh flow; got a process "
-                f"'{type(setup.policy.process).__name__}'. Give process=flow and "
-                "policy.normalizer.state=gaussian, or init=<policy directory> to fine-tune a policy."
-            )
-        init = self.fresh(setup, self.name) if is_fresh else check_setup(setup, self.name)
-        flow = require_matching(init, self.name)
-        evaluate = flow.sampler if self.denoising_steps is None else _with_steps(flow, self.denoising_steps)
-        explore = replace(evaluate, clip_action=None)  # a bound would make actions of which no draw knows
-        policy = flow.with_sampler(explore).clone().to(setup.device).requires_grad_(False)
-        policy.field.requires_grad_(True)
-        frozen = self.frozen(setup, flow)
-        adapts = is_fresh and policy.normalizer.modes["state"] == "gaussian"
-        return OnPolicy.assemble(
-            self,
-            setup,
-            ratio=self.matching_ratio(policy),
-            trained=policy.field,
-            near=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
-            shipped=lambda: policy.with_sampler(evaluate).clone(),
-            moments=RunningMoments(policy.obs_dim) if adapts else None,
-        )
-
     name = "fpo"
+    needs = "compares matching losses"
 
     @property
     def matching(self) -> Matching:
@@ -139,7 +97,7 @@ class FpoConfig(OnPolicyConfig):
             "action_noise": self.action_noise,
         }
 
-    def matching_ratio(self, policy: DenoisingPolicy) -> MatchingRatio:
+    def estimator(self, policy: DenoisingPolicy) -> MatchingRatio:
         """Return the ratio estimator of a policy."""
         return MatchingRatio(policy, self.matching, **self.drawing)
 
@@ -168,30 +126,6 @@ class AwmConfig(FpoConfig):
         weights: Sequence[str] = AdvantageWeighted.WEIGHTS
         self._require("weight", self.weight in weights, f"one of {', '.join(weights)}")
 
-    def matching_ratio(self, policy: DenoisingPolicy) -> MatchingRatio:
+    def estimator(self, policy: DenoisingPolicy) -> MatchingRatio:
         """Return the ratio estimator of a policy."""
         return AdvantageWeighted(policy, self.matching, weight=self.weight, **self.drawing)
-
-
-def _with_steps(policy: DenoisingPolicy, steps: int) -> Any:
-    return replace(policy.sampler, steps=steps)
-
-
-def require_matching(policy: Policy, algo: str) -> DenoisingPolicy:
-    """Return the policy if its loss judges what its sampler does.
-
-    Raises:
-        CapabilityError: If it is not a rectified flow, or its sampler adds noise.
-    """
-    if not isinstance(policy, DenoisingPolicy) or not isinstance(policy.process, RectifiedFlow):
-        raise CapabilityError(
-            f"algo={algo} compares matching losses and needs process=flow; got {type(policy).__name__} with "
-            f"process '{type(policy.config.process).__name__}'. Clone one with process=flow, or use "
-            "algo=dppo for diffusion and algo=reinflow for models of whole steps."
-        )
-    if not policy.is_deterministic:
-        raise CapabilityError(
-            f"algo={algo} needs a deterministic sampler; got '{type(policy.sampler).__name__}' with noise. "
-            "Use sampler=euler."
-        )
-    return policy

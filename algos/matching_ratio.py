@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from algos.buffers import Experience
-from algos.ratios import RatioEstimator, Rows, Score
+from algos.ratios import FlowRatio, Rows, Score
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.protocols import Cond
@@ -108,7 +108,7 @@ def time_of(uniform: Tensor, power: float) -> Tensor:
     return 1 - (_MARGIN + (1 - 2 * _MARGIN) * (1 - (1 - uniform) ** (1 / power)))
 
 
-class MatchingRatio(RatioEstimator):
+class MatchingRatio(FlowRatio):
     """Acts by the sampler of a policy and compares matching losses; see the top of the file.
 
     Args:

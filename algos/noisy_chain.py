@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from algos.buffers import Experience
 from algos.exploration import NoiseNet
-from algos.ratios import RatioEstimator, Rows, Score
+from algos.ratios import FlowRatio, Rows, Score
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.protocols import Cond
@@ -34,7 +34,7 @@ from policies.samplers import gaussian_entropy, gaussian_log_prob, transition
 REDUCTIONS = ("mean", "per_step", "per_dim", "joint")
 
 
-class NoisyChain(RatioEstimator):
+class NoisyChain(FlowRatio):
     """Acts by a noisy chain and scores whole chains; see `algos.ratios.RatioEstimator`.
 
     Args:

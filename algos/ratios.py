@@ -2,7 +2,8 @@
 
 An estimator acts (recording whatever it needs) and later returns the logarithm of the probability ratio of
 recorded rows under the current weights. `ChainRatio` treats every recorded denoising step as an action;
-a Gaussian policy is a chain of one step. `algos.noisy_chain` and `algos.matching_ratio` have others.
+a Gaussian policy is a chain of one step. Others: `algos.noisy_chain`, `algos.matching_ratio`,
+`algos.straight_path`.
 
 Legend: M environment steps, B rows of a minibatch (pairs of environment step and inner step), S inner steps
 per environment step, U distinct environment steps among rows, Th horizon, Da action width.
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from algos.buffers import Experience
+from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.protocols import Chain, Cond
@@ -53,11 +55,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Score:
-    """Of each row: log ratio (B,), entropy (B,) and the fraction of clamped log-densities (B,)."""
+    """Of each row: log ratio (B,), entropy (B,) and the fraction of clamped log-densities (B,).
+
+    `penalty` (B,), where there is one, is added to the loss as it is.
+    """
 
     log_ratio: Tensor
     entropy: Tensor
     saturated: Tensor
+    penalty: Tensor | None = None
 
 
 class RatioEstimator(ABC):
@@ -116,6 +122,17 @@ class RatioEstimator(ABC):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
         """Continue from `state_dict`."""
+
+
+class FlowRatio(RatioEstimator):
+    """An estimator around a denoising policy, which knows what of it learns."""
+
+    policy: DenoisingPolicy
+
+    @property
+    def trained(self) -> nn.Module:
+        """What learns: the policy's network."""
+        return self.policy.field
 
 
 def reduce_log_prob(log_prob: Tensor, how: str) -> Tensor:

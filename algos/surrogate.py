@@ -36,7 +36,10 @@ from policies.protocols import Cond
 
 Metrics = dict[str, Tensor]
 
-SURROGATE_METRICS = ("loss", "clip_fraction", "approx_kl", "ratio_mean", "entropy", "saturated_fraction")
+SURROGATE_METRICS = (
+    *("loss", "clip_fraction", "approx_kl", "ratio_mean", "entropy", "saturated_fraction"),
+    "penalty",
+)
 
 
 class Draws(Protocol):
@@ -186,10 +189,12 @@ class PpoLearner:
         score = self.ratio.score(experience, rows, advantage)
         ratio, clip_range = score.log_ratio.exp(), self.clip_range.index_select(0, rows.step)
         loss = SURROGATES[self.config.surrogate](ratio, advantage, clip_range)
-        objective = (loss - self.config.entropy_coef * score.entropy).sum() / total
+        penalty = torch.zeros_like(loss) if score.penalty is None else score.penalty
+        objective = (loss - self.config.entropy_coef * score.entropy + penalty).sum() / total
         with torch.no_grad():
             clipped = ((ratio - 1.0).abs() > clip_range).to(ratio.dtype)
-            terms = (loss, clipped, approx_kl(score.log_ratio), ratio, score.entropy, score.saturated)
+            kl, saturated = approx_kl(score.log_ratio), score.saturated
+            terms = (loss, clipped, kl, ratio, score.entropy, saturated, penalty)
             zero = loss.new_zeros(())
             return objective, torch.stack([*(term.sum() / total for term in terms), zero])
 

@@ -10,6 +10,7 @@ from point_env import PointEnv
 from algos.base import Setup
 from algos.fpo import FpoConfig
 from algos.onpolicy import OnPolicy
+from algos.policyflow import PolicyFlowConfig
 from algos.reinflow import ReinFlowConfig
 from policies.backbones.mlp import MlpConfig
 from policies.denoising import DenoisingPolicy
@@ -28,6 +29,7 @@ RATES: dict[str, Any] = {
 }  # fmt: skip
 REINFLOW = ReinFlowConfig(**SIZES, **RATES)
 FPO = FpoConfig(**SIZES, **RATES)
+POLICYFLOW = PolicyFlowConfig(**SIZES, **RATES)
 
 
 def make_flow(*, steps: int = 4, process: Any = None, seed: int = 3, **chunk: Any) -> DenoisingPolicy:

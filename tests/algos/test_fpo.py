@@ -20,6 +20,7 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
+from policies.processes.shortcut import Shortcut
 from policies.samplers import Euler
 
 AWM = AwmConfig(**SIZES, **RATES)
@@ -28,7 +29,7 @@ ROWS = 16
 
 def acted(config: FpoConfig, policy: DenoisingPolicy | None = None) -> tuple[MatchingRatio, Experience, Rows]:
     policy = (policy or make_flow()).with_sampler(Euler(steps=4, clip_action=None))
-    ratio = config.matching_ratio(policy)
+    ratio = config.estimator(policy)
     obs = torch.rand(ROWS, 1, 2, generator=torch.Generator().manual_seed(0))
     _, record = ratio.act({"state": obs}, torch.Generator().manual_seed(1))
     unused = torch.zeros(ROWS)
@@ -143,6 +144,8 @@ def test_a_fresh_flow_learns_from_the_reward_alone_with_a_scale_of_its_own() -> 
 def test_what_has_no_matching_loss_of_its_sampler_is_refused() -> None:
     with pytest.raises(CapabilityError, match=r"needs process=flow.*VPDiffusion"):
         make_run(FPO, make_init())  # type: ignore[arg-type]
+    with pytest.raises(CapabilityError, match=r"needs process=flow.*Shortcut"):
+        make_run(FPO, make_flow(process=Shortcut(max_steps=8)))
     noisy = make_flow().with_sampler(Euler(steps=4, min_std=0.1, clip_action=None))
     with pytest.raises(CapabilityError, match="deterministic sampler"):
         make_run(FPO, noisy)

@@ -24,7 +24,7 @@ from policies.errors import MissingExtraError
 
 scan_parts()
 FOLDER = Path(configs.__file__).parent / "experiment"
-NEEDS_FLOW = ("reinflow", "fpo", "awm")
+NEEDS_FLOW = ("reinflow", "fpo", "awm", "policyflow")
 CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "encoder": "state", "backbone": "mlp"}
 
 

@@ -12,6 +12,7 @@ from small_policies import ACTION_DIM, OBS_DIM, observations, statistics
 from algos.buffers import Experience, encode
 from algos.exploration import NoiseConfig
 from algos.fpo import AwmConfig, FpoConfig
+from algos.policyflow import PolicyFlowConfig
 from algos.ratios import ChainRatio, RatioEstimator, Rows
 from algos.reinflow import ReinFlowConfig
 from policies import registry
@@ -62,6 +63,7 @@ def estimators() -> Iterator[Any]:
                 yield _case(diffusion_chain, "diffusion", backbone, steps, reduction)
                 yield _case(matching, "flow", backbone, steps, reduction)
                 yield _case(matching_of_draws, "flow", backbone, steps, reduction)
+                yield _case(straight_path, "flow", backbone, steps, reduction)
             yield _case(advantage_weighted, "flow", backbone, steps, "mean")
     yield _case(gaussian, "gaussian", "mlp", 1, "mean")
     yield _case(gaussian, "gaussian", "mlp", 1, "joint")
@@ -99,11 +101,17 @@ def advantage_weighted(process: str, backbone: str, steps: int, reduction: str, 
     return _matching(AwmConfig(num_draws=3, weight="huber"), process, backbone, steps, dtype)
 
 
+def straight_path(process: str, backbone: str, steps: int, reduction: str, dtype: Any) -> RatioEstimator:
+    config = PolicyFlowConfig(log_prob_reduction=reduction, num_draws=3, brownian_coef=0.1)
+    policy: Any = policy_of(process, backbone, Euler(steps=steps, clip_action=None))
+    return config.estimator(policy.to(dtype))
+
+
 def _matching(config: Any, process: str, backbone: str, steps: int, dtype: Any) -> RatioEstimator:
     # One step asks the network at pure noise only, where the eps loss has no weight.
     sampler = Euler(steps=max(2, steps), clip_action=None)
     policy: Any = policy_of(process, backbone, sampler)
-    return config.matching_ratio(policy.to(dtype))
+    return config.estimator(policy.to(dtype))
 
 
 def gaussian(process: str, backbone: str, steps: int, reduction: str, dtype: Any) -> RatioEstimator:
@@ -141,7 +149,7 @@ def trained(ratio: Any) -> Any:
     return (ratio.policy if module is None else module).parameters()
 
 
-@pytest.mark.parametrize("build", [noisy_chain, matching, matching_of_draws])
+@pytest.mark.parametrize("build", [noisy_chain, matching, matching_of_draws, straight_path])
 def test_a_ratio_moves_with_the_weights(build: Any) -> None:
     ratio = build("flow", "mlp", 4, "mean", torch.float64)
     experience, rows = fresh(ratio)

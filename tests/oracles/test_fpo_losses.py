@@ -57,7 +57,7 @@ class Case:
             actor_lr=3e-4, actor_min_lr=None, critic_lr=3e-4, critic_min_lr=None,
         )  # fmt: skip
         self.policy = playground_policy(arrays, len(arrays["schedule_t_current"]))
-        self.ratio = self.config.matching_ratio(self.policy)
+        self.ratio = self.config.estimator(self.policy)
         self.critic = Value(arrays)
         self.learner = PpoLearner(
             self.config, ratio=self.ratio, actor=list(self.policy.field.parameters()), critic=self.critic
@@ -212,7 +212,7 @@ def test_the_grid_world(golden_path: Path) -> None:
     )  # fmt: skip
     learner = PpoLearner(
         config,
-        ratio=config.matching_ratio(policy),
+        ratio=config.estimator(policy),
         actor=list(policy.field.parameters()),
         critic=nn.Linear(2, 1),
     )

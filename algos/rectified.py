@@ -1,0 +1,103 @@
+"""What the algorithms that learn a rectified flow share: which policy they take, and how it is set up.
+
+They act by the deterministic sampler of the policy and ask its network on the line between noise and action;
+they differ in the ratio that they make of it. Without `init` a fresh flow learns from the reward alone.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from algos.base import Setup
+from algos.noisy_chain import PathTerm
+from algos.onpolicy import OnPolicy, check_setup
+from algos.onpolicy_config import OnPolicyConfig
+from algos.ratios import FlowRatio
+from algos.scratch import RunningMoments
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError, ConfigError
+from policies.policy import Policy
+from policies.processes.flow import RectifiedFlow
+
+
+@dataclass
+class RectifiedConfig(OnPolicyConfig):
+    """Settings of every algorithm on rectified flows.
+
+    Attributes:
+        name: What the algorithm is registered as.
+        needs: What it does that takes a rectified flow, for the error that refuses another policy.
+    """
+
+    name: ClassVar[str]
+    needs: ClassVar[str]
+
+    denoising_steps: int | None = None  # K; None: as many as the sampler of the policy
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        steps = self.denoising_steps
+        self._require("denoising_steps", steps is None or steps >= 1, "at least 1")
+
+    @abstractmethod
+    def estimator(self, policy: DenoisingPolicy) -> FlowRatio:
+        """Return the ratio estimator of a policy."""
+
+    def build(self, setup: Setup) -> OnPolicy:
+        """Return the algorithm on a copy of `setup.init`, or on a fresh policy.
+
+        Raises:
+            ConfigError: If the environment is missing or sizes disagree.
+            CapabilityError: If the policy is not a rectified flow with a deterministic sampler.
+        """
+        is_fresh = setup.init is None
+        if is_fresh and not isinstance(setup.policy.process, RectifiedFlow):
+            raise ConfigError(
+                f"algo={self.name} without init learns a fresh flow; got a process "
+                f"'{type(setup.policy.process).__name__}'. Give process=flow and "
+                "policy.normalizer.state=gaussian, or init=<policy directory> to fine-tune a policy."
+            )
+        init = self.fresh(setup, self.name) if is_fresh else check_setup(setup, self.name)
+        flow = require_rectified(init, self.name, self.needs)
+        steps = self.denoising_steps
+        evaluate = flow.sampler if steps is None else replace(flow.sampler, steps=steps)
+        explore = replace(evaluate, clip_action=None)  # a bound would make actions that no record knows
+        policy = flow.with_sampler(explore).clone().to(setup.device).requires_grad_(False)
+        policy.field.requires_grad_(True)
+        ratio, frozen = self.estimator(policy), self.frozen(setup, flow)
+        adapts = is_fresh and policy.normalizer.modes["state"] == "gaussian"
+        return OnPolicy.assemble(
+            self,
+            setup,
+            ratio=ratio,
+            trained=ratio.trained,
+            near=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
+            shipped=lambda: policy.with_sampler(evaluate).clone(),
+            moments=RunningMoments(policy.obs_dim) if adapts else None,
+        )
+
+
+def require_rectified(policy: Policy, algo: str, needs: str) -> DenoisingPolicy:
+    """Return the policy if its network gives velocities along the path of a deterministic sampler.
+
+    A model of whole steps does not: what its sampler asks for is no velocity at a time.
+
+    Raises:
+        CapabilityError: If it is not a rectified flow, or its sampler adds noise.
+    """
+    fits = isinstance(policy, DenoisingPolicy) and isinstance(policy.process, RectifiedFlow)
+    if not isinstance(policy, DenoisingPolicy) or not fits or policy.process.has_second_time:
+        raise CapabilityError(
+            f"algo={algo} {needs} and needs process=flow; got {type(policy).__name__} with "
+            f"process '{type(policy.config.process).__name__}'. Clone one with process=flow, or use "
+            "algo=dppo for diffusion and algo=reinflow for models of whole steps."
+        )
+    if not policy.is_deterministic:
+        raise CapabilityError(
+            f"algo={algo} needs a deterministic sampler; got '{type(policy.sampler).__name__}' with noise. "
+            "Use sampler=euler."
+        )
+    return policy

@@ -20,8 +20,9 @@ from algos.scratch import RunningMoments
 from algos.surrogate import GeneratorDraws, PpoLearner
 from envs.fit import require_fit
 from envs.rollout import Rollout, RolloutPool
-from policies.errors import ConfigError
+from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
+from policies.registry import name_of
 from policies.seeds import derive_seed, seeded_generator
 from policies.threads import torch_threads
 
@@ -123,6 +124,7 @@ class OnPolicy:
             moments: See the class.
         """
         policy: Policy = ratio.policy
+        _refuse_images(config, policy)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(setup.seed, "critic"))
             critic = config.critic.build(policy.encoder.cond_dim).to(setup.device, policy.dtype)
@@ -263,6 +265,19 @@ class OnPolicy:
         """End workers and threads."""
         self.pool.close()
         self.learner.close()
+
+
+def _refuse_images(config: OnPolicyConfig, policy: Policy) -> None:
+    """Refuse a policy that looks at images: rollouts keep states.
+
+    Raises:
+        CapabilityError: If it does.
+    """
+    if policy.images:
+        raise CapabilityError(
+            f"algo={name_of('algo', config)} learns from states; the policy also looks through the cameras "
+            f"{', '.join(policy.images)}. Fine-tune a policy with encoder=state, or clone with algo=bc."
+        )
 
 
 def rollout_metrics(rollout: Rollout, experience: Experience) -> Metrics:

@@ -21,11 +21,13 @@ import numpy as np
 
 from envs.episodes import EpisodeRow
 from envs.fit import require_fit
+from envs.pixels import PICTURE_OPTIONS, seen_by
 from envs.player import BLOCK_ROWS, NETWORK_CALLS, EvaluatedPolicy, Evaluator, Player
 from envs.spec import EnvConfig
 from envs.statistics import Interval, bootstrap_mean, paired_difference, wilson
 from envs.vector import Array
 from envs.workers import start_workers
+from policies.encoders import ImageShape
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.executor import Replanner, WarmStart, with_act_steps
 from policies.policy import Policy
@@ -217,9 +219,11 @@ def evaluate(
         on_progress: Called with (episodes done, E).
 
     Raises:
-        ConfigError: If an argument is out of range or the policy does not fit the task.
+        ConfigError: If an argument is out of range or the policy does not fit the task, images included.
         CapabilityError: If `steps` is given and the policy's sampler has no number of steps, or `act_steps`,
-            `warm_start` or `steer` and the policy does not plan.
+            `warm_start` or `steer` and the policy does not plan, or it looks at images of a task that cannot
+            be drawn.
+        MissingExtraError: If it looks at images and nothing can be drawn here.
     """
     short_run, sketched = warm_start or WarmStart(), steer or Steering()
     settings = EvaluationSettings(
@@ -232,11 +236,13 @@ def evaluate(
         )
     spec, advice = env.spec, "Evaluate it on the task it was made for."
     require_fit(f"env={spec.name}", spec, "the policy", policy, advice=advice)
+    task = staged(env, policy)
     numbers = json.loads(json.dumps({**asdict(settings), "steer": sketched.describe()}))
     del numbers["num_envs"]  # changes no number
     protocol = {
         "env": _describe(env),
         **numbers,
+        **_describe_images(task),
         "block_rows": BLOCK_ROWS,
         "engine": "exact",
         "versions": {name: _version(name) for name in _VERSIONS},
@@ -251,7 +257,7 @@ def evaluate(
         warm_start=short_run,
     )
     counter = _Counter(episodes, on_progress)
-    rows = _play(player, env, episodes, num_envs, num_workers, counter)
+    rows = _play(player, task, episodes, num_envs, num_workers, counter)
     return Evaluation(tuple(sorted(rows, key=lambda row: row.episode)), protocol)
 
 
@@ -340,6 +346,22 @@ def compare(
     )
 
 
+def staged(env: EnvConfig, policy: Any) -> EnvConfig:
+    """Return the task with the cameras that a policy looks through.
+
+    Raises:
+        ConfigError, CapabilityError: If it cannot show what the policy was trained on; see `seen_by`.
+        MissingExtraError: If nothing can be drawn here.
+    """
+    images: Mapping[str, ImageShape] = getattr(policy, "images", {})
+    task = seen_by(env, images)
+    if images:
+        from envs.rendering import require_gl
+
+        require_gl()
+    return task
+
+
 def as_evaluated(policy: EvaluatedPolicy, settings: EvaluationSettings) -> EvaluatedPolicy:
     """Return the policy with the steps that the settings give it, along their sketch.
 
@@ -419,7 +441,8 @@ def _describe(env: EnvConfig) -> dict[str, Any]:
     """Describe a task by JSON values."""
     spec = env.spec
     options: dict[str, Any] = asdict(env) if is_dataclass(env) and not isinstance(env, type) else {}
-    options.pop("demonstrator", None)  # it has no part in an evaluation
+    for name in ("demonstrator", *PICTURE_OPTIONS):  # no part of the task that is evaluated
+        options.pop(name, None)
     description: dict[str, Any] = json.loads(
         json.dumps(
             {
@@ -432,6 +455,14 @@ def _describe(env: EnvConfig) -> dict[str, Any]:
         )
     )
     return description
+
+
+def _describe_images(task: Any) -> dict[str, Any]:
+    """Describe what the policy looks at, if it does; cameras are a matter of the policy, not of the task."""
+    if not getattr(task, "cameras", ()):
+        return {}
+    shapes = {camera: list(shape) for camera, shape in task.images.items()}
+    return {"images": {"cameras": shapes, "shadows": task.image_shadows}}
 
 
 @cache

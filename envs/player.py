@@ -11,7 +11,7 @@ widths.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from envs.episodes import EpisodeRow, Tally
 from envs.spec import EnvConfig
 from envs.vector import Array, VectorEnv
 from policies.executor import Replanner, WarmStart
-from policies.protocols import ChunkSpec
+from policies.protocols import ChunkSpec, Observation
 from policies.seeds import seeded_generator
 
 BLOCK_ROWS = 8  # rows of every call of the policy
@@ -47,7 +47,10 @@ class EvaluatedPolicy(Protocol):
         ...
 
     def act(self, obs: Any, *, noise: Tensor | None = None) -> Tensor:
-        """Map `state` (B, To, Do) to physical actions (B, Ta, Da), deterministically given the noise."""
+        """Map `state` (B, To, Do) to physical actions (B, Ta, Da), deterministically given the noise.
+
+        A policy with `images` (shapes by camera) is also given images (B, To, H, W, 3) uint8 by camera.
+        """
         ...
 
 
@@ -102,12 +105,16 @@ class Player:
         return noise
 
     def act(
-        self, obs: Array, noise: Sequence[Tensor], lanes: Sequence[int], memories: Sequence[Memory]
+        self,
+        obs: Mapping[str, Array],
+        noise: Sequence[Tensor],
+        lanes: Sequence[int],
+        memories: Sequence[Memory],
     ) -> Array:
-        """Choose chunks for M episodes: obs (M, To, Do), their lanes (fixed rows of a block).
+        """Choose chunks for M episodes.
 
         Args:
-            obs: Observations.
+            obs: `state` (M, To, Do) and images (M, To, H, W, 3) uint8 by camera.
             noise: Noise of each decision.
             lanes: Fixed rows of a block.
             memories: Of the episodes; what is to be remembered is noted there.
@@ -119,21 +126,23 @@ class Player:
         is_first = [memory.plan is None for memory in memories]
         for members in _blocks(list(zip(is_first, lanes, strict=True))):
             rows = [lanes[m] for m in members]
-            state = _placed(torch.from_numpy(obs[members]).float(), rows)
+            seen = {name: _placed(_tensor(values[members]), rows) for name, values in obs.items()}
             tape = _placed(torch.stack([noise[m] for m in members]), rows)
             with torch.inference_mode():
-                actions = self._decide(state, tape, rows, [memories[m] for m in members]).cpu().numpy()
+                actions = self._decide(seen, tape, rows, [memories[m] for m in members]).cpu().numpy()
             for member, row in zip(members, rows, strict=True):
                 out[member] = actions[row]
         return np.stack([chunk for chunk in out if chunk is not None])
 
-    def _decide(self, state: Tensor, tape: Tensor, rows: Sequence[int], memories: Sequence[Memory]) -> Tensor:
+    def _decide(
+        self, obs: Observation, tape: Tensor, rows: Sequence[int], memories: Sequence[Memory]
+    ) -> Tensor:
         """Choose chunks for a block in which all episodes have a plan, or none has."""
         if self.replanner is None:
-            return self.policy.act({"state": state}, noise=tape)
+            return self.policy.act(obs, noise=tape)
         plans = [memory.plan for memory in memories if memory.plan is not None]
         previous = _placed(torch.stack(plans), rows) if plans else None
-        decision = self.replanner.decide({"state": state}, noise=tape, previous=previous)
+        decision = self.replanner.decide(obs, noise=tape, previous=previous)
         for memory, row in zip(memories, rows, strict=True):
             memory.remember(decision.plan[row], decision.calls)
         return decision.actions
@@ -143,7 +152,7 @@ class Evaluator:
     """One worker's share of an evaluation.
 
     Args:
-        env: The task.
+        env: The task, with the cameras that the policy looks through.
         player: The policy and its switches.
         episodes: Numbers of the episodes to play.
         num_envs: Environments of this worker.
@@ -200,7 +209,8 @@ class Evaluator:
         noise = [self._player.noise(self._generators[i]) for i in playing.tolist()]
         lanes = (self._episode[playing] % BLOCK_ROWS).tolist()
         memories = [self._memories[i] for i in playing.tolist()]
-        chosen = self._player.act(self._obs[playing], noise, lanes, memories)
+        obs = {"state": self._obs[playing], **self._vector.images(playing)}
+        chosen = self._player.act(obs, noise, lanes, memories)
         actions = np.zeros((len(active), *chosen.shape[1:]), chosen.dtype)
         actions[playing] = chosen
         step = self._vector.step_chunk(actions, active)
@@ -256,6 +266,12 @@ def _counted(row: EpisodeRow, memory: Memory) -> EpisodeRow:
     if not memory.decisions:
         return row
     return replace(row, metrics={**row.metrics, NETWORK_CALLS: memory.calls / memory.decisions})
+
+
+def _tensor(values: Array) -> Tensor:
+    """Return states as float32, and images as they are."""
+    tensor = torch.from_numpy(values)
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _placed(values: Tensor, rows: Sequence[int]) -> Tensor:

@@ -14,13 +14,14 @@ Source: best-of-N sampling as IDQL (arXiv 2304.10573) and ITPS (arXiv 2411.16627
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from policies.encoders import ImageShape
 from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.protocols import Observation, SampleHook
@@ -108,6 +109,11 @@ class BestOfN(nn.Module):
     def goal_dim(self) -> int:
         """Dg."""
         return self.policy.goal_dim
+
+    @property
+    def images(self) -> Mapping[str, ImageShape]:
+        """Shapes of the images that the policy looks at, by camera."""
+        return self.policy.images
 
     @property
     def noise_shape(self) -> tuple[int, ...]:

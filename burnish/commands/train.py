@@ -26,7 +26,7 @@ from burnish.console import output, table
 from burnish.job import Job
 from burnish.locate import RUN_CONFIG, Located, check_folder_to_write, locate
 from envs.datasets import read_dataset
-from envs.evaluation import EvaluationSettings, as_evaluated, check_seeds
+from envs.evaluation import EvaluationSettings, as_evaluated, check_seeds, staged
 from policies import registry
 from policies.errors import ConfigError
 from policies.policy import Policy, PolicyConfig, complete
@@ -222,11 +222,15 @@ def _try_evaluation(config: TrainConfig, algorithm: Algorithm) -> None:
     """Refuse an evaluation that could not be made, before anything is trained.
 
     Raises:
-        ConfigError: If the policy cannot denoise in so many steps, or execute or begin as it is told to.
-        CapabilityError: If it has no such switch.
+        ConfigError: If the policy cannot denoise in so many steps, or execute or begin as it is told to, or
+            if the task shows it other images than its own.
+        CapabilityError: If it has no such switch, or the task cannot be drawn.
+        MissingExtraError: If nothing can be drawn here.
     """
     if config.env is not None and config.evaluation.episodes:
-        as_evaluated(algorithm.snapshot(), config.evaluation)
+        policy = algorithm.snapshot()
+        staged(config.env, policy)
+        as_evaluated(policy, config.evaluation)
 
 
 @contextmanager

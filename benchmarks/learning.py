@@ -72,8 +72,20 @@ STUDIES = {
     "hopper": Study(
         "hopper",
         None,
-        {"dppo": "hopper_study_bc", "ppo": "hopper_study_gaussian_bc"},
-        {"dppo": "hopper_study_dppo", "ppo": "hopper_study_ppo"},
+        {
+            "dppo": "hopper_study_bc",
+            "ppo": "hopper_study_gaussian_bc",
+            "reinflow-r": "hopper_study_flow_bc",
+            "reinflow-s": "hopper_study_shortcut_bc",
+            "fpo++": "hopper_study_flow_bc",
+        },
+        {
+            "dppo": "hopper_study_dppo",
+            "ppo": "hopper_study_ppo",
+            "reinflow-r": "hopper_study_reinflow",
+            "reinflow-s": "hopper_study_reinflow",
+            "fpo++": "hopper_study_fpo_plus",
+        },
         "return",
         "It was recorded in Hopper-v5 from the stochastic SAC actor of a public agent zoo, in D4RL's layout; "
         "the file is not part of this project. Another Hopper-v5 file of medium quality serves as well.",

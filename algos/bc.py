@@ -106,8 +106,8 @@ class BcConfig:
         """Check the setup and return the algorithm, ready to advance.
 
         Raises:
-            ConfigError: If there is no dataset, widths of dataset, environment and policy differ, or the
-                policy cannot learn from the teacher.
+            ConfigError: If there is no dataset, widths or images of dataset, environment and policy differ,
+                or the policy cannot learn from the teacher.
             DatasetError: If the dataset has no window.
             CapabilityError: If the policy to start from has no matching loss.
         """
@@ -144,10 +144,11 @@ class Bc:
     def __init__(self, config: BcConfig, setup: Setup) -> None:
         self.config, self._num_threads = config, setup.threads(THREADS)
         dataset = _dataset_of(setup)
-        self._digest, self._dataset_name = dataset.digest(), dataset.source
         facts = {"init": digest_of(setup.init), "teacher": digest_of(setup.teacher)}
         self._lasting = {"seed": setup.seed, **facts}
         self.policy = _start_policy(setup, dataset).to(setup.device).train()
+        dataset = dataset.with_cameras(self.policy.images)  # others are never read
+        self._digest, self._dataset_name = dataset.digest(), dataset.source
         self._matching = matching_of(self.policy)
         self._teacher = _teacher_of(config, setup, self.policy)
         train, held_out = _hold_out(dataset.to(setup.device), config, setup.seed)
@@ -296,7 +297,7 @@ class Bc:
 
     def _windows(self, dataset: EpisodeDataset) -> Source:
         chunk, pad = self.policy.chunk, self.config.pad_end
-        return Source(dataset, chunk, pad_end=pad, goal_dim=self.policy.goal_dim)
+        return Source(dataset, chunk, pad_end=pad, goal_dim=self.policy.goal_dim, cameras=self.policy.images)
 
     def _validation_on(self, held_out: EpisodeDataset | None, seed: int) -> Validation | None:
         if held_out is None:
@@ -328,6 +329,7 @@ def _start_policy(setup: Setup, dataset: EpisodeDataset) -> Policy:
             obs_dim=dataset.obs_dim,
             action_dim=dataset.action_dim,
             goal_dim=setup.env.spec.goal_dim if setup.env is not None else 0,
+            images=dataset.image_shapes,
             statistics=dataset.statistics(),
             seed=derive_seed(setup.seed, "weights"),
         )

@@ -268,7 +268,7 @@ def error_products(
 
     Averages are over recorded actions. The same noise is used at all levels. Errors are in the lead's units.
     """
-    source = Source(dataset, policy.chunk, pad_end=True, goal_dim=policy.goal_dim)
+    source = Source(dataset, policy.chunk, pad_end=True, goal_dim=policy.goal_dim, cameras=policy.images)
     index = torch.linspace(0, source.num - 1, min(settings.windows, source.num), dtype=torch.float64).round()
     data = source.gather(index.long())
     generator = seeded_generator(settings.seed, "estimate", device=policy.device)

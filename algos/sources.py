@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,8 @@ class Demonstrations:
     """A batch of windows, physical units.
 
     Shapes:
-        obs: `state` (B, To, Do) and, for goal-conditioned policies, `goal` (B, Dg).
+        obs: `state` (B, To, Do), for goal-conditioned policies `goal` (B, Dg), and images
+            (B, To, H, W, 3) uint8 by camera.
         action: (B, Th, Da).
         mask: (B, Th) bool, True where the action was recorded.
     """
@@ -31,22 +32,29 @@ class Demonstrations:
 
 
 class Source:
-    """The windows of a dataset, with the goal of each where the policy wants one.
+    """The windows of a dataset, with the goal and the images of each where the policy wants some.
 
     Args:
         dataset: On the device it is used on.
         chunk: Horizons.
         pad_end: Whether windows may reach behind the end of an episode (masked).
         goal_dim: Dg; above 0 the dataset's extra key `goal` (N, Dg) is used.
+        cameras: Whose images the policy looks at.
 
     Raises:
         DatasetError: If the dataset does not fit or has no window.
     """
 
     def __init__(
-        self, dataset: EpisodeDataset, chunk: ChunkSpec, *, pad_end: bool, goal_dim: int = 0
+        self,
+        dataset: EpisodeDataset,
+        chunk: ChunkSpec,
+        *,
+        pad_end: bool,
+        goal_dim: int = 0,
+        cameras: Iterable[str] = (),
     ) -> None:
-        self._windows = dataset.windows(chunk, pad=pad_end)
+        self._windows = dataset.windows(chunk, pad=pad_end, cameras=tuple(cameras))
         self._goal = dataset.extras["goal"].float()[self._windows.frames] if goal_dim else None
 
     @property
@@ -67,7 +75,7 @@ class Source:
     def gather(self, index: Tensor) -> Demonstrations:
         """Return the windows `index` (B,)."""
         batch = self._windows.gather(index)
-        obs = {"state": batch.obs}
+        obs = {"state": batch.obs, **batch.images}
         if self._goal is not None:
             obs["goal"] = self._goal.index_select(0, index)
         return Demonstrations(obs, batch.action, batch.mask)

@@ -6,14 +6,50 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
+
 from envs.datasets.episodes import Episode, EpisodeDataset
 from policies.errors import CapabilityError, ConfigError, DatasetError
 
 if TYPE_CHECKING:
     from envs.spec import EnvSpec
+    from envs.vector import VectorEnv
 
 MAX_ATTEMPTS = 10
 """Attempts per wanted demonstration before an expert counts as unable."""
+
+
+def photographed(env: Any, episode: Episode) -> Episode:
+    """Return an episode with what the cameras of its task saw before each action.
+
+    The episode is played once more in the exact engine, where it follows from its seed and its actions.
+
+    Raises:
+        CapabilityError: If playing it again leads elsewhere: it does not belong to the task as configured.
+        MissingExtraError: If nothing can be drawn here.
+    """
+    if not getattr(env, "cameras", ()):
+        return episode
+    vector = env.make_vector(1)
+    try:
+        return replace(episode, images=_played_again(vector, episode))
+    finally:
+        vector.close()
+
+
+def _played_again(vector: VectorEnv, episode: Episode) -> dict[str, np.ndarray]:
+    """Return images (T, H, W, 3) by camera."""
+    obs, seen = vector.reset([episode.seed])[0, -1], []
+    for t, action in enumerate(episode.actions):
+        if not np.array_equal(obs, episode.observations[t]):
+            raise CapabilityError(
+                f"this expert of {vector.spec.name} cannot be photographed: its episodes do not begin or go "
+                f"on as those of the task (seed {episode.seed}, step {t}). Leave env.cameras out, or choose "
+                f"another expert."
+            )
+        seen.append(vector.images())
+        obs = vector.step_chunk(action[None, None]).obs[0, -1]
+    return {camera: np.concatenate([images[camera][:, 0] for images in seen]) for camera in seen[0]}
 
 
 class Demonstrable(Protocol):
@@ -54,7 +90,7 @@ def collect(
         progress: Called after every attempt with the numbers of episodes kept and of attempts.
 
     Raises:
-        CapabilityError: If the task has no expert.
+        CapabilityError: If the task has no expert, or its expert cannot be photographed.
         ConfigError: If `episodes` is below 1, the expert has no noise to set, or there is only one expert.
         DatasetError: If fewer than one attempt in ten succeeds.
     """
@@ -68,7 +104,7 @@ def collect(
     for attempts in range(1, MAX_ATTEMPTS * episodes + 1):
         episode = env.demonstrate(first_seed + attempts - 1)
         if episode.success or keeps_all:
-            kept.append(episode)
+            kept.append(photographed(env, episode))
         if progress is not None:
             progress(len(kept), attempts)
         if len(kept) == episodes:

@@ -28,6 +28,20 @@ def require_fit(name: str, thing: Any, other_name: str, other: Any, *, advice: s
             raise ConfigError(
                 f"{name} has {what} width {width}, but {other_name} has {what} width {other_width}. {advice}"
             )
+    _require_images(name, thing, other_name, other, advice)
+
+
+def _require_images(name: str, policy: Any, dataset_name: str, dataset: Any, advice: str) -> None:
+    """Refuse a dataset without the images that a policy looks at."""
+    shown: dict[str, Any] | None = getattr(dataset, "image_shapes", None)
+    if shown is None:
+        return
+    for camera, shape in getattr(policy, "images", {}).items():
+        if tuple(shape) != shown.get(camera):
+            raise ConfigError(
+                f"{name} looks at images {tuple(shape)} of camera '{camera}', but {dataset_name} has "
+                f"{shown.get(camera, 'none')}. {advice}"
+            )
 
 
 def _width(thing: Any, what: str) -> int | None:

@@ -23,6 +23,7 @@ def check_dataset(dataset: EpisodeDataset) -> None:
     _check_index(dataset)
     _check_shapes(dataset)
     _check_rows(dataset)
+    _check_images(dataset)
     _check_finite(dataset)
     _check_ends(dataset)
 
@@ -41,6 +42,11 @@ def check_episode(episode: Episode, first: Episode, source: str) -> None:
             f"{source}: expected the extra keys {sorted(first.extras)} of the first episode; got "
             f"{sorted(episode.extras)}."
         )
+    if set(episode.images) != set(first.images):
+        raise DatasetError(
+            f"{source}: expected images of the cameras {sorted(first.images)} of the first episode; got "
+            f"{sorted(episode.images)}."
+        )
     expected = {
         "observations": (episode.observations, (frames + 1, *np.shape(first.observations)[1:])),
         "actions": (episode.actions, (frames, *np.shape(first.actions)[1:])),
@@ -48,6 +54,8 @@ def check_episode(episode: Episode, first: Episode, source: str) -> None:
     }
     for key, value in episode.extras.items():
         expected[key] = (value, (frames, *np.shape(first.extras[key])[1:]))
+    for camera, pictures in episode.images.items():
+        expected[f"images/{camera}"] = (pictures, (frames, *np.shape(first.images[camera])[1:]))
     for key, (got, want) in expected.items():
         if np.shape(got) != want:
             raise DatasetError(f"{source}: key '{key}' must have shape {want}; got {np.shape(got)}.")
@@ -106,6 +114,16 @@ def _check_rows(data: EpisodeDataset) -> None:
                     f"{data.source}: key '{key}' must have one row for each of the {size} {what}; "
                     f"got shape {tuple(value.shape)}."
                 )
+
+
+def _check_images(data: EpisodeDataset) -> None:
+    for camera, images in data.images.items():
+        shape = images.shape
+        if len(shape) != 4 or len(images) != data.num_frames or shape[3] != 3 or 0 in shape:
+            raise DatasetError(
+                f"{data.source}: images of camera '{camera}' must have shape ({data.num_frames}, H, W, 3); "
+                f"got {shape}."
+            )
 
 
 def _check_finite(data: EpisodeDataset) -> None:

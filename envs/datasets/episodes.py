@@ -8,7 +8,7 @@ or `next_observations` where the source knows it (it always does for what `burni
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,8 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from envs.datasets.checks import check_dataset, check_episode
+from envs.datasets.images import Images
+from policies.encoders import ImageShape
 from policies.errors import DatasetError
 from policies.protocols import ChunkSpec
 
@@ -34,6 +36,7 @@ class Episode:
         actions: (T, Da).
         rewards: (T,).
         extras: every value (T, ...), e.g. simulator states.
+        images: by camera, (T, H, W, 3) uint8, what was seen before each action.
     """
 
     observations: np.ndarray
@@ -44,6 +47,7 @@ class Episode:
     success: bool = False
     seed: int = 0
     extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    images: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Return the number of actions."""
@@ -89,6 +93,7 @@ class EpisodeDataset:
         episode_extras: per-episode values, each (E, ...), e.g. `success` and `seed`.
 
     Args:
+        images: What cameras saw in every frame, by camera; on the CPU, and read when asked for.
         meta: Plain values about the source; `source` names the file in error messages.
 
     Raises:
@@ -106,6 +111,7 @@ class EpisodeDataset:
     extras: dict[str, Tensor] = field(default_factory=dict)
     meta: dict[str, Any] = field(default_factory=dict)
     episode_extras: dict[str, Tensor] = field(default_factory=dict)
+    images: dict[str, Images] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check everything once, before anything is trained."""
@@ -124,6 +130,7 @@ class EpisodeDataset:
         next_observations: ArrayLike | None = None,
         extras: Mapping[str, ArrayLike] | None = None,
         episode_extras: Mapping[str, ArrayLike] | None = None,
+        images: Mapping[str, ArrayLike | Images] | None = None,
         meta: Mapping[str, Any] | None = None,
     ) -> EpisodeDataset:
         """Build a dataset from arrays, converting the main keys to float32 and bool (see the class)."""
@@ -140,6 +147,7 @@ class EpisodeDataset:
             extras={key: _tensor(value) for key, value in (extras or {}).items()},
             meta=dict(meta or {}),
             episode_extras={key: _tensor(value) for key, value in (episode_extras or {}).items()},
+            images={camera: Images.of(value) for camera, value in (images or {}).items()},
         )
 
     @classmethod
@@ -149,7 +157,7 @@ class EpisodeDataset:
         """Concatenate episodes; `success` and `seed` become per-episode values.
 
         Raises:
-            DatasetError: If there is no episode, or if episodes disagree in width or in their extra keys.
+            DatasetError: If there is no episode, or if episodes disagree in width, extra keys or cameras.
         """
         meta = dict(meta or {})
         source = str(meta.get("source", "dataset"))
@@ -175,6 +183,7 @@ class EpisodeDataset:
                 "success": np.array([episode.success for episode in episodes], dtype=bool),
                 "seed": np.array([episode.seed for episode in episodes], dtype=np.int64),
             },
+            images={key: np.concatenate([e.images[key] for e in episodes]) for key in episodes[0].images},
             meta=meta,
         )
 
@@ -204,6 +213,11 @@ class EpisodeDataset:
         return self.actions.shape[1]
 
     @property
+    def image_shapes(self) -> dict[str, ImageShape]:
+        """Shapes (H, W, 3) of the images by camera."""
+        return {camera: (*images.shape[1:],) for camera, images in self.images.items()}  # type: ignore[misc]
+
+    @property
     def lengths(self) -> Tensor:
         """Frames per episode, (E,) int64."""
         return self.episode_start.diff()
@@ -223,8 +237,8 @@ class EpisodeDataset:
         return self.num_frames
 
     def digest(self) -> str:
-        """Return the SHA-256 of all tensors, with their names, types and shapes; `meta` has no part in it."""
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "meta"}
+        """Return the SHA-256 of all tensors and images, with names, types and shapes; not of `meta`."""
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("meta", "images")}
         for group in ("extras", "episode_extras"):
             named |= {f"{group}/{key}": value for key, value in sorted(named.pop(group).items())}
         seen = hashlib.sha256()
@@ -232,10 +246,28 @@ class EpisodeDataset:
             if value is not None:
                 seen.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
                 seen.update(value.cpu().contiguous().numpy().data)
+        for camera, images in sorted(self.images.items()):
+            seen.update(f"images/{camera} {images.shape}".encode())
+            for block in images.blocks():
+                seen.update(block.data)
         return seen.hexdigest()
 
+    def with_cameras(self, cameras: Iterable[str]) -> EpisodeDataset:
+        """Return the dataset with the images of these cameras only, in memory where they fit.
+
+        Raises:
+            DatasetError: If there are none of one of them.
+        """
+        missing = sorted(set(cameras) - set(self.images))
+        if missing:
+            raise DatasetError(
+                f"{self.source}: expected images of the cameras {missing}; there are some of "
+                f"{sorted(self.images) or 'none'}."
+            )
+        return replace(self, images={camera: self.images[camera].loaded() for camera in cameras})
+
     def to(self, device: torch.device | str) -> EpisodeDataset:
-        """Return the dataset on another device."""
+        """Return the dataset on another device; images stay where they are."""
         return self._apply(
             lambda value: value.to(device), lambda value: value.to(device), self.episode_start.to(device)
         )
@@ -255,7 +287,8 @@ class EpisodeDataset:
         start = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         offset = torch.repeat_interleave(self.episode_start[rows] - start[:-1], lengths)
         frames = torch.arange(int(start[-1]), device=rows.device) + offset
-        return self._apply(lambda value: value[frames], lambda value: value[rows], start)
+        images = {camera: one.select(frames) for camera, one in self.images.items()}
+        return self._apply(lambda value: value[frames], lambda value: value[rows], start, images)
 
     def split(self, valid_fraction: float = 0.1, *, seed: int = 0) -> tuple[EpisodeDataset, EpisodeDataset]:
         """Split by episode into a training and a validation set.
@@ -325,21 +358,26 @@ class EpisodeDataset:
             frames=frames,
         )
 
-    def windows(self, chunk: ChunkSpec, pad: bool = True) -> Windows:
+    def windows(self, chunk: ChunkSpec, pad: bool = True, *, cameras: Sequence[str] = ()) -> Windows:
         """Return the training windows of this dataset (see `envs.datasets.windows.Windows`)."""
         from envs.datasets.windows import Windows
 
-        return Windows(self, chunk, pad_end=pad)
+        return Windows(self, chunk, pad_end=pad, cameras=cameras)
 
     def _sum_by_episode(self, values: Tensor) -> Tensor:
         total = torch.cat([values.new_zeros(1, dtype=torch.float64), values.double().cumsum(0)])
         return total[self.episode_start].diff()
 
     def _apply(
-        self, frames: Callable[[Tensor], Tensor], episodes: Callable[[Tensor], Tensor], start: Tensor
+        self,
+        frames: Callable[[Tensor], Tensor],
+        episodes: Callable[[Tensor], Tensor],
+        start: Tensor,
+        images: dict[str, Images] | None = None,
     ) -> EpisodeDataset:
         return replace(
             self,
+            images=self.images if images is None else images,
             observations=frames(self.observations),
             actions=frames(self.actions),
             rewards=frames(self.rewards),

@@ -2,12 +2,14 @@
 
     data/                    attributes: total, env_args (JSON), obs_layout (JSON), meta (JSON)
       demo_<i>/              attributes: num_samples, terminated, truncated, success, seed, …
-        actions rewards dones states   obs/<key>  next_obs/<key>   extras/<key>
+        actions rewards dones states   obs/<key>  next_obs/<key>   extras/<key>   obs/<camera>_image
     mask/<train|valid|…>     names of demonstrations
 
 Observations are stored per key; `obs_layout` lists keys and widths in the order in which they make up the
-flat state. Reading what was written gives the same dataset. A file by another writer says only `dones`: an
-episode whose last step is done counts as terminated, any other as truncated.
+flat state. Images (T, H, W, 3) uint8 are compressed frame by frame, and stay in the file until somebody looks
+at them; a camera is called what its key is without `_image`. Reading what was written gives the same dataset.
+A file by another writer says only `dones`: an episode whose last step is done counts as terminated, any other
+as truncated.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.hdf5 import peek_hdf5, read_hdf5, read_numbers, write_hdf5
+from envs.datasets.images import Images, InHdf5, camera_of
 from envs.datasets.unread import tell_unread
 from policies.errors import DatasetError
 
@@ -95,7 +98,7 @@ def write_robomimic(
 def read(
     path: str | Path, *, mask: str | None = None, obs_keys: Sequence[str] | None = None
 ) -> EpisodeDataset:
-    """Read a low-dimensional robomimic file: data/demo_<i>.
+    """Read a robomimic file: data/demo_<i>, with the images of its cameras where it has some.
 
     Args:
         path: HDF5 file.
@@ -115,13 +118,14 @@ def read(
         _check_alike(demos, names, path)
         meta = _json_attribute(data, "meta", path) if "meta" in data.attrs else {}
         meta |= {"source": str(path), "format": "robomimic", "obs_layout": dict(layout)}
-        meta["not_read"] = tell_unread(path, _pictures(data[names[0]]["obs"]))
+        images, unread = _images(data, names, Path(path))
+        meta["not_read"] = tell_unread(path, unread)
         if "env_args" in data.attrs:
             meta["env_args"] = _json_attribute(data, "env_args", path)
         if not data.attrs.get("successors_recorded", True):
             for demo in demos:
                 demo.pop("next_observations", None)
-    return _assemble(demos, meta)
+    return _assemble(demos, meta, images)
 
 
 def _demo_names(file: h5py.File, path: str | Path, mask: str | None) -> list[str]:
@@ -188,9 +192,31 @@ def _layout(
     return [(key, widths[key]) for key in obs_keys]
 
 
-def _pictures(obs: h5py.Group) -> dict[str, str]:
-    """Return the observation keys that hold pictures, which are not read."""
-    return {key: "pictures" for key, item in obs.items() if getattr(item, "ndim", 0) == 4}
+def _images(data: h5py.Group, names: list[str], path: Path) -> tuple[dict[str, Images], dict[str, str]]:
+    """Return the images by camera, unread, and why keys that look like images are none.
+
+    Raises:
+        DatasetError: If a demonstration has other images than the first, or another number of them.
+    """
+    first = data[names[0]]["obs"]
+    keys = [key for key, item in first.items() if getattr(item, "ndim", 0) == 4]
+    good = [key for key in keys if first[key].dtype == np.uint8 and first[key].shape[3] == 3]
+    lengths = [len(data[name]["actions"]) for name in names]
+    images = {}
+    for key in good:
+        shape = first[key].shape[1:]
+        for name, length in zip(names, lengths, strict=True):
+            item = data[name]["obs"].get(key)
+            got = (getattr(item, "shape", None), getattr(item, "dtype", None))
+            if got != ((length, *shape), np.dtype(np.uint8)):
+                raise DatasetError(
+                    f"{path}: {name}/obs: key '{key}' must have shape {(length, *shape)}, uint8, as in "
+                    f"{names[0]}; got {got[0]}, {got[1]}."
+                )
+        start = np.concatenate([[0], np.cumsum(lengths)])
+        places = tuple(f"data/{name}/obs/{key}" for name in names)
+        images[camera_of(key)] = Images(InHdf5(path.absolute(), places, start, shape))
+    return images, {key: "no RGB images in bytes" for key in keys if key not in good}
 
 
 def _group(parent: h5py.Group, key: str, source: str) -> h5py.Group:
@@ -287,7 +313,9 @@ def _flat(group: h5py.Group, layout: list[tuple[str, int]], num: int, source: st
     return np.concatenate([read_numbers(group[key], source, key) for key, _ in layout], axis=1)
 
 
-def _assemble(demos: list[dict[str, Any]], meta: dict[str, Any]) -> EpisodeDataset:
+def _assemble(
+    demos: list[dict[str, Any]], meta: dict[str, Any], images: Mapping[str, Images]
+) -> EpisodeDataset:
     """Concatenate demonstrations; optional keys survive if every demonstration has them."""
     lengths = [len(demo["actions"]) for demo in demos]
     start = np.concatenate([[0], np.cumsum(lengths)])
@@ -313,6 +341,7 @@ def _assemble(demos: list[dict[str, Any]], meta: dict[str, Any]) -> EpisodeDatas
             key: np.stack([d["episode_extras"][key] for d in demos])
             for key in _shared(demos, "episode_extras")
         },
+        images=images,
         meta=meta,
     )
 
@@ -346,6 +375,10 @@ def _write_demo(group: h5py.Group, dataset: EpisodeDataset, number: int, parts: 
         arrays[f"episode_extras/{key}"] = value[number]
     for key, value in arrays.items():
         group.create_dataset(key, data=value.numpy() if isinstance(value, Tensor) else value)
+    for camera, images in dataset.images.items():
+        pixels = images[torch.arange(first, end)].numpy()
+        options = {"chunks": (1, *pixels.shape[1:]), "compression": "gzip", "shuffle": True}
+        group.create_dataset(f"obs/{camera}_image", data=pixels, **options)
     for key in ("success", "seed"):
         if key in dataset.episode_extras:
             group.attrs[key] = dataset.episode_extras[key][number].item()

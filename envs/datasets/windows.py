@@ -13,7 +13,8 @@ window starting at r, without any copy until a batch is gathered.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -33,11 +34,13 @@ class Batch:
         obs: (B, To, Do), oldest first.
         action: (B, Th, Da).
         mask: (B, Th) bool, True where the action was recorded, False where it is padding.
+        images: (B, To, H, W, 3) uint8 by camera, of the same frames as `obs`.
     """
 
     obs: Tensor
     action: Tensor
     mask: Tensor
+    images: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Windows:
@@ -48,6 +51,7 @@ class Windows:
         chunk: Horizons.
         pad_end: True: every frame has a window, and what lies behind the episode's end repeats its last
             action (masked). False (DPPO): only windows whose actions end inside the episode.
+        cameras: Whose images batches have as well; they are moved to the windows' device batch by batch.
 
     Attributes:
         num: W.
@@ -56,10 +60,17 @@ class Windows:
         short_episodes: Numbers of the episodes too short to give a window (`pad_end=False` only).
 
     Raises:
-        DatasetError: If the action widths differ or there is no window at all.
+        DatasetError: If the action widths differ, there is no window at all, or no image of a camera.
     """
 
-    def __init__(self, dataset: EpisodeDataset, chunk: ChunkSpec, *, pad_end: bool = True) -> None:
+    def __init__(
+        self,
+        dataset: EpisodeDataset,
+        chunk: ChunkSpec,
+        *,
+        pad_end: bool = True,
+        cameras: Sequence[str] = (),
+    ) -> None:
         if chunk.action_dim != dataset.action_dim:
             raise DatasetError(
                 f"{dataset.source}: key 'actions' must be {chunk.action_dim} wide for this task; got "
@@ -67,6 +78,7 @@ class Windows:
             )
         self.chunk = chunk
         self.obs_dim = dataset.obs_dim
+        self._images = dataset.with_cameras(cameras).images
         self._index(dataset, pad_end)
         history, before = chunk.obs_steps - 1, chunk.action_start
         behind = chunk.horizon - 1 if pad_end else 0
@@ -111,7 +123,20 @@ class Windows:
             obs=self._obs.index_select(0, obs_rows).view(-1, self.chunk.obs_steps, self.obs_dim),
             action=self._action.index_select(0, rows).view(-1, *self.chunk.shape),
             mask=mask,
+            images=self._gather_images(index),
         )
+
+    def _gather_images(self, index: Tensor) -> dict[str, Tensor]:
+        """Return the images (B, To, H, W, 3) of windows; an episode's first stands for those before it."""
+        if not self._images:
+            return {}
+        ago = torch.arange(self.chunk.obs_steps - 1, -1, -1, device=index.device)
+        newest, step = self.frames[index, None], self.steps[index, None]
+        frames = (newest - torch.minimum(ago, step)).flatten().cpu()
+        return {
+            camera: images[frames].unflatten(0, (len(index), -1)).to(self.device)
+            for camera, images in self._images.items()
+        }
 
     def sample(self, size: int, *, generator: torch.Generator | None = None) -> Batch:
         """Draw windows uniformly with replacement; the generator lives on the windows' device."""

@@ -1,0 +1,214 @@
+"""Images of a dataset, frame by frame; what nobody looks at is never read.
+
+A camera's images are (N, H, W, 3) uint8 on the CPU: in memory, in an HDF5 file, or compressed as in the file
+that they come from. A batch takes those that it needs and is moved to the device as bytes.
+
+Legend: N frames, F of them asked for, H and W height and width.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from envs.datasets.hdf5 import read_hdf5
+from policies.encoders import ImageShape
+from policies.errors import DatasetError
+
+MEMORY_BYTES = 4 * 2**30
+"""Images of a camera that take more than this stay in their file and are read batch by batch."""
+_BLOCK = 256  # frames read at once where all are wanted
+
+
+class Store(Protocol):
+    """Where images are."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, H, W, 3)."""
+        ...
+
+    def read(self, frames: np.ndarray) -> np.ndarray:
+        """Return images (F, H, W, 3) of frames (F,), in any order."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class InMemory:
+    """Images (N, H, W, 3) uint8 as they are."""
+
+    pixels: np.ndarray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, H, W, 3)."""
+        return self.pixels.shape
+
+    def read(self, frames: np.ndarray) -> np.ndarray:
+        """Return images (F, H, W, 3)."""
+        found: np.ndarray = self.pixels[frames]
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class InHdf5:
+    """Images in one dataset of an HDF5 file per episode.
+
+    Attributes:
+        path: The file.
+        keys: Names of the datasets, in the order of the episodes.
+        start: (E+1,) first frame of each and, last, N.
+        image: Shape of one image.
+    """
+
+    path: Path
+    keys: tuple[str, ...]
+    start: np.ndarray
+    image: ImageShape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, H, W, 3)."""
+        return (int(self.start[-1]), *self.image)
+
+    def read(self, frames: np.ndarray) -> np.ndarray:
+        """Return images (F, H, W, 3).
+
+        Raises:
+            DatasetError: If the file is gone or damaged.
+        """
+        out = np.empty((len(frames), *self.image), np.uint8)
+        episodes = np.searchsorted(self.start, frames, side="right") - 1
+        with read_hdf5(self.path) as file:
+            for episode in np.unique(episodes).tolist():
+                places = np.flatnonzero(episodes == episode)
+                rows, back = np.unique(frames[places] - self.start[episode], return_inverse=True)
+                first, last = int(rows[0]), int(rows[-1]) + 1
+                dense = len(rows) == last - first
+                found = file[self.keys[episode]][slice(first, last) if dense else rows]
+                out[places] = found[back]
+        return out
+
+
+@dataclass(frozen=True, eq=False)
+class Compressed:
+    """Images as PNG or JPEG files in memory.
+
+    Attributes:
+        files: Their bytes, N of them.
+        image: Shape of one image.
+        source: Names file and column in error messages.
+    """
+
+    files: Sequence[bytes]
+    image: ImageShape
+    source: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, H, W, 3)."""
+        return (len(self.files), *self.image)
+
+    def read(self, frames: np.ndarray) -> np.ndarray:
+        """Return images (F, H, W, 3).
+
+        Raises:
+            DatasetError: If one cannot be decoded or has another shape.
+        """
+        return np.stack([self._decoded(frame) for frame in frames.tolist()])
+
+    def _decoded(self, frame: int) -> np.ndarray:
+        from PIL import Image
+
+        try:
+            with Image.open(io.BytesIO(self.files[frame])) as picture:
+                pixels = np.asarray(picture.convert("RGB"))
+        except (OSError, ValueError, SyntaxError, TypeError) as error:
+            raise DatasetError(
+                f"{self.source}: expected a PNG or JPEG image in row {frame}; decoding failed with '{error}'."
+            ) from error
+        if pixels.shape != self.image:
+            raise DatasetError(
+                f"{self.source}: images must have shape {self.image}; that of row {frame} has {pixels.shape}."
+            )
+        return pixels
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """The images of one camera, a frame for each of a dataset's; `images[frames]` reads some.
+
+    Attributes:
+        store: Where they are.
+        frames: (N,) which of the store's; None: all, in order.
+    """
+
+    store: Store
+    frames: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, values: Any) -> Images:
+        """Return images as they are, or around an array (N, H, W, 3) of them.
+
+        Raises:
+            DatasetError: If the array is not uint8.
+        """
+        if isinstance(values, Images):
+            return values
+        pixels = np.asarray(values)
+        if pixels.dtype != np.uint8:
+            raise DatasetError(f"images must be uint8, from 0 to 255; got {pixels.dtype}.")
+        return cls(InMemory(pixels))
+
+    def __len__(self) -> int:
+        """Return N."""
+        return self.store.shape[0] if self.frames is None else len(self.frames)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, H, W, 3)."""
+        return (len(self), *self.store.shape[1:])
+
+    def __getitem__(self, frames: Tensor) -> Tensor:
+        """Return images (F, H, W, 3) uint8 of frames (F,)."""
+        index = frames.cpu().numpy()
+        return torch.from_numpy(self.store.read(index if self.frames is None else self.frames[index]))
+
+    def select(self, frames: Tensor) -> Images:
+        """Return the images of some frames (F,), which are not read yet."""
+        index = frames.cpu().numpy()
+        return replace(self, frames=index if self.frames is None else self.frames[index])
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """Read all images, some hundred at a time."""
+        for first in range(0, len(self), _BLOCK):
+            yield self[torch.arange(first, min(first + _BLOCK, len(self)))].numpy()
+
+    def loaded(self) -> Images:
+        """Return the same images in memory, if they fit there."""
+        size = int(np.prod(self.shape))
+        if size > MEMORY_BYTES or (isinstance(self.store, InMemory) and self.frames is None):
+            return self
+        pixels = np.empty(self.shape, np.uint8)
+        first = 0
+        for block in self.blocks():
+            pixels[first : first + len(block)] = block
+            first += len(block)
+        return Images(InMemory(pixels))
+
+
+def camera_of(key: str) -> str:
+    """Return the name of the camera whose images have this key in a file.
+
+    Example:
+        >>> camera_of("agentview_image"), camera_of("observation.images.top")
+        ('agentview', 'top')
+    """
+    return key.removeprefix("observation.images.").replace("/", "_").replace(".", "_").removesuffix("_image")

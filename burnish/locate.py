@@ -1,4 +1,4 @@
-"""Finds the policy a person means: a policy directory, a checkpoint, or a run (its last checkpoint)."""
+"""Finds the policy a person means: a policy directory, a checkpoint, a run (its last one), an export."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from algos.state import RunDirectory
 from policies import folder
 from policies.errors import CheckpointError, ConfigError
+from policies.exported import ExportedPolicy, is_exported
 from policies.folder import CONFIG as POLICY_CONFIG
 from policies.folder import read_config, where_it_was_left
 from policies.policy import Policy
@@ -40,6 +41,19 @@ class Located:
     def provenance(self) -> Mapping[str, Any]:
         """Facts stored with the policy (task, algorithm, seed, ...)."""
         facts = read_config(self.path).get("provenance")
+        return facts if isinstance(facts, dict) else {}
+
+
+class LocatedExport(Located):
+    """A folder that `burnish export` wrote."""
+
+    def load(self) -> Any:
+        """Open the exported policy."""
+        return ExportedPolicy(self.path)
+
+    def provenance(self) -> Mapping[str, Any]:
+        """Facts stored with the policy that was exported."""
+        facts = ExportedPolicy(self.path).signature.get("provenance")
         return facts if isinstance(facts, dict) else {}
 
 
@@ -83,6 +97,11 @@ def _check_parents(target: Path, key: str) -> None:
     parent = next(place for place in target.absolute().parents if place.exists())
     if not parent.is_dir():
         raise ConfigError(f"{key}={target} cannot be written: {parent} is a file, not a folder.")
+
+
+def locate_actor(path: str | os.PathLike[str], key: str = "policy") -> Located:
+    """Find what can be evaluated: a policy, or an exported folder; see `locate`."""
+    return LocatedExport(Path(path)) if is_exported(Path(path)) else locate(path, key)
 
 
 def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:

@@ -112,6 +112,10 @@ class DenoisingPolicy(Policy):
         times = [self.table.placed("net_time", cond.vec)]
         if self.table.second_time is not None:
             times.append(self.table.placed("second_time", cond.vec))
+        return self.bind_at(cond, *times)
+
+    def bind_at(self, cond: Cond, *times: Tensor) -> BoundField:
+        """Bind the network to a condition and to times (K,) of its own, guided as configured."""
         if self.guidance == 1:
             return self.field.bind(cond, *times)
         assert cond.free is not None

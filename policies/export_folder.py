@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from policies import runner
 from policies.errors import ExportError
-from policies.export_graph import OPSET, SampledPolicy, feed_of, random_inputs, run_graph, worst_of
+from policies.export_card import card_of
+from policies.export_graph import OPSET, SampledPolicy, arrays_of, random_inputs, worst_of
 from policies.policy import Policy
+from policies.runner import ENCODER, LOOP, MODEL, SAMPLE, SIGNATURE, STEP
 
-MODEL, SIGNATURE, SAMPLE, REPORT, CARD = (
-    "policy.onnx",
-    "signature.json",
-    "sample.npz",
-    "report.json",
-    "README.md",
-)
+REPORT, CARD, RUNNER = "report.json", "README.md", "runner.py"
+PROGRAM, PACKAGE = "policy.pt2", "policy.aot.pt2"
+MODELS = (MODEL, ENCODER, STEP, LOOP, PROGRAM, PACKAGE)
+"""Files that hold the policy, in all formats; an export that replaces another one removes those it lacks."""
+
+Run = Callable[[Mapping[str, Tensor]], list[np.ndarray]]
+"""Inputs by name -> actions (B, Ta, Da) and plan (B, R, Da)."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ class Surroundings:
         action_names: Name and unit of every action entry, (Da,).
         action_low: Smallest action of the task, (Da,), physical units; the graph does not clip.
         action_high: Largest action of the task, (Da,).
+        provenance: What is stored with the policy about its origin: task, algorithm, seed; JSON values.
     """
 
     task: str | None = None
@@ -45,6 +51,7 @@ class Surroundings:
     action_names: Sequence[str] | None = None
     action_low: Sequence[float] | None = None
     action_high: Sequence[float] | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,14 +59,19 @@ class ExportReport:
     """What was written and how well it agrees.
 
     `parity` rows: batch, max_abs_difference (physical action units, relative to the largest magnitude
-    where that exceeds 1). `latency` rows: batch, eager_ms, onnx_ms (medians, one thread).
+    where that exceeds 1). `latency` rows: batch, eager_ms and one column for every way to run the export
+    (onnx_ms; pt2_ms, aot_ms), medians on one thread. `opset` is that of ONNX, None for another format.
+    `notes` say what was left out, and why.
     """
 
     directory: str
-    opset: int
+    format: str
+    graph: str
+    opset: int | None
     tolerance: float
     parity: list[dict[str, float]]
     latency: list[dict[str, float]]
+    notes: list[str] = field(default_factory=list)
 
     @property
     def worst(self) -> float:
@@ -87,12 +99,16 @@ def draft_of(target: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as draft:
         yield Path(draft)
         target.mkdir(exist_ok=True)
+        for name in MODELS:
+            (target / name).unlink(missing_ok=True)
         for path in Path(draft).iterdir():
             path.replace(target / path.name)
 
 
-def signature(policy: Policy, around: Surroundings) -> dict[str, Any]:
-    """Describe inputs and outputs of the graph; `B` is the dynamic batch, null is what is not known."""
+def signature(
+    policy: Policy, around: Surroundings, *, kind: str = "onnx", graph: str = "whole"
+) -> dict[str, Any]:
+    """Describe inputs and outputs of the export; `B` is the dynamic batch, null is what is not known."""
     chunk = policy.chunk
 
     def feature(*shape: int, units: str = "physical", **facts: Any) -> dict[str, Any]:
@@ -113,9 +129,12 @@ def signature(policy: Policy, around: Surroundings) -> dict[str, Any]:
         low=_entries(around.action_low),
         high=_entries(around.action_high),
     )
+    plan = feature(chunk.horizon - chunk.action_start, chunk.action_dim)
     return {
+        "format": kind,
+        "graph": graph,
         "inputs": inputs,
-        "outputs": {"action": action},
+        "outputs": {"action": action, "plan": plan},
         "task": around.task,
         "control_hz": around.control_hz,
         "obs_steps": chunk.obs_steps,
@@ -123,7 +142,8 @@ def signature(policy: Policy, around: Surroundings) -> dict[str, Any]:
         "action_start": chunk.action_start,
         "act_steps": chunk.act_steps,
         "noise_changes_action": policy.noise_sensitive,
-        "opset": OPSET,
+        "opset": OPSET if kind == "onnx" else None,
+        "provenance": dict(around.provenance),
     }
 
 
@@ -134,60 +154,22 @@ def _entries(values: Sequence[Any] | None) -> list[Any] | None:
 @torch.no_grad()
 def write_facts(
     model: SampledPolicy,
-    session: Any,
+    run: Run,
     target: Path,
     report: ExportReport,
     generator: torch.Generator,
     facts: dict[str, Any],
 ) -> None:
-    """Write signature, sample, report and README."""
-    (target / SIGNATURE).write_text(json.dumps(facts, indent=2) + "\n")
+    """Write sample, report and README; the signature is there."""
     inputs = random_inputs(model.policy, 2, generator)
-    arrays: dict[str, Any] = {**feed_of(session, inputs), "action": run_graph(session, inputs)}
+    arrays: dict[str, Any] = {**arrays_of(inputs), "action": run(inputs)[0]}
     np.savez(target / SAMPLE, **arrays)
     (target / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")
-    (target / CARD).write_text(_card(facts, report))
+    (target / CARD).write_text(card_of(facts, asdict(report)))
 
 
-def _card(facts: dict[str, Any], report: ExportReport) -> str:
-    inputs = "\n".join(
-        f"| `{name}` | {facts_of['shape']} | {facts_of['units']} |"
-        for name, facts_of in facts["inputs"].items()
-    )
-    parity = "\n".join(f"| {row['batch']} | {row['max_abs_difference']:.1e} |" for row in report.parity)
-    latency = "\n".join(
-        f"| {row['batch']} | {row['eager_ms']:.2f} | {row['onnx_ms']:.2f} |" for row in report.latency
-    )
-    made_for = "" if facts["task"] is None else f"\nMade for the task `{facts['task']}`"
-    made_for += "" if facts["control_hz"] is None else f", one action every {1e3 / facts['control_hz']:g} ms"
-    return f"""# Exported policy
-
-`{MODEL}` maps observations and noise to `act_steps` = {facts["act_steps"]} actions, in physical units.
-Normaliser, network and the whole sampler are inside; opset {report.opset}.{made_for}{"." if made_for else ""}
-`{SIGNATURE}` has the names of observations and actions, the action limits and the control rate, or null
-where they are not known. The graph does not clip actions.
-
-| input | shape | units |
-|---|---|---|
-{inputs}
-
-```python
-import numpy as np, onnxruntime
-session = onnxruntime.InferenceSession("{MODEL}")
-sample = np.load("{SAMPLE}")
-feed = {{node.name: sample[node.name] for node in session.get_inputs()}}
-action = session.run(None, feed)[0]          # equals sample["action"]
-```
-
-Largest difference to the original on random inputs (tolerance {report.tolerance:.0e}):
-
-| batch | difference |
-|---|---|
-{parity}
-
-Median latency, one thread, on the machine that exported:
-
-| batch | eager [ms] | onnx [ms] |
-|---|---|---|
-{latency}
-"""
+def write_signature(target: Path, facts: dict[str, Any]) -> None:
+    """Write what inputs and outputs are, and for ONNX the program that runs them."""
+    (target / SIGNATURE).write_text(json.dumps(facts, indent=2) + "\n")
+    if facts["format"] == "onnx":
+        shutil.copyfile(runner.__file__, target / RUNNER)

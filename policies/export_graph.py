@@ -1,4 +1,8 @@
-"""The exported graph: a policy as one function, traced to ONNX and compared with the original."""
+"""Graphs of a policy: functions of tensors, traced to ONNX and compared with the originals.
+
+Three functions can be traced: the whole policy, its encoder, and one evaluation of its network. Each is a
+`Traceable`: it knows its inputs, makes examples of them, and says whether gradients are part of it.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,14 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from policies import runner
 from policies.energy import EnergyField
 from policies.errors import ExportError, MissingExtraError
 from policies.policy import Policy
@@ -30,23 +35,62 @@ _SYMBOLIC_BATCH = 1009  # sizes that are equal would be taken for one, so this i
 _log = logging.getLogger(__name__)
 
 
-class SampledPolicy(nn.Module):
-    """The function that is exported: physical observations and noise to physical actions."""
+class Traceable(nn.Module):
+    """A function of tensors that is to become a graph; derive and give it `forward(inputs)`.
+
+    Args:
+        policy: What it is a function of.
+
+    Attributes:
+        outputs: Names of what it returns.
+        fixed: Names of inputs whose first dimension is not the batch.
+        is_sealed: Whether all that depends on weights alone may become constants of the graph.
+    """
+
+    outputs: tuple[str, ...] = ()
+    fixed: frozenset[str] = frozenset()
+    is_sealed = True
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
-        self.policy = policy
+        self.policy: Any = policy
 
-    def forward(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Return actions (B, Ta, Da).
+    @property
+    def has_gradients(self) -> bool:
+        """Whether evaluating it takes gradients, which a graph cannot: they must be part of it."""
+        return any(isinstance(part, EnergyField) for part in self.policy.modules())
+
+    def copy(self) -> Self:
+        """Return an independent copy."""
+        return type(self)(self.policy.clone())
+
+    def example(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draw inputs."""
+        return random_inputs(self.policy, batch, generator)
+
+
+class SampledPolicy(Traceable):
+    """The function that is exported: physical observations and noise to physical actions."""
+
+    outputs = ("action", "plan")
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return actions (B, Ta, Da) and the plan (B, R, Da), all rows from the first executed one on.
 
         Shapes:
             inputs: `observation` (B, To, Do), `noise` (B, *noise_shape) and what else the policy sees: `goal`
             (B, Dg), images (B, To, H, W, 3) by camera.
         """
-        seen = {name: value for name, value in inputs.items() if name not in ("observation", "noise")}
-        cond = self.policy.encode({"state": inputs["observation"], **seen})
-        return self.policy.executed(self.policy.decode(cond, inputs["noise"]))
+        cond = self.policy.encode(observation_of(inputs))
+        chunk, spec = self.policy.decode(cond, inputs["noise"]), self.policy.chunk
+        plan = self.policy.physical(chunk[:, spec.action_start :])
+        return plan[:, : spec.act_steps], plan
+
+
+def observation_of(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the observation that a policy is given, from the inputs of a graph."""
+    seen = {name: value for name, value in inputs.items() if name not in ("observation", "noise")}
+    return {"state": inputs["observation"], **seen}
 
 
 def random_inputs(policy: Policy, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -67,36 +111,7 @@ def random_inputs(policy: Policy, batch: int, generator: torch.Generator) -> dic
     return inputs
 
 
-def write_checked_graph(
-    model: SampledPolicy, path: Path, batch_sizes: Sequence[int], tolerance: float, seed: int
-) -> list[dict[str, float]]:
-    """Write a graph that reproduces the model at every batch size and return the parity table.
-
-    Tracing at one batch size and freeing that dimension afterwards takes a third of the time of tracing with
-    a symbolic one, but is wrong for a network that computes with its batch size: then the latter is done, and
-    at once where gradients of energies are part of the graph.
-
-    Raises:
-        ExportError: If neither graph reproduces the model.
-    """
-    _refuse_foreign_loops(model.policy)
-    traced = SampledPolicy(model.policy.clone())
-    with torch.no_grad():
-        traced(random_inputs(traced.policy, _TRACED_BATCH, torch.Generator().manual_seed(seed)))
-    seal(traced)  # what depends on weights alone becomes constants of the graph
-    for is_symbolic in (True,) if _has_gradients(traced) else (False, True):
-        _write_graph(traced, path, seed, is_symbolic=is_symbolic)
-        parity = _parity(model, open_session(path), batch_sizes, seed)
-        worst = worst_of(parity)
-        if worst <= tolerance:
-            return parity
-    raise ExportError(
-        f"the exported graph must reproduce the policy within {tolerance:.0e} for batches of "
-        f"{', '.join(map(str, batch_sizes))}; it differs by {worst:.2e}. Nothing was written."
-    )
-
-
-def _refuse_foreign_loops(policy: Policy) -> None:
+def refuse_foreign_loops(policy: Policy) -> None:
     """Refuse a sampler that decides in Python at every step.
 
     Raises:
@@ -109,24 +124,56 @@ def _refuse_foreign_loops(policy: Policy) -> None:
         )
 
 
-def _write_graph(model: SampledPolicy, path: Path, seed: int, *, is_symbolic: bool) -> None:
+def write_checked_graph(
+    model: Traceable, path: Path, batch_sizes: Sequence[int], tolerance: float, seed: int
+) -> list[dict[str, float]]:
+    """Write a graph that reproduces the model at every batch size and return the parity table.
+
+    Tracing at one batch size and freeing that dimension afterwards takes a third of the time of tracing with
+    a symbolic one, but is wrong for a network that computes with its batch size: then the latter is done, and
+    at once where gradients of energies are part of the graph.
+
+    Raises:
+        ExportError: If neither graph reproduces the model.
+    """
+    traced = ready_to_trace(model, seed)
+    for is_symbolic in (True,) if traced.has_gradients else (False, True):
+        _write_graph(traced, path, seed, is_symbolic=is_symbolic)
+        parity = _parity(model, open_session(path), batch_sizes, seed)
+        worst = worst_of(parity)
+        if worst <= tolerance:
+            return parity
+    raise unlike(worst, tolerance, batch_sizes)
+
+
+def ready_to_trace(model: Traceable, seed: int) -> Any:
+    """Return a copy of a model, in which what depends on weights alone is constant."""
+    traced = model.copy()
+    if traced.is_sealed:
+        with torch.no_grad():
+            traced(traced.example(_TRACED_BATCH, torch.Generator().manual_seed(seed)))
+        seal(traced)
+    return traced
+
+
+def unlike(worst: float, tolerance: float, batch_sizes: Sequence[int]) -> ExportError:
+    """Return the error of an export that does not reproduce its policy."""
+    return ExportError(
+        f"the exported graph must reproduce the policy within {tolerance:.0e} for batches of "
+        f"{', '.join(map(str, batch_sizes))}; it differs by {worst:.2e}. Nothing was written."
+    )
+
+
+def _write_graph(model: Traceable, path: Path, seed: int, *, is_symbolic: bool) -> None:
     """Trace the model and write the graph, weights included, with a dynamic batch."""
-    has_gradients = _has_gradients(model)
-    size = _SYMBOLIC_BATCH if has_gradients else _TRACED_BATCH
-    inputs = random_inputs(model.policy, size, torch.Generator().manual_seed(seed))
-    batch = torch.export.Dim("batch", min=1, max=65536)
+    size = _SYMBOLIC_BATCH if model.has_gradients else _TRACED_BATCH
+    inputs = model.example(size, torch.Generator().manual_seed(seed))
+    shapes = dynamic_shapes(model, inputs)
+    call: dict[str, Any] = {"f": str(path)}
     try:
-        with (
-            warnings.catch_warnings(),
-            contextlib.redirect_stdout(io.StringIO()),
-            _quiet("torch.onnx"),
-            torch.no_grad(),
-        ):
-            warnings.simplefilter("ignore")
-            shapes = {name: {0: batch} for name in inputs}
-            call: dict[str, Any] = {"f": str(path)}
-            if has_gradients:
-                call |= {"model": _spell_out(model, inputs), "args": tuple(inputs.values())}
+        with quiet_tracing():
+            if model.has_gradients:
+                call |= {"model": spell_out(model, inputs), "args": tuple(inputs.values())}
                 call |= {"dynamic_shapes": tuple(shapes.values())}
             else:
                 call |= {"model": model, "kwargs": {"inputs": inputs}}
@@ -134,7 +181,7 @@ def _write_graph(model: SampledPolicy, path: Path, seed: int, *, is_symbolic: bo
             torch.onnx.export(
                 **call,
                 input_names=list(inputs),
-                output_names=["action"],
+                output_names=list(model.outputs),
                 opset_version=OPSET,
                 external_data=False,
                 dynamo=True,
@@ -142,60 +189,84 @@ def _write_graph(model: SampledPolicy, path: Path, seed: int, *, is_symbolic: bo
     except Exception as error:
         raise ExportError(f"the policy could not be traced to ONNX: {error}") from error
     if not is_symbolic:
-        _free_batch(path)
+        _free_batch(path, model.fixed)
 
 
-def _has_gradients(model: nn.Module) -> bool:
-    """Tell whether acting takes gradients, which a graph cannot: they must be part of it."""
-    return any(isinstance(part, EnergyField) for part in model.modules())
+def dynamic_shapes(model: Traceable, inputs: Mapping[str, Tensor]) -> dict[str, dict[int, Any]]:
+    """Return for every input its dimensions of any size."""
+    batch = torch.export.Dim("batch", min=1, max=65536)
+    return {name: {} if name in model.fixed else {0: batch} for name in inputs}
 
 
-def _spell_out(model: SampledPolicy, inputs: Mapping[str, Tensor]) -> nn.Module:
+@contextlib.contextmanager
+def quiet_tracing() -> Iterator[None]:
+    """Trace without gradients and without chatter."""
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        _quiet("torch.onnx"),
+        _quiet("onnxscript"),
+        torch.no_grad(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def spell_out(model: Traceable, inputs: Mapping[str, Tensor]) -> nn.Module:
     """Return a function of the inputs' values, of elementary operations, those of gradients among them."""
     names = list(inputs)
-    spell_out = make_fx(
+    trace = make_fx(
         lambda *values: model(dict(zip(names, values, strict=True))),
         tracing_mode="symbolic",
         decomposition_table=dict(torch.export.default_decompositions()),
         _allow_non_fake_inputs=True,  # weights
     )
-    return spell_out(*inputs.values())
+    return trace(*inputs.values())
 
 
-def _free_batch(path: Path) -> None:
+def _free_batch(path: Path, fixed: frozenset[str]) -> None:
     """Let the first dimension of inputs and outputs be any number; forget the shapes between them."""
     onnx = require_package("onnx")
     graph = onnx.load(path)
     for value in (*graph.graph.input, *graph.graph.output):
-        value.type.tensor_type.shape.dim[0].dim_param = "batch"
+        if value.name not in fixed:
+            value.type.tensor_type.shape.dim[0].dim_param = "batch"
     del graph.graph.value_info[:]
     onnx.save(graph, path)
 
 
-def _parity(
-    model: SampledPolicy, session: Any, batch_sizes: Sequence[int], seed: int
-) -> list[dict[str, float]]:
+def _parity(model: Traceable, session: Any, batch_sizes: Sequence[int], seed: int) -> list[dict[str, float]]:
     """Compare graph and model on random inputs, one row per batch size."""
+
+    def run(inputs: Mapping[str, Tensor]) -> list[np.ndarray]:
+        return runner.run(session, arrays_of(inputs))
+
+    return parity_of(model, run, batch_sizes, seed)
+
+
+def parity_of(model: Traceable, run: Any, batch_sizes: Sequence[int], seed: int) -> list[dict[str, float]]:
+    """Compare a function of inputs with the model on random ones, one row per batch size."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for batch in batch_sizes:
-        inputs = random_inputs(model.policy, batch, generator)
-        rows.append({"batch": batch, "max_abs_difference": _difference(model, session, inputs)})
+        inputs = model.example(batch, generator)
+        rows.append({"batch": batch, "max_abs_difference": _difference(model, run, inputs)})
     return rows
 
 
 @torch.no_grad()
-def _difference(model: SampledPolicy, session: Any, inputs: dict[str, Tensor]) -> float:
+def _difference(model: Traceable, run: Any, inputs: dict[str, Tensor]) -> float:
     """Return the difference of `ExportReport`; infinite where the graph does not run or has another shape."""
-    expected = model(inputs).numpy()
+    expected = [output.numpy() for output in model(inputs)]
     try:
-        found = run_graph(session, inputs)
+        found = run(inputs)
     except Exception:  # onnxruntime's errors have no common class
-        _log.debug("the graph does not run on inputs of batch %d", len(expected), exc_info=True)
+        _log.debug("the graph does not run on inputs of batch %d", len(expected[0]), exc_info=True)
         return math.inf
-    if found.shape != expected.shape:
+    if [array.shape for array in found] != [array.shape for array in expected]:
         return math.inf
-    return float(np.abs(found - expected).max() / max(1.0, np.abs(expected).max()))
+    pairs = zip(found, expected, strict=True)
+    return float(np.max([np.abs(a - b).max() / max(1.0, np.abs(b).max()) for a, b in pairs]))
 
 
 def worst_of(parity: Sequence[dict[str, float]]) -> float:
@@ -205,23 +276,18 @@ def worst_of(parity: Sequence[dict[str, float]]) -> float:
 
 def open_session(path: str | Path, *, threads: int = 1) -> Any:
     """Open an ONNX file with onnxruntime on the CPU."""
-    runtime = require_package("onnxruntime")
-    options = runtime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # errors are raised, not printed as well
-    return runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    require_package("onnxruntime")
+    return runner.open_session(path, threads=threads)
 
 
-def feed_of(session: Any, inputs: dict[str, Tensor]) -> dict[str, np.ndarray]:
-    """Keep what the graph uses (a policy may ignore its noise) as arrays."""
-    used = {node.name for node in session.get_inputs()}
-    return {name: value.numpy() for name, value in inputs.items() if name in used}
+def arrays_of(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Return inputs as arrays."""
+    return {name: value.numpy() for name, value in inputs.items()}
 
 
-def run_graph(session: Any, inputs: dict[str, Tensor]) -> np.ndarray:
-    """Return the actions of the graph, (B, Ta, Da)."""
-    return session.run(None, feed_of(session, inputs))[0]
+def run_graph(session: Any, inputs: Mapping[str, Tensor]) -> np.ndarray:
+    """Return the actions of a graph, (B, Ta, Da)."""
+    return runner.run(session, arrays_of(inputs))[0]
 
 
 def require_package(name: str) -> ModuleType:

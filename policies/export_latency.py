@@ -1,29 +1,30 @@
-"""How long one decision takes: the policy against its exported graph, both on one thread."""
+"""How long one decision takes: the policy against what was exported, all on one thread."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
-from policies.export_graph import SampledPolicy, feed_of, random_inputs
+from policies.export_folder import Run
+from policies.export_graph import SampledPolicy
 from policies.threads import torch_threads
 
 
 @torch.no_grad()
 def latency_of(
-    model: SampledPolicy, session: Any, batch: int, generator: torch.Generator
+    model: SampledPolicy, runs: Mapping[str, Run], batch: int, generator: torch.Generator
 ) -> dict[str, float]:
-    """Return a row of the latency table: batch and medians in milliseconds."""
-    inputs = random_inputs(model.policy, batch, generator)
-    feed = feed_of(session, inputs)
+    """Return a row of the latency table: batch, and medians in milliseconds by name."""
+    inputs = model.example(batch, generator)
+    row = {"batch": float(batch)}
     with torch_threads(1):
-        eager_s = _median_s(lambda: model(inputs))
-    onnx_s = _median_s(lambda: session.run(None, feed))
-    return {"batch": batch, "eager_ms": 1e3 * eager_s, "onnx_ms": 1e3 * onnx_s}
+        row["eager_ms"] = 1e3 * _median_s(lambda: model(inputs))
+        for name, run in runs.items():
+            row[f"{name}_ms"] = 1e3 * _median_s(lambda run=run: run(inputs))  # type: ignore[misc]
+    return row
 
 
 def _median_s(call: Callable[[], object], rounds: int = 30) -> float:

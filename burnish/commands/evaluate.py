@@ -17,7 +17,7 @@ from burnish.composition import CompositionResult, compose_and_compare
 from burnish.config import restore_part
 from burnish.console import Counting, output, table
 from burnish.job import Job
-from burnish.locate import Located, check_file_to_write, locate
+from burnish.locate import Located, check_file_to_write, locate_actor
 from envs.evaluation import Comparison, Evaluation, EvaluationSettings, compare, format_interval
 from envs.evaluation import evaluate as run_episodes
 from envs.player import NETWORK_CALLS
@@ -30,7 +30,9 @@ from policies.policy import Policy
 class EvalConfig(EvaluationSettings):
     """What `burnish eval` does."""
 
-    policy: str | None = None  # a run (its last checkpoint), a checkpoint, or a policy directory
+    policy: str | None = (
+        None  # a run (its last checkpoint), a checkpoint, a policy directory, or an exported folder
+    )
     versus: str | None = None  # a second policy: same episodes, paired difference policy - versus
     env: Any = None  # null: the task that the policy was made for
     num_workers: int = 2  # rollout processes; 0: this process; never changes a number
@@ -119,8 +121,8 @@ def evaluate(config: EvalConfig) -> Result:
         raise ConfigError(f"{given[0]} belongs to compose=[a,b]; a single policy has no use for it.")
     if config.out is not None:
         check_file_to_write(config.out)
-    mine = locate(config.policy, "policy")
-    other = None if config.versus is None else locate(config.versus, "versus")
+    mine = locate_actor(config.policy, "policy")
+    other = None if config.versus is None else locate_actor(config.versus, "versus")
     env = config.env if config.env is not None else task_of(mine, " Give env=<name>.")
     evaluation = _play(mine, env, config)
     versus = None if other is None else _play(other, env, config)

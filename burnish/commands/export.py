@@ -14,13 +14,12 @@ from burnish.job import Job
 from burnish.locate import Located, check_folder_to_write, locate
 from envs.evaluation import check_seeds, with_steps
 from policies.errors import ConfigError
-from policies.export import export_onnx
+from policies.export import FORMATS, GRAPHS, export_policy
+from policies.export_card import latency_table
 from policies.export_folder import ExportReport, Surroundings, refuse_to_replace
 from policies.policy import Policy
 
 _log = logging.getLogger(__name__)
-
-FORMATS = ("onnx",)
 
 
 @dataclass
@@ -28,7 +27,9 @@ class ExportConfig:
     """What `burnish export` does."""
 
     policy: str | None = None  # a run (its last checkpoint), a checkpoint, or a policy directory
-    format: str = "onnx"  # the only one so far
+    format: str = "onnx"  # onnx: graphs and a runner without PyTorch | torch: a program of torch.export
+    graph: str = "whole"  # of onnx: whole: the sampler inside | step: one evaluation and a table of the loop
+    compiled: bool = True  # of torch: compile ahead of time as well, where there is a C++ compiler (a minute)
     out: str | None = None  # directory; null: exported-<policy>
     steps: int | None = None  # denoising steps; null: the policy's own
     tolerance: float = 1e-5  # largest difference to the original, see the report
@@ -39,6 +40,10 @@ class ExportConfig:
         """Check the values."""
         if self.format not in FORMATS:
             raise ConfigError(f"format must be one of: {', '.join(FORMATS)}; got '{self.format}'.")
+        if self.graph not in GRAPHS or (self.format, self.graph) == ("torch", "step"):
+            raise ConfigError(
+                f"graph must be whole, or step with format=onnx; got '{self.graph}' with {self.format}."
+            )
         if not (math.isfinite(self.tolerance) and self.tolerance > 0):
             raise ConfigError(f"tolerance must be positive and finite; got {self.tolerance}.")
         check_seeds("seed", self.seed)
@@ -60,9 +65,12 @@ def export(config: ExportConfig) -> ExportReport:
     check_folder_to_write(target)
     refuse_to_replace(target, overwrite=config.overwrite)
     policy = cast(Policy, with_steps(found.load(), config.steps))
-    return export_onnx(
+    return export_policy(
         policy,
         target,
+        format=config.format,
+        graph=config.graph,
+        compiled=config.compiled,
         tolerance=config.tolerance,
         seed=config.seed,
         overwrite=config.overwrite,
@@ -79,9 +87,10 @@ def surroundings_of(found: Located) -> Surroundings:
         spec = task_of(found).spec
     except ConfigError as error:
         _log.info("the signature does not describe the task: %s", error)
-        return Surroundings()
+        return Surroundings(provenance=found.provenance())
     return Surroundings(
-        spec.name, spec.control_hz, spec.obs_names, spec.action_names, spec.action_low, spec.action_high
+        *(spec.name, spec.control_hz, spec.obs_names, spec.action_names, spec.action_low, spec.action_high),
+        provenance=found.provenance(),
     )
 
 
@@ -91,5 +100,7 @@ def _tell(report: ExportReport) -> None:
     console.print(f"written: {report.directory}", markup=False, soft_wrap=True)
     parity = [(int(row["batch"]), f"{row['max_abs_difference']:.1e}") for row in report.parity]
     console.print(table("", ("batch", "largest difference to the policy"), parity))
-    latency = [(int(r["batch"]), f"{r['eager_ms']:.2f}", f"{r['onnx_ms']:.2f}") for r in report.latency]
-    console.print(table("", ("batch", "PyTorch [ms]", "ONNX [ms]"), latency))
+    header, latency = latency_table(report.latency)
+    console.print(table("", header, latency))
+    for note in report.notes:
+        console.print(note, markup=False)

@@ -24,6 +24,7 @@ from policies.export_folder import (
     CARD,
     MODEL,
     REPORT,
+    RUNNER,
     SAMPLE,
     SIGNATURE,
     ExportReport,
@@ -46,7 +47,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 TOLERANCE = 1e-5
-FILES = {MODEL, SIGNATURE, SAMPLE, REPORT, CARD}
+FILES = {MODEL, SIGNATURE, SAMPLE, REPORT, CARD, RUNNER}
 
 
 def switched_policy() -> Policy:

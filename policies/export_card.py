@@ -1,0 +1,116 @@
+"""The README of an exported folder: how to run what lies beside it, and how well it agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_OPENING = {
+    ("onnx", "whole"): (
+        "`policy.onnx` maps observations and noise to `act_steps` = {act_steps} actions, and to the\n"
+        "whole plan that they begin, in physical units. Normaliser, network and the whole sampler are\n"
+        "inside; opset {opset}."
+    ),
+    ("onnx", "step"): (
+        "`encoder.onnx` maps observations to what the network is conditioned on, `step.onnx` is one\n"
+        "evaluation of the network, and `loop.json` says what the sampler does around its evaluations;\n"
+        "`runner.py` runs the three. Opset {opset}."
+    ),
+    ("torch", "whole"): (
+        "`policy.pt2` is a program of `torch.export` that maps observations and noise to `act_steps` =\n"
+        "{act_steps} actions, and to the whole plan that they begin, in physical units. Normaliser,\n"
+        "network and the whole sampler are inside."
+    ),
+}
+
+_ONNX = """`runner.py` needs numpy and onnxruntime, nothing else:
+
+```python
+from runner import Runner
+
+runner = Runner(".", seed=0)
+action = runner.act({"observation": newest})  # (Do,) -> (Da,), once per control step, within the limits
+runner.reset()                                # where an episode begins
+```
+
+It keeps the last `obs_steps` observations, draws the noise, decides anew after `act_steps` actions and clips
+them to `low` and `high`. `python runner.py` checks this folder on this machine."""
+
+_GRAPH = """The graph by itself:
+
+```python
+import numpy as np, onnxruntime
+session = onnxruntime.InferenceSession("policy.onnx")
+sample = np.load("sample.npz")
+feed = {node.name: sample[node.name] for node in session.get_inputs()}
+action = session.run(None, feed)[0]          # equals sample["action"]
+```"""
+
+_TORCH = """```python
+import numpy as np, torch
+
+policy = torch.export.load("policy.pt2").module()
+sample = {name: torch.from_numpy(value) for name, value in np.load("sample.npz").items()}
+expected = sample.pop("action")
+action, plan = policy(sample)                # equals expected
+```"""
+
+_PACKAGE = """`policy.aot.pt2` is the same program, compiled for this kind of machine:
+
+```python
+compiled = torch._inductor.aoti_load_package("policy.aot.pt2")
+action, plan = compiled(sample)
+```"""
+
+
+def card_of(facts: Mapping[str, Any], report: Mapping[str, Any]) -> str:
+    """Return the README.
+
+    Args:
+        facts: The signature.
+        report: `ExportReport` as a dict.
+    """
+    kind = (facts["format"], facts["graph"])
+    opening = _OPENING[kind].format(act_steps=facts["act_steps"], opset=report["opset"])
+    inputs = [(f"`{name}`", one["shape"], one["units"]) for name, one in facts["inputs"].items()]
+    parity = [(int(row["batch"]), f"{row['max_abs_difference']:.1e}") for row in report["parity"]]
+    sections = [
+        "# Exported policy",
+        f"{opening}{_made_for(facts)}",
+        "`signature.json` has the names of observations and actions, the action limits and the control\n"
+        "rate, or null where they are not known. The graph does not clip actions.",
+        table(("input", "shape", "units"), inputs),
+        *_usage(kind, report),
+        *report["notes"],
+        f"Largest difference to the original on random inputs (tolerance {report['tolerance']:.0e}):",
+        table(("batch", "difference"), parity),
+        "Median latency, one thread, on the machine that exported:",
+        table(*latency_table(report["latency"])),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def latency_table(rows: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of a latency table, in milliseconds."""
+    names = [name for name in (rows[0] if rows else {"eager_ms": 0}) if name != "batch"]
+    header = ["batch", *(f"{name.removesuffix('_ms')} [ms]" for name in names)]
+    return header, [[str(int(row["batch"])), *(f"{row[name]:.2f}" for name in names)] for row in rows]
+
+
+def _made_for(facts: Mapping[str, Any]) -> str:
+    task, rate = facts["task"], facts["control_hz"]
+    made_for = "" if task is None else f"\nMade for the task `{task}`"
+    made_for += "" if rate is None else f", one action every {1e3 / rate:g} ms"
+    return f"{made_for}." if made_for else ""
+
+
+def _usage(kind: tuple[str, str], report: Mapping[str, Any]) -> list[str]:
+    if kind[0] == "torch":
+        return [_TORCH, _PACKAGE] if any("aot_ms" in row for row in report["latency"]) else [_TORCH]
+    return [_ONNX, _GRAPH] if kind[1] == "whole" else [_ONNX]

@@ -1,0 +1,394 @@
+"""Run an exported policy: this file, the files beside it, numpy and onnxruntime are all it takes.
+
+    runner = Runner("exported", seed=0)
+    for _ in range(steps):                                # at signature["control_hz"]
+        action = runner.act({"observation": newest})      # (Do,) -> (Da,), physical units
+    runner.reset(seed=1)                                  # a new episode
+
+    python runner.py                                      checks the folder that it lies in on this machine
+
+Legend: B batch, K denoising steps, To observation history, Th predicted horizon, Ta executed steps, R rows of
+a plan (its first row belongs to the newest observation), Do and Da widths.
+
+A folder holds one graph (`graph=whole`, the sampler inside), or one of an observation and one of a single
+evaluation of the network (`graph=step`), around which the loop of `loop.json` runs here:
+
+    x0, eps = linear in (x, prediction), clipped        x' = to_x0 x0 + to_eps eps + to_memory m + std noise
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray
+
+MODEL, ENCODER, STEP, LOOP = "policy.onnx", "encoder.onnx", "step.onnx", "loop.json"
+SIGNATURE, SAMPLE = "signature.json", "sample.npz"
+NOT_HISTORIES = ("goal", "noise")
+
+
+class Actions(NamedTuple):
+    """What was decided for B observations, in physical units, not clipped.
+
+    Shapes:
+        action: (B, Ta, Da), to be executed. plan: (B, R, Da), all rows from the newest observation on.
+    """
+
+    action: Array
+    plan: Array
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What commands keep to.
+
+    Attributes:
+        low: Smallest action, (Da,); None: no limit.
+        high: Largest action, (Da,); None: no limit.
+        max_jump: Largest change from one control step to the next, per action entry, in its units: for
+            commands of position it bounds the speed, of velocity the acceleration, of force the jerk's
+            cause. None: no limit.
+    """
+
+    low: Array | None = None
+    high: Array | None = None
+    max_jump: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the jump."""
+        if self.max_jump is not None and not self.max_jump > 0:
+            raise ValueError(f"max_jump must be positive, or None; got {self.max_jump}.")
+
+    def apply(self, action: Array, last: Array | None) -> Array:
+        """Return the command (Da,) for an action, after the command before it (None: it is the first)."""
+        low = -np.inf if self.low is None else self.low
+        high = np.inf if self.high is None else self.high
+        if self.max_jump is not None and last is not None:
+            low, high = (np.clip(last + jump, low, high) for jump in (-self.max_jump, self.max_jump))
+        clipped: Array = np.clip(action, low, high)
+        return clipped
+
+
+class Track:
+    """The plans of one robot over time: when to decide, and which row of which plan is executed.
+
+    A plan begins at the control step of the observation it was made for, and may arrive steps later; until
+    then the plans before it are executed. Nothing here waits or computes: `begin` notes that somebody
+    decides, `deliver` that a plan has come.
+
+    Args:
+        act_steps: Control steps from one decision to the next (more where a decision takes longer).
+        compensate: Skip the rows whose time is over when a plan arrives; otherwise its first row comes
+            first, however late.
+        ensemble: Mix all plans that speak of a step, with weights exp(-ensemble i), i = 0 the oldest one
+            (ACT, arXiv 2304.13705); None: the newest plan alone.
+        limits: What commands keep to.
+
+    Attributes:
+        step: Control steps so far.
+        starved: Steps for which no plan had a row left: the last row was held.
+        limited: Steps whose action the limits changed.
+    """
+
+    def __init__(
+        self,
+        act_steps: int,
+        *,
+        compensate: bool = True,
+        ensemble: float | None = None,
+        limits: Limits | None = None,
+    ) -> None:
+        if act_steps < 1:
+            raise ValueError(f"act_steps must be at least 1; got {act_steps}.")
+        if ensemble is not None and not ensemble >= 0:
+            raise ValueError(f"ensemble must be 0 or more, or None; got {ensemble}.")
+        self.act_steps, self.compensate, self.ensemble = act_steps, compensate, ensemble
+        self.limits = limits or Limits()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin an episode."""
+        self.step = self.starved = self.limited = 0
+        self.begun: int | None = None
+        self.is_pending = False
+        self._plans: list[tuple[int, Array]] = []  # first step and rows, oldest first
+        self._last: Array | None = None
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether there is something to execute."""
+        return bool(self._plans)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a decision should begin at this step."""
+        if self.is_pending:
+            return False
+        return self.begun is None or self.step - self.begun >= self.act_steps
+
+    def begin(self) -> None:
+        """Note that a decision for the observation of this step begins."""
+        self.begun, self.is_pending = self.step, True
+
+    def deliver(self, plan: Array) -> None:
+        """Take the plan (R, Da) of the decision that began; it counts from this step on."""
+        if not self.is_pending or self.begun is None:
+            raise ValueError("a plan was delivered, but no decision had begun; call begin() first.")
+        start = self.begun if self.compensate else self.step
+        self._plans.append((start, np.asarray(plan)))
+        self.is_pending = False
+
+    def next(self) -> Array:
+        """Return the command (Da,) of this step and go on to the next."""
+        if not self._plans:
+            raise ValueError("there is no plan to execute yet; deliver one before the first step.")
+        wanted = self._row()
+        command = self.limits.apply(wanted, self._last)
+        self.limited += bool((command != wanted).any())
+        self._last = command
+        self.step += 1
+        return command
+
+    def _row(self) -> Array:
+        """Return the action (Da,) that the plans have for this step."""
+        alive = [(start, plan) for start, plan in self._plans if self.step - start < len(plan)]
+        if not alive:
+            self.starved += 1
+            self._plans = self._plans[-1:]
+            return np.asarray(self._plans[-1][1][-1])
+        self._plans = alive if self.ensemble is not None else alive[-1:]
+        rows = np.stack([plan[self.step - start] for start, plan in self._plans])
+        if len(rows) == 1 or self.ensemble is None:
+            return np.asarray(rows[-1])
+        weights = np.exp(-self.ensemble * np.arange(len(rows)))
+        return np.asarray(np.tensordot(weights / weights.sum(), rows, axes=1), dtype=rows.dtype)
+
+
+class Runner:
+    """An exported policy, its memory of observations and its queue of actions.
+
+    Args:
+        folder: What `burnish export` wrote.
+        seed: Of the noise.
+        is_noisy: False: zeros instead of noise, the deterministic variant.
+        threads: Threads inside an operation.
+        max_jump: See `Limits`; the action limits are those of the signature.
+        ensemble: See `Track`.
+
+    Attributes:
+        signature: Names, shapes, units, rate and horizons; see the folder's README.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        seed: int = 0,
+        is_noisy: bool = True,
+        threads: int = 1,
+        max_jump: float | None = None,
+        ensemble: float | None = None,
+    ) -> None:
+        place = Path(folder)
+        if not (place / SIGNATURE).is_file():
+            raise ValueError(f"{place} is no exported policy: it holds no {SIGNATURE}.")
+        self.signature: dict[str, Any] = json.loads((place / SIGNATURE).read_text())
+        self.inputs: dict[str, Any] = self.signature["inputs"]
+        self._is_noisy = is_noisy
+        self._graphs: _Whole | _Stepwise = (
+            _Whole(place, threads) if self.signature["graph"] == "whole" else _Stepwise(place, threads)
+        )
+        limits = self.signature["outputs"]["action"]
+        self.limits = Limits(_array(limits["low"]), _array(limits["high"]), max_jump)
+        self.track = Track(self.signature["act_steps"], ensemble=ensemble, limits=self.limits)
+        self.reset(seed=seed)
+
+    def reset(self, *, seed: int | None = None) -> None:
+        """Forget observations and plans, where an episode begins.
+
+        Args:
+            seed: Begin the noise anew; None: it goes on.
+        """
+        if seed is not None:
+            self._generator = np.random.default_rng(seed)
+        self._seen: dict[str, deque[Array]] = {}
+        self.track.reset()
+
+    def act(self, newest: Mapping[str, Any], *, noise: Array | None = None) -> Array:
+        """Return the next command (Da,), within the limits; decide where the plan is used up.
+
+        Args:
+            newest: What is seen now: `observation` (Do,), images (H, W, 3) by camera, `goal` (Dg,).
+            noise: Of a decision, without its batch; None: drawn.
+        """
+        self.see(newest)
+        if self.track.is_due:
+            self.track.begin()
+            self.track.deliver(self.plan(noise=noise))
+        return self.track.next()
+
+    def see(self, newest: Mapping[str, Any]) -> None:
+        """Remember an observation; call it once in every control step. The first one is repeated To times."""
+        if missing := self.inputs.keys() - {"noise"} - newest.keys():
+            raise ValueError(f"an observation needs {sorted(missing)} as well; got {sorted(newest)}.")
+        for name, facts in self.inputs.items():
+            if name == "noise":
+                continue
+            value = np.asarray(newest[name], dtype=facts["dtype"])
+            shape = facts["shape"][1 if name in NOT_HISTORIES else 2 :]
+            if list(value.shape) != shape:
+                raise ValueError(f"{name} must have shape {tuple(shape)}; got {value.shape}.")
+            past = self._seen.setdefault(name, deque([value], maxlen=self.signature["obs_steps"]))
+            past.append(value)
+            while len(past) < self.signature["obs_steps"]:
+                past.appendleft(past[0])
+
+    def plan(self, *, noise: Array | None = None) -> Array:
+        """Decide for what was seen last; the rows (R, Da) of a plan, not clipped."""
+        seen = {
+            name: past[-1] if name in NOT_HISTORIES else np.stack(past) for name, past in self._seen.items()
+        }
+        drawn = self.draw_noise(1) if noise is None else np.asarray(noise, np.float32)[None]
+        return self.predict({name: value[None] for name, value in seen.items()} | {"noise": drawn}).plan[0]
+
+    def draw_noise(self, batch: int) -> Array:
+        """Draw standard-normal noise (B, ...) as the signature asks for, or zeros."""
+        shape = (batch, *self.inputs["noise"]["shape"][1:])
+        if not self._is_noisy:
+            return np.zeros(shape, np.float32)
+        return self._generator.standard_normal(shape, dtype=np.float32)
+
+    def predict(self, inputs: Mapping[str, Array]) -> Actions:
+        """Decide for B histories at once: what the signature calls inputs, `noise` among them."""
+        if wrong := self.inputs.keys() ^ inputs.keys():
+            raise ValueError(
+                f"inputs must be {sorted(self.inputs)}; got {sorted(inputs)}; odd are {sorted(wrong)}."
+            )
+        for name, value in inputs.items():
+            if list(value.shape[1:]) != self.inputs[name]["shape"][1:]:
+                expected = ", ".join(map(str, self.inputs[name]["shape"]))
+                raise ValueError(f"{name} must have shape ({expected}); got {value.shape}.")
+        return self._graphs.predict(inputs)
+
+
+class _Whole:
+    """One graph with the sampler inside."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        self._session = open_session(folder / MODEL, threads=threads)
+
+    def predict(self, inputs: Mapping[str, Array]) -> Actions:
+        """Run the graph; it may not use all inputs."""
+        return Actions(*run(self._session, inputs))
+
+
+class _Stepwise:
+    """A graph of the observation, one of the network, and the loop between noise and action."""
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        self._encoder = open_session(folder / ENCODER, threads=threads)
+        self._network = open_session(folder / STEP, threads=threads)
+        self._conditions = [node.name for node in self._encoder.get_outputs()]
+        self._loop: dict[str, Any] = json.loads((folder / LOOP).read_text())
+        self._rows = [
+            {name: np.asarray(value, np.float64) for name, value in row.items()} for row in self._loop["rows"]
+        ]
+
+    def predict(self, inputs: Mapping[str, Array]) -> Actions:
+        """Encode the observations once and denoise."""
+        cond = dict(zip(self._conditions, run(self._encoder, inputs), strict=True))
+        loop = self._loop
+        chunk = self._denoise(cond, np.asarray(inputs["noise"], np.float64))
+        plan = (chunk - np.asarray(loop["action_offset"])) / np.asarray(loop["action_scale"])
+        plan = plan[:, loop["action_start"] :].astype(np.float32)
+        return Actions(plan[:, : loop["act_steps"]], plan)
+
+    def _denoise(self, cond: Mapping[str, Array], noise: Array) -> Array:
+        """Return normalised chunks (B, Th, Da)."""
+        loop, memory = self._loop, None
+        is_tape = not loop["is_deterministic"]
+        x = loop["start_std"] * (noise[:, 0] if is_tape else noise)
+        draws = _clip(noise[:, 1:], loop["noise_clip"]) if is_tape else None
+        for k, row in enumerate(self._rows):
+            times = {name: row[name].astype(np.float32) for name in ("time", "second_time") if name in row}
+            (prediction,) = run(self._network, {"x": x.astype(np.float32), **times, **cond})
+            x, memory = self._step(row, x, prediction, memory)
+            if draws is not None:
+                x = x + row["std"] * draws[:, k]
+            x = _clip(x, loop["clip_state"])
+        return _clip(x, loop["clip_action"])
+
+    def _step(
+        self, row: Mapping[str, Array], x: Array, prediction: Array, memory: Array | None
+    ) -> tuple[Array, Array | None]:
+        """Return the mean of the next state, and the memory of methods that keep one."""
+        loop = self._loop
+        if not loop["is_spelled_out"]:
+            mean = row["mean_x"] * x + row["mean_pred"] * prediction
+            if loop["clip_x0"] is not None:
+                y = prediction if loop["predicts_x0"] else x + row["ratio"] * prediction
+                mean = mean + row["mean_y"] * np.clip(y, -row["limit"], row["limit"])
+            return mean, None
+        x0 = row["x0_x"] * x + row["x0_pred"] * prediction
+        eps = row["eps_x"] * x + row["eps_pred"] * prediction
+        clipped = _clip(x0, loop["clip_x0"])
+        x0, eps = clipped, _clip(eps + row["slope"] * (x0 - clipped), loop["eps_clip"])
+        mean = row["to_x0"] * x0 + row["to_eps"] * eps
+        if "to_memory" not in row:
+            return mean, None
+        mean = mean + row["to_memory"] * (x0 if memory is None else memory)
+        return mean, row["keep_x0"] * x0 + row["keep_eps"] * eps
+
+
+def run(session: Any, inputs: Mapping[str, Array]) -> list[Array]:
+    """Run a graph on those of the inputs that it uses."""
+    used = {node.name for node in session.get_inputs()}
+    outputs: list[Array] = session.run(None, {name: v for name, v in inputs.items() if name in used})
+    return outputs
+
+
+def open_session(path: str | Path, *, threads: int = 1) -> Any:
+    """Open an ONNX file with onnxruntime on the CPU.
+
+    Raises:
+        ImportError: If onnxruntime is not installed.
+    """
+    try:
+        import onnxruntime
+    except ImportError:
+        raise ImportError("running an exported policy needs onnxruntime: pip install onnxruntime.") from None
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # errors are raised, not printed as well
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+
+def check(folder: str | Path) -> float:
+    """Return the largest difference between the folder's sample and what is computed here."""
+    sample = dict(np.load(Path(folder) / SAMPLE))
+    action = sample.pop("action")
+    found = Runner(folder).predict(sample).action
+    return float(np.abs(found - action).max() / max(1.0, np.abs(action).max()))
+
+
+def _array(values: Any) -> Array | None:
+    return None if values is None else np.asarray(values, np.float32)
+
+
+def _clip(x: Array, limit: float | None) -> Array:
+    return x if limit is None else np.clip(x, -limit, limit)
+
+
+if __name__ == "__main__":
+    difference = check(Path(__file__).parent)
+    sys.stdout.write(f"largest difference to the sample: {difference:.1e}\n")
+    sys.exit(int(not difference <= 1e-4))

@@ -1,0 +1,229 @@
+"""The runner of an exported folder: the policy's numbers, its plans over time, and no PyTorch anywhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_policies import ACTION_DIM, OBS_DIM, small_policy
+
+from policies.export import export_onnx
+from policies.export_folder import RUNNER, Surroundings
+from policies.exported import ExportedPolicy
+from policies.policy import Policy
+from policies.processes import RectifiedFlow, VPDiffusion
+from policies.runner import Limits, Runner, Track, check
+from policies.samplers import DDPM, Euler
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+pytest.importorskip("onnxruntime")
+
+TO, TH, TA, START = 2, 5, 2, 1
+LOW, HIGH = (-0.2, -0.3), (0.25, 0.35)
+
+
+def policy_of(stochastic: bool) -> Policy:
+    parts = (VPDiffusion(num_levels=3), DDPM()) if stochastic else (RectifiedFlow(), Euler(steps=2))
+    return small_policy(*parts, horizon=TH, act_steps=TA, obs_steps=TO, action_start=START)
+
+
+@pytest.fixture(scope="module", params=["whole", "step"])
+def made(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Policy, Path]:
+    """A policy with a history, exported once in each kind of graph."""
+    policy, folder = policy_of(request.param == "step"), tmp_path_factory.mktemp("exports") / "made"
+    around = Surroundings(task="reach", control_hz=20.0, action_low=LOW, action_high=HIGH)
+    export_onnx(policy, folder, graph=request.param, latency_batches=(), surroundings=around)
+    return policy, folder
+
+
+def observations(steps: int) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((steps, OBS_DIM)).astype(np.float32)
+
+
+def test_a_closed_loop_is_the_policy_with_its_history_its_chunks_and_the_limits(made: Any) -> None:
+    policy, folder = made
+    runner, seen = Runner(folder, seed=3), observations(7)
+    noise = np.random.default_rng(3)
+    for step in range(7):
+        command = runner.act({"observation": seen[step]})
+        if step % TA == 0:
+            history = np.stack([seen[max(step - 1, 0)], seen[step]])[None]
+            drawn = noise.standard_normal((1, *policy.noise_shape), dtype=np.float32)
+            chunk = policy.act(history, noise=torch.from_numpy(drawn)).numpy()[0]
+        np.testing.assert_allclose(command, np.clip(chunk[step % TA], LOW, HIGH), atol=1e-5)
+    assert runner.track.limited > 0 and runner.track.starved == 0
+
+
+def test_a_plan_is_the_whole_chunk_from_its_first_executed_row_on(made: Any) -> None:
+    policy, folder = made
+    runner = Runner(folder)
+    inputs = {"observation": observations(6).reshape(3, TO, OBS_DIM), "noise": runner.draw_noise(3)}
+    action, plan = runner.predict(inputs)
+    cond = policy.encode({"state": torch.from_numpy(inputs["observation"])})
+    chunk = policy.physical(policy.decode(cond, torch.from_numpy(inputs["noise"])))
+    assert action.shape == (3, TA, ACTION_DIM) and plan.shape == (3, TH - START, ACTION_DIM)
+    np.testing.assert_allclose(plan, chunk.detach().numpy()[:, START:], atol=1e-5)
+    np.testing.assert_array_equal(plan[:, :TA], action)
+
+
+def test_an_episode_is_repeated_by_its_seed_and_by_nothing_else(made: Any) -> None:
+    seen = observations(4)
+
+    def play(runner: Runner) -> np.ndarray:
+        return np.stack([runner.act({"observation": one}) for one in seen])
+
+    runner = Runner(made[1], seed=1)
+    first, second = play(runner), None
+    runner.reset()
+    second = play(runner)
+    runner.reset(seed=1)
+    assert np.array_equal(first, play(runner)) and not np.array_equal(first, second)
+    quiet = [play(Runner(made[1], seed=seed, is_noisy=False)) for seed in (1, 2)]
+    assert np.array_equal(*quiet)
+
+
+def test_an_evaluation_gets_the_noise_and_the_actions_of_the_policy(made: Any) -> None:
+    policy, folder = made
+    exported = ExportedPolicy(folder)
+    noises = [p.sample_noise(4, generator=torch.Generator().manual_seed(5)) for p in (policy, exported)]
+    assert torch.equal(*noises) and exported.chunk == policy.chunk and exported.obs_dim == OBS_DIM
+    obs = {"state": torch.from_numpy(observations(4 * TO).reshape(4, TO, OBS_DIM))}
+    torch.testing.assert_close(exported.act(obs, noise=noises[0]), policy.act(obs, noise=noises[0]))
+
+
+def test_the_shipped_file_runs_where_nothing_of_torch_or_ours_can_be_imported(made: Any) -> None:
+    policy, folder = made
+    script = f"""
+        import sys
+        class Nobody:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in ("torch", "policies", "envs", "algos", "burnish", "onnx"):
+                    raise ImportError(name)
+        sys.meta_path.insert(0, Nobody())
+        sys.path.insert(0, {str(folder)!r})
+        import numpy as np, runner
+        one = runner.Runner({str(folder)!r}, seed=0)
+        seen = np.zeros({OBS_DIM}, np.float32)
+        print(runner.check({str(folder)!r}), *[float(x) for x in one.act({{"observation": seen}})])
+        print(sorted({{"torch", "policies", "burnish"}} & set(sys.modules)))
+    """
+    command = [sys.executable, "-I", "-c", textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    numbers, loaded = done.stdout.strip().split("\n")
+    difference, *action = map(float, numbers.split())
+    assert loaded == "[]" and difference < 1e-5
+    noise = np.random.default_rng(0).standard_normal((1, *policy.noise_shape), dtype=np.float32)
+    expected = policy.act(torch.zeros(1, TO, OBS_DIM), noise=torch.from_numpy(noise))[0, 0].numpy()
+    np.testing.assert_allclose(action, np.clip(expected, LOW, HIGH), atol=1e-5)
+
+
+def test_the_shipped_file_checks_its_folder_and_finds_a_changed_one(made: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(made[1], folder)
+    assert check(folder) < 1e-5
+    sample = dict(np.load(folder / "sample.npz"))
+    np.savez(folder / "sample.npz", **{**sample, "action": sample["action"] + 0.01})
+    done = subprocess.run([sys.executable, folder / RUNNER], capture_output=True, text=True)
+    assert done.returncode == 1 and "largest difference to the sample: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("newest", "message"),
+    [
+        ({}, r"needs \['observation'\] as well"),
+        ({"observation": np.zeros(OBS_DIM + 1)}, rf"observation must have shape \({OBS_DIM},\); got"),
+    ],
+)
+def test_what_does_not_fit_is_refused(made: Any, newest: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        Runner(made[1]).act(newest)
+    with pytest.raises(ValueError, match=r"is no exported policy: it holds no signature\.json"):
+        Runner(tmp_path)
+    with pytest.raises(ValueError, match=r"inputs must be \['noise', 'observation'\]; got \['noise'\]"):
+        Runner(made[1]).predict({"noise": np.zeros(1)})
+
+
+def test_the_table_of_steps_is_plain_json(made: Any) -> None:
+    if (made[1] / "loop.json").exists():
+        loop = json.loads((made[1] / "loop.json").read_text(), parse_constant=pytest.fail)
+        assert len(loop["rows"]) == 3 and loop["act_steps"] == TA
+
+
+# -- plans over time ------------------------------------------------------------------------------------
+
+
+def numbered(plan: int, rows: int = 6) -> np.ndarray:
+    """Rows that tell their plan and their place: 10 plan + row."""
+    return (10.0 * plan + np.arange(rows))[:, None]
+
+
+def walk(track: Track, latency: int, steps: int) -> list[float]:
+    """Decide whenever it is due; plans arrive `latency` steps later, the first one at once."""
+    arrivals: dict[int, np.ndarray] = {}
+    out, decisions = [], 0
+    for step in range(steps):
+        if track.is_due:
+            track.begin()
+            arrivals[step + (latency if decisions else 0)] = numbered(decisions)
+            decisions += 1
+        if step in arrivals:
+            track.deliver(arrivals.pop(step))
+        out.append(float(track.next()[0]))
+    return out
+
+
+def test_without_latency_the_first_rows_of_every_plan_are_executed() -> None:
+    assert walk(Track(2), 0, 6) == [0, 1, 10, 11, 20, 21]
+    assert walk(Track(2), 0, 6) == walk(Track(2, compensate=False), 0, 6)
+
+
+def test_a_late_plan_goes_on_where_time_is_or_begins_at_its_first_row() -> None:
+    assert walk(Track(3), 2, 9) == [0, 1, 2, 3, 4, 12, 13, 14, 22]
+    assert walk(Track(3, compensate=False), 2, 9) == [0, 1, 2, 3, 4, 10, 11, 12, 20]
+
+
+def test_a_decision_that_takes_longer_than_the_chunk_delays_the_next_and_a_plan_that_ends_is_held() -> None:
+    track = Track(2)
+    assert walk(track, 5, 9) == [0, 1, 2, 3, 4, 5, 5, 15, 15]
+    assert track.starved == 2
+
+
+def test_plans_that_speak_of_one_step_are_mixed_with_weights_that_fall_with_age() -> None:
+    mixed = walk(Track(2, ensemble=0.5), 0, 4)
+    new, old = np.exp(-0.5), 1.0
+    assert mixed[:2] == [0, 1]
+    assert mixed[2:] == pytest.approx([(old * (2 + k) + new * (10 + k)) / (old + new) for k in (0, 1)])
+    assert walk(Track(2, ensemble=0.0), 0, 3)[2] == pytest.approx(6.0)
+
+
+def test_commands_keep_to_the_box_and_change_by_no_more_than_the_jump() -> None:
+    track = Track(6, limits=Limits(np.array([-1.0]), np.array([3.5]), max_jump=2.0))
+    track.begin()
+    track.deliver(np.array([[0.0], [1.0], [9.0], [9.0], [-9.0], [-9.0]]))
+    assert [float(track.next()[0]) for _ in range(6)] == [0.0, 1.0, 3.0, 3.5, 1.5, -0.5]
+    assert track.limited == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Track(0), "act_steps must be at least 1; got 0"),
+        (lambda: Track(1, ensemble=-1.0), "ensemble must be 0 or more"),
+        (lambda: Limits(max_jump=0.0), "max_jump must be positive"),
+        (lambda: Track(1).next(), "no plan to execute yet"),
+        (lambda: Track(1).deliver(numbered(0)), "no decision had begun"),
+    ],
+)
+def test_what_makes_no_sense_over_time_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

@@ -6,8 +6,9 @@ The flat state is `observation.state`, followed by `observation.environment_stat
 action is `action`. Rewards (`next.reward`) are 0 where none are stored. Recorders set `next.done` on the last
 frame whatever the reason, also when the time was up: an episode counts as terminated only if its last frame
 has `next.success` as well, any other as truncated, unless `done_is_terminal` says that the flag is meant.
-Successors are not stored: the last frame of an episode is a transition only if it terminated. Videos and
-pictures are not read, and named in a warning.
+Successors are not stored: the last frame of an episode is a transition only if it terminated. Images in the
+Parquet files (features of type `image`, PNG or JPEG) stay compressed until somebody looks at them; a camera
+is called what its feature is without `observation.images.`. Videos are not read, and named in a warning.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.images import Compressed, Images, camera_of
 from envs.datasets.npz import Arrays, check_flags
 from envs.datasets.unread import tell_unread
 from envs.make import require
@@ -58,7 +60,8 @@ def read(
     info = read_info(path)
     state = _state_keys(path, info["features"], obs_keys)
     wanted = [*state, "action", *(key for key in _SCALARS if key in info["features"]), *_INDEX]
-    rows = _read_frames(path, info, wanted)
+    cameras = [key for key, one in info["features"].items() if one["dtype"] == "image"]
+    rows, files = _read_frames(path, info, wanted, cameras)
     start = _episode_start(path, rows, info)
     last = np.zeros(len(rows["action"]), dtype=bool)
     last[start[1:] - 1] = True
@@ -70,7 +73,8 @@ def read(
         episode_extras["success"] = np.logical_or.reduceat(flags[SUCCESS], start[:-1])
     meta = {key: info[key] for key in _KEPT_META if info.get(key) is not None}
     meta |= {"source": str(path), "format": "lerobot", "tasks": _read_tasks(path)}
-    meta |= {"not_read": tell_unread(path, _unread(info["features"], wanted)), "obs_keys": list(state)}
+    unread = _unread(info["features"], [*wanted, *cameras])
+    meta |= {"not_read": tell_unread(path, unread), "obs_keys": list(state)}
     return EpisodeDataset.from_arrays(
         np.concatenate([rows[key] for key in state], axis=1),
         rows["action"],
@@ -80,6 +84,7 @@ def read(
         start,
         extras=extras,
         episode_extras=episode_extras,
+        images={camera_of(key): _images(path, info, key, files[key]) for key in cameras},
         meta=meta,
     )
 
@@ -140,7 +145,7 @@ def _state_keys(
     if missing or not keys:
         raise DatasetError(
             f"{Path(path) / INFO}: expected the vector-valued features {missing or 'observation.state'}; "
-            f"found {vectors}. Videos and pictures are not read."
+            f"found {vectors}. Videos are not read."
         )
     return tuple(keys)
 
@@ -155,29 +160,56 @@ def _unread(features: Mapping[str, Any], read_keys: Sequence[str]) -> dict[str, 
     }
 
 
-def _read_frames(path: str | Path, info: Mapping[str, Any], keys: Sequence[str]) -> Arrays:
-    """Read columns of all data files, in the order of the frames."""
+def _images(path: str | Path, info: Mapping[str, Any], key: str, files: Sequence[bytes]) -> Images:
+    """Return the images of a feature, compressed."""
+    shape = tuple(int(size) for size in info["features"][key]["shape"])
+    if len(shape) == 3 and shape[0] == 3 != shape[2]:
+        shape = (*shape[1:], shape[0])  # described with colours first
+    return Images(Compressed(files, (shape[0], shape[1], shape[2]), f"{path}: column '{key}'"))
+
+
+def _read_frames(
+    path: str | Path, info: Mapping[str, Any], keys: Sequence[str], cameras: Sequence[str]
+) -> tuple[Arrays, dict[str, list[bytes]]]:
+    """Read columns of all data files, in the order of the frames: numbers, and the files of images."""
     parquet = require("pyarrow.parquet", extra="lerobot")
     files = sorted(Path(path).glob(DATA))
     if not files:
         raise DatasetError(f"{path}: expected {DATA}; there is no such file. Download the dataset again.")
     pieces: list[Arrays] = []
+    pictures: dict[str, list[bytes]] = {key: [] for key in cameras}
+    wanted = [*keys, *cameras]
     for file in files:
         try:
-            missing = [key for key in keys if key not in parquet.read_schema(file).names]
-            table = None if missing else parquet.read_table(file, columns=list(keys))
+            missing = [key for key in wanted if key not in parquet.read_schema(file).names]
+            table = None if missing else parquet.read_table(file, columns=wanted)
         except (OSError, ValueError, LookupError) as error:  # pyarrow's own derive from these
             raise DatasetError(
                 f"{file}: expected a readable Parquet file; reading failed with '{error}'. The file is "
                 f"truncated or damaged: copy or download it again."
             ) from error
         if table is None:
-            raise DatasetError(f"{file}: expected the columns {list(keys)}; missing {missing}.")
+            raise DatasetError(f"{file}: expected the columns {wanted}; missing {missing}.")
         widths = {key: int(info["features"].get(key, {"shape": [1]})["shape"][0]) for key in keys}
         pieces.append({key: _column(table[key], file, key, widths[key]) for key in keys})
+        for key, found in pictures.items():
+            found += _picture_files(table[key], file, key)
     rows = {key: np.concatenate([piece[key] for piece in pieces]) for key in keys}
     order = np.argsort(rows["index"], kind="stable")
-    return {key: value[order] for key, value in rows.items()}
+    in_order = {key: [found[i] for i in order.tolist()] for key, found in pictures.items()}
+    return {key: value[order] for key, value in rows.items()}, in_order
+
+
+def _picture_files(values: Any, file: Path, key: str) -> list[bytes]:
+    """Return the bytes of a column of images: {bytes, path}, of which the bytes have to be there."""
+    found = [row.get("bytes") if isinstance(row, Mapping) else row for row in values.to_pylist()]
+    files = [one for one in found if isinstance(one, bytes)]
+    if len(files) < len(found):
+        raise DatasetError(
+            f"{file}: column '{key}' must hold images as bytes; some rows have none. Embed the images when "
+            f"the dataset is written."
+        )
+    return files
 
 
 def _column(values: Any, file: Path, key: str, width: int) -> np.ndarray:

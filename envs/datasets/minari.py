@@ -2,8 +2,9 @@
 
 The flat state is what the environment's observation is made of, in the order of its space. Of an
 observation with `desired_goal` (mazes, the kitchen, Fetch) it is the part `observation`; `desired_goal`
-becomes the extra key `goal` of every frame, and `achieved_goal` an extra key of that name. Pictures and
-texts are not read, and named in a warning. Terminations and truncations are what the file says; an episode
+becomes the extra key `goal` of every frame, and `achieved_goal` an extra key of that name. Images
+(T+1, H, W, 3) uint8 beside numbers become those of a camera; other pictures and texts are not read, and named
+in a warning. Terminations and truncations are what the file says; an episode
 that ends with neither was cut, which is a truncation. An episode that sets `infos/success` in any row is a
 success; of T+1 rows the first is the reset's, and row t+1 says what step t led to.
 
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from envs.datasets.episodes import Episode, EpisodeDataset
+from envs.datasets.images import camera_of
 from envs.datasets.minari_storage import RawEpisode, find_data, read_episodes, read_metadata
 from envs.datasets.npz import check_flags, column
 from envs.datasets.unread import tell_unread
@@ -40,11 +42,13 @@ class Layout:
     Attributes:
         state: Parts of the flat state, in order.
         extras: Parts of every extra key.
+        images: Part of every camera.
         unread: Reason for every part that is left out.
     """
 
     state: tuple[str, ...]
     extras: Mapping[str, tuple[str, ...]]
+    images: Mapping[str, str]
     unread: Mapping[str, str]
 
 
@@ -94,6 +98,8 @@ def _layout(raw: RawEpisode, space: Any, obs_keys: Sequence[str] | None) -> Layo
     order = [name for name in kinds if name in parts] + [name for name in parts if name not in kinds]
     unread = {name: why for name in order if (why := kinds.get(name) or _reason(parts[name]))}
     usable = [name for name in order if name not in unread]
+    images = {camera_of(name): name for name in unread if _is_image(parts[name])}
+    unread = {name: why for name, why in unread.items() if name not in images.values()}
     if obs_keys is not None:
         state = [name for key in obs_keys for name in usable if _is_below(name, key)]
         missing = [key for key in obs_keys if not any(_is_below(name, key) for name in usable)]
@@ -109,7 +115,7 @@ def _layout(raw: RawEpisode, space: Any, obs_keys: Sequence[str] | None) -> Layo
     extras = {
         extra: tuple(name for name in usable if _is_below(name, part)) for part, extra in _EXTRAS.items()
     }
-    return Layout(tuple(state), {key: names for key, names in extras.items() if names}, unread)
+    return Layout(tuple(state), {key: names for key, names in extras.items() if names}, images, unread)
 
 
 def _leaves(tree: Any, prefix: str) -> dict[str, Any]:
@@ -146,6 +152,11 @@ def _reason(values: Any) -> str:
     return "pictures" if kind == np.uint8 and np.ndim(values) > 2 else ""
 
 
+def _is_image(values: Any) -> bool:
+    """Tell whether an array holds RGB images in bytes, one per row."""
+    return getattr(values, "dtype", None) == np.uint8 and np.ndim(values) == 4 and np.shape(values)[3] == 3
+
+
 def _is_below(name: str, part: str) -> bool:
     return name == part or name.startswith(f"{part}/")
 
@@ -172,7 +183,19 @@ def _episode(raw: RawEpisode, layout: Layout, infos: bool, own: Sequence[str]) -
         truncated=ends["truncations"] or not ends["terminations"],
         success=bool(_success(raw)),
         extras=extras,
+        images={camera: _seen(raw, parts, name, num) for camera, name in layout.images.items()},
     )
+
+
+def _seen(raw: RawEpisode, parts: Mapping[str, Any], name: str, num: int) -> np.ndarray:
+    """Return what a camera saw before each action, (T, H, W, 3)."""
+    values = parts.get(name)
+    if not _is_image(values) or len(values) != num + 1:  # type: ignore[arg-type]
+        raise DatasetError(
+            f"{raw.name}: key 'observations' must have {num + 1} images in '{name}', one more than there are "
+            f"actions; got {np.shape(values) if values is not None else 'nothing'}."
+        )
+    return np.asarray(values)[:-1]
 
 
 def _joined(raw: RawEpisode, parts: Mapping[str, Any], names: Sequence[str], num: int) -> np.ndarray:

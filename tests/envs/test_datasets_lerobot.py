@@ -191,7 +191,7 @@ def test_one_number_is_a_vector_too(tmp_path):
         ({"features": {"action": None}}, r"expected the vector-valued features \['action'\]; found"),
         (
             {"features": dict.fromkeys(key for key in FEATURES if key.startswith("observation.")) | CAMERA},
-            "expected the vector-valued features observation.state; found .*Videos and pictures are not read",
+            "expected the vector-valued features observation.state; found .*Videos are not read",
         ),
         ({"action": np.zeros((NUM, 3), np.float32)}, "column 'action' must have 2 numbers in each of its 5"),
         ({"action": np.full((NUM, 2), np.nan)}, "'actions' must be finite"),

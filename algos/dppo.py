@@ -23,7 +23,6 @@ Deviations from the reference:
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,13 +30,13 @@ from typing import Any
 from torch import Tensor
 
 from algos.base import Setup
+from algos.freezing import tunable_copy
 from algos.functional import clip_ranges, denoising_discounts
 from algos.onpolicy import OnPolicy, check_setup
 from algos.ppo import PpoConfig
 from algos.ratios import CloningTerm
 from policies.denoising import DenoisingPolicy
-from policies.errors import CapabilityError, ConfigError
-from policies.fields import SwitchedField
+from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
 from policies.registry import register
@@ -160,33 +159,3 @@ def require_diffusion(policy: Policy) -> DenoisingPolicy:
         f"'{type(policy.config.sampler).__name__}'. Clone one with process=diffusion; for a Gaussian use "
         f"algo=ppo."
     )
-
-
-def tunable_copy(init: DenoisingPolicy, sampler: DDPM | DDIM, tuned_steps: int) -> DenoisingPolicy:
-    """Return a copy whose last steps use a trainable copy of the network; everything else is frozen.
-
-    Raises:
-        ConfigError: If there are fewer denoising steps than tuned ones, or the policy was tuned before with
-            another division of its steps.
-    """
-    times = sampler.table(init.process).net_time
-    first = len(times) - tuned_steps
-    if first < 0:
-        raise ConfigError(
-            f"algo.tuned_steps must not exceed the {len(times)} denoising steps; got {tuned_steps}. "
-            f"Lower it, or raise algo.denoising_steps."
-        )
-    policy = init.clone().requires_grad_(False)
-    switch = float(times[first - 1] + times[first]) / 2 if first else None
-    field = policy.field
-    if isinstance(field, SwitchedField):
-        if switch is None or not times[first] < field.switch_time <= times[first - 1]:
-            raise ConfigError(
-                f"the initial policy was tuned before, below level {field.switch_time:g}; algo.tuned_steps="
-                f"{tuned_steps} divides its steps elsewhere. Use the value it was tuned with."
-            )
-        field.tuned.requires_grad_(True)
-        return policy
-    tuned = copy.deepcopy(field).requires_grad_(True)
-    policy.field = tuned if switch is None else SwitchedField(field, tuned, switch)
-    return policy

@@ -1,9 +1,11 @@
 """ReinFlow's ratio: a deterministic sampler with learned noise after every step is a chain with a density.
 
-Legend: B rows, K denoising steps, Th horizon, Da action width; x_0 start noise, x_K the chunk::
+Legend: B rows, K denoising steps, S tuned ones, the last (mostly all), Th horizon, Da action width; x_0 start
+noise, x_K the chunk::
 
-    x_{k+1} = step(x_k) + std_k(condition) clip(noise_k),    k = 0 … K-1
-    log p   = sum over k and entries of log N(x_{k+1}; step(x_k), std_k^2)   [+ log N(x_0; 0, 1)]
+    x_{k+1} = step(x_k),                                     k = 0 … K-S-1, by the frozen initial network
+    x_{k+1} = step(x_k) + std_k(condition) clip(noise_k),    k = K-S … K-1
+    log p   = sum over these k and entries of log N(x_{k+1}; step(x_k), std_k^2)   [+ log N(x_0; 0, 1)]
 
 One ratio belongs to a whole chain, on the grid that the sampler acts on: acting and scoring call the same
 functions. The last step counts with its executed rows only (the others influence nothing), earlier steps with
@@ -73,18 +75,23 @@ class NoisyChain(FlowRatio):
 
     @property
     def evaluations(self) -> int:
-        """One per denoising step."""
-        return self.policy.table.num_steps
+        """One per tuned step."""
+        return self.policy.tuned_steps
+
+    @property
+    def first(self) -> int:
+        """The first tuned step."""
+        return self.policy.table.num_steps - self.policy.tuned_steps
 
     @property
     def trained(self) -> nn.Module:
-        """What learns: the policy's network and the noise."""
-        return nn.ModuleList([self.policy.field, self.noise])
+        """What learns: the network of the tuned steps and the noise."""
+        return nn.ModuleList([self.policy.scored_net, self.noise])
 
     @property
     def factors(self) -> float:
         """Number of log-densities of one row that a reduced one stands for: 1 where they are added up."""
-        steps, (rows, dims) = self.policy.table.num_steps, self.policy.chunk.shape
+        steps, (rows, dims) = self.policy.tuned_steps, self.policy.chunk.shape
         start = float(self.count_start)
         match self.reduction:
             case "mean":
@@ -121,17 +128,18 @@ class NoisyChain(FlowRatio):
         """Explore; the record holds the chain (N, K+1, Th, Da) and its reduced log-density (N,)."""
         policy = self.policy
         cond = policy.encode(policy.observation(obs))
-        shape = (len(cond), policy.table.num_steps + 1, *policy.chunk.shape)
+        shape = (len(cond), policy.tuned_steps + 1, *policy.chunk.shape)
         draws = torch.randn(shape, generator=generator, device=generator.device, dtype=policy.dtype)
         chain, mean, std = self.walk(cond, draws.to(policy.device))
-        record = {"chain": chain, "log_prob": self.reduce(gaussian_log_prob(chain[:, 1:], mean, std), chain)}
+        log_prob = gaussian_log_prob(chain[:, self.first + 1 :], mean, std)
+        record = {"chain": chain, "log_prob": self.reduce(log_prob, chain)}
         return policy.executed(chain[:, -1]), record
 
     def walk(self, cond: Cond, draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sample chains from standard-normal draws (B, K+1, Th, Da), the first of which are the starts.
+        """Sample chains from standard-normal draws (B, S+1, Th, Da), the first of which are the starts.
 
         Returns:
-            The chain (B, K+1, Th, Da), and mean and deviation of its transitions (B, K, Th, Da).
+            The chain (B, K+1, Th, Da), and mean and deviation of its tuned transitions (B, S, Th, Da).
         """
         table, step = self.policy.table, self._step(cond)
         std, steps = self.std(cond), draws[:, 1:]
@@ -139,17 +147,19 @@ class NoisyChain(FlowRatio):
             steps = steps.clamp(-self.noise_clip, self.noise_clip)
         shifts = (steps * std).unbind(1)
         states, means = [table.start_std * draws[:, 0]], []
-        for k in range(table.num_steps):
+        for k in range(self.first):
+            states.append(step(k, states[-1]))
+        for k, shift in enumerate(shifts, start=self.first):
             means.append(step(k, states[-1]))
-            states.append(means[-1] + shifts[k])
+            states.append(means[-1] + shift)
         if table.clip_action is not None:
             states[-1] = states[-1].clamp(-table.clip_action, table.clip_action)
         return torch.stack(states, dim=1), torch.stack(means, dim=1), std
 
     def std(self, cond: Cond) -> Tensor:
-        """Return the deviation of every step, (B, K, Th, Da)."""
+        """Return the deviation of every tuned step, (B, S, Th, Da)."""
         times, second = self._times(cond)
-        return self.noise(times, *self.policy.field.features(cond, times, second))
+        return self.noise(times, *self.policy.scored_net.features(cond, times, second))
 
     def _step(self, cond: Cond) -> Any:
         """Return (k, x) -> mean of the state after step k."""
@@ -165,9 +175,10 @@ class NoisyChain(FlowRatio):
         return x if limit is None else x.clamp(-limit, limit)
 
     def _times(self, cond: Cond) -> tuple[Tensor, Tensor | None]:
-        table = self.policy.table
-        second = None if table.second_time is None else table.placed("second_time", cond.vec)
-        return table.placed("net_time", cond.vec), second
+        """Return the network times of the tuned steps, (S,) each."""
+        table, first = self.policy.table, self.first
+        second = None if table.second_time is None else table.placed("second_time", cond.vec)[first:]
+        return table.placed("net_time", cond.vec)[first:], second
 
     # -- scoring ---------------------------------------------------------------------------------------
 
@@ -181,22 +192,22 @@ class NoisyChain(FlowRatio):
         return Score(new - self._clamped(old)[0], entropies, saturated)
 
     def log_prob(self, cond: Cond, chain: Tensor) -> tuple[Tensor, Tensor]:
-        """Return log-densities and entropies of all entries of chains (B, K+1, Th, Da), (B, K, Th, Da)."""
+        """Return log-densities and entropies of all entries of chains (B, K+1, Th, Da), (B, S, Th, Da)."""
         mean, std = self.means(cond, chain), self.std(cond)
-        return gaussian_log_prob(chain[:, 1:], mean, std), gaussian_entropy(std)
+        return gaussian_log_prob(chain[:, self.first + 1 :], mean, std), gaussian_entropy(std)
 
     def means(self, cond: Cond, chain: Tensor) -> Tensor:
-        """Return where every step of chains (B, K+1, Th, Da) leads, (B, K, Th, Da), in one evaluation."""
+        """Return where the tuned steps of chains (B, K+1, Th, Da) lead, (B, S, Th, Da), in one evaluation."""
         table, (times, second) = self.policy.table, self._times(cond)
-        batch, steps = len(chain), table.num_steps
+        batch, steps, entered = len(chain), self.policy.tuned_steps, chain[:, self.first : -1]
         row = torch.arange(batch, device=chain.device).repeat_interleave(steps)
         step = torch.arange(steps, device=chain.device).repeat(batch)
-        x = chain[:, :-1].flatten(0, 1)
-        pred = self.policy.field(x, times, cond, cond_row=row, time_row=step, second_time=second)
-        return self._bounded(transition(table, step, x, pred)).view_as(chain[:, :-1])
+        x = entered.flatten(0, 1)
+        pred = self.policy.scored_net(x, times, cond, cond_row=row, time_row=step, second_time=second)
+        return self._bounded(transition(table, step + self.first, x, pred)).view_as(entered)
 
     def reduce(self, values: Tensor, chain: Tensor | None) -> Tensor:
-        """Reduce log-densities (B, K, Th, Da) of a chain, or entropies (without one), to (B,)."""
+        """Reduce log-densities (B, S, Th, Da) of a chain, or entropies (without one), to (B,)."""
         last = values[:, -1, self.policy.chunk.executed]
         total = values[:, :-1].sum(dim=(1, 2, 3)) + last.sum(dim=(1, 2))
         if self.count_start:

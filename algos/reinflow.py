@@ -17,6 +17,8 @@ Deviations from the released code:
     * Values bootstrap through truncation; KL stopping ends the whole update; passes over the data are
       `update_epochs`; evaluation does not replace training iterations.
     * The term that keeps the policy near the initial one draws its starts.
+    * Steps that are not tuned keep the frozen initial network and add no noise; the released code adds fixed
+      noise there and goes on training their velocity.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import torch
 
 from algos.base import Setup
 from algos.exploration import NoiseConfig
+from algos.freezing import tunable_copy
 from algos.noisy_chain import REDUCTIONS, NoisyChain, PathTerm
 from algos.onpolicy import OnPolicy, check_setup
 from algos.ppo import PpoConfig
@@ -62,6 +65,7 @@ class ReinFlowConfig(PpoConfig):
     critic_lr_cycle: int = 100  # iterations of a cosine cycle
     critic_weight_decay: float = 1e-5  # of AdamW
     denoising_steps: int = 4  # K, exploring and evaluating
+    tuned_steps: int | None = None  # last denoising steps that explore and learn; None: all
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     noise_clip: float | None = 3.0  # exploration noise is clipped to this many deviations; None: not
     clip_state: float | None = None  # bound on the mean of every step, normalised units; published: 1
@@ -70,7 +74,9 @@ class ReinFlowConfig(PpoConfig):
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
-        self._require("denoising_steps", self.denoising_steps >= 1, "at least 1")
+        steps, tuned = self.denoising_steps, self.tuned_steps
+        self._require("denoising_steps", steps >= 1, "at least 1")
+        self._require("tuned_steps", tuned is None or 1 <= tuned <= steps, f"in 1..{steps}, or empty")
         for name in ("noise_clip", "clip_state"):
             value = getattr(self, name)
             self._require(name, value is None or 0 < value < math.inf, "positive and finite, or empty")
@@ -85,8 +91,7 @@ class ReinFlowConfig(PpoConfig):
         """
         init = require_flow(check_setup(setup, "reinflow"), "reinflow")
         explore, evaluate = self.samplers(init)
-        policy = init.with_sampler(explore).clone().to(setup.device).requires_grad_(False)
-        policy.field.requires_grad_(True)
+        policy = self.exploring(init, explore).to(setup.device)
         ratio, frozen = self.noisy_chain(policy, setup.seed), self.frozen(setup, init)
         return OnPolicy.assemble(
             self,
@@ -96,6 +101,12 @@ class ReinFlowConfig(PpoConfig):
             near=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
             shipped=lambda: policy.with_sampler(evaluate).clone(),
         )
+
+    def exploring(self, init: DenoisingPolicy, sampler: Euler) -> DenoisingPolicy:
+        """Return a copy of a policy whose last steps, those that explore, can be trained."""
+        tuned = self.denoising_steps if self.tuned_steps is None else self.tuned_steps
+        policy = tunable_copy(init, sampler, tuned)
+        return policy.with_sampler(sampler, tuned_steps=tuned)
 
     def samplers(self, init: DenoisingPolicy) -> tuple[Euler, Euler]:
         """Return (exploration, evaluation) samplers: the same steps, bounded as the initial policy's are."""
@@ -108,7 +119,7 @@ class ReinFlowConfig(PpoConfig):
         """Return the ratio estimator of a policy, with noise that has learned nothing yet."""
         like = next(policy.field.parameters())
         with torch.no_grad(), torch_threads(1):
-            times, cond = policy.field.features(*self._probe(policy))
+            times, cond = policy.scored_net.features(*self._probe(policy))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "noise"))
             noise = self.noise.build(policy.chunk.shape, times.shape[-1], cond.shape[-1])

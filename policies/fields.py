@@ -16,20 +16,24 @@ from policies.weight_cache import WeightCache
 class SwitchedField(nn.Module):
     """One network for the noisy steps and another for the last ones; itself a backbone.
 
-    Rows whose network time is below `switch_time` see `tuned`, all others the frozen `base`. Used by DPPO,
-    which fine-tunes only the last denoising steps. The two networks must not share parameters.
+    Rows whose network time is below `switch_time` see `tuned`, all others the frozen `base`; or the other way
+    round, where network times grow towards the action. Used where only the last denoising steps are tuned.
+    The two networks must not share parameters.
 
     Args:
         base: Frozen network; its parameters stop requiring gradients.
         tuned: Network that is trained.
         switch_time: In network time (for diffusion the integer timestep, so that `tuned` sees timesteps
             0 ... switch_time - 1).
+        tuned_above: `tuned` sees the times from `switch_time` on, as the last steps of a flow are.
 
     Raises:
         ConfigError: If the two networks share a parameter.
     """
 
-    def __init__(self, base: Backbone, tuned: Backbone, switch_time: float) -> None:
+    def __init__(
+        self, base: Backbone, tuned: Backbone, switch_time: float, *, tuned_above: bool = False
+    ) -> None:
         super().__init__()
         if {id(weight) for weight in base.parameters()} & {id(weight) for weight in tuned.parameters()}:
             raise ConfigError(
@@ -40,8 +44,12 @@ class SwitchedField(nn.Module):
             weight.requires_grad_(False)
         self.base: Any = base
         self.tuned: Any = tuned
-        self.switch_time = float(switch_time)
+        self.switch_time, self.tuned_above = float(switch_time), tuned_above
         self._cache: WeightCache[_Split] = WeightCache()
+
+    def is_tuned(self, time: Tensor) -> Tensor:
+        """Return whether rows of these network times see the tuned network."""
+        return time >= self.switch_time if self.tuned_above else time < self.switch_time
 
     def forward(
         self,
@@ -61,7 +69,7 @@ class SwitchedField(nn.Module):
         Shapes:
             x: (M, Th, Da) -> (M, Th, Da). Others as for `Backbone`.
         """
-        is_tuned = time < self.switch_time
+        is_tuned = self.is_tuned(time)
         if _is_traced() or time.device.type != "cpu":
             rows = is_tuned if time_row is None else is_tuned.index_select(0, time_row)
             arguments = (x, time, cond, cond_row, time_row, second_time)
@@ -110,9 +118,8 @@ class SwitchedField(nn.Module):
 
     def energy(self, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
         """Return the energy (M,) of every row under the network of its time (M,); both must have one."""
-        return torch.where(
-            time < self.switch_time, self.tuned.energy(x, time, cond), self.base.energy(x, time, cond)
-        )
+        energies = self.tuned.energy(x, time, cond), self.base.energy(x, time, cond)
+        return torch.where(self.is_tuned(time), *energies)
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         """Bind each network to its own times; a step runs one network only. See `Backbone`.
@@ -123,7 +130,7 @@ class SwitchedField(nn.Module):
         if _is_traced() and not self._cache.sealed:
             return self._bind_both(cond, times, second_times)
         sources = (times,) if second_times is None else (times, second_times)
-        split = self._cache.get(sources, lambda: _Split(times, second_times, self.switch_time))
+        split = self._cache.get(sources, lambda: _Split(times, second_times, self.is_tuned(times)))
         base = self.base.bind(cond, *split.base_times) if split.has_base else None
         tuned = self.tuned.bind(cond, *split.tuned_times) if split.has_tuned else None
         steps: list[tuple[BoundField, int]] = [
@@ -138,7 +145,7 @@ class SwitchedField(nn.Module):
         return bound
 
     def _bind_both(self, cond: Cond, times: Tensor, second_times: Tensor | None) -> BoundField:
-        is_tuned = times < self.switch_time
+        is_tuned = self.is_tuned(times)
         base, tuned = (network.bind(cond, times, second_times) for network in (self.base, self.tuned))
         return lambda k, x: torch.where(is_tuned[k], tuned(k, x), base(k, x))
 
@@ -154,8 +161,8 @@ class _Split:
     (times, second times or None).
     """
 
-    def __init__(self, times: Tensor, second_times: Tensor | None, switch_time: float) -> None:
-        self.is_tuned = [time < switch_time for time in times.tolist()]
+    def __init__(self, times: Tensor, second_times: Tensor | None, is_tuned: Tensor) -> None:
+        self.is_tuned: list[bool] = is_tuned.tolist()
         self.has_tuned, self.has_base = any(self.is_tuned), not all(self.is_tuned)
         sides = [[k for k, side in enumerate(self.is_tuned) if side == wanted] for wanted in (True, False)]
         self.tuned_times, self.base_times = (

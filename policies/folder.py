@@ -52,6 +52,7 @@ def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dic
         "format": FORMAT,
         "parts": {group: registry.to_json(group, getattr(config, group)) for group in _PART_GROUPS},
         "switch_time": field.switch_time if isinstance(field, SwitchedField) else None,
+        "tuned_above": isinstance(field, SwitchedField) and field.tuned_above,
         "obs_dim": policy.obs_dim,
         "goal_dim": policy.goal_dim,
         "images": {camera: list(shape) for camera, shape in policy.images.items()},
@@ -172,7 +173,8 @@ def _rebuild(data: Mapping[str, Any]) -> Policy:
     images = {camera: (int(h), int(w), int(c)) for camera, (h, w, c) in images.items()}
     policy = build_policy(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim, images=images)
     if data.get("switch_time") is not None and isinstance(policy, DenoisingPolicy):
-        policy.field = SwitchedField(policy.field, policy.clone().field, float(data["switch_time"]))
+        switch, above = float(data["switch_time"]), bool(data.get("tuned_above"))
+        policy.field = SwitchedField(policy.field, policy.clone().field, switch, tuned_above=above)
     return policy
 
 

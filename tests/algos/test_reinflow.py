@@ -19,6 +19,8 @@ from algos.noisy_chain import NoisyChain, PathTerm
 from algos.plain import from_plain, to_plain
 from algos.reinflow import ReinFlowConfig
 from policies.errors import CapabilityError, ConfigError
+from policies.fields import SwitchedField
+from policies.folder import load_policy, save_policy
 from policies.processes.shortcut import Shortcut
 from policies.protocols import Cond
 from policies.samplers import Euler, gaussian_log_prob
@@ -220,6 +222,64 @@ def test_a_resumed_run_continues_bit_for_bit_with_its_noise(tmp_path: Path) -> N
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+TAIL = replace(REINFLOW, tuned_steps=1, denoising_steps=3)
+
+
+def test_frozen_steps_and_their_weights_stay_bit_for_bit_and_the_last_ones_move() -> None:
+    init = make_flow(steps=3)
+    run = make_run(TAIL, init)
+    for _ in range(2):
+        run.advance()
+    shipped = run.snapshot()
+    run.close()
+    assert isinstance(shipped.field, SwitchedField)  # type: ignore[attr-defined]
+    before, base, tuned = (net.state_dict() for net in (init.field, shipped.field.base, shipped.field.tuned))  # type: ignore[attr-defined]
+    assert all(torch.equal(base[name], before[name]) for name in before)
+    assert not any(torch.equal(tuned[name], before[name]) for name in before if "weight" in name)
+    cond = Cond(torch.randn(5, 2, generator=torch.Generator().manual_seed(0)))
+    x = torch.randn(5, 3, 2, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ours, theirs = (policy.bind(cond) for policy in (shipped, init))  # type: ignore[attr-defined]
+        same = [torch.equal(ours(k, x), theirs(k, x)) for k in range(3)]
+    assert same == [True, True, False]
+
+
+def test_frozen_steps_add_no_noise_and_count_nothing() -> None:
+    run = make_run(TAIL)
+    ratio: Any = run.ratio
+    cond = Cond(torch.randn(6, 2, generator=torch.Generator().manual_seed(0)))
+    draws = torch.randn(6, 2, 3, 2, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        chain, mean, std = ratio.walk(cond, draws)
+        bound = run.policy.bind(cond)  # type: ignore[attr-defined]
+    assert chain.shape == (6, 4, 3, 2) and mean.shape == std.shape == (6, 1, 3, 2)
+    for k in range(2):
+        torch.testing.assert_close(chain[:, k + 1], chain[:, k] + bound(k, chain[:, k]).detach() / 3)
+    noise = draws[:, 1].clamp(-3, 3) * std[:, 0]
+    torch.testing.assert_close(chain[:, 3], (mean[:, 0] + noise).clamp(-1, 1))
+    assert ratio.factors == (1 * 3 + 2) * 2 and ratio.evaluations == 1  # the start, and two executed rows
+    run.close()
+
+
+def test_a_policy_whose_last_steps_were_tuned_is_saved_and_tuned_again_alike(tmp_path: Path) -> None:
+    run = make_run(TAIL)
+    run.advance()
+    shipped: Any = run.snapshot()
+    run.close()
+    loaded: Any = load_policy(save_policy(shipped, tmp_path / "policy"))
+    noise = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(0))
+    obs = torch.zeros(4, 1, 2)
+    assert torch.equal(loaded.act(obs, noise=noise), shipped.act(obs, noise=noise))
+    again = make_run(TAIL, loaded)
+    again.advance()
+    first = again.snapshot().field.base.state_dict()  # type: ignore[attr-defined]
+    again.close()
+    assert all(torch.equal(first[name], value) for name, value in shipped.field.base.state_dict().items())
+    for other in (replace(TAIL, tuned_steps=2), replace(TAIL, tuned_steps=None)):
+        with pytest.raises(ConfigError, match="tuned before"):
+            make_run(other, loaded)
+
+
 def test_a_shortcut_model_takes_the_steps_it_learned_only() -> None:
     init = make_flow(process=Shortcut(max_steps=8))
     make_run(replace(REINFLOW, denoising_steps=2), init).close()
@@ -236,6 +296,7 @@ def test_a_policy_that_is_no_flow_is_refused_by_name() -> None:
     ("options", "message"),
     [
         ({"denoising_steps": 0}, "algo.denoising_steps must be at least 1"),
+        ({"tuned_steps": 5}, r"algo.tuned_steps must be in 1..4, or empty; got 5"),
         ({"noise_clip": 0.0}, "algo.noise_clip must be positive"),
         ({"clip_state": -1.0}, "algo.clip_state must be positive"),
         ({"log_prob_reduction": "sum"}, "mean, per_step, per_dim, joint"),

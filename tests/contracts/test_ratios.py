@@ -59,6 +59,8 @@ def estimators() -> Iterator[Any]:
             for process in CHAINS:
                 for reduction in ("mean", "joint"):
                     yield _case(noisy_chain, process, backbone, steps, reduction)
+                if steps > 1:
+                    yield _case(noisy_tail, process, backbone, steps, "mean")
             for reduction in ("mean", "joint"):
                 yield _case(diffusion_chain, "diffusion", backbone, steps, reduction)
                 yield _case(matching, "flow", backbone, steps, reduction)
@@ -78,6 +80,15 @@ def noisy_chain(process: str, backbone: str, steps: int, reduction: str, dtype: 
     config = ReinFlowConfig(denoising_steps=steps, noise=noise, log_prob_reduction=reduction)
     policy: Any = policy_of(process, backbone, Euler(steps=steps)).to(dtype)
     return config.noisy_chain(policy, seed=0)
+
+
+def noisy_tail(process: str, backbone: str, steps: int, reduction: str, dtype: Any) -> RatioEstimator:
+    noise = NoiseConfig(hidden_dims=(8,), min_std=0.05, max_std=0.3)
+    config = ReinFlowConfig(
+        denoising_steps=steps, tuned_steps=max(1, steps - 1), noise=noise, log_prob_reduction=reduction
+    )
+    init: Any = policy_of(process, backbone, Euler(steps=steps)).to(dtype)
+    return config.noisy_chain(config.exploring(init, Euler(steps=steps)), seed=0)
 
 
 def diffusion_chain(process: str, backbone: str, steps: int, reduction: str, dtype: Any) -> RatioEstimator:

@@ -17,7 +17,8 @@ import torch
 from affine import AffineConfig, AffineCritic, Arrays, assert_weights, load
 from torch import Tensor
 
-from algos.dppo import DppoConfig, tunable_copy
+from algos.dppo import DppoConfig
+from algos.freezing import tunable_copy
 from algos.onpolicy import OnPolicy
 from algos.ratios import ChainRatio
 from algos.surrogate import PpoLearner

@@ -13,7 +13,8 @@ from affine import AffineConfig, AffineCritic, Arrays, load
 from torch import Tensor
 
 from algos.buffers import Experience
-from algos.dppo import DppoConfig, tunable_copy
+from algos.dppo import DppoConfig
+from algos.freezing import tunable_copy
 from algos.functional import policy_losses
 from algos.ratios import CloningTerm, Rows
 from algos.surrogate import PpoLearner

@@ -64,6 +64,17 @@ def test_each_row_sees_the_network_of_its_time_once(field: SwitchedField) -> Non
     assert (field.tuned.rows, field.base.rows) == (3, STEPS - 3)
 
 
+def test_where_times_rise_towards_the_action_the_other_side_is_tuned(field: SwitchedField) -> None:
+    above = SwitchedField(field.base.net, field.tuned.net, SWITCH, tuned_above=True)
+    (x, cond), times = inputs(STEPS), torch.arange(float(STEPS))
+    tuned, base = (net(x, times, cond) for net in (above.tuned, above.base))
+    wanted = torch.where((times >= SWITCH)[:, None, None], tuned, base)
+    torch.testing.assert_close(above(x, times, cond), wanted)
+    bound = above.bind(cond, times)
+    rows = torch.stack([bound(k, x)[k] for k in range(STEPS)])
+    torch.testing.assert_close(rows, wanted)
+
+
 @pytest.mark.parametrize(("time", "rows"), [(0.0, (4, 0)), (2.0, (4, 0)), (3.0, (0, 4)), (6.0, (0, 4))])
 def test_rows_on_one_side_run_one_network(field: SwitchedField, time: float, rows: tuple[int, int]) -> None:
     x, cond = inputs(4)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from burnish.locate import load_policy
     from policies.folder import save_policy
+    from policies.hub import from_pretrained, push_to_hub, save_pretrained
 
 __all__ = [
     "__version__",
@@ -45,11 +46,14 @@ __all__ = [
     "download_data",
     "evaluate",
     "export",
+    "from_pretrained",
     "import_policy",
     "inspect_data",
     "load_policy",
+    "push_to_hub",
     "report",
     "save_policy",
+    "save_pretrained",
     "train",
 ]
 
@@ -71,6 +75,9 @@ _HOMES = {
     "train": "burnish.api",
     "load_policy": "burnish.locate",
     "save_policy": "policies.folder",
+    "from_pretrained": "policies.hub",
+    "push_to_hub": "policies.hub",
+    "save_pretrained": "policies.hub",
 }
 
 

@@ -14,6 +14,7 @@ from policies.errors import CheckpointError, ConfigError
 from policies.exported import ExportedPolicy, is_exported
 from policies.folder import CONFIG as POLICY_CONFIG
 from policies.folder import read_config, where_it_was_left
+from policies.hub import PREFIX, fetch, is_on_hub
 from policies.policy import Policy
 
 RUN_CONFIG = "config.yaml"
@@ -61,7 +62,8 @@ def load_policy(policy: str | os.PathLike[str]) -> Policy:
     """Load a policy; needs no dataset and no simulator, and runs no code from its directory.
 
     Args:
-        policy: A run (its last checkpoint), a checkpoint, or a policy directory.
+        policy: A run (its last checkpoint), a checkpoint, or a policy directory; `hub://org/name` for one on
+            the Hugging Face hub.
 
     Raises:
         CheckpointError: If there is no policy, a file is damaged, or weights and configuration disagree.
@@ -108,17 +110,20 @@ def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:
     """Find the policy directory behind a path.
 
     Args:
-        path: A policy directory, a checkpoint directory, or a run directory.
+        path: A policy directory, a checkpoint directory, or a run directory; or `hub://org/name[@revision]`,
+            which is fetched.
         key: Configuration key to name in errors.
 
     Raises:
         CheckpointError: If there is no policy; says what was found instead.
     """
+    if is_on_hub(path):
+        return Located(fetch(str(path)))
     given = Path(path)
     if not given.exists():
         raise CheckpointError(
             f"{key}={path} does not exist; give a policy directory or a run directory."
-            f"{where_it_was_left(given)}"
+            f"{where_it_was_left(given)}{_perhaps_on_hub(given)}"
         )
     if (given / RUN_CONFIG).is_file():
         run = RunDirectory.open(given)
@@ -132,6 +137,12 @@ def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:
         f"{key}={path} is neither a policy directory (no {POLICY_CONFIG}) nor a run (no {RUN_CONFIG}); "
         f"give one of these, for example runs/<date>/<name>."
     )
+
+
+def _perhaps_on_hub(given: Path) -> str:
+    """Say how a policy of the hub is written, where the path looks like the name of one."""
+    looks_so = len(given.parts) == 2 and not given.is_absolute() and not given.parent.exists()
+    return f" One on the hub is written {PREFIX}{given.as_posix()}." if looks_so else ""
 
 
 def _with_run(policy: Path) -> Located:

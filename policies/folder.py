@@ -2,13 +2,17 @@
 
     config.json         the parts by registered name, horizons, sizes, provenance; no code, no paths
     model.safetensors   weights and normaliser statistics
-    README.md           a model card rendered from the facts above
+    SHA256SUMS          checksums of the two, compared on loading
+    README.md           a model card rendered from the facts above; nobody reads it
 
 A directory is written aside and then renamed, so a reader never sees half of it. One that exists already is
 exchanged with the new one in a single step of the kernel (Linux); where that is impossible there is a moment
 between two renames, and a program that is killed then leaves the earlier directory beside, whole, under a
-name that the error of the next attempt to load tells. Loading looks names up in the registry and executes
-nothing from the directory.
+name that the error of the next attempt to load tells.
+
+A directory may come from a stranger. Loading looks names up in the registry and executes nothing from it;
+types and sizes are checked before anything is built, memory is bounded by the size of the file of weights
+(`policies.budget`), files must be regular ones of the directory, and whatever else lies there is not opened.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import glob
 import json
 import os
 import shutil
+import stat
 import sys
 import uuid
 from collections.abc import Mapping
@@ -26,22 +31,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from policies import registry
+from policies.budget import Budget
+from policies.card import CARD, render_card
+from policies.checksums import CHECKSUMS, is_intact, write_checksums
 from policies.compose import ComposedPolicy
 from policies.denoising import DenoisingPolicy
-from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.errors import CheckpointError, ConfigError, MissingExtraError
 from policies.fields import SwitchedField
 from policies.operators import Composition
 from policies.policy import Policy, PolicyConfig, build_policy
+from policies.strict_json import read_json
+from policies.typed import check_types
 
 FORMAT = 1
-CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+SHIPPED = (CONFIG, WEIGHTS, CHECKSUMS, CARD)
+"""The files of a policy directory."""
+
 _HERE, _RENAME_EXCHANGE = -100, 2  # of the system call renameat2: relative to here; swap the two names
 _PART_GROUPS = ("process", "encoder", "backbone", "sampler")
+_SIZES = ("obs_dim", "goal_dim", "action_dim", "obs_steps", "horizon", "act_steps", "action_start")
+_KEYS = {
+    *("format", "parts", "switch_time", "images", "normalizer", "observation_clip", "goal_dropout"),
+    "tuned_above",
+    *("guidance", "composition", "members", "provenance", *_SIZES),
+}
+_MAX_SIZE, _MAX_TEXT, _MAX_MEMBERS, _MAX_NESTED = 100_000, 1000, 64, 8
+_SPARE_BYTES, _BYTES_PER_BYTE = 512 * 2**20, 32  # what may be allocated beside, and for, a byte of weights
+_SPARE_OPERATIONS, _OPERATIONS_PER_TENSOR = 5_000, 100
 
 
 def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -100,7 +122,9 @@ def save_policy(
         (aside / CONFIG).write_text(json.dumps(description, indent=2, sort_keys=True) + "\n")
         state = {k: v.detach().cpu().contiguous().clone() for k, v in policy.state_dict().items()}
         save_file(state, aside / WEIGHTS)
-        (aside / CARD).write_text(model_card(policy, description))
+        write_checksums(aside, (CONFIG, WEIGHTS))
+        count = sum(p.numel() for p in policy.parameters())
+        (aside / CARD).write_text(render_card(description, count))
         _sync(aside)
         _swap(aside, target)
     finally:
@@ -112,7 +136,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """Return the contents of config.json.
 
     Raises:
-        CheckpointError: If it is missing, is not JSON, or has another format version.
+        CheckpointError: If it is missing, is not JSON of finite numbers, or has another format version.
     """
     path = Path(directory) / CONFIG
     if not path.is_file():
@@ -120,13 +144,31 @@ def read_config(directory: str | Path) -> dict[str, Any]:
             f"{directory} is not a policy directory: it has no {CONFIG}.{where_it_was_left(directory)}"
         )
     try:
-        data = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}).") from None
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise CheckpointError(f"{path} must have format {FORMAT}; got {found}.")
+        data = read_json(_own_file(path))
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    if type(data.get("format")) is not int or data["format"] != FORMAT:
+        raise CheckpointError(f"{path} must have format {FORMAT}; got {str(data.get('format'))[:80]}.")
     return data
+
+
+def _own_file(path: Path) -> Path:
+    """Return the file of a policy directory if it is a regular one, and lies in it.
+
+    The cache of the hub is a special case: its files are links to a folder of contents beside the directory.
+
+    Raises:
+        CheckpointError: If it is not.
+    """
+    real, home = path.resolve(), path.parent.resolve()
+    blobs = home.parent.parent / "blobs"
+    if home not in real.parents and not (home.parent.name == "snapshots" and real.parent == blobs):
+        raise CheckpointError(
+            f"{path} is a link that leads out of its directory. Copy the file to this place."
+        )
+    if real.exists() and not stat.S_ISREG(real.stat().st_mode):
+        raise CheckpointError(f"{path} must be a regular file.")
+    return real
 
 
 def where_it_was_left(directory: str | Path) -> str:
@@ -140,18 +182,74 @@ def load_policy(directory: str | Path) -> Policy:
     """Load a policy directory; needs no dataset and no simulator, and runs no code from it.
 
     Raises:
-        CheckpointError: If a file is missing or damaged, weights and configuration disagree, or a weight is
-            not finite.
+        CheckpointError: If a file is missing, damaged, or not what its checksum says, weights and
+            configuration disagree, or a weight is not finite.
+        MissingExtraError: If a part needs a package that is not installed.
     """
-    data = read_config(directory)
+    home = Path(directory)
+    data = read_config(home)
+    shapes, nbytes = _read_shapes(home / WEIGHTS)
     registry.scan_policies()
+    budget = Budget(
+        _SPARE_BYTES + _BYTES_PER_BYTE * nbytes, _SPARE_OPERATIONS + _OPERATIONS_PER_TENSOR * len(shapes)
+    )
     try:
-        policy = _rebuild(data)
-    except (CapabilityError, ConfigError, KeyError, TypeError, ValueError) as error:
+        _check_description(data)
+        with budget:
+            policy = _rebuild(data)
+    except MissingExtraError:
+        raise
+    except Exception as error:  # parts that are given nonsense may raise anything
         reason = f"missing key {error}" if isinstance(error, KeyError) else str(error)
-        raise CheckpointError(f"{Path(directory) / CONFIG} does not describe a policy: {reason}") from error
-    _load_weights(policy, Path(directory) / WEIGHTS)
+        raise CheckpointError(f"{home / CONFIG} does not describe a policy: {reason}") from error
+    _check_names(policy, shapes, home / WEIGHTS)
+    _load_weights(policy, home / WEIGHTS)
+    _check_checksums(home)
     return policy.eval()
+
+
+def _check_description(data: Any, nested: int = 0) -> None:
+    """Refuse what cannot describe a policy: unknown keys, values of other types, sizes beyond all reason.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    if not isinstance(data, dict):
+        raise ConfigError(f"a policy must be described by an object; got {type(data).__name__}.")
+    if unknown := sorted(set(data) - _KEYS):
+        raise ConfigError(f"unknown keys {[name[:80] for name in unknown[:4]]}; it has {sorted(_KEYS)}.")
+    _check_values({name: value for name, value in data.items() if name not in ("provenance", "members")})
+    for name in _SIZES:
+        if type(data[name]) is not int:
+            raise ConfigError(f"{name} must be a whole number; got {str(data[name])[:80]}.")
+    for name, kind in (("parts", dict), ("normalizer", dict), ("images", dict), ("provenance", dict)):
+        if not isinstance(data.get(name, {}), kind):
+            raise ConfigError(f"{name} must be an object; got {type(data[name]).__name__}.")
+    for name in ("switch_time", "observation_clip", "goal_dropout", "guidance"):
+        if name in data and data[name] is not None and type(data[name]) not in (int, float):
+            raise ConfigError(f"{name} must be a number; got {str(data[name])[:80]}.")
+    for group, part in data["parts"].items():
+        if group not in _PART_GROUPS or not isinstance(part, dict):
+            raise ConfigError(f"parts must hold objects for {', '.join(_PART_GROUPS)}; got '{group[:80]}'.")
+        check_types(registry.lookup(group, str(part.get("name"))), part, group)
+    if "members" in data:
+        members = data["members"]
+        if not isinstance(members, list) or not 1 <= len(members) <= _MAX_MEMBERS or nested >= _MAX_NESTED:
+            raise ConfigError(f"members must be a list of at most {_MAX_MEMBERS}, {_MAX_NESTED} deep.")
+        check_types(Composition, data["composition"], "composition")
+        for member in members:
+            _check_description(member, nested + 1)
+
+
+def _check_values(value: Any) -> None:
+    """Refuse texts, lists and whole numbers beyond all reason."""
+    if type(value) is int and abs(value) > _MAX_SIZE:
+        raise ConfigError(f"whole numbers must be at most {_MAX_SIZE}; got {value}.")
+    if isinstance(value, str | list | dict) and len(value) > _MAX_TEXT:
+        raise ConfigError(f"texts, lists and objects may have {_MAX_TEXT} entries; got {len(value)}.")
+    if isinstance(value, list | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            _check_values(one)
 
 
 def _rebuild(data: Mapping[str, Any]) -> Policy:
@@ -168,7 +266,7 @@ def _rebuild(data: Mapping[str, Any]) -> Policy:
     clip = data.get("observation_clip")
     goals = {name: data.get(name, default) for name, default in (("goal_dropout", 0.0), ("guidance", 1.0))}
     config = PolicyConfig(**parts, **horizons, normalizer=modes, observation_clip=clip, **goals)
-    obs_dim, action_dim, goal_dim = (int(data[name]) for name in ("obs_dim", "action_dim", "goal_dim"))
+    obs_dim, action_dim, goal_dim = (data[name] for name in ("obs_dim", "action_dim", "goal_dim"))
     images = dict(data.get("images", {}))
     images = {camera: (int(h), int(w), int(c)) for camera, (h, w, c) in images.items()}
     policy = build_policy(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim, images=images)
@@ -178,28 +276,64 @@ def _rebuild(data: Mapping[str, Any]) -> Policy:
     return policy
 
 
-def _load_weights(policy: Policy, path: Path) -> None:
-    """Load weights strictly: every name and shape must agree, every value must be usable."""
-    if not path.is_file():
+def _read_shapes(path: Path) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Return the shapes of the weights, and the size of their file; no weight is read.
+
+    Raises:
+        CheckpointError: If the file is missing or damaged.
+    """
+    real = _own_file(path)
+    if not real.is_file():
         raise CheckpointError(f"{path} is missing.")
     try:
-        state = load_file(path)
-    except (SafetensorError, OSError) as error:
+        with safe_open(real, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from None
+    return shapes, real.stat().st_size
+
+
+def _check_names(policy: Policy, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Refuse weights of another policy: every name and shape must agree."""
     own = policy.state_dict()
-    missing, unknown = sorted(set(own) - set(state)), sorted(set(state) - set(own))
+    missing, unknown = sorted(set(own) - set(shapes)), sorted(set(shapes) - set(own))
     if missing or unknown:
         raise CheckpointError(
             f"{path} does not fit {CONFIG}: missing {missing[:4]}, unexpected {unknown[:4]}."
         )
+    for name, shape in shapes.items():
+        if shape != tuple(own[name].shape):
+            raise CheckpointError(f"{path}: '{name}' must have shape {tuple(own[name].shape)}; got {shape}.")
+
+
+def _load_weights(policy: Policy, path: Path) -> None:
+    """Load weights whose names and shapes agree; every value must be usable."""
+    try:
+        state = load_file(path)
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from None
+    own = policy.state_dict()
     for name, value in state.items():
-        if value.shape != own[name].shape:
-            raise CheckpointError(
-                f"{path}: '{name}' must have shape {tuple(own[name].shape)}; got {tuple(value.shape)}."
-            )
         if fault := fault_of(name, value, own[name].dtype):
             raise CheckpointError(f"{path}: '{name}' {fault}. Export the policy again.")
     policy.load_state_dict(state)
+
+
+def _check_checksums(home: Path) -> None:
+    """Compare with the checksums of the directory, or else of the checkpoint around it.
+
+    Raises:
+        CheckpointError: If a file is not what was written.
+    """
+    real = home.resolve()
+    has_own = (real / CHECKSUMS).is_file()
+    folder, inside = (real, Path()) if has_own else (real.parent, Path(real.name))
+    for name in (CONFIG, WEIGHTS):
+        if not is_intact(folder, inside / name):
+            raise CheckpointError(
+                f"{home / name} is not what was written: its SHA-256 is not that of {folder / CHECKSUMS}. "
+                f"Copy the directory again; if you changed the file on purpose, remove its line there."
+            )
 
 
 def fault_of(name: str, value: Tensor, dtype: torch.dtype) -> str:
@@ -212,48 +346,6 @@ def fault_of(name: str, value: Tensor, dtype: torch.dtype) -> str:
     if ".normalizer." in f".{name}" and name.endswith("_scale") and not value.all():
         return "must not hold zeros: it is divided by"
     return ""
-
-
-def model_card(policy: Policy, description: Mapping[str, Any]) -> str:
-    """Render README.md from facts."""
-    parts, facts = description["parts"], description["provenance"]
-    cameras = description["images"].items()
-    count = sum(p.numel() for p in policy.parameters())
-    lines = [
-        "---",
-        "library_name: burnish",
-        "tags: [robotics, imitation-learning]",
-        "---",
-        f"# {facts.get('name', 'policy')}",
-        "",
-        f"{_kind(description)} ({count:,} parameters) made with burnish.",
-        "",
-        "| | |",
-        "|---|---|",
-        *(f"| {group} | `{json.dumps(parts[group])}` |" for group in _PART_GROUPS),
-        f"| observation | {description['obs_steps']} × {description['obs_dim']} |",
-        *(f"| camera `{camera}` | {height} × {width} |" for camera, (height, width, _) in cameras),
-        f"| action chunk | predicts {description['horizon']}, executes {description['act_steps']}, "
-        f"{description['action_dim']} wide |",
-        *(f"| {key} | {value} |" for key, value in sorted(facts.items())),
-        "",
-        "```python",
-        "import burnish",
-        "",
-        'policy = burnish.load_policy("<this directory>")',
-        f"actions = policy.act(observations)  # (B, {description['obs_steps']}, {description['obs_dim']}) -> "
-        f"(B, {description['act_steps']}, {description['action_dim']})",
-        "```",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _kind(description: Mapping[str, Any]) -> str:
-    """Say what kind of policy it is."""
-    if "members" not in description:
-        return f"A {description['parts']['process']['name']} policy"
-    how, count = description["composition"], len(description["members"])
-    return f"A composition of {count} policies (`{how['operator']}`, weights `{json.dumps(how['weights'])}`)"
 
 
 def _sync(directory: Path) -> None:

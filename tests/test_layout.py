@@ -27,6 +27,7 @@ NOT_OURS = {"tests", "benchmarks"}
 EXTRAS = {
     *("onnx", "onnxscript", "onnxruntime", "tensorboard", "ogbench", "dm_control", "gymnasium_robotics"),
     *("robosuite", "robomimic", "d4rl", "gym", "pyarrow", "minari", "pytest", "hypothesis"),
+    *("zmq", "msgpack"),
 }
 """Packages of the extras: imported where they are used, never at the top of a module."""
 

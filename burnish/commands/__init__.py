@@ -84,6 +84,14 @@ COMMANDS = {
             "policy",
         ),
         Command(
+            "serve",
+            "let robots ask a policy over the network",
+            "burnish serve policy=<run or exported folder>",
+            "serve",
+            "ServeConfig",
+            "policy",
+        ),
+        Command(
             "import",
             "make a policy of a checkpoint of Diffusion Policy, DPPO or ReinFlow",
             "burnish import weights=state_3000.pt source=dppo normalization=normalization.npz out=imported",

@@ -53,6 +53,7 @@ def test_a_directory_that_says_nothing_of_a_clip_has_none(tmp_path: Path) -> Non
     description = json.loads(path.read_text())
     del description["observation_clip"]
     path.write_text(json.dumps(description))
+    (path.parent / "SHA256SUMS").unlink()
     assert load_policy(tmp_path / "policy").config.observation_clip is None
 
 

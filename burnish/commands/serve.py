@@ -1,0 +1,116 @@
+"""`burnish serve`: a policy that robots ask over the network."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+from burnish.commands.export import surroundings_of
+from burnish.console import output
+from burnish.job import Job
+from burnish.locate import locate
+from envs.evaluation import with_steps
+from policies.curve import make_keys
+from policies.errors import ConfigError
+from policies.policy import Policy
+from policies.serve import ServedFolder, ServedPolicy, is_exported
+from policies.serve_metrics import metrics_page
+from policies.server import LOOPBACK, Served, Server, ServerSettings
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class ServeConfig(ServerSettings):
+    """What `burnish serve` does."""
+
+    policy: str | None = None  # a run (its last checkpoint), a checkpoint, a policy directory, or an export
+    steps: int | None = None  # denoising steps; null: the policy's own
+    device: str = "cpu"  # where the policy decides, e.g. cuda
+    metrics_port: int | None = None  # of http://127.0.0.1:<port>/metrics; 0: any that is free; null: none
+    new_client: str | None = None  # make keys of a client of this name in keys=<folder>, and stop
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.new_client is not None and self.keys is None:
+            raise ConfigError("new_client needs keys=<folder>, where the keys are put.")
+        if self.metrics_port is not None and not 0 <= self.metrics_port < 65536:
+            raise ConfigError(f"metrics_port must lie in 0 to 65535, or null; got {self.metrics_port}.")
+
+
+def run(config: ServeConfig, job: Job) -> None:
+    """Serve until a signal comes."""
+    if config.new_client is not None:
+        path = make_keys(str(config.keys), config.new_client)
+        output().print(f"written: {path}", markup=False, soft_wrap=True)
+        return
+    settings = ServerSettings(**{f.name: getattr(config, f.name) for f in fields(ServerSettings)})
+    if config.host not in LOOPBACK and config.keys is None:
+        _log.warning(
+            "host=%s without keys: everybody who reaches it can command the robot, and read along",
+            config.host,
+        )
+    with (
+        Server(served_by(config), settings) as server,
+        metrics_page(server.metrics, config.metrics_port) as page,
+    ):
+        _tell(server.endpoint, page)
+        with _stopped_by_signals(server.stop):
+            server.run()
+    _log.info("stopped; %d decisions", server.metrics.counts["decisions"])
+
+
+def served_by(config: ServeConfig) -> Served:
+    """Load what is to be served.
+
+    Raises:
+        ConfigError: If there is none, or a key does not fit it.
+    """
+    if config.policy is None:
+        raise ConfigError("serve needs policy=<run, policy directory or exported folder>.")
+    if is_exported(config.policy):
+        if config.steps is not None or config.device != "cpu":
+            raise ConfigError("an exported folder has its steps inside, and runs on the CPU; leave them out.")
+        return ServedFolder(config.policy)
+    found = locate(config.policy)
+    policy = cast(Policy, with_steps(found.load(), config.steps)).to(config.device)
+    return ServedPolicy(policy, surroundings_of(found), weights_of(found.path))
+
+
+def weights_of(directory: Path) -> str:
+    """Return the SHA-256 of a policy's weights."""
+    from policies.checksums import sha256
+    from policies.folder import WEIGHTS
+
+    return sha256(directory / WEIGHTS)
+
+
+def _tell(endpoint: str, page: int | None) -> None:
+    """Say where it listens; a program that started it may wait for this line."""
+    console = output()
+    where = "" if page is None else f", metrics: http://127.0.0.1:{page}/metrics"
+    console.print(f"serving: {endpoint}{where}", markup=False, soft_wrap=True)
+    console.file.flush()
+
+
+@contextmanager
+def _stopped_by_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Let the first SIGINT or SIGTERM end the work in good order, and a second one at once."""
+
+    def handle(number: int, frame: Any) -> None:
+        for one in earlier:
+            signal.signal(one, earlier[one])
+        stop()
+
+    earlier = {one: signal.signal(one, handle) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for one, handler in earlier.items():
+            signal.signal(one, handler)

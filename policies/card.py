@@ -1,0 +1,175 @@
+"""The model card of a policy directory, rendered from facts: no sentence in it is anybody's opinion.
+
+Its first lines are what the Hugging Face hub indexes (YAML, written as JSON values, which are YAML too).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+CARD = "README.md"
+_PART_GROUPS = ("process", "encoder", "backbone", "sampler")
+_NAMES = {"success": "success rate", "return": "return", "d4rl_score": "D4RL score"}
+
+
+def render_card(
+    description: Mapping[str, Any],
+    num_parameters: int,
+    evaluations: Sequence[Mapping[str, Any]] = (),
+    *,
+    repository: str | None = None,
+    licence: str | None = None,
+) -> str:
+    """Return README.md.
+
+    Args:
+        description: Contents of config.json.
+        num_parameters: Of the networks.
+        evaluations: What `burnish eval` wrote of this policy, newest last.
+        repository: Name on the hub; None: the directory is loaded by its path.
+        licence: Identifier of the licence of the weights; None: nothing is said.
+    """
+    facts = description["provenance"]
+    name = _plain(facts.get("name", "policy"))
+    sections = [
+        _front_matter(description, evaluations, name, licence),
+        [f"# {name}", "", f"{_kind(description)} ({num_parameters:,} parameters) made with burnish.", ""],
+        _parts(description),
+        _facts(facts),
+        _results(evaluations),
+        _use(description, repository),
+        _intended(facts),
+    ]
+    return "\n".join(line for section in sections for line in section) + "\n"
+
+
+def task_of(facts: Mapping[str, Any]) -> str | None:
+    """Return the name of the task that a policy was made for, where its provenance tells."""
+    env = facts.get("env")
+    name = env.get("name") if isinstance(env, Mapping) else facts.get("task")
+    return None if name is None else _plain(name)
+
+
+def _front_matter(
+    description: Mapping[str, Any],
+    evaluations: Sequence[Mapping[str, Any]],
+    name: str,
+    licence: str | None,
+) -> list[str]:
+    facts = description["provenance"]
+    tags = ["robotics", "burnish", _process(description)]
+    tags += ["imitation-learning"] if facts.get("dataset") else []
+    tags += ["reinforcement-learning"] if facts.get("algo") not in (None, "bc") else []
+    entries: dict[str, Any] = {"library_name": "burnish", "pipeline_tag": "robotics", "tags": tags}
+    if licence is not None:
+        entries["license"] = licence
+    if evaluations:
+        entries["model-index"] = [{"name": name, "results": [_indexed(one) for one in evaluations]}]
+    return ["---", *(f"{key}: {json.dumps(value)}" for key, value in entries.items()), "---"]
+
+
+def _indexed(evaluation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an evaluation as the hub's index of results takes it."""
+    summary = evaluation["summary"]
+    env = _plain(summary["env"])
+    metrics = [
+        {
+            "type": key,
+            "name": f"{_NAMES[key]}, {summary['episodes']} episodes",
+            "value": summary[key]["value"],
+        }
+        for key in _NAMES
+        if key in summary
+    ]
+    task = {"type": "reinforcement-learning", "name": "episodes in simulation"}
+    return {"task": task, "dataset": {"type": env, "name": env}, "metrics": metrics}
+
+
+def _parts(description: Mapping[str, Any]) -> Iterator[str]:
+    parts = description["parts"]
+    yield from ("| | |", "|---|---|")
+    yield from (f"| {group} | {_cell(parts[group])} |" for group in _PART_GROUPS if group in parts)
+    yield f"| observation | {description['obs_steps']} × {description['obs_dim']} |"
+    for camera, (height, width, _) in description.get("images", {}).items():
+        yield f"| camera {_cell(camera)} | {height} × {width} |"
+    yield (
+        f"| action chunk | predicts {description['horizon']}, executes {description['act_steps']}, "
+        f"{description['action_dim']} wide |"
+    )
+
+
+def _facts(facts: Mapping[str, Any]) -> Iterator[str]:
+    yield from (f"| {_plain(key)} | {_cell(value)} |" for key, value in sorted(facts.items()))
+    yield ""
+
+
+def _results(evaluations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    if not evaluations:
+        return
+    yield from ("## Results", "", "| task | quantity | mean | 95 % interval | episodes | protocol |")
+    yield "|---|---|---|---|---|---|"
+    for evaluation in evaluations:
+        summary = evaluation["summary"]
+        for key in (key for key in _NAMES if key in summary):
+            mean, low, high = (f"{summary[key][part]:.3g}" for part in ("value", "low", "high"))
+            protocol = _plain(evaluation["protocol_hash"])[:12]
+            yield (
+                f"| {_plain(summary['env'])} | {_NAMES[key]} | {mean} | {low} to {high} | "
+                f"{summary['episodes']} | `{protocol}` |"
+            )
+    yield ""
+
+
+def _use(description: Mapping[str, Any], repository: str | None) -> list[str]:
+    where = "<this directory>" if repository is None else f"hub://{repository}"
+    return [
+        "```python",
+        "import burnish",
+        "",
+        f'policy = burnish.load_policy("{where}")',
+        f"actions = policy.act(observations)  # (B, {description['obs_steps']}, {description['obs_dim']}) -> "
+        f"(B, {description['act_steps']}, {description['action_dim']})",
+        "```",
+        "",
+    ]
+
+
+def _intended(facts: Mapping[str, Any]) -> list[str]:
+    task = task_of(facts)
+    made = "It does not say which task it was made for." if task is None else f"It was made for `{task}`."
+    return [
+        "## Intended use",
+        "",
+        f"{made} It maps physical observations of that task to physical actions, and knows nothing of",
+        "observations that its data did not contain. It does not limit actions: whoever commands a machine",
+        "with it must.",
+    ]
+
+
+def _kind(description: Mapping[str, Any]) -> str:
+    """Say what kind of policy it is."""
+    if "members" not in description:
+        return f"A {_process(description)} policy"
+    how, count = description["composition"], len(description["members"])
+    return f"A composition of {count} policies (`{how['operator']}`, weights `{json.dumps(how['weights'])}`)"
+
+
+def _process(description: Mapping[str, Any]) -> str:
+    return _plain(description["parts"]["process"]["name"])
+
+
+def _plain(value: Any) -> str:
+    """Return a text of one line without what Markdown or YAML would act on."""
+    return re.sub(r"[^\w .,:;@/+()=-]", " ", str(value))[:200].strip()
+
+
+def _cell(value: Any) -> str:
+    """Return a value for a cell of a table."""
+    if isinstance(value, str) and re.fullmatch(r"[\w .,:;@/+()=-]{1,200}", value):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    return "`" + re.sub(r"[`|\s]+", " ", json.dumps(value))[:500] + "`"

@@ -1,0 +1,556 @@
+"""A policy server answers as the policy would, refuses in words, and keeps nothing of a robot."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_policies import observations, small_policy
+
+from policies.batching import Batcher, Request
+from policies.client import Client, RemotePolicy
+from policies.curve import make_keys
+from policies.errors import ConfigError, ServingError
+from policies.export_folder import Surroundings
+from policies.folder import save_policy
+from policies.history import draw_noise
+from policies.policy import Policy
+from policies.processes.diffusion import VPDiffusion
+from policies.processes.flow import RectifiedFlow
+from policies.samplers import Euler
+from policies.serve import ServedPolicy
+from policies.serve_metrics import metrics_page
+from policies.server import Server, ServerSettings
+from policies.wire import VERSION, Feature, Schema, pack, to_wire, unpack
+
+zmq = pytest.importorskip("zmq")
+msgpack = pytest.importorskip("msgpack")
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 120.0
+"""How long an answer may take on a machine that is busy; nothing is measured by it."""
+
+
+def flow() -> Policy:
+    return small_policy(RectifiedFlow(), Euler(steps=2), obs_steps=2)
+
+
+@contextmanager
+def running(served: Any, **settings: Any) -> Iterator[Server]:
+    """Serve in a thread meanwhile."""
+    with Server(served, ServerSettings(port=0, deadline_ms=1e3 * PATIENCE_S, **settings)) as server:
+        thread = Thread(target=server.run)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+            thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def client_of(server: Server, **more: Any) -> Client:
+    return Client(server.endpoint, **({"timeout_s": PATIENCE_S, "retries": 0} | more))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running(ServedPolicy(flow())) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    with client_of(server) as client:
+        yield client
+
+
+def observed(seed: int = 0, steps: int = 2) -> dict[str, Any]:
+    return {"observation": observations(1, steps, seed)[0].numpy()}
+
+
+# -- what it answers ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [flow(), small_policy(VPDiffusion(num_levels=4), obs_steps=2), small_policy(goal_dim=3, obs_steps=2)],
+)
+def test_a_served_policy_acts_as_it_does_itself(policy: Policy) -> None:
+    obs = observed() | ({"goal": np.ones(3, np.float32)} if policy.goal_dim else {})
+    with running(ServedPolicy(policy)) as server, client_of(server) as client:
+        assert client.schema.obs_steps == 2 and client.schema.action.shape == (2, 2)
+        for key in ((7, 0, 1), None):
+            noise = (
+                np.zeros(policy.noise_shape, np.float32)
+                if key is None
+                else draw_noise(key, policy.noise_shape)
+            )
+            own = policy.act(
+                {("state" if k == "observation" else k): v[None] for k, v in obs.items()},
+                noise=torch.from_numpy(noise)[None],
+            )
+            np.testing.assert_allclose(client.decide(obs, key), own[0].numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_answer_does_not_depend_on_who_asks_at_the_same_time() -> None:
+    policy = flow()
+    with Server(ServedPolicy(policy), ServerSettings(port=0, max_batch=8)) as server:
+        rows = [observed(i)["observation"] for i in range(5)]
+        requests = [Request(b"", i, {"observation": row}, (3, i), 0.0, 1.0) for i, row in enumerate(rows)]
+        alone = [server._actions([request])[0] for request in requests]
+        for order in ([0, 1, 2, 3, 4], [4, 2, 0], [3, 1]):
+            together = server._actions([requests[i] for i in order])
+            for i, actions in zip(order, together, strict=True):
+                np.testing.assert_allclose(actions, alone[i], rtol=1e-5, atol=1e-6)
+
+
+def test_robots_that_wait_are_decided_together() -> None:
+    with Server(ServedPolicy(flow()), ServerSettings(port=0, max_batch=3, max_wait_ms=1e9)) as server:
+        body = {"type": "act", "schema": server._fingerprint, "obs": {"observation": array()}}
+        with Raw(server) as one, Raw(server) as two, Raw(server) as three:
+            for number, raw in enumerate((one, two, three)):
+                raw.socket.send(pack({**body, "id": number, "key": [number]}))
+            while server.metrics.counts["decisions"] < 3:
+                server.step()
+            answers = [unpack(raw.socket.recv()) for raw in (one, two, three)]
+    assert server.metrics.counts["batches"] == 1
+    assert [(one["type"], one["batch"], one["id"]) for one in answers] == [
+        ("actions", 3, i) for i in range(3)
+    ]
+
+
+def test_history_and_chunk_are_kept_by_the_client(client: Client) -> None:
+    robot = RemotePolicy(client, seed=5)
+    states = observations(3)[:, 0].numpy()
+    actions = [robot.act(state) for state in states]
+    first = client.decide({"observation": np.stack([states[0], states[0]])}, (5, 0, 0))
+    second = client.decide({"observation": np.stack([states[1], states[2]])}, (5, 0, 1))
+    np.testing.assert_allclose(actions, [first[0], first[1], second[0]], rtol=1e-5, atol=1e-6)
+
+
+def test_actions_are_cut_off_at_the_limits_of_the_task() -> None:
+    around = Surroundings(task="avoid", control_hz=20.0, action_low=[-0.1, -0.1], action_high=[0.1, 0.1])
+    with running(ServedPolicy(flow(), around)) as server, client_of(server) as client:
+        assert client.schema.control_hz == 20.0
+        state = observations(1)[0, 0].numpy()
+        assert np.abs(RemotePolicy(client).act(state)).max() == pytest.approx(0.1)
+        assert np.abs(RemotePolicy(client, is_clipped=False).act(state)).max() > 0.2
+
+
+# -- what it refuses ----------------------------------------------------------------------------------------
+
+GOOD = observed()["observation"].astype(np.float32)
+WRONG: dict[str, tuple[Any, str, str]] = {
+    "an entry is missing": ({}, "missing", r"must have \['observation'\]; got \[\]"),
+    "an entry too much": ({"observation": GOOD, "image": GOOD}, "missing", "must have"),
+    "another history": ({"observation": GOOD[:1]}, "shape", r"must have shape \(2, 5\); got \(1, 5\)"),
+    "another width": ({"observation": GOOD[:, :4]}, "shape", "must have shape"),
+    "a batch": ({"observation": GOOD[None]}, "shape", "must have shape"),
+    "NaN": ({"observation": GOOD * np.nan}, "nan", "must be finite"),
+    "inf": ({"observation": GOOD + np.inf}, "nan", "must be finite"),
+    "too large": ({"observation": GOOD * 1e9}, "range", r"within ± 1e\+06"),
+    "bytes": ({"observation": GOOD.astype(np.uint8)}, "dtype", "must be float32; got uint8"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_observations_that_do_not_fit_are_refused_by_name(case: str, client: Client) -> None:
+    obs, reason, message = WRONG[case]
+    body = {
+        "type": "act",
+        "obs": {k: to_wire(v) for k, v in obs.items()},
+        "schema": client.schema.fingerprint,
+    }
+    with pytest.raises(ServingError, match=message) as refused:
+        client.ask(body | {"key": [0]})
+    assert refused.value.reason == reason
+
+
+def array(**changes: Any) -> dict[str, Any]:
+    return to_wire(GOOD) | changes
+
+
+MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
+    "an array that is a list": ({"obs": {"observation": [1.0, 2.0]}}, "malformed"),
+    "an unknown type": ({"obs": {"observation": array(dtype="object")}}, "dtype"),
+    "a type that is a list": ({"obs": {"observation": array(dtype=["f4"])}}, "dtype"),
+    "a giant shape": ({"obs": {"observation": array(shape=[2**31 - 1] * 8)}}, "malformed"),
+    "a negative shape": ({"obs": {"observation": array(shape=[-2, -5])}}, "malformed"),
+    "a shape of truths": ({"obs": {"observation": array(shape=[True, 5])}}, "malformed"),
+    "a shape of many dimensions": ({"obs": {"observation": array(shape=[1] * 100)}}, "malformed"),
+    "bytes that are missing": ({"obs": {"observation": array(data=b"1234")}}, "malformed"),
+    "data as text": ({"obs": {"observation": array(data="1234")}}, "malformed"),
+    "a further entry": ({"obs": {"observation": array(code="x")}}, "malformed"),
+    "observations as a list": ({"obs": [1]}, "missing"),
+    "a negative key": ({"key": [-1]}, "malformed"),
+    "a key without end": ({"key": [0] * 9}, "malformed"),
+    "a key of text": ({"key": "0"}, "malformed"),
+    "a deadline in the past": ({"deadline_ms": -1.0}, "malformed"),
+    "a deadline that is NaN": ({"deadline_ms": float("nan")}, "malformed"),
+    "another policy": ({"schema": "0" * 16}, "schema"),
+    "another version": ({"v": VERSION + 1}, "version"),
+    "no version": ({"v": None}, "version"),
+    "an unknown question": ({"type": "eval"}, "malformed"),
+    "a name that is no text": ({"id": "one"}, "malformed"),
+}
+
+
+class Raw:
+    """Sends frames as they are."""
+
+    def __init__(self, server: Server) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.connect(server.endpoint)
+
+    def __enter__(self) -> Raw:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close(linger=0)
+        self.context.term()
+
+    def ask(self, *frames: bytes) -> dict[str, Any]:
+        self.socket.send_multipart(frames)
+        assert self.socket.poll(1e3 * PATIENCE_S), "no answer"
+        return unpack(self.socket.recv())
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_messages_that_lie_are_refused_with_a_reason(case: str, server: Server) -> None:
+    changes, reason = MALFORMED[case]
+    body = {
+        "type": "act",
+        "id": 1,
+        "schema": server._fingerprint,
+        "obs": {"observation": array()},
+        "key": [0],
+    }
+    with Raw(server) as raw:
+        answer = raw.ask(msgpack.packb({"v": VERSION, **body, **changes}))
+        assert (answer["type"], answer["reason"]) == ("error", reason) and answer["message"]
+        assert raw.ask(pack(body))["type"] == "actions", "the server goes on"
+
+
+FRAMES: dict[str, tuple[tuple[bytes, ...], str]] = {
+    "nothing": ((b"",), "malformed"),
+    "noise": ((b"\xc1\xff\x00garbage",), "malformed"),
+    "a pickle": ((b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix.",), "malformed"),
+    "nesting without end": ((b"\x91" * 3000,), "malformed"),
+    "a list that claims billions": ((b"\xdd\xff\xff\xff\xff",), "malformed"),
+    "a map that claims billions": ((b"\xdf\xff\xff\xff\xff",), "malformed"),
+    "a type of its own": ((b"\xc7\x04\x05abcd",), "malformed"),
+    "a number": ((b"\x01",), "malformed"),
+    "a map with two meanings": ((b"\x82\x01\x02\x03\x04",), "malformed"),
+    "two frames": ((b"", pack({"type": "hello", "id": 1})), "malformed"),
+    "many frames": ((b"x",) * 500, "malformed"),
+    "too many bytes": ((b"\xc6\x00\x00\x27\x10" + bytes(10_000),), "oversize"),
+}
+
+
+@pytest.mark.parametrize("case", FRAMES)
+def test_frames_that_are_no_message_are_refused_with_a_reason(case: str, server: Server) -> None:
+    frames, reason = FRAMES[case]
+    with Raw(server) as raw:
+        answer = raw.ask(*frames)
+        assert (answer["type"], answer["reason"]) == ("error", reason)
+        assert raw.ask(pack({"type": "hello", "id": 2}))["type"] == "welcome"
+
+
+def test_who_speaks_another_language_is_disconnected_and_others_are_served(server: Server) -> None:
+    host, port = server.endpoint.removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_S) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(4096))
+        with client_of(server) as client:
+            assert client.decide(observed(), (0,)).shape == (2, 2)
+
+
+def test_a_frame_beyond_all_limits_ends_its_connection_only(server: Server) -> None:
+    with Raw(server) as raw, client_of(server) as client:
+        raw.socket.send(bytes(50 * server._max_message))
+        assert client.decide(observed(), (0,)).shape == (2, 2)
+
+
+# -- the queue ----------------------------------------------------------------------------------------------
+
+
+def request(
+    client: bytes = b"a", number: int = 0, *, arrived: float = 0.0, deadline: float = 10.0
+) -> Request:
+    return Request(client, number, {}, None, arrived, deadline)
+
+
+def test_the_queue_is_bounded_in_all_and_per_client() -> None:
+    queue = Batcher(max_queue=3, max_per_client=2, max_batch=2, max_wait_s=0.0)
+    for number in range(2):
+        assert queue.refusal(b"a") == ""
+        queue.add(request(b"a", number))
+    assert "of this client" in queue.refusal(b"a") and queue.refusal(b"b") == ""
+    queue.add(request(b"b"))
+    assert "3 requests are waiting" in queue.refusal(b"c")
+    queue.take(0.0)
+    assert queue.refusal(b"a") == "" and len(queue) == 1
+
+
+def test_a_batch_is_due_when_it_is_full_or_its_oldest_has_waited() -> None:
+    queue = Batcher(max_queue=9, max_per_client=9, max_batch=2, max_wait_s=0.5)
+    assert queue.due_in(0.0) is None
+    queue.add(request(arrived=1.0))
+    assert queue.due_in(1.1) == pytest.approx(0.4) and queue.due_in(2.0) == 0.0
+    queue.add(request(arrived=1.1))
+    assert queue.due_in(1.1) == 0.0
+
+
+def test_who_waited_past_the_deadline_is_not_decided() -> None:
+    queue = Batcher(max_queue=9, max_per_client=9, max_batch=2, max_wait_s=0.0)
+    for number, deadline in enumerate((1.0, 5.0, 1.5, 5.0, 5.0)):
+        queue.add(request(number=number, deadline=deadline))
+    batch, late = queue.take(2.0)
+    assert [one.id for one in batch] == [1, 3] and [one.id for one in late] == [0, 2]
+
+
+def test_requests_that_are_late_or_too_many_are_told_so() -> None:
+    now = [0.0]
+    settings = ServerSettings(port=0, max_queue=2, max_per_client=2, max_wait_ms=1e6)
+    with Server(ServedPolicy(flow()), settings, clock=lambda: now[0]) as server, Raw(server) as raw:
+        body = {"type": "act", "schema": server._fingerprint, "obs": {"observation": array()}, "key": [0]}
+        for number in range(3):
+            raw.socket.send(pack({**body, "id": number, "deadline_ms": 100.0}))
+        while server.metrics.counts["messages"] < 3:
+            server.step()
+        now[0] = 1.0
+        server.stop()
+        server.run()
+        answers = []
+        while len(answers) < 3:
+            assert raw.socket.poll(1e3 * PATIENCE_S)
+            answers.append(unpack(raw.socket.recv()))
+        assert {one["id"]: one["reason"] for one in answers} == {0: "late", 1: "late", 2: "busy"}
+        assert server.metrics.rejected["late"] == 2 and server.metrics.counts["decisions"] == 0
+
+
+def test_what_waits_is_answered_before_it_stops_and_what_comes_is_refused() -> None:
+    with Server(ServedPolicy(flow()), ServerSettings(port=0, max_wait_ms=1e6)) as server, Raw(server) as raw:
+        body = {"type": "act", "schema": server._fingerprint, "obs": {"observation": array()}, "key": [0]}
+        raw.socket.send(pack({**body, "id": 1}))
+        while server.metrics.counts["messages"] < 1:
+            server.step()
+        server.stop()
+        raw.socket.send(pack({**body, "id": 2}))
+        while server.metrics.counts["messages"] < 2:
+            server.step()
+        server.run()
+        answers = {}
+        while len(answers) < 2:
+            assert raw.socket.poll(1e3 * PATIENCE_S)
+            answer = unpack(raw.socket.recv())
+            answers[answer["id"]] = answer.get("reason", answer["type"])
+        assert answers == {1: "actions", 2: "stopping"}
+
+
+class Failing:
+    """Fails at rows that begin with a 1, and gives NaN at those that begin with a 2."""
+
+    schema = Schema({"observation": Feature((1, 1))}, Feature((1, 1)))
+    noise_shape = (1,)
+
+    def decide(self, inputs: Any, noise: Any) -> Any:
+        first = inputs["observation"][:, :, :1]
+        if (first == 1).any():
+            raise RuntimeError("broken")
+        return np.where(first == 2, np.nan, first)
+
+
+def test_a_policy_that_fails_for_one_robot_serves_the_others() -> None:
+    with Server(Failing(), ServerSettings(port=0)) as server:
+        rows = [
+            Request(b"", i, {"observation": np.full((1, 1), i, np.float32)}, None, 0.0, 1.0) for i in range(4)
+        ]
+        assert [None if row is None else float(row[0, 0]) for row in server._actions(rows)] == [
+            0,
+            None,
+            None,
+            3,
+        ]
+
+
+# -- memory -------------------------------------------------------------------------------------------------
+
+
+def test_a_client_that_does_not_read_takes_no_memory() -> None:
+    with Server(ServedPolicy(flow()), ServerSettings(port=0)) as server, Raw(server) as raw:
+        raw.socket.setsockopt(zmq.SNDHWM, 0)
+        hello = pack({"type": "hello", "id": 1})
+        sent = 0
+        while not server.metrics.counts["slow"]:
+            for _ in range(1000):
+                raw.socket.send(hello)
+            sent += 1000
+            for _ in range(20):
+                server.step(timeout_ms=1)
+            assert sent < 5_000_000
+        assert server.metrics.counts["slow"] > 0
+
+
+def test_connections_that_hold_too_much_memory_are_dropped_and_come_back() -> None:
+    with (
+        running(ServedPolicy(flow()), max_backlog_mb=1e6) as server,
+        client_of(server, timeout_s=5.0) as client,
+    ):
+        client._retries = 20
+        before = client.decide(observed(), (1,))
+        server._settings.max_backlog_mb = -1e6  # whatever it holds is too much
+        pause = Event()
+        while not server.metrics.counts["reopened"]:
+            pause.wait(0.01)
+        server._settings.max_backlog_mb = 1e6
+        np.testing.assert_allclose(client.decide(observed(), (1,)), before, rtol=1e-6)
+
+
+# -- places, keys, metrics ----------------------------------------------------------------------------------
+
+
+def test_other_machines_must_be_asked_in() -> None:
+    with pytest.raises(
+        ConfigError, match=r"host=0\.0\.0\.0 can be reached from other machines.*allow_remote"
+    ):
+        ServerSettings(host="0.0.0.0")
+    assert ServerSettings(host="0.0.0.0", allow_remote=True).host == "0.0.0.0"
+
+
+def test_a_port_that_is_taken_is_said(server: Server) -> None:
+    port = int(server.endpoint.rpartition(":")[2])
+    with pytest.raises(ConfigError, match="cannot listen at"):
+        Server(ServedPolicy(flow()), ServerSettings(port=port))
+
+
+def test_only_who_has_a_key_is_answered(tmp_path: Path) -> None:
+    secret = make_keys(tmp_path / "keys", "robot")
+    stranger = make_keys(tmp_path / "others", "robot")
+    public = tmp_path / "keys" / "server.key"
+    assert secret.stat().st_mode & 0o077 == 0
+    with running(ServedPolicy(flow()), keys=str(tmp_path / "keys")) as server:
+        with client_of(server, secret_key=secret, server_key=public) as client:
+            assert client.decide(observed(), (0,)).shape == (2, 2)
+        for keys in ({}, {"secret_key": stranger, "server_key": public}):
+            with client_of(server, timeout_s=0.5, **keys) as client:
+                with pytest.raises(ServingError, match="did not answer") as refused:
+                    client.decide(observed(), (0,))
+                assert refused.value.reason == "timeout"
+
+
+def test_keys_that_are_not_there_are_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no key in clients/.*new_client="):
+        Server(ServedPolicy(flow()), ServerSettings(port=0, keys=str(tmp_path)))
+    make_keys(tmp_path, "a")
+    with pytest.raises(ConfigError, match="keys of the client 'a' already"):
+        make_keys(tmp_path, "a")
+    with pytest.raises(ConfigError, match="must be a plain word"):
+        make_keys(tmp_path, "../a")
+
+
+def test_what_was_counted_is_told_by_message_and_by_page() -> None:
+    with running(ServedPolicy(flow())) as server, client_of(server) as client:
+        client.decide(observed(), (0,))
+        with pytest.raises(ServingError):
+            client.ask({"type": "act", "schema": "x"})
+        counted = client.metrics()
+        assert (counted["decisions"], counted["rejected"]["schema"], counted["messages"]) == (1, 1, 4)
+        assert counted["decide_ms"]["0.5"] > 0
+        with metrics_page(server.metrics, 0) as port:
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            page = opener.open(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S).read().decode()
+        assert "burnish_decisions_total 1\n" in page and 'burnish_rejected_total{reason="schema"} 1\n' in page
+        for line in page.splitlines():
+            assert line.startswith("# TYPE burnish_") or float(line.rpartition(" ")[2]) >= 0
+
+
+# -- processes ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def process(*arguments: str, cwd: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `burnish serve` and yield it and where it listens."""
+    command = [sys.executable, "-m", "burnish", "serve", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            assert line.startswith("serving: tcp://127.0.0.1:"), line
+            yield server, line.split()[1]
+        finally:
+            server.kill()
+
+
+WITHOUT_TORCH = """
+import sys
+for name in ("torch", "safetensors", "hydra", "gymnasium", "mujoco"):
+    sys.modules[name] = None
+import numpy as np
+from policies.client import Client, RemotePolicy
+with Client(sys.argv[1], timeout_s=120) as client:
+    robot = RemotePolicy(client, seed=1)
+    for step in range(5):
+        action = robot.act(np.full(5, 3.0))
+    sys.stdout.write(" ".join(f"{x:.6f}" for x in action))
+"""
+
+
+def test_a_server_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path: Path) -> None:
+    save_policy(flow(), tmp_path / "policy")
+    with process("policy=policy", "port=0", cwd=tmp_path) as (server, endpoint):
+        port = endpoint.rpartition(":")[2]
+        asked = [sys.executable, "-c", WITHOUT_TORCH, endpoint]
+        done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=5 * PATIENCE_S)
+        assert done.returncode == 0, done.stderr
+        client = Client(endpoint, timeout_s=5.0, retries=60)
+        before = client.decide(observed(), (4,))
+        server.kill()
+        server.wait(PATIENCE_S)
+    with client, process("policy=policy", f"port={port}", cwd=tmp_path) as (server, _):
+        np.testing.assert_allclose(client.decide(observed(), (4,)), before, rtol=1e-6)
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE_S) == 0
+
+
+def test_a_client_says_when_nobody_answers_and_when_another_policy_does() -> None:
+    with running(ServedPolicy(flow(), fingerprint="a")) as server:
+        port = int(server.endpoint.rpartition(":")[2])
+        client = client_of(server, timeout_s=5.0, retries=20)
+        client.decide(observed(), (0,))
+    client._timeout_s, client._retries = 0.1, 1
+    with pytest.raises(ServingError, match=r"did not answer 2 times within 0\.1 s"):
+        client.decide(observed(), (0,))
+    client._timeout_s, client._retries = 5.0, 20
+
+    def again(policy: Policy, fingerprint: str, law: Callable[[], None]) -> None:
+        settings = ServerSettings(port=port, deadline_ms=1e6)
+        with Server(ServedPolicy(policy, fingerprint=fingerprint), settings) as server:
+            thread = Thread(target=server.run)
+            thread.start()
+            law()
+            server.stop()
+            thread.join(PATIENCE_S)
+
+    def refused() -> None:
+        with pytest.raises(ServingError, match="serves another policy now") as caught:
+            client.decide(observed(), (0,))
+        assert caught.value.reason == "schema"
+
+    again(flow(), "b", lambda: client.decide(observed(), (0,)))  # other weights, same shapes
+    again(small_policy(), "c", refused)
+    client.close()

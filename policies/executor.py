@@ -1,208 +1,146 @@
-"""Deciding again and again: a receding horizon whose next plan may begin from the last one.
+"""Executing plans that take time to make: a receding horizon, one command per control step.
 
-Legend: B batch, K denoising steps of the policy, R rows of a noise tape, Th predicted horizon, Ta executed
-steps, Da action width. A plan is a predicted chunk (B, Th, Da), normalised; alpha, sigma are the amplitudes
-at the start of the short run.
+A decision looks at the observation of step s and its plan arrives at step s + d, while the plans before it
+are executed. What happens then is a choice (`Execution`); which row is executed when is the business of
+`policies.runner.Track`, which the exported runner uses too.
 
-    guess_i = plan_min(i + Ta, Th - 1)      what is left of the plan, its last row repeated
-    x = guess                               where the short run begins (arXiv 2508.05396, RTI-DP, for Ta = 1)
-    x = alpha guess + sigma eps             the same with `renoise` (SDEdit, arXiv 2108.01073)
+Legend: B lanes (robots, episodes), To observation history, Th predicted horizon, R rows of a plan from the
+newest observation on, Da action width, n control steps between decisions, d of latency. Rows are counted from
+the newest observation:
 
-Deviations from RTI-DP: Ta may exceed 1, the guess may be corrupted to the level that the run begins at, and
-the run may consist of steps that lead to where the next one begins.
+    mask_i = 1                              i < d             committed: executed before the plan arrives
+    mask_i = c (e^c - 1) / (e - 1)          d <= i < R - n    c = (R - n - i) / (R - n - d + 1)
+    mask_i = 0                              otherwise         the plan before does not speak of it
+
+Source: Real-Time Chunking (arXiv 2506.07339), eq. 5 for the mask. Deviation: the plan before replaces the
+clean estimate (`policies.hooks.Inpaint`) where RTC guides towards it by a gradient through the network; so
+every denoising policy can do it, with any sampler, at the cost of sampling.
 """
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.path_samplers import Euler
+from policies.hooks import Inpaint
 from policies.policy import Policy
-from policies.processes.path import Process
-from policies.protocols import ChunkSpec
-from policies.samplers import DDPM
-from policies.steps import StepRules
+from policies.replanning import Decision, Replanner, WarmStart, shifted, with_act_steps
+from policies.runner import Limits, Track
 
-AnyPolicy = TypeVar("AnyPolicy")
+__all__ = ["Decision", "Execution", "Executor", "Replanner", "WarmStart", "shifted", "with_act_steps"]
 
 
 @dataclass
-class WarmStart:
-    """How a decision begins from what is left of the plan before; off unless `steps` or `levels` is given."""
+class Execution:
+    """How plans are executed while the next ones are made."""
 
-    steps: int | None = None  # denoising steps of the short run; the last ones of the policy's own
-    start: float | None = (
-        None  # or as many equal first-order steps from this sampling time, 0 noise to 1 action
-    )
-    levels: tuple[int, ...] = ()  # instead of both: DDPM steps at these levels of a diffusion, noisiest first
-    renoise: bool = False  # corrupt the guess to the level that the short run begins at
-    gripper: tuple[int, ...] = ()  # action dimensions that are open or closed: commanded by their sign
-    gripper_guess: float = 1.0  # magnitude of these in the guess, normalised units
+    act_steps: int | None = None  # n, control steps from one decision to the next; null: the policy's own
+    latency: int = 0  # d, control steps from an observation to its plan, simulated
+    compensate: bool = True  # skip the rows whose time is over when a plan arrives
+    ensemble: float | None = None  # mix plans that speak of a step by exp(-ensemble age rank); null: newest
+    inpaint: bool = False  # hold on to what is committed, and softly to the rest of the plan before
+    max_jump: float | None = None  # largest change of a command from one step to the next, physical units
+    warm_start: WarmStart = field(default_factory=WarmStart)
 
     def __post_init__(self) -> None:
         """Check the values."""
-        self.levels, self.gripper = tuple(self.levels), tuple(self.gripper)
-        if self.levels and (self.steps, self.start) != (None, None):
+        if self.act_steps is not None and self.act_steps < 1:
+            raise ConfigError(f"act_steps must be at least 1, or null; got {self.act_steps}.")
+        if self.latency < 0:
+            raise ConfigError(f"latency must be 0 or more control steps; got {self.latency}.")
+        if self.ensemble is not None and not self.ensemble >= 0:
+            raise ConfigError(f"ensemble must be 0 or more, or null; got {self.ensemble}.")
+        if self.max_jump is not None and not self.max_jump > 0:
+            raise ConfigError(f"max_jump must be positive, or null; got {self.max_jump}.")
+        if self.inpaint and self.warm_start.is_on:
             raise ConfigError(
-                f"warm_start.levels and warm_start.steps both choose the short run; got {list(self.levels)} "
-                f"and {self.steps}, start={self.start}. Leave one of them out."
+                "inpaint and warm_start both say what a plan takes over from the one before. Give one."
             )
-        if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"warm_start.steps must be at least 1, or null; got {self.steps}.")
-        if self.start is not None and (self.steps is None or not 0 <= self.start < 1):
-            raise ConfigError(
-                f"warm_start.start must be at least 0 and below 1, and needs warm_start.steps; got "
-                f"{self.start} with steps={self.steps}."
-            )
-        if not self.gripper_guess > 0:
-            raise ConfigError(f"warm_start.gripper_guess must be positive; got {self.gripper_guess}.")
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is a short run."""
-        return self.steps is not None or bool(self.levels)
+        if self.inpaint and not self.compensate:
+            raise ConfigError("inpaint holds on to rows that are skipped; it needs compensate=true.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class EulerFrom(Euler):
-    """First-order steps from a time on, equal in sampling time.
-
-    Args:
-        start: Where the first one begins.
-    """
-
-    start: float = 0.0
-
-    def times(self, process: Process) -> list[float]:
-        """Return the steps + 1 times, from the start to data."""
-        return [self.start + (1 - self.start) * k / self.steps for k in range(self.steps + 1)]
-
-
-class Decision(NamedTuple):
-    """What was decided in B episodes.
-
-    Shapes:
-        actions: (B, Ta, Da), physical. plan: (B, Th, Da), for the next decision.
+@dataclass
+class _Lane:
+    """One robot: its plans over time, and the plan that is on its way.
 
     Attributes:
-        calls: Evaluations of the network for each of them.
+        track: Plans that have arrived.
+        plan: The newest one, normalised (Th, Da); None: nothing was decided.
+        begun: Step of its observation.
+        arrives: Step at which it is delivered.
     """
 
-    actions: Tensor
-    plan: Tensor
-    calls: int
-
-
-class Replanner:
-    """Plans in full, or in a few steps from the plan before; it remembers nothing itself.
-
-    Args:
-        policy: A denoising policy.
-        warm_start: The short run.
-
-    Raises:
-        CapabilityError: If the policy does not denoise.
-        ConfigError: If the short run does not fit the policy, or nothing is left of a plan.
-
-    Source:
-        RTI-DP (arXiv 2508.05396): the shifted plan as the start, the list of levels, the gripper by its sign.
-    """
-
-    def __init__(self, policy: Any, warm_start: WarmStart) -> None:
-        if not isinstance(policy, DenoisingPolicy):
-            raise CapabilityError(
-                f"warm_start needs a policy that denoises its plan; {type(policy).__name__} does not. Leave "
-                f"warm_start out."
-            )
-        self.chunk: ChunkSpec = policy.chunk
-        _check(warm_start, policy)
-        self._warm_start = warm_start
-        self._full = policy
-        self._short = _short(policy, warm_start)
-        table = self._short.table
-        wanted = warm_start.steps or table.num_steps
-        self._first = table.step_at(table.times[table.num_steps - wanted])
-
-    @property
-    def noise_shape(self) -> tuple[int, ...]:
-        """Shape of one row of noise: the longer tape of the two runs."""
-        return self._taped.noise_shape
-
-    def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draw noise (n, *noise_shape)."""
-        return self._taped.sample_noise(n, generator=generator)
-
-    @property
-    def _taped(self) -> DenoisingPolicy:
-        return max((self._full, self._short), key=_rows)
-
-    @torch.no_grad()
-    def decide(self, obs: Any, *, noise: Tensor, previous: Tensor | None = None) -> Decision:
-        """Plan for observations (B, To, Do); see `Policy.act`.
-
-        Args:
-            obs: Physical observations, as `Policy.act` takes them.
-            noise: (B, *noise_shape).
-            previous: Plans of the decisions before, (B, Th, Da); None: these are the first ones.
-        """
-        cond = self._full.encode(self._full.observation(obs))
-        if previous is None:
-            plan = self._full.decode(cond, _tape(self._full, noise))
-            return Decision(self.command(plan), plan, self._full.table.num_steps)
-        start = (self._start(previous, noise), self._short.table.times[self._first])
-        plan = self._short.decode(cond, _tape(self._short, noise), start=start)
-        return Decision(self.command(plan), plan, self._short.table.num_steps - self._first)
-
-    def guess(self, previous: Tensor) -> Tensor:
-        """Return what is left of plans (B, Th, Da), the last row repeated, grippers open or closed."""
-        left = shifted(previous, self.chunk.act_steps)
-        return _by_sign(left, self._warm_start.gripper, self._warm_start.gripper_guess)
-
-    def command(self, plan: Tensor) -> Tensor:
-        """Return the executed rows of plans, physical, (B, Ta, Da); grippers at an end of their range."""
-        return self._full.physical(_by_sign(plan[:, self.chunk.executed], self._warm_start.gripper, 1.0))
-
-    def _start(self, previous: Tensor, noise: Tensor) -> Tensor:
-        guess = self.guess(previous)
-        if not self._warm_start.renoise:
-            return guess
-        table, k = self._short.table, self._first
-        eps = noise[:, 0] if noise.dim() == guess.dim() + 1 else noise
-        return table.alpha[k] * guess + table.sigma[k] * eps
+    track: Track
+    plan: Tensor | None = None
+    begun: int = 0
+    arrives: int = 0
 
 
 class Executor:
-    """Acts in episodes side by side, each in a lane of its own, and remembers the plan of every lane.
+    """Acts in lanes side by side, one command per control step.
 
     Args:
-        policy: A denoising policy.
-        warm_start: How a decision begins from the one before.
+        policy: The policy.
+        execution: What happens while it decides.
+        low: Smallest action (Da,), physical; None: no limit.
+        high: Largest action (Da,).
 
     Attributes:
-        calls: Evaluations of the network that the last decision took in each of its lanes.
+        calls: Evaluations of the network at the last step in each of its lanes; 0 where nothing was decided.
 
     Raises:
-        CapabilityError, ConfigError: As `Replanner`.
+        CapabilityError: If the policy cannot begin a plan from another one and is asked to.
+        ConfigError: If the execution does not fit its horizon.
     """
 
-    def __init__(self, policy: Policy, warm_start: WarmStart) -> None:
+    def __init__(self, policy: Policy, execution: Execution, *, low: Any = None, high: Any = None) -> None:
         self.calls: list[int] = []
-        self._policy = policy
-        self._replanner = Replanner(policy, warm_start)
-        self._plans: dict[int, Tensor] = {}
+        self._policy, self._execution = policy, execution
+        warm = execution.warm_start
+        self._replanner = Replanner(policy, warm) if warm.is_on else None
+        if execution.inpaint and not isinstance(policy, DenoisingPolicy):
+            raise CapabilityError(
+                f"inpaint needs a policy that denoises its plan; {type(policy).__name__} does not. Leave it "
+                "out."
+            )
+        chunk = policy.chunk
+        self._act_steps = execution.act_steps or chunk.act_steps
+        self._start, self._rows = chunk.action_start, chunk.horizon - chunk.action_start
+        if self._act_steps + execution.latency > self._rows:
+            raise ConfigError(
+                f"a plan of {self._rows} rows must last for act_steps={self._act_steps} steps and "
+                f"latency={execution.latency} more; lower one of them, or train with a longer horizon."
+            )
+        box = [None if side is None else np.asarray(side, np.float32) for side in (low, high)]
+        self._limits = Limits(*box, max_jump=execution.max_jump)
+        self._lanes: dict[int, _Lane] = {}
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """Shape of one row of noise."""
+        return (self._replanner or self._policy).noise_shape
+
+    def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw noise (n, *noise_shape)."""
+        return (self._replanner or self._policy).sample_noise(n, generator=generator)
+
+    def track(self, lane: int) -> Track:
+        """Return the plans of a lane, with what was counted there."""
+        return self._lane(lane).track
 
     def reset(self, lanes: Iterable[int] | None = None) -> None:
-        """Forget the plans of lanes, where episodes begin; None: of all."""
-        for lane in list(self._plans) if lanes is None else lanes:
-            self._plans.pop(lane, None)
+        """Forget lanes, where episodes begin; None: all."""
+        for lane in list(self._lanes) if lanes is None else lanes:
+            self._lanes.pop(lane, None)
 
     @torch.no_grad()
     def act(
@@ -213,114 +151,91 @@ class Executor:
         noise: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Choose actions: observations (B, To, Do) in physical units -> actions (B, Ta, Da), physical.
+        """Return the commands of one control step: observations (B, To, Do) -> (B, Da), physical units.
 
-        Lanes without a plan are sampled in full, the others in the short run.
+        The first plan of a lane is waited for; every later one arrives after the latency.
 
         Args:
             obs: As `Policy.act`.
             lanes: The lane of each row, none twice; None: 0 to B - 1.
-            noise: (B, *noise_shape of the `Replanner`); makes the call deterministic.
+            noise: (B, *noise_shape), of which the rows that decide use theirs.
             generator: Source of the noise when none is given.
         """
         items = self._policy.observation(obs)
         count = len(next(iter(items.values())))
-        lanes = range(count) if lanes is None else lanes
+        chosen = [self._lane(lane) for lane in (range(count) if lanes is None else lanes)]
         if noise is None:
-            noise = self._replanner.sample_noise(count, generator=generator)
-        fresh = [i for i, lane in enumerate(lanes) if lane not in self._plans]
-        warm = [i for i, lane in enumerate(lanes) if lane in self._plans]
-        actions = noise.new_empty(count, self._replanner.chunk.act_steps, self._replanner.chunk.action_dim)
+            noise = self.sample_noise(count, generator=generator)
         self.calls = [0] * count
-        for rows in filter(None, (fresh, warm)):
-            previous = None if rows is fresh else torch.stack([self._plans[lanes[i]] for i in rows])
-            chosen = {name: value[rows] for name, value in items.items()}
-            decision = self._replanner.decide(chosen, noise=noise[rows], previous=previous)
-            actions[rows] = decision.actions
-            for i, plan in zip(rows, decision.plan, strict=True):
-                self._plans[lanes[i]], self.calls[i] = plan, decision.calls
-        return actions
+        due = [i for i, lane in enumerate(chosen) if lane.track.is_due]
+        for rows in _alike(due, chosen):
+            self._decide({name: value[rows] for name, value in items.items()}, noise[rows], rows, chosen)
+        for lane in chosen:
+            self._deliver(lane)
+        return torch.from_numpy(np.stack([lane.track.next() for lane in chosen]))
+
+    def _lane(self, lane: int) -> _Lane:
+        if lane not in self._lanes:
+            execution = self._execution
+            options: dict[str, Any] = {"compensate": execution.compensate, "ensemble": execution.ensemble}
+            self._lanes[lane] = _Lane(Track(self._act_steps, limits=self._limits, **options))
+        return self._lanes[lane]
+
+    def _decide(self, obs: Any, noise: Tensor, rows: Sequence[int], chosen: Sequence[_Lane]) -> None:
+        """Plan for lanes that all have a plan of the same age, or none."""
+        lanes = [chosen[i] for i in rows]
+        is_first = lanes[0].plan is None
+        previous = None if is_first else torch.stack([lane.plan for lane in lanes if lane.plan is not None])
+        elapsed = lanes[0].track.step - lanes[0].begun
+        plans, calls = self._plan(obs, noise, previous, elapsed)
+        for i, lane, plan in zip(rows, lanes, plans, strict=True):
+            lane.track.begin()
+            lane.plan, lane.begun = plan, lane.track.step
+            lane.arrives = lane.begun + (0 if is_first else self._execution.latency)
+            self.calls[i] = calls
+
+    def _plan(self, obs: Any, noise: Tensor, previous: Tensor | None, elapsed: int) -> tuple[Tensor, int]:
+        """Return plans (B, Th, Da), normalised, and the evaluations of the network that each took."""
+        if self._replanner is not None:
+            decision = self._replanner.decide(obs, noise=noise, previous=previous, elapsed=elapsed)
+            return decision.plan, decision.calls
+        hooks = []
+        if self._execution.inpaint and previous is not None:
+            mask = committed(self._rows, elapsed, self._execution.latency, start=self._start)
+            hooks.append(Inpaint(shifted(previous, elapsed), mask.to(previous)[:, None]))
+        policy = self._policy
+        plan = policy.decode(policy.encode(policy.observation(obs)), noise, hooks=hooks)
+        return plan, policy.table.num_steps if isinstance(policy, DenoisingPolicy) else 1
+
+    def _deliver(self, lane: _Lane) -> None:
+        """Hand out the plan whose time has come."""
+        if lane.track.is_pending and lane.plan is not None and lane.track.step >= lane.arrives:
+            rows = lane.plan[None, self._start :]
+            speak = self._policy.physical if self._replanner is None else self._replanner.physical
+            lane.track.deliver(speak(rows)[0].float().cpu().numpy())
 
 
-def shifted(plan: Tensor, rows: int) -> Tensor:
-    """Return plans (B, Th, Da) moved on by a number of rows, the last one repeated."""
-    horizon = plan.shape[1]
-    return plan[:, [min(i + rows, horizon - 1) for i in range(horizon)]]
+def committed(rows: int, elapsed: int, latency: int, *, start: int = 0) -> Tensor:
+    """Return how much of the plan before each row keeps; (start + rows,), see the top of the file.
 
-
-def with_act_steps(policy: AnyPolicy, act_steps: int | None) -> AnyPolicy:
-    """Return the policy, executing another number of the rows that it predicts; None leaves it as it is.
-
-    Raises:
-        CapabilityError: If it is no policy of ours.
-        ConfigError: If the horizon is shorter.
+    Args:
+        rows: R.
+        elapsed: n, control steps since the plan before.
+        latency: d.
+        start: Rows that lie in the past, which are kept.
     """
-    if act_steps is None:
-        return policy
-    if not isinstance(policy, Policy):
-        raise CapabilityError(
-            f"act_steps={act_steps} needs a policy that predicts a horizon; {type(policy).__name__} does not "
-            f"say. Leave act_steps out."
-        )
-    view = copy.copy(policy)
-    view.chunk = replace(policy.chunk, act_steps=act_steps)
-    return view
+    left = rows - elapsed
+    weights = [1.0] * (start + latency)
+    for i in range(latency, rows):
+        c = max(0.0, (left - i) / (left - latency + 1))
+        weights.append(c * math.expm1(c) / math.expm1(1.0))
+    return torch.tensor(weights)
 
 
-def _check(warm_start: WarmStart, policy: DenoisingPolicy) -> None:
-    """Refuse a short run that does not fit."""
-    chunk, steps = policy.chunk, policy.table.num_steps
-    if not warm_start.is_on:
-        raise ConfigError("warm_start needs a short run; give warm_start.steps or warm_start.levels.")
-    if warm_start.start is None and (warm_start.steps or 0) > steps:
-        raise ConfigError(
-            f"warm_start.steps must be at most {steps}, the policy's denoising steps; got {warm_start.steps}."
-        )
-    if chunk.executed.stop >= chunk.horizon:
-        raise ConfigError(
-            f"warm_start needs planned actions that were not executed; of horizon={chunk.horizon} rows those "
-            f"from {chunk.action_start} on are, act_steps={chunk.act_steps} of them. Lower act_steps, or "
-            f"train with a longer horizon."
-        )
-    if not all(0 <= i < chunk.action_dim for i in warm_start.gripper):
-        raise ConfigError(
-            f"warm_start.gripper must name action dimensions, 0 to {chunk.action_dim - 1}; got "
-            f"{list(warm_start.gripper)}."
-        )
-
-
-def _short(policy: DenoisingPolicy, warm_start: WarmStart) -> DenoisingPolicy:
-    """Return the policy with the sampler of its short runs, under the limits of its own."""
-    own = policy.sampler
-    if warm_start.steps is not None and warm_start.start is None:
-        return policy
-    limits = {f.name: getattr(own, f.name) for f in fields(StepRules) if hasattr(own, f.name)}
-    try:
-        if warm_start.steps is None:
-            variance = getattr(own, "variance", DDPM.variance)
-            return policy.with_sampler(DDPM(**limits, variance=variance, levels=warm_start.levels))
-        clips = {name: limits[name] for name in ("clip_x0", "clip_action") if name in limits}
-        return policy.with_sampler(EulerFrom(**clips, steps=warm_start.steps, start=warm_start.start or 0.0))
-    except ConfigError as error:
-        raise ConfigError(f"this policy has no such short run, {warm_start}: {error}") from error
-
-
-def _rows(policy: DenoisingPolicy) -> int:
-    """Return how many rows of a tape a run takes."""
-    return 1 if policy.is_deterministic else policy.table.num_steps + 1
-
-
-def _tape(policy: DenoisingPolicy, noise: Tensor) -> Tensor:
-    """Take the part of a tape (B, Th, Da) or (B, R, Th, Da) that a run needs."""
-    if policy.is_deterministic:
-        return noise if noise.dim() == 3 else noise[:, 0]
-    return noise[:, : _rows(policy)]
-
-
-def _by_sign(plan: Tensor, dims: tuple[int, ...], magnitude: float) -> Tensor:
-    """Return plans (B, ..., Da) whose given dimensions are ± magnitude, as their sign says."""
-    if not dims:
-        return plan
-    out = plan.clone()
-    out[..., list(dims)] = torch.where(plan[..., list(dims)] < 0, -magnitude, magnitude).to(plan)
-    return out
+def _alike(due: Sequence[int], lanes: Sequence[_Lane]) -> list[list[int]]:
+    """Group rows whose lanes decide for the first time, or the same number of steps after the last."""
+    groups: dict[int | None, list[int]] = {}
+    for i in due:
+        lane = lanes[i]
+        groups.setdefault(None if lane.plan is None else lane.track.step - lane.begun, []).append(i)
+    return list(groups.values())

@@ -18,11 +18,14 @@ evaluation of the network (`graph=step`), around which the loop of `loop.json` r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+import time
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -346,6 +349,78 @@ class _Stepwise:
             return mean, None
         mean = mean + row["to_memory"] * (x0 if memory is None else memory)
         return mean, row["keep_x0"] * x0 + row["keep_eps"] * eps
+
+
+@dataclass
+class RateReport:
+    """How a loop at a rate went.
+
+    Attributes:
+        steps: Ticks at which a command was sent.
+        late: Ticks that began more than a tenth of a period after their time.
+        starved: Ticks for which no plan had a row left.
+        decision_s: How long every decision took, until its plan was in use.
+    """
+
+    steps: int = 0
+    late: int = 0
+    starved: int = 0
+    decision_s: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        times = 1e3 * np.percentile(self.decision_s or [0.0], (50, 99, 100))
+        return (
+            f"{self.steps} steps, {self.late} late, {self.starved} without a plan; decisions took "
+            f"{times[0]:.1f} ms (median), {times[1]:.1f} ms (99 %), {times[2]:.1f} ms (longest)"
+        )
+
+
+def run_at_rate(
+    decide: Callable[[Any], Array],
+    read: Callable[[], Any],
+    send: Callable[[Array], bool],
+    track: Track,
+    *,
+    hz: float,
+    submit: Callable[..., Any] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> RateReport:
+    """Act at a rate until `send` returns false; decisions are made beside the loop.
+
+    Args:
+        decide: Observation -> plan (R, Da); it may take longer than a tick.
+        read: Returns the observation of this tick.
+        send: Executes a command (Da,); returns whether to go on.
+        track: Says when to decide and what to execute.
+        hz: Ticks per second.
+        submit: Starts decide(observation), returns what `concurrent.futures` does; None: a thread.
+        clock: Seconds.
+        sleep: Waits for seconds.
+    """
+    with contextlib.ExitStack() as stack:
+        if submit is None:
+            submit = stack.enter_context(ThreadPoolExecutor(1)).submit
+        report, pending, asked = RateReport(), None, 0.0
+        start, goes_on = None, True
+        while goes_on:
+            observation = read()
+            if track.is_due:
+                track.begin()
+                pending, asked = submit(decide, observation), clock()
+            if pending is not None and (pending.done() or not track.has_plan):
+                track.deliver(pending.result())
+                report.decision_s.append(clock() - asked)
+                pending = None
+            start = clock() if start is None else start  # time runs from the first command on
+            goes_on = send(track.next())
+            report.steps += 1
+            late_s = clock() - (start + report.steps / hz)
+            report.late += late_s > 0.1 / hz
+            sleep(max(0.0, -late_s))
+    report.starved = track.starved
+    return report
 
 
 def run(session: Any, inputs: Mapping[str, Array]) -> list[Array]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from policies.compose import ComposedPolicy, compose
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.executor import Executor, WarmStart
+from policies.executor import Execution, Executor, WarmStart
 from policies.export import export_onnx
 from policies.folder import load_policy, save_policy
 from policies.gaussian import GaussianProcess
@@ -368,9 +368,9 @@ def test_hooks_and_warm_starts_work_as_for_single_policies(lead: str) -> None:
     last = both.table.times[-2]
     start = both.decode(cond, noise, start=(torch.zeros(3, *both.chunk.shape), last))
     assert start.isfinite().all() and not torch.equal(start, both.decode(cond, noise))
-    executor = Executor(both, WarmStart(steps=1))
-    assert executor.act(obs, noise=noise).shape == (3, 2, ACTION_DIM)
-    assert executor.act(obs, noise=noise).shape == (3, 2, ACTION_DIM) and executor.calls == [1, 1, 1]
+    executor = Executor(both, Execution(act_steps=1, warm_start=WarmStart(steps=1)))
+    assert executor.act(obs, noise=noise).shape == (3, ACTION_DIM)
+    assert executor.act(obs, noise=noise).shape == (3, ACTION_DIM) and executor.calls == [1, 1, 1]
 
 
 @every_lead

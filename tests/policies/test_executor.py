@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from small_policies import ACTION_DIM, observations, small_policy
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
-from policies.executor import Executor, Replanner, WarmStart, shifted, with_act_steps
+from policies.executor import (
+    Execution,
+    Executor,
+    Replanner,
+    WarmStart,
+    committed,
+    shifted,
+    with_act_steps,
+)
 from policies.gaussian import GaussianProcess
+from policies.hooks import Inpaint
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.samplers import DDIM, DDPM, Euler
@@ -163,33 +173,110 @@ def test_steps_from_a_time_on_lead_from_there_to_the_action(name: str) -> None:
 
 # -- lanes ----------------------------------------------------------------------------------------------
 
+MODES = {
+    "fresh": Execution(),
+    "warm": Execution(act_steps=1, warm_start=WarmStart(steps=2)),
+    "warm-late": Execution(latency=2, warm_start=WarmStart(steps=3, renoise=True, gripper=(0,))),
+    "inpaint": Execution(latency=2, inpaint=True),
+    "mixed": Execution(act_steps=1, ensemble=0.3, latency=1),
+}
+
 
 @every_sampler
-@pytest.mark.parametrize("warm_start", [WarmStart(steps=2), WarmStart(steps=3, renoise=True, gripper=(0,))])
-def test_lanes_do_not_see_each_other(name: str, warm_start: WarmStart) -> None:
-    """A lane acts the same alone and beside fresh and warm ones."""
-    together, alone = (Executor(policy_of(name), warm_start) for _ in range(2))
-    noise = [noise_of(Replanner(policy_of(name), warm_start), seed=s) for s in range(3)]
-    obs = [observations(B, seed=s) for s in range(3)]
-    together.act(obs[0][:2], lanes=[7, 2], noise=noise[0][:2])
-    together.act(obs[1][:3], lanes=[2, 5, 7], noise=noise[1][:3])
-    together.reset([5])
-    mixed = together.act(obs[2], lanes=[5, 9, 7, 2], noise=noise[2])
-    assert together.calls == [K, K, warm_start.steps, warm_start.steps]
-    alone.act(obs[0][:1], noise=noise[0][:1])
-    alone.act(obs[1][2:3], noise=noise[1][2:3])
-    torch.testing.assert_close(mixed[2:3], alone.act(obs[2][2:3], noise=noise[2][2:3]))
+@pytest.mark.parametrize("mode", MODES)
+def test_lanes_do_not_see_each_other(name: str, mode: str) -> None:
+    """A lane acts the same alone and beside others that began earlier or later."""
+    together, alone = (Executor(policy_of(name), MODES[mode]) for _ in range(2))
+    noise = [together.sample_noise(B, generator=torch.Generator().manual_seed(s)) for s in range(6)]
+    obs = [observations(B, seed=s) for s in range(6)]
+    together.act(obs[0][1:2], lanes=[9], noise=noise[0][1:2])
+    for step in range(1, 6):
+        both = together.act(obs[step][:2], lanes=[7, 9], noise=noise[step][:2])
+        torch.testing.assert_close(both[:1], alone.act(obs[step][:1], noise=noise[step][:1]))
+    together.reset([7])
     alone.reset()
-    torch.testing.assert_close(mixed[0:1], alone.act(obs[2][:1], noise=noise[2][:1]))
+    again = together.act(obs[0][:1], lanes=[7], noise=noise[0][:1])
+    torch.testing.assert_close(again, alone.act(obs[0][:1], noise=noise[0][:1]))
+
+
+@every_sampler
+def test_without_latency_it_is_the_policy_executed_chunk_by_chunk(name: str) -> None:
+    policy, seen = policy_of(name), [observations(B, seed=s) for s in range(4)]
+    executor = Executor(policy, Execution())
+    noise = [policy.sample_noise(B, generator=torch.Generator().manual_seed(s)) for s in range(4)]
+    got = torch.stack([executor.act(o, noise=n) for o, n in zip(seen, noise, strict=True)], dim=1)
+    chunks = [policy.act(seen[i], noise=noise[i]) for i in (0, 2)]
+    torch.testing.assert_close(got, torch.cat(chunks, dim=1))
+
+
+@pytest.mark.parametrize("compensate", [True, False])
+def test_a_late_plan_was_made_for_the_observation_of_its_beginning(compensate: bool) -> None:
+    """The second decision begins at step 2 and arrives at step 4."""
+    policy, seen = policy_of("flow"), [observations(B, seed=s) for s in range(6)]
+    executor = Executor(policy, Execution(latency=2, compensate=compensate))
+    noise = policy.sample_noise(B, generator=torch.Generator().manual_seed(1))
+    got = [executor.act(o, noise=noise) for o in seen[:5]]
+    plans = [policy.physical(policy.decode(policy.encode({"state": seen[i]}), noise)) for i in (0, 2)]
+    for step in range(4):
+        torch.testing.assert_close(got[step], plans[0][:, step])
+    torch.testing.assert_close(got[4], plans[1][:, 2 if compensate else 0])
+
+
+@every_sampler
+def test_what_is_committed_is_what_the_next_plan_begins_with(name: str) -> None:
+    """With every row pinned that is executed before it arrives, a plan goes on from the one before."""
+    policy = policy_of(name)
+    executor = Executor(policy, Execution(latency=2, inpaint=True))
+    noise = [executor.sample_noise(B, generator=torch.Generator().manual_seed(s)) for s in range(5)]
+    for step in range(3):
+        executor.act(observations(B, seed=step), noise=noise[step])
+    first = policy.decode(policy.encode({"state": observations(B, seed=0)}), noise[0])
+    second = policy.decode(
+        policy.encode({"state": observations(B, seed=2)}),
+        noise[2],
+        hooks=[Inpaint(shifted(first, 2), committed(TH, 2, 2)[:, None])],
+    )
+    torch.testing.assert_close(second[:, :2], first[:, 2:4])
+    got = [executor.act(observations(B, seed=step), noise=noise[step]) for step in (3, 4)]
+    torch.testing.assert_close(got[1], policy.physical(second)[:, 2])
+
+
+def test_the_mask_is_one_where_committed_falls_after_and_ends_where_the_old_plan_does() -> None:
+    mask = committed(10, 4, 3)
+    assert mask[:3].tolist() == [1.0] * 3 and mask[6:].tolist() == [0.0] * 4
+    assert all(a > b > 0 for a, b in pairwise(mask[2:6].tolist()))
+    c = (6 - 3) / (6 - 3 + 1)
+    assert mask[3].item() == pytest.approx(c * (np.exp(c) - 1) / (np.e - 1))
+    assert committed(10, 4, 3, start=2).tolist() == [1.0, 1.0, *mask.tolist()]
+
+
+def test_commands_keep_to_limits_and_the_network_is_asked_where_it_decides() -> None:
+    executor = Executor(policy_of("ddim"), Execution(max_jump=0.05), low=[-0.1, -0.1], high=[0.1, 0.1])
+    generator, calls, got = torch.Generator().manual_seed(0), [], []
+    for step in range(5):
+        got.append(executor.act(observations(B, seed=step), generator=generator))
+        calls.append(executor.calls)
+    actions = torch.stack(got)
+    assert actions.abs().max() <= 0.1 + 1e-6 and actions.diff(dim=0).abs().max() <= 0.05 + 1e-6
+    assert calls == [[K] * B, [0] * B, [K] * B, [0] * B, [K] * B]
+    assert executor.track(0).limited > 0
 
 
 def test_a_decision_depends_on_its_noise_only() -> None:
     def act(seed: int) -> Tensor:
-        executor = Executor(policy_of("ddpm"), WarmStart(levels=(2, 0)))
+        executor = Executor(policy_of("ddpm"), Execution(act_steps=1, warm_start=WarmStart(levels=(2, 0))))
         generator = torch.Generator().manual_seed(seed)
         return torch.stack([executor.act(observations(B, seed=s), generator=generator) for s in range(3)])
 
     assert torch.equal(act(0), act(0)) and not torch.equal(act(0), act(1))
+
+
+def test_a_policy_that_does_not_denoise_is_executed_too() -> None:
+    policy = small_policy(GaussianProcess(), horizon=TH, act_steps=2)
+    executor = Executor(policy, Execution(latency=1))
+    actions = [executor.act(observations(B)) for _ in range(3)]
+    torch.testing.assert_close(torch.stack(actions[:2], dim=1), policy.act(observations(B)))
+    assert executor.calls == [1] * B
 
 
 # -- executed rows --------------------------------------------------------------------------------------
@@ -218,6 +305,26 @@ def test_another_number_of_executed_steps_takes_other_rows_of_the_same_plan() ->
         (lambda: WarmStart(start=1.0, steps=2), ConfigError, r"below 1, and .* got 1\.0 with steps=2"),
         (lambda: WarmStart(steps=0), ConfigError, "steps must be at least 1, or null; got 0"),
         (lambda: WarmStart(gripper_guess=0.0), ConfigError, "gripper_guess must be positive; got 0"),
+        (lambda: Execution(latency=-1), ConfigError, "latency must be 0 or more control steps; got -1"),
+        (lambda: Execution(act_steps=0), ConfigError, "act_steps must be at least 1, or null; got 0"),
+        (lambda: Execution(ensemble=-1.0), ConfigError, "ensemble must be 0 or more"),
+        (lambda: Execution(max_jump=0.0), ConfigError, "max_jump must be positive"),
+        (lambda: Execution(inpaint=True, compensate=False), ConfigError, "needs compensate=true"),
+        (
+            lambda: Execution(inpaint=True, warm_start=WarmStart(steps=1)),
+            ConfigError,
+            "inpaint and warm_start both",
+        ),
+        (
+            lambda: Executor(policy_of("flow"), Execution(latency=4)),
+            ConfigError,
+            "a plan of 5 rows must last for act_steps=2 steps and latency=4 more",
+        ),
+        (
+            lambda: Executor(small_policy(GaussianProcess(), horizon=TH), Execution(inpaint=True)),
+            CapabilityError,
+            "inpaint needs a policy that denoises its plan; GaussianPolicy does not",
+        ),
         (lambda: Replanner(policy_of("ddim"), WarmStart()), ConfigError, "needs a short run"),
         (lambda: Replanner(policy_of("ddim"), WarmStart(steps=7)), ConfigError, "at most 6, .* got 7"),
         (

@@ -20,7 +20,7 @@ from policies.export_folder import RUNNER, Surroundings
 from policies.exported import ExportedPolicy
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
-from policies.runner import Limits, Runner, Track, check
+from policies.runner import Limits, RateReport, Runner, Track, check, run_at_rate
 from policies.samplers import DDPM, Euler
 
 pytest.importorskip("onnx")
@@ -212,6 +212,76 @@ def test_commands_keep_to_the_box_and_change_by_no_more_than_the_jump() -> None:
     track.deliver(np.array([[0.0], [1.0], [9.0], [9.0], [-9.0], [-9.0]]))
     assert [float(track.next()[0]) for _ in range(6)] == [0.0, 1.0, 3.0, 3.5, 1.5, -0.5]
     assert track.limited == 4
+
+
+class Machine:
+    """A robot, a clock and a computer whose decisions take as long as they are told to."""
+
+    def __init__(self, ticks: int, decision_s: float, work_s: float = 0.0) -> None:
+        self.now, self.sent, self.decisions = 0.0, [], 0
+        self.ticks, self.decision_s, self.work_s = ticks, decision_s, work_s
+
+    def submit(self, decide: Any, observation: Any) -> Machine._Future:
+        return Machine._Future(self, decide(observation), self.now + self.decision_s)
+
+    def send(self, command: np.ndarray) -> bool:
+        self.sent.append(float(command[0]))
+        self.now += self.work_s
+        return len(self.sent) < self.ticks
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def decide(self, observation: Any) -> np.ndarray:
+        self.decisions += 1
+        return numbered(self.decisions - 1)
+
+    class _Future:
+        def __init__(self, machine: Machine, value: np.ndarray, at: float) -> None:
+            self.machine, self.value, self.at = machine, value, at
+
+        def done(self) -> bool:
+            return self.machine.now >= self.at - 1e-9
+
+        def result(self) -> np.ndarray:
+            self.machine.now = max(self.machine.now, self.at)
+            return self.value
+
+    def run(self, track: Track) -> RateReport:
+        parts = {"submit": self.submit, "clock": lambda: self.now, "sleep": self.sleep}
+        return run_at_rate(self.decide, lambda: None, self.send, track, hz=10.0, **parts)
+
+
+def test_a_loop_at_a_rate_executes_what_the_track_says_and_is_never_late_where_it_need_not() -> None:
+    machine = Machine(ticks=9, decision_s=0.2)
+    report = machine.run(Track(3))
+    assert machine.sent == walk(Track(3), 2, 9)
+    assert (report.steps, report.late, report.starved) == (9, 0, 0)
+    assert report.decision_s == pytest.approx([0.2, 0.2, 0.2])
+    assert machine.now == pytest.approx(0.2 + 9 / 10) and "9 steps, 0 late" in str(report)
+
+
+def test_slow_ticks_are_counted_as_late_and_slow_decisions_as_steps_without_a_plan() -> None:
+    assert Machine(ticks=5, decision_s=0.0, work_s=0.13).run(Track(3)).late == 5
+    report = Machine(ticks=9, decision_s=0.5).run(Track(2))
+    assert report.late == 0 and report.starved == 2
+
+
+def test_a_loop_at_a_rate_decides_on_a_thread_and_passes_its_errors_on() -> None:
+    sent: list[float] = []
+
+    def send(command: np.ndarray) -> bool:
+        sent.append(float(command[0]))
+        return len(sent) < 4
+
+    report = run_at_rate(lambda _: numbered(0, 50), lambda: None, send, Track(1), hz=1000.0)
+    assert report.steps == 4 and len(report.decision_s) >= 1 and sent[0] == 0
+
+    def fail(_: Any) -> np.ndarray:
+        raise RuntimeError("no such observation")
+
+    with pytest.raises(RuntimeError, match="no such observation"):
+        run_at_rate(fail, lambda: None, send, Track(1), hz=1000.0)
 
 
 @pytest.mark.parametrize(

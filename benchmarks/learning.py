@@ -27,6 +27,7 @@ import burnish
 import burnish.api
 from algos.metrics import read_jsonl
 from algos.provenance import describe_environment
+from benchmarks.milestones import milestones
 from envs.datasets import read_dataset
 from envs.statistics import bootstrap_mean, wilson
 from policies.denoising import DenoisingPolicy
@@ -189,11 +190,17 @@ def episode_columns(evaluation: Any) -> dict[str, list[float]]:
 
 
 def curve(path: Path) -> Iterator[dict[str, float]]:
-    """Yield training returns and success rates over environment steps."""
+    """Yield training returns and success rates over environment steps, and the seconds they took.
+
+    Seconds are those of collecting and updating, without checkpoints and evaluation.
+    """
+    wall_s = 0.0
     for row in read_jsonl(path):
+        wall_s += sum(float(row.get(f"time/{what}_s") or 0.0) for what in ("rollout", "update"))
         if row.get("rollout/return") is not None:
             yield {
                 "step": row["step"],
+                "wall_s": round(wall_s, 2),
                 "return": round(row["rollout/return"], 4),
                 "success": round(row.get("rollout/success") or 0.0, 4),
             }
@@ -232,7 +239,7 @@ def report(name: str) -> Path:
     for algo, runs in found.items():
         lines += [_row(study, algo, content) for content in runs]
         lines.append(_pooled(study, algo, runs))
-    lines += ["", f"![learning curves]({name}.png)", ""]
+    lines += ["", f"![learning curves]({name}.png)", "", *milestones(name, study.quantity, found), ""]
     for algo, runs in found.items():
         if "mode" in runs[0]["after"]:
             lines += [_modes(algo, content) for content in runs]

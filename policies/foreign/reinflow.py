@@ -32,7 +32,8 @@ class ReinflowSource(ForeignSource):
 
     Source:
         The released code: names of the tensors, `normalization.npz`, times in [0, 1] from noise to action.
-        Deviation: step k is at k / steps; the released evaluation spreads its times to 1 inclusive.
+        Deviation: step k is at k / steps; the released evaluation spreads its times to 1 inclusive, as
+        `Euler(released_times=True)` does.
     """
 
     activation: str | None = None

@@ -40,7 +40,7 @@ from policies.foreign.dppo import DppoSource
 from policies.foreign.reinflow import ReinflowSource
 from policies.importing import Conversion, import_policy
 from policies.protocols import Cond
-from policies.samplers import DDIM
+from policies.samplers import DDIM, Euler
 
 
 def imported(of: Example, folder: Path, **options: Any) -> tuple[DenoisingPolicy, Conversion]:
@@ -213,6 +213,16 @@ def test_an_imported_flow_gives_the_actions_of_equal_steps(steps: int, tmp_path:
     policy, _ = imported(of, tmp_path, source=replace(of.source, steps=steps))
     chunk = policy.decode(Cond(of.obs.flatten(1)), of.extras["z"])
     torch.testing.assert_close(chunk, of.extras[f"sample_leftgrid_K{steps}_clip0"], **TOLERANCE)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_an_imported_flow_can_be_evaluated_on_the_released_grid(steps: int, tmp_path: Path) -> None:
+    of = reinflow("reinflow_reflow_loss")
+    policy, _ = imported(of, tmp_path, sampler=Euler(steps=steps, released_times=True))
+    loaded = load_policy(save_policy(policy, tmp_path / "policy"))
+    assert isinstance(loaded, DenoisingPolicy)
+    chunk = loaded.decode(Cond(of.obs.flatten(1)), of.extras["z"])
+    torch.testing.assert_close(chunk, of.extras[f"sample_official_K{steps}_clip0"], **TOLERANCE)
 
 
 def test_executed_rows_begin_at_the_newest_observation_of_diffusion_policy_only(tmp_path: Path) -> None:

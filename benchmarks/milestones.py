@@ -1,0 +1,69 @@
+"""How soon learning gets somewhere: steps and wall minutes until a training curve first reaches a level.
+
+A curve is smoothed first: a point counts as the mean of itself and the four iterations before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+LEVELS: dict[str, tuple[float, ...]] = {
+    "avoid": (0.7, 0.8),
+    "hopper": (2500.0, 3000.0),
+    "cube-single": (0.8, 0.9),
+}
+"""Levels of each study, in its quantity."""
+
+WINDOW = 5
+
+
+def reached(
+    curve: Sequence[Mapping[str, float]], quantity: str, level: float
+) -> tuple[int, float | None] | None:
+    """Return environment steps and seconds at which the smoothed curve first reaches a level.
+
+    None where it never does; the seconds are None where the curve does not hold them.
+    """
+    values = np.array([point[quantity] for point in curve])
+    if len(values) < WINDOW:
+        return None
+    smooth = np.convolve(values, np.ones(WINDOW) / WINDOW, mode="valid")
+    above = np.flatnonzero(smooth >= level)
+    if not len(above):
+        return None
+    point = curve[int(above[0]) + WINDOW - 1]
+    return int(point["step"]), point.get("wall_s")
+
+
+def milestones(name: str, quantity: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
+    """Yield the lines of a table: an algorithm per row, its seeds in order in every cell."""
+    levels = LEVELS.get(name, ())
+    if not levels:
+        return
+    shown = [f"{100 * level:.0f} %" if quantity == "success" else f"{level:.0f}" for level in levels]
+    heads = [f"{what} to {level}" for level in shown for what in ("steps", "minutes")]
+    yield (
+        f"Until the training {quantity}, with exploration noise and over {WINDOW} iterations, first "
+        "reaches a level; one number per seed, – where it never does, no minutes where none were recorded. "
+        "Steps per second: executed control steps over collecting and updating."
+    )
+    yield ""
+    yield f"| algorithm | steps/s | {' | '.join(heads)} |"
+    yield "|---" * (2 + len(heads)) + "|"
+    for algo, runs in found.items():
+        rates = (run["curve"][-1]["step"] / run["wall"]["tune_s"] for run in runs)
+        cells = [_joined(f"{rate:,.0f}" for rate in rates)]
+        for level in levels:
+            marks = [reached(run["curve"], quantity, level) for run in runs]
+            cells += [_joined("–" if mark is None else f"{mark[0]:,}" for mark in marks)]
+            walls = [None if mark is None else mark[1] for mark in marks]
+            known = any(wall is not None for wall in walls)
+            cells += [_joined("–" if wall is None else f"{wall / 60:.1f}" for wall in walls) if known else ""]
+        yield f"| {algo} | {' | '.join(cells)} |"
+
+
+def _joined(cells: Iterator[str]) -> str:
+    return " / ".join(cells)

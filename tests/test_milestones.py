@@ -1,0 +1,31 @@
+"""When a training curve first reaches a level, and what is said where it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.milestones import milestones, reached
+
+
+def curve(values: list[float], *, timed: bool = True) -> list[dict[str, float]]:
+    points = [{"step": 10.0 * (k + 1), "success": value} for k, value in enumerate(values)]
+    return [point | {"wall_s": 60.0 * (k + 1)} for k, point in enumerate(points)] if timed else points
+
+
+def test_a_level_is_reached_where_the_mean_of_five_points_first_is() -> None:
+    rising = curve([0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0])
+    assert reached(rising, "success", 0.4) == (50, 300.0)
+    assert reached(rising, "success", 0.8) == (70, 420.0)
+    assert reached(rising, "success", 0.9) is None
+    assert reached(rising[:4], "success", 0.0) is None  # too short to be smoothed
+
+
+def test_the_table_leaves_out_minutes_that_nobody_recorded() -> None:
+    def run(values: list[float], timed: bool) -> dict[str, Any]:
+        return {"curve": curve(values, timed=timed), "wall": {"tune_s": 5.0}}
+
+    found = {"timed": [run([1.0] * 5, True), run([0.0] * 5, True)], "untimed": [run([1.0] * 5, False)]}
+    *_, timed, untimed = milestones("avoid", "success", found)
+    assert timed == "| timed | 10 / 10 | 50 / – | 5.0 / – | 50 / – | 5.0 / – |"
+    assert untimed == "| untimed | 10 | 50 |  | 50 |  |"
+    assert not list(milestones("unknown", "success", found))

@@ -56,7 +56,7 @@ def write_dataset(
         valid_fraction: Share of the episodes listed as validation set; robomimic's format only.
 
     Raises:
-        ConfigError: If there is no such format, or it has no list of episodes for validation.
+        ConfigError: If there is no such format, or it has no list of episodes for validation, or no images.
         DatasetError: If the format cannot hold the dataset.
     """
     chosen = format_to_write(path, format)
@@ -65,4 +65,8 @@ def write_dataset(
         return
     if valid_fraction:
         raise ConfigError(f"valid_fraction needs format=robomimic; got format={chosen}, which has no masks.")
+    if dataset.images:
+        raise ConfigError(
+            f"images of the cameras {', '.join(dataset.images)} need format=robomimic; got format={chosen}."
+        )
     WRITERS[chosen](path, dataset, env)

@@ -78,9 +78,7 @@ def test_a_window_has_the_images_of_its_observations(pad_end: bool) -> None:
         for j in range(3):
             same = (data.observations == batch.obs[w, j]).all(dim=1)  # observations tell their frame
             frame = int(same.nonzero().item())
-            np.testing.assert_array_equal(
-                batch.images["front"][w, j], data.images["front"].store.pixels[frame]
-            )
+            np.testing.assert_array_equal(batch.images["front"][w, j], all_of(data.images["front"])[frame])
     assert data.windows(chunk, pad_end).gather(torch.arange(2)).images == {}
 
 
@@ -94,9 +92,7 @@ def test_what_nobody_looks_at_is_not_read(tmp_path: Path) -> None:
     assert len(blind.windows(ChunkSpec(3, horizon=2, act_steps=1))) == sum(LENGTHS)
     with pytest.raises(DatasetError, match="no such file"):
         data.with_cameras(["front"])
-    with pytest.raises(
-        DatasetError, match=r"images of the cameras \['top'\]; there are some of \['front', 'wr"
-    ):
+    with pytest.raises(DatasetError, match=r"cameras \['top'\]; there are some of \['front', 'wrist'\]"):
         data.with_cameras(["top"])
 
 
@@ -109,14 +105,10 @@ def test_one_pixel_changes_the_digest() -> None:
 
 def test_images_that_do_not_fit_are_refused() -> None:
     data = filmed()
-    with pytest.raises(
-        DatasetError, match=r"camera 'front' must have shape \(10, H, W, 3\); got \(9, 6, 7, 3\)"
-    ):
+    keys = ("observations", "actions", "rewards", "terminated", "truncated")
+    with pytest.raises(DatasetError, match=r"'front' must have shape \(10, H, W, 3\); got \(9, 6, 7, 3\)"):
         EpisodeDataset.from_arrays(
-            *(
-                getattr(data, key)
-                for key in ("observations", "actions", "rewards", "terminated", "truncated")
-            ),
+            *(getattr(data, key) for key in keys),
             data.episode_start,
             images={"front": np.zeros((9, *SHAPE), np.uint8)},
         )

@@ -1,0 +1,202 @@
+"""Pictures as observations: of the moments of the history, the same for every width, harmless to the task."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from drawing import require_drawing
+
+from envs.collect import collect
+from envs.datasets import Episode, read_dataset, write_robomimic
+from envs.evaluation import evaluate
+from envs.make import env
+from envs.pixels import seen_by
+from envs.spec import EnvConfig
+from envs.vector import ChunkVector
+from policies.backbones.mlp import MlpConfig
+from policies.encoders.vit import VitEncoderConfig
+from policies.errors import CapabilityError, ConfigError
+from policies.policy import Policy, PolicyConfig, build_policy
+
+SIZE = (24, 32)
+
+
+@pytest.fixture(autouse=True)
+def _needs_drawing() -> None:
+    require_drawing()
+
+
+def task(*cameras: str, **options: object) -> EnvConfig:
+    return env("avoid", cameras=cameras or ("top",), image_size=SIZE, **options)
+
+
+def chunks(num: int, num_envs: int = 1, steps: int = 3) -> np.ndarray:
+    up = np.random.default_rng(0).uniform(-0.3, 0.3, (num, num_envs, steps, 2))
+    return up + np.array([0.0, 0.6])
+
+
+def looking(*cameras: str, obs_steps: int = 2, size: tuple[int, int] = SIZE) -> Policy:
+    """A small policy whose actions depend on what it sees."""
+    unit = {
+        name: {"min": -torch.ones(dim), "max": torch.ones(dim)} for name, dim in (("state", 4), ("action", 2))
+    }
+    config = PolicyConfig(
+        encoder=VitEncoderConfig(width=8, heads=2, features=5),
+        backbone=MlpConfig(width=13, time_dim=6),
+        obs_steps=obs_steps,
+    )
+    images = {camera: (*size, 3) for camera in cameras or ("top",)}
+    return build_policy(config, obs_dim=4, action_dim=2, statistics=unit, images=images, seed=1)
+
+
+def test_the_history_shows_the_moments_of_the_state_history() -> None:
+    """Chunks with a history of three see what single steps show one by one."""
+    deep, flat = task().make_vector(1, obs_steps=3), task().make_vector(1)
+    deep.reset([5])
+    flat.reset([5])
+    shown = [flat.images()["top"][0, 0]] * 3
+    np.testing.assert_array_equal(deep.images()["top"][0], shown)
+    for chunk in chunks(2, steps=2):
+        deep.step_chunk(chunk)
+        for j in range(2):
+            flat.step_chunk(chunk[:, j : j + 1])
+            shown.append(flat.images()["top"][0, 0])
+        np.testing.assert_array_equal(deep.images()["top"][0], shown[-3:])
+    assert len({picture.tobytes() for picture in shown}) == 5
+    deep.close()
+    flat.close()
+
+
+def test_a_chunk_that_ends_an_episode_shows_its_end() -> None:
+    vector, single = task().make_vector(1, obs_steps=2), task().make_vector(1)
+    into_the_wall = np.tile(np.array([-1.0, 0.0]), (1, 40, 1))
+    vector.reset([0])
+    single.reset([0])
+    end = vector.step_chunk(into_the_wall)
+    assert end.terminated[0] and end.length[0] < 40
+    for j in range(int(end.length[0])):
+        before = single.images()["top"][0, 0]
+        single.step_chunk(into_the_wall[:, j : j + 1])
+    np.testing.assert_array_equal(vector.images()["top"][0], [before, single.images()["top"][0, 0]])
+    vector.close()
+    single.close()
+
+
+def test_rows_and_cameras_are_kept_apart() -> None:
+    vector, one = task("top", "tilted").make_vector(3), task("tilted").make_vector(1)
+    vector.reset([1, 2, 3])
+    one.reset([3])
+    images = vector.images([2, 0])
+    assert list(images) == ["top", "tilted"] and images["top"].shape == (2, 1, *SIZE, 3)
+    np.testing.assert_array_equal(images["tilted"][0], one.images()["tilted"][0])
+    assert not np.array_equal(images["top"][0], images["top"][1])
+    assert not np.array_equal(images["top"], images["tilted"])
+    vector.close()
+    one.close()
+
+
+def test_a_saved_vector_goes_on_with_its_pictures() -> None:
+    vector, other = task().make_vector(2, obs_steps=2), task().make_vector(2, obs_steps=2)
+    vector.reset([1, 2])
+    first, second = chunks(2, num_envs=2)
+    vector.step_chunk(first)
+    other.load_state_dict(pickle.loads(pickle.dumps(vector.state_dict())))
+    for _ in range(2):
+        np.testing.assert_array_equal(other.images()["top"], vector.images()["top"])
+        vector.step_chunk(second)
+        other.step_chunk(second)
+    vector.close()
+    other.close()
+
+
+def test_cubes_look_as_in_the_visual_worlds_of_ogbench(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ogbench", reason="needs the extra 'ogbench'")
+    import gymnasium
+
+    config = env("cube-double", task=2, cameras=("front_pixels",), image_size=(64, 64))
+    vector = config.make_vector(1)
+    vector.reset([5])
+    mine = vector.images()["front_pixels"][0, 0]
+    vector.close()
+    theirs = gymnasium.make("visual-cube-double-singletask-task2-v0")
+    try:
+        expected, _ = theirs.reset(seed=5)
+    except Exception as error:  # its renderer is chosen when MuJoCo is imported
+        pytest.skip(f"OGBench's own renderer does not work here: {error!r}")
+    theirs.close()
+    np.testing.assert_array_equal(mine, expected)
+
+
+def test_demonstrations_are_recorded_with_what_was_seen(tmp_path: Path) -> None:
+    data = collect(task(), episodes=2, first_seed=7)
+    blind = collect(env("avoid"), episodes=2, first_seed=7)
+    assert torch.equal(data.observations, blind.observations) and torch.equal(data.actions, blind.actions)
+    write_robomimic(tmp_path / "demo.hdf5", data, task())
+    assert read_dataset(tmp_path / "demo.hdf5").digest() == data.digest() != blind.digest()
+    vector = task().make_vector(1)
+    vector.reset([7])
+    shown = data.images["top"][torch.arange(4)].numpy()
+    for t in range(4):
+        np.testing.assert_array_equal(vector.images()["top"][0, 0], shown[t])
+        vector.step_chunk(data.actions[t].numpy()[None, None])
+    vector.close()
+
+
+def test_an_expert_of_another_world_cannot_be_photographed() -> None:
+    class Elsewhere:
+        spec = env("avoid").spec
+        cameras = ("top",)
+
+        def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
+            vector = task().make_vector(num_envs, obs_steps=obs_steps)
+            assert isinstance(vector, ChunkVector)
+            return vector
+
+        def demonstrate(self, seed: int) -> Episode:
+            return Episode(np.zeros((3, 4)), np.zeros((2, 2)), np.zeros(2), False, True, True, seed)
+
+    with pytest.raises(CapabilityError, match=r"expert of avoid cannot be photographed.*seed 3, step 0"):
+        collect(Elsewhere(), episodes=1, first_seed=3)
+
+
+def test_an_evaluation_of_a_policy_that_looks_does_not_depend_on_the_width() -> None:
+    policy, short = looking(), env("avoid", max_episode_steps=8)
+    expected = evaluate(policy, short, episodes=3, num_envs=1)
+    assert expected.protocol["images"] == {"cameras": {"top": [*SIZE, 3]}, "shadows": False}
+    for num_envs, num_workers in ((3, 0), (2, 1)):
+        got = evaluate(policy, short, episodes=3, num_envs=num_envs, num_workers=num_workers)
+        assert got == expected and got.protocol_hash == expected.protocol_hash
+    other = evaluate(looking("tilted"), short, episodes=3)
+    assert [row.return_ for row in other.rows] == [row.return_ for row in expected.rows] or other != expected
+    assert other.protocol["env"] == expected.protocol["env"]  # one task, so that policies compare
+
+
+def test_a_task_has_to_show_what_the_policy_was_trained_on() -> None:
+    policy = looking()
+    assert seen_by(env("avoid"), policy.images) == task()
+    assert seen_by(task("tilted", "top"), policy.images) == task()
+    assert seen_by(task(), {}) == env("avoid", image_size=SIZE)
+    with pytest.raises(ConfigError, match=r"looks through the cameras top; env.cameras has tilted"):
+        evaluate(policy, task("tilted"), episodes=1)
+    with pytest.raises(ConfigError, match=r"24 x 32 pixels from camera 'top'; env.image_size is \[96, 96\]"):
+        evaluate(policy, env("avoid", cameras=("top",)), episodes=1)
+    with pytest.raises(ConfigError, match=r"env.cameras must be among top, tilted, free; got front"):
+        task("front").make_vector(1)
+    with pytest.raises(CapabilityError, match="cannot be drawn"):
+        seen_by(object(), policy.images)
+
+
+@pytest.mark.parametrize("options", [{"image_size": (8,)}, {"image_size": (0, 8)}])
+def test_a_size_is_height_and_width(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match=r"env.image_size must be height and width"):
+        env("avoid", **options)
+
+
+def test_a_camera_is_named_once_and_is_no_state() -> None:
+    for cameras in (("top", "top"), ("state",)):
+        with pytest.raises(ConfigError, match=r"env.cameras must be distinct, and none of state"):
+            env("avoid", cameras=cameras)

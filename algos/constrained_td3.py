@@ -56,9 +56,9 @@ class Actor:
         self.policy, self.limit = policy, limit
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
-        """Return the noise that n actions start from; (n, 0) where there is none."""
+        """Return the noise that n actions start from; zeros where it has no influence."""
         if not self.policy.noise_sensitive:
-            return torch.zeros(n, 0, device=self.policy.device)
+            return torch.zeros(n, *self.policy.noise_shape, device=self.policy.device)
         return self.policy.sample_noise(n, generator=generator)
 
     def __call__(self, cond: Tensor, noise: Tensor, *, grad: bool = True) -> Tensor:

@@ -20,12 +20,14 @@ from algos.base import Metrics, Setup
 from algos.continuity import digest_of, require_unchanged
 from algos.plain import capture_generator, restore_generator
 from algos.transitions import Batch, Rewarding, TransitionTable, box_of, clipped_actions, tabulate
+from algos.validation import matching_of
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
 from policies.backbones.mlp import MlpConfig
 from policies.deterministic import DeterministicProcess
 from policies.errors import ConfigError
 from policies.policy import Policy, PolicyConfig, build_policy
+from policies.protocols import TE, Cond
 from policies.registry import name_of
 from policies.seeds import derive_seed, seeded_generator
 from policies.threads import torch_threads
@@ -106,7 +108,7 @@ class OfflineConfig:
 
     def actor_config(self) -> PolicyConfig:
         """Return what a new actor is made of."""
-        return _plain_actor(DeterministicProcess(), self.hidden_dims)
+        return plain_actor(DeterministicProcess(), self.hidden_dims)
 
     def build(self, setup: Setup) -> OfflineRun:
         """Check the setup and return the algorithm, ready to advance.
@@ -153,7 +155,7 @@ class OfflineConfig:
         """Return what learns; torch's global generator is seeded for its initial weights."""
 
 
-def _plain_actor(process: Any, hidden_dims: tuple[int, ...]) -> PolicyConfig:
+def plain_actor(process: Any, hidden_dims: tuple[int, ...]) -> PolicyConfig:
     """Return a policy of single actions on standardised states."""
     return PolicyConfig(
         process=process,
@@ -251,6 +253,33 @@ class OfflineRun:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+class ChunkLoss:
+    """The matching loss of a policy at recorded chunks of a batch.
+
+    Args:
+        policy: In training.
+
+    Raises:
+        CapabilityError: If the policy has no matching loss.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._shape, self._matching = policy.chunk.shape, matching_of(policy)
+
+    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the random numbers of n rows, by names that begin with `te/`."""
+        te = self._matching.sample_te(n, generator=generator)
+        level = {} if te.level is None else {"te/level": te.level}
+        return {"te/t": te.t, "te/eps": te.eps, **level, **{f"te/more/{k}": v for k, v in te.more.items()}}
+
+    def __call__(self, batch: Batch, draws: Mapping[str, Tensor]) -> Tensor:
+        """Return the loss (B, Th) of every row of the chunks."""
+        more = {k.removeprefix("te/more/"): v for k, v in draws.items() if k.startswith("te/more/")}
+        te = TE(draws["te/t"], draws["te/eps"], draws.get("te/level"), more)
+        chunk = batch.plan.view(-1, *self._shape)
+        return self._matching.matching_loss(Cond(batch.cond), chunk, te, reduce="step")
 
 
 class Means:

@@ -20,12 +20,11 @@ from algos.constrained_td3 import (
     Quantities,
     Regulariser,
 )
+from algos.offline import ChunkLoss
 from algos.transitions import Batch, TransitionTable
-from algos.validation import matching_of
+from algos.validation import masked_mean
 from policies.ensembles import Ensemble
-from policies.errors import CapabilityError
 from policies.policy import Policy
-from policies.protocols import TE, Cond
 from policies.registry import register
 
 
@@ -43,34 +42,21 @@ class OwnLikelihood(Regulariser):
     """The matching loss of a policy that samples, at the recorded chunks.
 
     Raises:
-        CapabilityError: If the policy has no matching loss, or predicts more rows than it executes.
+        CapabilityError: If the policy has no matching loss.
     """
 
     def __init__(self, policy: Policy) -> None:
-        chunk = policy.chunk
-        if chunk.act_steps != chunk.horizon:
-            raise CapabilityError(
-                f"algo=td3_bc clones whole chunks and needs a policy that executes all it predicts; got "
-                f"horizon {chunk.horizon} and act_steps {chunk.act_steps}. Use algo=prdc, or "
-                "clone another policy."
-            )
-        self._policy, self._matching = policy, matching_of(policy)
+        self._cloning = ChunkLoss(policy)
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Draw times and noise."""
-        te = self._matching.sample_te(n, generator=generator)
-        if te.more:
-            raise CapabilityError("algo=td3_bc needs a process without further draws: diffusion or flow.")
-        level = {} if te.level is None else {"matching_level": te.level}
-        return {"matching_t": te.t, "matching_eps": te.eps, **level}
+        return self._cloning.draw(n, generator)
 
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
         """See `Regulariser`."""
-        te = TE(draws["matching_t"], draws["matching_eps"], draws.get("matching_level"))
-        chunk = batch.action.view(-1, *self._policy.chunk.shape)
-        return self._matching.matching_loss(Cond(batch.cond), chunk, te, reduce="mean"), {}
+        return masked_mean(self._cloning(batch, draws), batch.real), {}
 
 
 @register("algo", "td3_bc")

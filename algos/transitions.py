@@ -33,7 +33,8 @@ class Batch:
 
     Shapes:
         cond, next_cond: (B, C). action, next_action: (B, A). reward, discount: (B,). has_next: (B,), 1 where
-        `next_action` was recorded. row: (B,) int64, which transitions these are.
+        `next_action` was recorded. plan: (B, Th Da), the whole window that `action` is the executed part of.
+        real: (B, Th), 1 where the plan was recorded. row: (B,) int64, which transitions these are.
     """
 
     cond: Tensor
@@ -43,6 +44,8 @@ class Batch:
     discount: Tensor
     next_action: Tensor
     has_next: Tensor
+    plan: Tensor
+    real: Tensor
     row: Tensor
 
     def __len__(self) -> int:
@@ -54,8 +57,15 @@ class TransitionTable:
     """All transitions, one row each, on one device.
 
     Args:
-        cond: (M, C). action: (M, A). reward: (M,). next_cond: (M, C). discount: (M,). next_action: (M, A).
+        cond: (M, C).
+        action: (M, A).
+        reward: (M,).
+        next_cond: (M, C).
+        discount: (M,).
+        next_action: (M, A); None: nobody asks for it.
         has_next: (M,).
+        plan: (M, Th Da).
+        real: (M, Th).
     """
 
     def __init__(
@@ -68,12 +78,14 @@ class TransitionTable:
         discount: Tensor,
         next_action: Tensor | None = None,
         has_next: Tensor | None = None,
+        plan: Tensor | None = None,
+        real: Tensor | None = None,
     ) -> None:
-        m = len(reward)
-        next_action = action.new_zeros(m, 0) if next_action is None else next_action
-        has_next = reward.new_zeros(m) if has_next is None else has_next
+        none = action.new_zeros(len(reward), 0)
+        has_next = torch.zeros_like(reward) if has_next is None else has_next
         single = (reward[:, None], discount[:, None], has_next[:, None])
-        parts = (cond, action, next_cond, next_action, *single)
+        rest = (none if part is None else part for part in (next_action, plan, real))
+        parts = (cond, action, next_cond, *single, *rest)
         self._widths = [part.shape[1] for part in parts]
         self._rows = torch.cat(parts, dim=1)
 
@@ -99,10 +111,9 @@ class TransitionTable:
     def gather(self, row: Tensor) -> Batch:
         """Return transitions (B,)."""
         parts = self._split(self._rows.index_select(0, row))
-        cond, action, next_cond, next_action, reward, discount, has_next = parts
-        single = (part.squeeze(1) for part in (reward, discount, has_next))
-        reward, discount, has_next = single
-        return Batch(cond, action, reward, next_cond, discount, next_action, has_next, row)
+        cond, action, next_cond, *single, next_action, plan, real = parts
+        reward, discount, has_next = (part.squeeze(1) for part in single)
+        return Batch(cond, action, reward, next_cond, discount, next_action, has_next, plan, real, row)
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
         return rows.split(self._widths, dim=1)
@@ -147,6 +158,7 @@ def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> T
     discount = rewarding.gamma ** stretch.length.double() * ~stretch.over
     actions = policy.normalize_action(dataset.actions)
     following, has_next = _following(dataset, stretch)
+    planned, real = _planned(dataset, stretch, policy)
     return TransitionTable(
         cond=_encode(policy, dataset, stretch.start),
         action=actions[stretch.frames].flatten(1),
@@ -155,6 +167,8 @@ def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> T
         discount=discount.float(),
         next_action=actions[following].flatten(1),
         has_next=has_next.float(),
+        plan=actions[planned].flatten(1),
+        real=real.float(),
     )
 
 
@@ -205,6 +219,17 @@ def _following(dataset: EpisodeDataset, stretch: _Stretches) -> tuple[Tensor, Te
     offset = torch.arange(stretch.frames.shape[1], device=end.device)
     frames = torch.minimum(stretch.last[:, None] + 1 + offset, end[:, None])
     return frames, (stretch.last < end) & ~stretch.over
+
+
+def _planned(dataset: EpisodeDataset, stretch: _Stretches, policy: Policy) -> tuple[Tensor, Tensor]:
+    """Return the frames (M, Th) of the windows around executed chunks, and which were recorded (M, Th)."""
+    chunk, episode = policy.chunk, dataset.episode_start[:-1].repeat_interleave(dataset.lengths)
+    first, end = episode[stretch.start], _episode_end(dataset)[stretch.start]
+    end = torch.where(stretch.over, stretch.last, end)
+    offset = torch.arange(chunk.horizon, device=end.device) - chunk.action_start
+    wanted = stretch.start[:, None] + offset
+    inside = torch.minimum(torch.maximum(wanted, first[:, None]), end[:, None])
+    return inside, inside == wanted
 
 
 def _encode(policy: Policy, dataset: EpisodeDataset, newest: Tensor, *, successor: bool = False) -> Tensor:

@@ -109,6 +109,7 @@ def train(config: TrainConfig, job: Job) -> Outcome:
     """Train, or continue the run that `config.resume` names."""
     if config.resume is None:
         _refuse_a_new_policy_beside_init(config, job.overrides)
+        _refuse_a_new_policy_where_algo_makes_it(config, job.overrides)
         check_folder_to_write(job.directory, "hydra.run.dir")
         config = _with_lasting_paths(config)
         return _train(config, lambda: RunDirectory.create_at(job.directory, describe(config), job.overrides))
@@ -143,16 +144,35 @@ def _refuse_a_new_policy_beside_init(config: TrainConfig, overrides: Sequence[st
     Raises:
         ConfigError: If anything was.
     """
-    if config.init is None:
-        return
-    parser = OverridesParser.create()
-    keys = [str(parser.parse_override(text).key_or_group) for text in overrides]
-    typed = [key for key in keys if key.partition(".")[0] in (*PARTS, "policy")]
+    typed = [] if config.init is None else _typed_about_a_policy(overrides)
     if typed:
         raise ConfigError(
             f"init={config.init} is a whole policy, so {', '.join(typed)} would have no effect. Leave "
             f"{'it' if len(typed) == 1 else 'them'} out, or train a new policy without init."
         )
+
+
+def _refuse_a_new_policy_where_algo_makes_it(config: TrainConfig, overrides: Sequence[str]) -> None:
+    """Refuse what was typed about a new policy where the algorithm decides what that is.
+
+    Raises:
+        ConfigError: If anything was.
+    """
+    if config.init is not None or not getattr(config.algo, "makes_policy", False):
+        return
+    if typed := _typed_about_a_policy(overrides):
+        algo = registry.name_of("algo", config.algo)
+        raise ConfigError(
+            f"algo={algo} makes its own actor (see algo.hidden_dims), so {', '.join(typed)} would have no "
+            "effect. Leave it out; or clone a policy of that kind with algo=bc and give it as init."
+        )
+
+
+def _typed_about_a_policy(overrides: Sequence[str]) -> list[str]:
+    """Return the keys among overrides that say what a new policy is."""
+    parser = OverridesParser.create()
+    keys = [str(parser.parse_override(text).key_or_group) for text in overrides]
+    return [key for key in keys if key.partition(".")[0] in (*PARTS, "policy")]
 
 
 def _say_what_init_replaces(config: TrainConfig, init: Policy) -> None:

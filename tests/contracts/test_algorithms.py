@@ -55,6 +55,10 @@ SMALL: dict[str, Any] = {
     "batch_size": 8,
     "buffer_size": 64,
     "width": 8,
+    "hidden_dims": (8,),
+    "critic_dims": (8,),
+    "value_dims": (8,),
+    "vae_width": 8,
 }
 """Sizes given to every configuration that has a field of this name."""
 

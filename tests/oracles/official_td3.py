@@ -166,6 +166,6 @@ def batch_of(step: Arrays, discount: float) -> Batch:
     return Batch(
         cond=step["state"], action=action, reward=step["reward"].squeeze(1), next_cond=step["next_state"],
         discount=(discount * step["not_done"]).squeeze(1), next_action=torch.zeros(len(action), 0),
-        has_next=torch.zeros(len(action)),
+        has_next=torch.zeros(len(action)), plan=action, real=torch.ones(len(action), 1),
         row=step.get("batch_indices", torch.arange(len(action))).long().flatten(),
     )  # fmt: skip

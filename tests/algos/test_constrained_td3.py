@@ -1,0 +1,209 @@
+"""The offline core: what moves when, what gradients reach, and that it improves on what recorded the data."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from point_env import PointEnv
+from torch import Tensor
+
+from algos.a2pr import A2prConfig
+from algos.base import Setup
+from algos.constrained_td3 import Actor, ConstrainedTd3Config, Td3Learner
+from algos.iql import IqlConfig, expectile_loss
+from algos.offline import OfflineRun
+from algos.prdc import PrdcConfig
+from algos.rebrac import RebracConfig
+from algos.td3_bc import Td3BcConfig
+from envs.datasets.episodes import EpisodeDataset
+from policies.backbones.mlp import MlpConfig
+from policies.ensembles import EnsembleConfig, aggregate
+from policies.errors import CheckpointError, ConfigError
+from policies.policy import Policy, PolicyConfig, build_policy
+from policies.processes.flow import RectifiedFlow
+from policies.samplers import Euler
+
+SIZES: dict[str, Any] = {
+    "hidden_dims": (32, 32),
+    "critic_dims": (32, 32),
+    "batch_size": 64,
+    "block_steps": 50,
+}
+CONSTRAINED: list[type[ConstrainedTd3Config]] = [Td3BcConfig, PrdcConfig, A2prConfig, RebracConfig]
+
+
+def bandit(n: int = 512, seed: int = 0) -> EpisodeDataset:
+    """Return episodes of one step: best is the action that equals the state, data are noisy."""
+    generator = torch.Generator().manual_seed(seed)
+    state = torch.rand(n, 2, generator=generator) - 0.5
+    action = (state + 0.4 * torch.randn(n, 2, generator=generator)).clamp(-1, 1)
+    over = torch.ones(n, dtype=torch.bool)
+    return EpisodeDataset(
+        observations=state, actions=action, rewards=-(action - state).square().sum(1), terminated=over,
+        truncated=~over, episode_start=torch.arange(n + 1), meta={"source": "bandit"},
+    )  # fmt: skip
+
+
+def run_of(config: Any, **changes: Any) -> OfflineRun:
+    return config.build(Setup(dataset=bandit(), seed=1, **changes))
+
+
+def regret(policy: Policy) -> float:
+    """Return the mean squared distance of actions from the best ones."""
+    state = torch.rand(256, 1, 2, generator=torch.Generator().manual_seed(9)) - 0.5
+    action = policy.act(state, generator=torch.Generator().manual_seed(2))[:, 0]
+    return float((action - state[:, 0]).square().sum(1).mean())
+
+
+def flow(seed: int = 0) -> Policy:
+    """Return a small flow that acts in single steps."""
+    one = torch.ones(2)
+    limits = {"min": -one, "max": one, "mean": 0 * one, "std": one}
+    return build_policy(
+        PolicyConfig(
+            process=RectifiedFlow(), backbone=MlpConfig(width=32), sampler=Euler(steps=4), horizon=1,
+            act_steps=1,
+        ),
+        obs_dim=2, action_dim=2, statistics={"state": limits, "action": limits}, seed=seed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", CONSTRAINED, ids=lambda c: c.__name__)
+def test_the_actor_and_the_targets_move_on_every_second_step(config: Any) -> None:
+    run = run_of(config(steps=8, **SIZES))
+    learner = run.learner
+    assert isinstance(learner, Td3Learner)
+    parts = {
+        "actor": learner.policy, "critic": learner.critic,
+        "target actor": learner.target_actor.policy, "target critic": learner.target_critic,
+    }  # fmt: skip
+    for step in range(1, 5):
+        before = {name: weights(part) for name, part in parts.items()}
+        run._step()
+        moved = {name for name, part in parts.items() if not torch.equal(weights(part), before[name])}
+        assert moved == (set(parts) if step % 2 == 0 else {"critic"})
+
+
+def weights(module: torch.nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+
+def test_the_actor_step_leaves_no_gradient_in_the_critic() -> None:
+    run = run_of(Td3BcConfig(steps=4, **SIZES))
+    learner = run.learner
+    assert isinstance(learner, Td3Learner)
+    batch = run.table.gather(torch.arange(16))
+    action = learner.actor(batch.cond, learner.actor.draw(16, torch.Generator()))
+    learner.actor_value(batch, action).mean().backward()
+    assert all(p.grad is None for p in learner.critic.parameters())
+    assert all(p.grad is not None for p in learner.policy.parameters())
+
+
+@pytest.mark.parametrize("members", [1, 2, 5])
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_an_ensemble_is_its_members(members: int, layer_norm: bool) -> None:
+    torch.manual_seed(0)
+    net = EnsembleConfig(
+        members=members, hidden_dims=(16, 8), activation="tanh", layer_norm=layer_norm
+    ).build(3, 2)
+    cond, action = torch.randn(7, 3), torch.randn(7, 2)
+    values = net(cond, action)
+    for e in range(members):
+        h = torch.cat([cond, action], 1)
+        for i, layer in enumerate(net.layers_of(e)):
+            h = torch.nn.functional.linear(h, layer["weight"], layer["bias"])
+            if i < 2:
+                if layer_norm:
+                    h = torch.nn.functional.layer_norm(h, h.shape[-1:], layer["scale"], layer["shift"])
+                h = h.tanh()
+        torch.testing.assert_close(values[e], h.squeeze(1))
+    torch.testing.assert_close(net(cond, action, members=1)[0], values[0])
+    torch.testing.assert_close(net(cond, action, frozen=True), values)
+    twin = copy.deepcopy(net)
+    twin.load_members([net.layers_of(e) for e in reversed(range(members))])
+    torch.testing.assert_close(twin(cond, action).flip(0), values)
+
+
+def test_aggregates() -> None:
+    values = torch.tensor([[1.0, 4.0], [2.0, 3.0], [6.0, -1.0]])
+    assert aggregate(values, "min").tolist() == [1.0, -1.0]
+    assert aggregate(values, "mean").tolist() == [3.0, 2.0]
+    assert aggregate(values, "subset_min", subset=torch.tensor([1, 2])).tolist() == [2.0, -1.0]
+    expected = values.mean(0) - 0.5 * values.std(0, correction=0)
+    torch.testing.assert_close(aggregate(values, "mean_std"), expected)
+    with pytest.raises(ConfigError, match="subset"):
+        aggregate(values, "subset_min")
+
+
+def test_the_expectile_of_numbers_is_where_their_loss_is_least() -> None:
+    numbers = torch.linspace(0, 1, 1001)
+    best = min(torch.linspace(0, 1, 401).tolist(), key=lambda v: float(expectile_loss(numbers - v, 0.9)))
+    # the 0.9-expectile of the uniform density solves 0.9 (1 - v)^2 = 0.1 v^2
+    assert best == pytest.approx(3 / 4, abs=5e-3)
+
+
+@pytest.mark.parametrize("config", [*CONSTRAINED, IqlConfig], ids=lambda c: c.__name__)
+def test_a_new_actor_becomes_better_than_the_data(config: Any) -> None:
+    """The data are 0.32 away from the best action on average, and imitating them perfectly is not better."""
+    sizes = SIZES | {"actor_lr": 1e-3, "critic_lr": 1e-3}
+    extra = {"alpha": 10.0} if issubclass(config, ConstrainedTd3Config) else {"temperature": 10.0}
+    run = run_of(config(steps=1500, **sizes, **extra))
+    while run.progress < run.total:
+        run.advance()
+    noise = bandit().actions - bandit().observations
+    assert regret(run.snapshot()) < 0.25 * float(noise.square().sum(1).mean())
+
+
+@pytest.mark.parametrize("config", [PrdcConfig, Td3BcConfig, A2prConfig], ids=lambda c: c.__name__)
+def test_a_flow_becomes_better_by_gradients_through_its_sampler(config: Any) -> None:
+    sizes = SIZES | {"actor_lr": 1e-3, "critic_lr": 1e-3, "alpha": 10.0}
+    run = run_of(config(steps=1500, **sizes), init=flow())
+    before = regret(run.snapshot())
+    while run.progress < run.total:
+        run.advance()
+    assert regret(run.snapshot()) < min(0.5 * before, 0.25)
+
+
+def test_a_single_flow_action_has_the_gradient_of_its_finite_difference() -> None:
+    policy = flow().double()
+    actor, cond = Actor(policy), torch.zeros(1, 2, dtype=torch.float64)
+    noise = policy.sample_noise(1, generator=torch.Generator().manual_seed(0))
+    weight = next(p for p in policy.field.parameters() if p.dim() == 2)
+    (grad,) = torch.autograd.grad(actor(cond, noise).sum(), weight)
+    with torch.no_grad():
+        weight[0, 0] += 1e-6
+        high = actor(cond, noise).sum()
+        weight[0, 0] -= 2e-6
+        low = actor(cond, noise).sum()
+    assert float((high - low) / 2e-6) == pytest.approx(float(grad[0, 0]), rel=1e-4, abs=1e-8)
+
+
+def test_a_run_on_other_data_or_of_another_length_is_not_continued() -> None:
+    state = run_of(Td3BcConfig(steps=8, **SIZES)).state_dict()
+    with pytest.raises(CheckpointError, match="length"):
+        run_of(Td3BcConfig(steps=9, **SIZES)).load_state_dict(state)
+    other = Td3BcConfig(steps=8, **SIZES).build(Setup(dataset=bandit(seed=3), seed=1))
+    with pytest.raises(CheckpointError, match="dataset"):
+        other.load_state_dict(state)
+
+
+def test_a_new_actor_acts_in_the_box_of_the_task() -> None:
+    run = run_of(Td3BcConfig(steps=1, **SIZES), env=PointEnv())
+    spec = PointEnv().spec
+    action = run.snapshot().act(100 * torch.randn(64, 1, 2, generator=torch.Generator().manual_seed(0)))
+    for side in (spec.action_low, spec.action_high):
+        bound = torch.tensor(side)
+        assert torch.isclose(action[:, 0], bound, atol=0.5 * float(bound.abs().max())).any()
+    assert (action >= torch.tensor(spec.action_low) - 1e-6).all()
+    assert (action <= torch.tensor(spec.action_high) + 1e-6).all()
+
+
+def test_cloning_is_the_limit_without_a_value() -> None:
+    run = run_of(Td3BcConfig(steps=600, alpha=0.0, **SIZES))
+    while run.progress < run.total:
+        metrics = run.advance()
+    assert float(metrics["actor/value_loss"]) == 0.0
+    assert regret(run.snapshot()) < 0.05  # the mean of the data is the state

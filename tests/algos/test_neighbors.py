@@ -1,0 +1,123 @@
+"""Exact neighbour search: every way finds what comparing all distances finds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from algos.neighbors import BruteSearch, ListSearch, Search, TreeSearch, build_search, list_bytes
+from policies.errors import ConfigError
+
+
+def table(m: int, seed: int, *, copies: int = 0, spread: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return states (m, 3) and actions (m, 2), the first repeated `copies` times with other actions."""
+    generator = torch.Generator().manual_seed(seed)
+    state, action = (
+        torch.randn(m, 3, generator=generator) * spread,
+        torch.rand(m, 2, generator=generator) * 2 - 1,
+    )
+    if copies:
+        state[-copies:] = state[0]
+    return state, action
+
+
+def costs(state: Tensor, action: Tensor, row: Tensor, query: Tensor, beta: float) -> Tensor:
+    """Return all squared distances (B, M) in float64."""
+    s, a = state.double(), action.double()
+    near = (s[row][:, None] - s).square().sum(2) * beta**2
+    return near + (query.double()[:, None] - a).square().sum(2)
+
+
+def assert_exact(
+    search: Search, state: Tensor, action: Tensor, row: Tensor, query: Tensor, beta: float
+) -> None:
+    found = search.nearest(row, state[row], query).row
+    all_costs = costs(state, action, row, query, beta)
+    chosen = all_costs.gather(1, found[:, None]).squeeze(1)
+    torch.testing.assert_close(chosen, all_costs.amin(1), rtol=1e-5, atol=1e-6)
+
+
+@given(
+    m=st.integers(2, 120), seed=st.integers(0, 10_000), copies=st.integers(0, 40), length=st.integers(2, 40),
+    beta=st.sampled_from([0.1, 1.0, 2.0, 7.5]), noise=st.sampled_from([0.0, 0.1, 1.0]),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_every_way_is_exact(m: int, seed: int, copies: int, length: int, beta: float, noise: float) -> None:
+    state, action = table(m, seed, copies=min(copies, m - 1))
+    generator = torch.Generator().manual_seed(seed + 1)
+    row = torch.randint(m, (16,), generator=generator)
+    query = action[row] + noise * torch.randn(16, 2, generator=generator)
+    for search in (
+        TreeSearch(state, action, beta),
+        BruteSearch(state, action, beta),
+        ListSearch(state, action, beta, length=length),
+    ):
+        assert_exact(search, state, action, row, query, beta)
+
+
+def test_copies_of_a_state_do_not_fool_a_short_list() -> None:
+    """More copies than a list is long: its last distance is zero, and only the tree knows the best copy."""
+    state, action = table(64, 3, copies=40)
+    action[-40:] = torch.linspace(-1, 1, 40)[:, None]
+    row, query = torch.full((5,), 63), torch.linspace(-1, 1, 5)[:, None].expand(5, 2).contiguous()
+    search = ListSearch(state, action, 1.0, length=4)
+    assert_exact(search, state, action, row, query, 1.0)
+    assert not search.nearest(row, state[row], query + 0.3).certified.all()
+
+
+def test_a_certificate_is_never_wrong_and_mostly_given_near_the_data() -> None:
+    state, action = table(4000, 0, spread=2.0)
+    generator = torch.Generator().manual_seed(1)
+    row = torch.randint(4000, (512,), generator=generator)
+    query = action[row] + 0.05 * torch.randn(512, 2, generator=generator)
+    alone = ListSearch(state, action, 2.0, length=32, exact=False)
+    found = alone.nearest(row, state[row], query)
+    all_costs = costs(state, action, row, query, 2.0)
+    chosen = all_costs.gather(1, found.row[:, None]).squeeze(1)
+    certified = found.certified
+    torch.testing.assert_close(chosen[certified], all_costs.amin(1)[certified], rtol=1e-5, atol=1e-6)
+    assert certified.float().mean() > 0.9
+
+
+def test_lists_are_made_for_the_rows_that_are_asked_only() -> None:
+    state, action = table(100, 0)
+    search = ListSearch(state, action, 1.0, length=8)
+    assert search.listed == 0.0
+    search.nearest(torch.tensor([3, 3, 7]), state[[3, 3, 7]], action[[3, 3, 7]])
+    assert search.listed == pytest.approx(0.02)
+
+
+def test_brute_force_goes_over_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("algos.neighbors._TILE", 7)
+    state, action = table(50, 5)
+    row = torch.arange(50)
+    assert torch.equal(BruteSearch(state, action, 1.0).nearest(row, state, action).row, row)
+
+
+def test_the_rank_counts_neighbours_and_is_no_number_of_them() -> None:
+    state, action = table(60, 2)
+    row = torch.arange(60)
+    order = costs(state, action, row, action, 1.0).argsort(dim=1)
+    for rank in (1, 2, 5):
+        found = TreeSearch(state, action, 1.0, rank=rank).nearest(row, state, action).row
+        np.testing.assert_array_equal(found, order[:, rank - 1])
+
+
+def test_memory_is_eight_bytes_an_entry() -> None:
+    state, action = table(30, 0)
+    search = ListSearch(state, action, 1.0, length=8)
+    stored = search._near.nbytes + search._square.nbytes
+    assert stored == list_bytes(30, 8) == 30 * 8 * 8
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "message"), [("best", 1, "algo.search"), ("lists", 3, "neighbor_rank=3")]
+)
+def test_impossible_searches_are_refused(how: str, rank: int, message: str) -> None:
+    state, action = table(10, 0)
+    with pytest.raises(ConfigError, match=message):
+        build_search(how, state, action, 1.0, rank=rank)

@@ -1,0 +1,179 @@
+"""Chunk transitions against a walk through the episodes, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
+from envs.datasets.episodes import EpisodeDataset
+from policies.deterministic import DeterministicProcess
+from policies.errors import CapabilityError, DatasetError
+from policies.policy import Policy, PolicyConfig, build_policy
+
+LENGTHS, ENDS = (5, 1, 7, 3), (True, True, False, True)
+
+
+def dataset(*, successors: bool = True) -> EpisodeDataset:
+    """Return four episodes; all but the third end because the task does."""
+    generator, n = torch.Generator().manual_seed(0), sum(LENGTHS)
+    start = torch.tensor([0, *LENGTHS]).cumsum(0)
+    terminated, truncated = torch.zeros(n, dtype=torch.bool), torch.zeros(n, dtype=torch.bool)
+    for last, over in zip((start[1:] - 1).tolist(), ENDS, strict=True):
+        terminated[last], truncated[last] = over, not over
+    observations = torch.randn(n, 3, generator=generator)
+    following = torch.cat([observations[1:], torch.zeros(1, 3)])
+    following[start[1:] - 1] = torch.randn(len(LENGTHS), 3, generator=generator)
+    return EpisodeDataset(
+        observations=observations, actions=torch.rand(n, 2, generator=generator) * 2 - 1,
+        rewards=torch.randn(n, generator=generator), terminated=terminated, truncated=truncated,
+        episode_start=start, next_observations=following if successors else None, meta={"source": "walk"},
+    )  # fmt: skip
+
+
+def policy(**sizes: int) -> Policy:
+    one = torch.ones(3)
+    state = {"mean": 0.3 * one, "std": 2 * one, "min": -one, "max": one}
+    action = {"mean": 0 * one[:2], "std": one[:2], "min": -2 * one[:2], "max": 2 * one[:2]}
+    return build_policy(
+        PolicyConfig(
+            process=DeterministicProcess(), normalizer={"state": "gaussian", "action": "limits"}, **sizes
+        ),
+        obs_dim=3, action_dim=2, statistics={"state": state, "action": action},
+    )  # fmt: skip
+
+
+def walked(data: EpisodeDataset, sizes: dict[str, int], rule: Rewarding) -> list[dict[str, Tensor]]:
+    """Return what a loop over all frames says the transitions are."""
+    history, steps = sizes.get("obs_steps", 1), sizes["act_steps"]
+    rows = []
+    for first, end in zip(data.episode_start[:-1].tolist(), data.episode_start[1:].tolist(), strict=True):
+        for t in range(first, end):
+            frames = list(range(t, min(t + steps, end)))
+            last, over = frames[-1], bool(data.terminated[frames[-1]])
+            if len(frames) < steps and not over:
+                continue
+            if data.next_observations is None and last == end - 1 and not over:
+                continue
+            if data.next_observations is not None:
+                newest = data.next_observations[last]
+            else:
+                newest = data.observations[last if last == end - 1 else last + 1]
+            past = [data.observations[max(first, i)] for i in range(t - history + 1, t + 1)]
+            after = [data.observations[max(first, min(i, last))] for i in range(last - history + 2, last + 1)]
+            reward = sum(
+                rule.gamma**j * (rule.scale * float(data.rewards[f]) + rule.shift)
+                for j, f in enumerate(frames)
+            )
+            padded = frames + [last] * (steps - len(frames))
+            rows.append({
+                "state": (torch.stack(past) - 0.3).flatten() / 2,
+                "next": (torch.stack([*after, newest]) - 0.3).flatten() / 2,
+                "action": (data.actions[padded] / 2).flatten(),
+                "reward": torch.tensor(reward),
+                "discount": torch.tensor(0.0 if over else rule.gamma ** len(frames)),
+            })  # fmt: skip
+    return rows
+
+
+@pytest.mark.parametrize("successors", [True, False])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"horizon": 1, "act_steps": 1},
+        {"horizon": 4, "act_steps": 3},
+        {"horizon": 5, "act_steps": 3, "obs_steps": 2, "action_start": 1},
+    ],
+)  # fmt: skip
+def test_rows_are_those_of_a_walk(sizes: dict[str, int], successors: bool) -> None:
+    data, rule = dataset(successors=successors), Rewarding(0.9, 2.0, -0.5)
+    rows = walked(data, sizes, rule)
+    table = tabulate(data, policy(**sizes), rule)
+    assert len(table) == len(rows) > 0
+    batch = table.gather(torch.arange(len(table)))
+    for name, got in (
+        ("state", batch.cond), ("next", batch.next_cond), ("action", batch.action),
+        ("reward", batch.reward), ("discount", batch.discount),
+    ):  # fmt: skip
+        torch.testing.assert_close(
+            got, torch.stack([row[name] for row in rows]).float(), rtol=1e-5, atol=1e-6
+        )
+
+
+def test_single_steps_are_the_transitions_of_the_dataset() -> None:
+    data = dataset()
+    table, own = tabulate(data, policy(horizon=1, act_steps=1), Rewarding()), data.transitions()
+    batch = table.gather(torch.arange(len(table)))
+    torch.testing.assert_close(batch.cond, (own.observations - 0.3) / 2)
+    torch.testing.assert_close(batch.next_cond, (own.next_observations - 0.3) / 2)
+    assert torch.equal(batch.reward, own.rewards)
+    assert torch.equal(batch.discount == 0, own.terminated)
+
+
+def test_the_executed_rows_of_a_plan_are_the_action() -> None:
+    sizes = {"horizon": 6, "act_steps": 3, "obs_steps": 2, "action_start": 1}
+    table = tabulate(dataset(), policy(**sizes), Rewarding())
+    batch = table.gather(torch.arange(len(table)))
+    plan = batch.plan.view(-1, 6, 2)[:, 1:4].flatten(1)
+    torch.testing.assert_close(plan, batch.action)
+    assert batch.real[:, 1].all() and not batch.real.all()
+
+
+def test_the_next_action_is_the_one_recorded_next() -> None:
+    data = dataset()
+    table = tabulate(data, policy(horizon=1, act_steps=1), Rewarding())
+    batch = table.gather(torch.arange(len(table)))
+    last = torch.isin(torch.arange(len(table)), data.episode_start[1:] - 1)
+    assert torch.equal(batch.has_next > 0, ~last)
+    following = data.actions[torch.arange(len(table))[~last] + 1] / 2
+    torch.testing.assert_close(batch.next_action[~last], following)
+
+
+def test_values_do_not_look_beyond_a_mask() -> None:
+    data = dataset()
+    masks = torch.ones(data.num_frames)
+    masks[8] = 0
+    table = tabulate(replace(data, extras={"masks": masks}), policy(horizon=2, act_steps=2), Rewarding(0.9))
+    plain = tabulate(data, policy(horizon=2, act_steps=2), Rewarding(0.9))
+    cut = (table.gather(torch.arange(len(table))).discount == 0).sum()
+    assert cut == (plain.gather(torch.arange(len(plain))).discount == 0).sum() + 2
+
+
+def test_goals_and_recordings_without_a_stretch_are_refused() -> None:
+    one = torch.ones(3)
+    limits = {"mean": one, "std": one, "min": -one, "max": one}
+    goal = build_policy(
+        PolicyConfig(process=DeterministicProcess()), obs_dim=3, action_dim=3, goal_dim=3,
+        statistics={"state": limits, "action": limits, "goal": limits},
+    )  # fmt: skip
+    with pytest.raises(CapabilityError, match="goals"):
+        tabulate(dataset(), goal, Rewarding())
+    short = dataset().select([2])
+    with pytest.raises(DatasetError, match="no stretch of 8 frames"):
+        tabulate(short, policy(horizon=8, act_steps=8), Rewarding())
+
+
+def test_actions_outside_the_box_are_clipped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    data = dataset()
+    wild = replace(data, actions=data.actions * 2)
+    box = box_of(data, None)
+    with caplog.at_level("WARNING"):
+        inside = clipped_actions(wild, box)
+    outside = int((wild.actions.abs() > 1).sum())
+    assert f"{outside} action entries" in caplog.text and inside.actions.abs().max() <= 1
+    assert clipped_actions(data, box) is data
+    assert float(box_of(wild, None)["max"].max()) == pytest.approx(float(wild.actions.max()))
+
+
+def test_a_table_gathers_what_was_put_in() -> None:
+    m = 6
+    parts = {name: torch.randn(m, w) for name, w in (("cond", 3), ("action", 2), ("next_cond", 3))}
+    table = TransitionTable(**parts, reward=torch.arange(6.0), discount=torch.ones(6))
+    batch = table.gather(torch.tensor([4, 1]))
+    assert torch.equal(batch.cond, parts["cond"][[4, 1]]) and torch.equal(
+        batch.reward, torch.tensor([4.0, 1.0])
+    )
+    assert batch.plan.shape == (2, 0) and len(batch) == 2

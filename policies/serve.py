@@ -10,14 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from policies.errors import ExportError
-from policies.export_folder import MODEL, SIGNATURE, Surroundings
-from policies.export_graph import require_package
+from policies.checksums import sha256
+from policies.errors import BurnishError, ExportError
+from policies.export_folder import MODELS, Surroundings
+from policies.exported import ExportedPolicy
 from policies.history import Array
 from policies.policy import Policy
+from policies.runner import SIGNATURE
 from policies.strict_json import read_json
 from policies.wire import Feature, Schema
 
@@ -63,58 +64,45 @@ class ServedPolicy:
 
 
 class ServedFolder:
-    """An exported folder, run by onnxruntime.
+    """An exported folder, run as the machine without PyTorch would run it.
 
     Args:
         directory: What `burnish export` wrote.
-        threads: Of onnxruntime.
 
     Raises:
-        ExportError: If the folder is none, or incomplete.
-        MissingExtraError: If onnxruntime is not installed.
+        ExportError: If the folder is none, incomplete, or cannot be run.
     """
 
-    def __init__(self, directory: str | Path, threads: int = 1) -> None:
+    def __init__(self, directory: str | Path) -> None:
         folder = Path(directory)
         facts = read_signature(folder)
-        runtime = require_package("onnxruntime")
-        options = runtime.SessionOptions()
-        options.intra_op_num_threads, options.log_severity_level = threads, 3
-        try:
-            self._session = runtime.InferenceSession(
-                str(folder / MODEL), options, providers=["CPUExecutionProvider"]
-            )
-        except Exception as error:  # onnxruntime raises classes of its own
-            raise ExportError(f"{folder / MODEL} cannot be run: {error}") from None
-        self._used = {node.name for node in self._session.get_inputs()}
-        fingerprint = hashlib.sha256((folder / MODEL).read_bytes()).hexdigest()
+        models = [folder / name for name in MODELS if (folder / name).is_file()]
+        fingerprint = hashlib.sha256("".join(map(sha256, models)).encode()).hexdigest()
         self.schema, self.noise_shape = _schema(folder, facts, fingerprint)
+        try:
+            self._policy = ExportedPolicy(folder)
+        except BurnishError:
+            raise
+        except Exception as error:  # runtimes raise classes of their own
+            raise ExportError(f"{folder} cannot be run: {error}") from None
 
     def decide(self, inputs: Mapping[str, Array], noise: Array) -> Array:
         """Map inputs (B, ...) and noise (B, *noise_shape) to actions (B, Ta, Da), physical."""
-        feed = {name: value for name, value in {**inputs, "noise": noise}.items() if name in self._used}
-        actions: Array = np.asarray(self._session.run(None, feed)[0])
+        obs = {"state" if name == STATE else name: value for name, value in inputs.items()}
+        actions: Array = self._policy.act(obs, noise=torch.from_numpy(noise)).numpy()
         return actions
-
-
-def is_exported(directory: str | Path) -> bool:
-    """Whether a directory is an exported folder."""
-    return (Path(directory) / SIGNATURE).is_file()
 
 
 def read_signature(folder: Path) -> dict[str, Any]:
     """Return signature.json of an exported folder.
 
     Raises:
-        ExportError: If the folder is none, or its graph is missing.
+        ExportError: If there is none, or it cannot be read.
     """
-    for name in (SIGNATURE, MODEL):
-        if not (folder / name).is_file():
-            raise ExportError(f"{folder} is not an exported folder: it has no {name}. Run burnish export.")
     try:
         return read_json(folder / SIGNATURE)
-    except ValueError as error:
-        raise ExportError(str(error)) from None
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{folder} is no exported folder: {error}") from None
 
 
 def _schema(folder: Path, facts: Mapping[str, Any], policy: str) -> tuple[Schema, tuple[int, ...]]:

@@ -15,10 +15,13 @@ from burnish.console import output
 from burnish.job import Job
 from burnish.locate import locate
 from envs.evaluation import with_steps
+from policies.checksums import sha256
 from policies.curve import make_keys
 from policies.errors import ConfigError
+from policies.exported import is_exported
+from policies.folder import WEIGHTS
 from policies.policy import Policy
-from policies.serve import ServedFolder, ServedPolicy, is_exported
+from policies.serve import ServedFolder, ServedPolicy
 from policies.serve_metrics import metrics_page
 from policies.server import LOOPBACK, Served, Server, ServerSettings
 
@@ -74,9 +77,11 @@ def served_by(config: ServeConfig) -> Served:
     """
     if config.policy is None:
         raise ConfigError("serve needs policy=<run, policy directory or exported folder>.")
-    if is_exported(config.policy):
+    if is_exported(Path(config.policy)):
         if config.steps is not None or config.device != "cpu":
-            raise ConfigError("an exported folder has its steps inside, and runs on the CPU; leave them out.")
+            raise ConfigError(
+                "an exported folder has its steps inside and runs on the CPU; leave steps and device out."
+            )
         return ServedFolder(config.policy)
     found = locate(config.policy)
     policy = cast(Policy, with_steps(found.load(), config.steps)).to(config.device)
@@ -85,9 +90,6 @@ def served_by(config: ServeConfig) -> Served:
 
 def weights_of(directory: Path) -> str:
     """Return the SHA-256 of a policy's weights."""
-    from policies.checksums import sha256
-    from policies.folder import WEIGHTS
-
     return sha256(directory / WEIGHTS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,7 +23,8 @@ from small_policies import observations, small_policy
 from policies.batching import Batcher, Request
 from policies.client import Client, RemotePolicy
 from policies.curve import make_keys
-from policies.errors import ConfigError, ServingError
+from policies.errors import ConfigError, ExportError, ServingError
+from policies.export import export_onnx
 from policies.export_folder import Surroundings
 from policies.folder import save_policy
 from policies.history import draw_noise
@@ -30,7 +32,7 @@ from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.samplers import Euler
-from policies.serve import ServedPolicy
+from policies.serve import ServedFolder, ServedPolicy
 from policies.serve_metrics import metrics_page
 from policies.server import Server, ServerSettings
 from policies.wire import VERSION, Feature, Schema, pack, to_wire, unpack
@@ -147,6 +149,27 @@ def test_actions_are_cut_off_at_the_limits_of_the_task() -> None:
         state = observations(1)[0, 0].numpy()
         assert np.abs(RemotePolicy(client).act(state)).max() == pytest.approx(0.1)
         assert np.abs(RemotePolicy(client, is_clipped=False).act(state)).max() > 0.2
+
+
+def test_an_exported_folder_is_served_as_the_policy_it_was(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    policy = flow()
+    export_onnx(policy, tmp_path / "exported")
+    served, own = ServedFolder(tmp_path / "exported"), ServedPolicy(policy)
+    assert served.schema.inputs == own.schema.inputs and served.schema.action == own.schema.action
+    assert served.noise_shape == own.noise_shape
+    inputs = {"observation": observations(3, 2).numpy()}
+    noise = np.stack([draw_noise((i,), own.noise_shape) for i in range(3)])
+    np.testing.assert_allclose(served.decide(inputs, noise), own.decide(inputs, noise), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"inputs": NaN}', "{}", '{"inputs": {"noise": {"shape": ["B"]}}}']
+)
+def test_a_folder_whose_signature_lies_is_not_served(text: str, tmp_path: Path) -> None:
+    (tmp_path / "signature.json").write_text(text)
+    with pytest.raises(ExportError, match=re.escape(str(tmp_path))):
+        ServedFolder(tmp_path)
 
 
 # -- what it refuses ----------------------------------------------------------------------------------------
@@ -481,10 +504,23 @@ def test_what_was_counted_is_told_by_message_and_by_page() -> None:
 # -- processes ----------------------------------------------------------------------------------------------
 
 
+LIGHT = """
+import sys
+from policies.folder import load_policy
+from policies.serve import ServedFolder, ServedPolicy
+from policies.server import Server, ServerSettings
+with Server(ServedPolicy(load_policy("policy")), ServerSettings(port=0)) as server:
+    sys.stdout.write(f"serving: {server.endpoint}\\n")
+    sys.stdout.flush()
+    server.run()
+"""
+"""A server without the rest of the command, which takes longer to start."""
+
+
 @contextmanager
 def process(*arguments: str, cwd: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `burnish serve` and yield it and where it listens."""
-    command = [sys.executable, "-m", "burnish", "serve", *arguments]
+    """Run a server and yield it and where it listens."""
+    command = [sys.executable, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -512,7 +548,7 @@ with Client(sys.argv[1], timeout_s=120) as client:
 
 def test_a_server_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path: Path) -> None:
     save_policy(flow(), tmp_path / "policy")
-    with process("policy=policy", "port=0", cwd=tmp_path) as (server, endpoint):
+    with process("-c", LIGHT, cwd=tmp_path) as (server, endpoint):
         port = endpoint.rpartition(":")[2]
         asked = [sys.executable, "-c", WITHOUT_TORCH, endpoint]
         done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, timeout=5 * PATIENCE_S)
@@ -521,7 +557,8 @@ def test_a_server_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path
         before = client.decide(observed(), (4,))
         server.kill()
         server.wait(PATIENCE_S)
-    with client, process("policy=policy", f"port={port}", cwd=tmp_path) as (server, _):
+    command = ("-m", "burnish", "serve", "policy=policy", f"port={port}", "deadline_ms=60000")
+    with client, process(*command, cwd=tmp_path) as (server, _):
         np.testing.assert_allclose(client.decide(observed(), (4,)), before, rtol=1e-6)
         server.send_signal(signal.SIGTERM)
         assert server.wait(PATIENCE_S) == 0

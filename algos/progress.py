@@ -61,6 +61,24 @@ def key_numbers(values: Mapping[str, float], count: int = 3) -> str:
     return "  ".join(f"{name} {values[name]:.4g}" for name in names[:count])
 
 
+LONG_S = 3600.0
+"""Seconds from which a run is announced as a long one."""
+
+
+def planned(total: int, unit: str, rate: float) -> str:
+    """Say how much a run will do and how long that takes, for whoever did not mean to start a long one.
+
+    Args:
+        total: Units of the whole run.
+        unit: What is counted.
+        rate: Units per second so far.
+    """
+    return (
+        f"{total:,} {unit.replace('_', ' ')} are planned, about {total / rate / 3600:.3g} h at "
+        f"{format_rate(rate)}/s. Experiments hold shorter settings: burnish list experiments."
+    )
+
+
 class _Rate(ProgressColumn):
     """Units per second."""
 

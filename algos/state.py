@@ -130,6 +130,26 @@ class RunDirectory:
             )
         return cls(path)
 
+    def remove_if_bare(self) -> bool:
+        """Take the folder away if it holds what `create_at` wrote and nothing that was learned.
+
+        Returns:
+            Whether it is gone.
+        """
+        written = [self.path / name for name in (_CONFIG, _OVERRIDES, _ENVIRONMENT, ".lock")]
+        folders = [self.path / name for name in (_CHECKPOINTS, "eval")]
+        empty = [item for item in self.path.glob("*") if item.is_file() and not item.stat().st_size]
+        logs = list(self.path.glob("*.log"))
+        others = set(self.path.iterdir()) - {*written, *folders, *empty, *logs}
+        if others or any(any(folder.iterdir()) for folder in folders if folder.is_dir()):
+            return False
+        for file in {*written, *empty, *logs}:
+            file.unlink(missing_ok=True)
+        for folder in (*folders, self.path):
+            if folder.is_dir():
+                folder.rmdir()
+        return True
+
     def amend(self, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
         """Continue with another configuration; what was changed is added to the list of overrides."""
         self._describe(config, [*self.overrides, *overrides])

@@ -17,7 +17,7 @@ import torch
 from algos.base import Algorithm
 from algos.metrics import Scalars, TensorBoardWriter, Writer, broken, read_jsonl, read_out
 from algos.plain import capture_global_rng, restore_global_rng
-from algos.progress import Display, open_display
+from algos.progress import LONG_S, Display, open_display, planned
 from algos.state import RunDirectory
 from policies.errors import BurnishError, CheckpointError, ConfigError, TrainingError, WorkerError
 from policies.policy import Policy
@@ -32,6 +32,10 @@ HOW_TO_GO_ON = {
     "env_steps": " To go on, raise algo.env_steps where it is set, otherwise algo.iterations.",
     "gradient_steps": " To go on, start a new run from its policy: init={run}.",
 }
+
+
+SAID_AFTER = 2
+"""Iterations after which a long run is announced."""
 
 
 class Interrupted(SystemExit):
@@ -128,6 +132,7 @@ class _Session:
         self.evaluator, self.provenance = evaluator, provenance
         self.writers: list[Writer] = []
         self.display: Display | None = None
+        self.advances = 0
         self.elapsed_s, self.started = 0.0, time.monotonic()
         self.evaluated = -1 if settings.eval_first else 0
         self.saved = 0
@@ -195,7 +200,7 @@ class _Session:
 
     def advance(self, stop: _StopSignals) -> None:
         """Do one iteration and report it."""
-        before = self.algorithm.progress
+        before, began = self.algorithm.progress, time.monotonic()
         try:
             values = read_out(self.algorithm.advance())
         except WorkerError as error:
@@ -204,6 +209,7 @@ class _Session:
             # The signal reached the workers too: the iteration cannot be finished.
             raise Interrupted(stop.number) from error
         now, bad = self.algorithm.progress, broken(values)
+        self._say_plan(now - before, time.monotonic() - began)
         if bad or _due(before, now, self.settings.log_every or 1, self.algorithm.total):
             self._record(values)
         if bad:
@@ -211,6 +217,13 @@ class _Session:
                 f"{', '.join(bad)} must be finite; got {', '.join(str(values[name]) for name in bad)} after "
                 f"{now} {self.algorithm.unit}. {self._last_good()} Lower the learning rate or clip gradients."
             )
+
+    def _say_plan(self, units: int, seconds: float) -> None:
+        """Announce a long run, once, from its second iteration: the first one also warms up."""
+        self.advances += 1
+        total, left = self.algorithm.total, self.algorithm.total - self.algorithm.progress
+        if self.advances == SAID_AFTER and units > 0 and seconds * left > LONG_S * units:
+            _log.info("%s", planned(total, self.algorithm.unit, units / max(seconds, 1e-9)))
 
     def stop_if(self, stop: _StopSignals) -> None:
         """After a signal: save and leave."""

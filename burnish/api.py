@@ -84,7 +84,7 @@ def inspect_data(dataset: str | Path, *overrides: str, **values: Any) -> dict[st
 
     Args:
         dataset: File or folder of any known format.
-        overrides: Anything the command line takes, e.g. `"options.mask=train"`.
+        overrides: Anything the command line takes, e.g. `"data.mask=train"`.
         values: Keys and their values, e.g. `task="hopper-medium-v2"`, `out="found"`.
     """
     config = compose_config("data inspect", overrides_of(overrides, {"dataset": dataset, **values}))

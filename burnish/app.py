@@ -38,12 +38,12 @@ class Task:
         try:
             result: float | None = COMMANDS[self.command].load().run(to_command(node), job)
         except USER_ERRORS as error:
-            NewFolders.remove_empty()
+            NewFolders.remove_unused()
             if wants_traceback() or hydra_config.mode != RunMode.RUN:
                 raise
             raise SystemExit(complain(error)) from None
-        except OSError:  # `main` words it
-            NewFolders.remove_empty()
+        except (Exception, KeyboardInterrupt, SystemExit):  # `main` words it
+            NewFolders.remove_unused()
             raise
         return result
 
@@ -85,9 +85,13 @@ class NewFolders(Callback):
         self.noted[:] = [place for place in (folder, *folder.parents) if not place.exists()]
 
     @classmethod
-    def remove_empty(cls) -> None:
-        """Take away the folders that were made for a job that never started."""
+    def remove_unused(cls) -> None:
+        """Take away the folders that were made for a job that never started, and what it logged there."""
         with contextlib.suppress(OSError):  # not empty
+            inside = list(cls.noted[0].iterdir()) if cls.noted else []
+            if all(item.suffix == ".log" for item in inside):
+                for item in inside:
+                    item.unlink()
             for folder in cls.noted:
                 folder.rmdir()
 

@@ -66,12 +66,11 @@ def front_page() -> str:
 def _dispatch(name: str, arguments: list[str]) -> int:
     command = COMMANDS.get(name)
     if command is None:
-        from burnish.explain import closest
+        from burnish.explain import closest, listed
 
-        known = ", ".join(COMMANDS)
-        sys.stderr.write(
-            f"burnish: error: unknown command '{name}'; choose one of: {known}.{closest(name, COMMANDS)}\n"
-        )
+        choices = f"choose one of: {', '.join(COMMANDS)}"
+        problem = listed(f"unknown command '{name}'", closest(name, COMMANDS), choices)
+        sys.stderr.write(f"burnish: error: {problem}\n")
         return 2
     from burnish.app import complain, run_app, wants_traceback
     from burnish.explain import USER_ERRORS

@@ -132,6 +132,8 @@ def _members(config: EvalConfig) -> dict[str, Located]:
         )
     if config.weights == ESTIMATE and config.dataset is None:
         raise ConfigError(f"weights={ESTIMATE} needs dataset=<held-out demonstrations>.")
+    if config.data and config.dataset is None:
+        raise ConfigError(f"data={config.data} says how a dataset is read; give dataset=<file> with it.")
     if config.weights is None and config.search.overlaps(config.first_seed, config.episodes):
         raise ConfigError(
             f"the episodes that compare the composition (first_seed={config.first_seed}) must not be those "
@@ -172,7 +174,7 @@ def _start(config: EvalConfig, members: list[Policy]) -> ComposedPolicy:
 def _estimate(config: EvalConfig, policy: ComposedPolicy) -> list[WeightEstimate]:
     if config.dataset is None:
         return []
-    return estimate_weights(policy, read_dataset(config.dataset), config.estimate)
+    return estimate_weights(policy, read_dataset(config.dataset, **config.data), config.estimate)
 
 
 def _search(config: EvalConfig, policy: ComposedPolicy, env: Any) -> Search:

@@ -38,11 +38,16 @@ def closest(word: str, choices: Iterable[str]) -> str:
     return f" Did you mean '{match[0]}'?" if match else ""
 
 
+def listed(problem: str, hint: str, choices: str) -> str:
+    """Put the likeliest word, if there is one, between a problem and a list that may be long."""
+    return f"{problem}.{hint} {choices[0].upper()}{choices[1:]}." if hint else f"{problem}; {choices}."
+
+
 def unknown_key(key: str, owner: type) -> str:
     """Say that a dataclass of the configuration has no such key, and which it has."""
     names = [field.name for field in fields(owner)]
     hint = closest(key.rsplit(".", 1)[-1], names)
-    return f"unknown key '{key}'; {owner.__name__} has: {', '.join(names)}.{hint}"
+    return listed(f"unknown key '{key}'", hint, f"{owner.__name__} has: {', '.join(names)}")
 
 
 def _unknown_key(error: OmegaConfBaseException) -> str:
@@ -59,7 +64,8 @@ def _unknown_option(error: MissingConfigException) -> str:
     if not group or error.options is None:
         return _one_line(error)
     hint = closest(name, error.options)
-    return f"unknown option {group}={name}; choose one of: {', '.join(error.options) or '(none)'}.{hint}"
+    choices = f"choose one of: {', '.join(error.options) or '(none)'}"
+    return listed(f"unknown option {group}={name}", hint, choices)
 
 
 def _first_line(error: BaseException) -> str:

@@ -29,6 +29,7 @@ from burnish.commands.list import summary
 from burnish.commands.train import PolicyShape
 from burnish.config import GROUPS, scan_parts
 from burnish.console import output
+from envs.datasets import reader_options
 from policies import registry
 from policies.policy import PolicyConfig
 
@@ -36,7 +37,7 @@ PAGE = "docs/keys.md"
 OURS = ("algos", "envs", "policies")
 """Packages whose parts are on the page; plug-ins have pages of their own."""
 
-KINDS = {bool: "bool", int: "int", float: "float", str: "text", Any: "any"}
+KINDS = {bool: "bool", int: "int", float: "float", str: "text", Path: "file", Any: "any"}
 ROW = "| {} | {} | {} | {} |"
 HEAD = [ROW.format("key", "type", "default", "what it decides"), "|---|---|---|---|"]
 
@@ -48,6 +49,11 @@ two. What the keys of an algorithm mean together is on its page ([BC](algorithms
 [DPPO](algorithms/dppo.md), [PPO](algorithms/ppo.md)); how keys are written is in [cli.md](cli.md). An
 experiment changes defaults: `--cfg job` prints what a command would take.
 """
+
+READERS = (
+    "How a dataset is read, for every command that takes `dataset=`; which format a file has, its content\n"
+    "tells. An option that its format does not have is refused."
+)
 
 EXTRA = {
     "train": "Beside these: `experiment=<name>` (`burnish list experiments`), and `hydra.run.dir=<folder>`, "
@@ -87,7 +93,25 @@ def page() -> str:
             said = [f"- `{name}`: {_escaped(summary(part))}" for name, part in parts.items()]
             table = [*HEAD, *rows] if rows else ["No keys."]
             lines += [f"### {title}", "", *said, "", *table, ""]
+    lines += _reader_options()
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _reader_options() -> list[str]:
+    """Return the section of the options that formats of datasets have."""
+    lines = ["## data", "", READERS, ""]
+    for form, options in reader_options().items():
+        rows = [
+            ROW.format(
+                f"`data.{one.name}`",
+                _type(one.hint),
+                f"`{_shown(one.default)}`",
+                _escaped(_in_yaml(one.text)).replace("see the module", "see [Data](data.md)"),
+            )
+            for one in options.values()
+        ]
+        lines += [f"### Options of {form}", "", *(["No keys."] if not rows else [*HEAD, *rows]), ""]
+    return lines
 
 
 def _sentence(text: str | None = None) -> list[str]:
@@ -149,7 +173,7 @@ def _type(hint: Any) -> str:
     options = typing.get_args(hint)
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         return " or ".join("null" if option is type(None) else _type(option) for option in options)
-    if typing.get_origin(hint) in (tuple, list):
+    if typing.get_origin(hint) in (tuple, list, Sequence):
         inner = [option for option in options if option is not Ellipsis]
         length = "" if len(inner) < len(options) or len(options) < 2 else f"{len(inner)} "
         return f"list of {length}{_type(inner[0])}"

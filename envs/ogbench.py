@@ -201,6 +201,7 @@ def load_world(world: str, play: bool = False) -> tuple[Any, dict[str, Array]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing the viewer complains about a missing display
         require("ogbench", extra="ogbench")
+        require("dm_control", extra="ogbench")  # OGBench imports it only when a world is built
         import gymnasium
 
         # As OGBench registers them.

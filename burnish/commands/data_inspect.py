@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect as signatures
 import json
 import math
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from burnish.commands.data_picture import draw_dataset
 from burnish.console import Counting, output, table
 from burnish.job import Job
 from burnish.locate import check_folder_to_write
-from envs.datasets import EpisodeDataset, dataset_format, read_dataset, readers
+from envs.datasets import EpisodeDataset, fitting_options, read_dataset
 from envs.datasets import measures as measure
 from envs.datasets.catalogue import find_dataset
 from envs.datasets.schema import KeyFacts, describe_file, size_of
@@ -39,7 +38,7 @@ class DataInspectConfig:
     out: str | None = (
         None  # folder for inspection.json and inspection.png; null: inspection-<name of the dataset>
     )
-    options: dict[str, Any] = field(default_factory=dict)  # of the format's reader, e.g. {d4rl_compat: true}
+    data: dict[str, Any] = field(default_factory=dict)  # options of its format's reader: see Data
     task: str | None = None  # D4RL task whose reference returns make scores and trajectory quality
     against: str | None = None  # dataset whose distinct state-action pairs are the measure of coverage
     measures: bool = True  # also measure coverage, divergence of actions and own rows
@@ -73,7 +72,7 @@ def inspect(config: DataInspectConfig) -> dict[str, Any]:
     """Look at a dataset and write what was found; returns the content of inspection.json.
 
     Raises:
-        ConfigError: If no dataset is given or the folder to write is a file.
+        ConfigError: If no dataset is given, its format has no such option, or the folder to write is a file.
         DatasetError: If the file is unusable; what its keys hold is written all the same. If `against` is
             unusable or has other widths; nothing is written.
     """
@@ -87,14 +86,12 @@ def inspect(config: DataInspectConfig) -> dict[str, Any]:
     facts: dict[str, Any] = {"file": str(path), "keys": _keys(path), "remarks": []}
     facts["bytes"] = size_of(path)
     try:
-        data = read_dataset(path, **config.options)
-    except (DatasetError, TypeError) as error:
+        data = read_dataset(path, **config.data)
+    except DatasetError as error:
         facts["error"] = str(error)
         _write(target, facts, None)
-        if isinstance(error, DatasetError):
-            raise
-        raise ConfigError(f"options={config.options} do not fit this format: {error}.") from error
-    other = None if config.against is None else _reference(data, config.against, config.options)
+        raise
+    other = None if config.against is None else _reference(data, config.against, config.data)
     facts |= describe(data, config.task)
     if config.measures:
         facts["measures"] = _measures(data, other, config)
@@ -105,9 +102,7 @@ def inspect(config: DataInspectConfig) -> dict[str, Any]:
 
 def _reference(data: EpisodeDataset, against: str, options: dict[str, Any]) -> EpisodeDataset:
     """Read what coverage is measured against, with the options that its format has as well."""
-    path = find_dataset(against)
-    known = signatures.signature(readers()[dataset_format(path)].read).parameters
-    found = read_dataset(path, **{key: value for key, value in options.items() if key in known})
+    found = read_dataset(against, **fitting_options(against, options))
     measure.check_widths(data, found)
     return found
 

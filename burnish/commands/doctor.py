@@ -19,14 +19,9 @@ from packaging.requirements import Requirement
 
 import burnish
 from burnish.console import output, table
+from envs.make import SECOND_STEP, second_command
 
 OURS = ("burnish", "policies", "algos", "envs", "configs", "assets")
-WITHOUT_DEPENDENCIES = {
-    "robomimic": ("robomimic==0.3.0",),
-    "d4rl": ("d4rl==1.1", "gym==0.23.1"),
-    "metaworld": ("metaworld==3.1.1",),
-}
-"""Extra -> packages that are installed in a second step, as their own requirements contradict the rest."""
 GL_BACKENDS = ("egl", "osmesa", "glfw")
 GL_LIBRARIES = {"egl": ("EGL", "Debian: libegl1"), "osmesa": ("OSMesa", "Debian: libosmesa6")}
 GL_TIMEOUT_S = 120
@@ -137,11 +132,10 @@ def _extras() -> Iterator[Finding]:
 
 def _second_step(extra: str) -> Iterator[Finding]:
     """Look for the packages of an extra that pip cannot bring along; see the README."""
-    pins = [Requirement(text) for text in WITHOUT_DEPENDENCIES.get(extra, ())]
+    pins = [Requirement(text) for text in SECOND_STEP.get(extra, ())]
     missing = [problem for pin in pins if (problem := _problem(pin))]
-    command = f"pip install --no-deps {' '.join(map(str, pins))}"
-    detail = f"{', '.join(missing)}: {command}" if missing else ", ".join(map(str, pins))
     if pins:
+        detail = f"{', '.join(missing)}: {second_command(extra)}" if missing else ", ".join(map(str, pins))
         yield Finding("  and without dependencies", not missing, detail)
 
 

@@ -49,6 +49,7 @@ class EvalConfig(EvaluationSettings):
     temperature: float = 1.0  # of operator=or: above 1 the choice between members is less sharp
     sampler: Any = None  # of compose; null: the lead's own
     dataset: str | None = None  # of compose: held-out demonstrations, from which weights are estimated
+    data: dict[str, Any] = field(default_factory=dict)  # options of the dataset's reader: see Data
     search: SearchSettings = field(default_factory=SearchSettings)
     estimate: EstimateSettings = field(default_factory=EstimateSettings)
 
@@ -117,7 +118,8 @@ def evaluate(config: EvalConfig) -> Result:
     """Evaluate the policy, and the other one on the same episodes, and write the results."""
     if config.policy is None:
         raise ConfigError("eval needs policy=<run or policy directory>, or compose=[a,b].")
-    if given := [name for name in ("weights", "sampler", "dataset") if getattr(config, name) is not None]:
+    of_compose = ("weights", "sampler", "dataset", "data")
+    if given := [name for name in of_compose if getattr(config, name) not in (None, {})]:
         raise ConfigError(f"{given[0]} belongs to compose=[a,b]; a single policy has no use for it.")
     if config.out is not None:
         check_file_to_write(config.out)

@@ -6,6 +6,7 @@ import argparse
 import inspect
 from collections.abc import Iterator, Sequence
 from importlib import resources
+from typing import Any
 
 import yaml
 
@@ -57,14 +58,15 @@ def _parts(group: str) -> Iterator[tuple[object, ...]]:
 
 
 def _envs() -> Iterator[tuple[object, ...]]:
-    here: dict[str, str] = {}  # by module: the tasks of one need the same packages, and building takes time
+    here: dict[Any, str] = {}  # tasks of one kind need the same packages, and building takes time
     for name, part in registry.parts("env").items():
         spec = part().spec
-        if part.__module__ not in here:
-            here[part.__module__] = availability(part())
+        kind = (part.__module__, part.__bases__)
+        if kind not in here:
+            here[kind] = availability(part())
         expert = "yes" if hasattr(part, "demonstrate") else ""
         sizes = (spec.obs_dim, spec.action_dim, spec.max_episode_steps, f"{spec.control_hz:.3g}")
-        yield name, *sizes, expert, here[part.__module__], summary(part)
+        yield name, *sizes, expert, here[kind], summary(part)
 
 
 def availability(env: object) -> str:

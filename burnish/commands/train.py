@@ -25,7 +25,8 @@ from burnish.config import GROUPS, describe, describe_part, restore
 from burnish.console import output, table
 from burnish.job import Job
 from burnish.locate import RUN_CONFIG, Located, check_folder_to_write, locate
-from envs.datasets import read_dataset
+from envs.datasets import lasting_options, read_dataset
+from envs.datasets.catalogue import find_dataset
 from envs.evaluation import EvaluationSettings, as_evaluated, check_seeds, staged
 from policies import registry
 from policies.errors import ConfigError
@@ -63,7 +64,8 @@ class TrainConfig:
 
     algo: Any = None  # what learns
     env: Any = None  # the task; null: no rollouts (cloning from a file)
-    dataset: str | None = None  # file of demonstrations or transitions
+    dataset: str | None = None  # file of demonstrations or transitions, or the name of a downloaded one
+    data: dict[str, Any] = field(default_factory=dict)  # options of its format's reader: see Data
     init: str | None = None  # policy to start from: a run or a policy directory
     resume: str | None = None  # run to continue, with the configuration it was last run with
     name: str | None = MISSING  # end of the run directory's name; the algorithm's name when left out
@@ -117,7 +119,7 @@ def train(config: TrainConfig, job: Job) -> Outcome:
     known = parts_of(directory)
     changes = [text for text in job.overrides if not text.startswith("resume=") and text not in known]
     config = restore(TrainConfig, directory.config, changes)
-    return _train(config, lambda: directory, changes)
+    return _train(config, lambda: directory, changes, is_new=False)
 
 
 def with_resumed_parts(overrides: Sequence[str]) -> list[str]:
@@ -192,12 +194,13 @@ def _say_what_init_replaces(config: TrainConfig, init: Policy) -> None:
 
 def _with_lasting_paths(config: TrainConfig) -> TrainConfig:
     """Name files from the root, and policies as one checkpoint: the last one of a run moves."""
-    dataset = None if config.dataset is None else str(Path(config.dataset).absolute())
+    dataset = None if config.dataset is None else str(find_dataset(config.dataset).absolute())
+    data = lasting_options(config.data)
     init = None if config.init is None else str(locate(config.init, "init").path.resolve())
     algo, teacher = config.algo, _teacher(config)
     if teacher is not None:
         algo = dataclasses.replace(algo, teacher=str(teacher.path.resolve()))
-    return dataclasses.replace(config, dataset=dataset, init=init, algo=algo)
+    return dataclasses.replace(config, dataset=dataset, data=data, init=init, algo=algo)
 
 
 def _teacher(config: TrainConfig) -> Located | None:
@@ -207,7 +210,11 @@ def _teacher(config: TrainConfig) -> Located | None:
 
 
 def _train(
-    config: TrainConfig, open_directory: Callable[[], RunDirectory], changes: Sequence[str] = ()
+    config: TrainConfig,
+    open_directory: Callable[[], RunDirectory],
+    changes: Sequence[str] = (),
+    *,
+    is_new: bool = True,
 ) -> Outcome:
     """Build everything that can be refused, then make the directory, then train.
 
@@ -215,6 +222,7 @@ def _train(
         config: What to do.
         open_directory: Makes or opens the run directory.
         changes: Overrides that distinguish `config` from what the directory was started with.
+        is_new: Whether the directory is made here, and taken away again if nothing is learned.
     """
     if config.algo is None:
         raise ConfigError(f"train needs algo=<name>; choose one of: {', '.join(registry.parts('algo'))}.")
@@ -223,7 +231,7 @@ def _train(
     try:
         _try_evaluation(config, algorithm)
         directory = open_directory()
-        with _said_how_to_continue(directory):
+        with _said_how_to_continue(directory), _taken_away_if_bare(directory if is_new else None):
             run_trainer(
                 algorithm,
                 directory,
@@ -259,9 +267,21 @@ def _said_how_to_continue(directory: RunDirectory) -> Iterator[None]:
     try:
         yield
     except (Interrupted, KeyboardInterrupt):
-        step = directory.latest()
-        saved = "before its first checkpoint" if step is None else f"its last checkpoint is {step}"
-        _log.warning("stopped; %s. Continue with: burnish train resume=%s", saved, directory.path)
+        if directory.path.is_dir():
+            step = directory.latest()
+            saved = "before its first checkpoint" if step is None else f"its last checkpoint is {step}"
+            _log.warning("stopped; %s. Continue with: burnish train resume=%s", saved, directory.path)
+        raise
+
+
+@contextmanager
+def _taken_away_if_bare(directory: RunDirectory | None) -> Iterator[None]:
+    """Remove a new run that ends before it has anything to show."""
+    try:
+        yield
+    except BaseException:
+        if directory is not None:
+            directory.remove_if_bare()
         raise
 
 
@@ -276,6 +296,8 @@ def prepare(config: TrainConfig) -> Setup:
             f"algo={registry.name_of('algo', config.algo)} learns in an environment and takes no dataset; "
             f"got dataset={config.dataset}. Clone a policy from it with algo=bc and give that as init."
         )
+    if config.data and config.dataset is None:
+        raise ConfigError(f"data={config.data} says how a dataset is read; give dataset=<file> with it.")
     init = None if config.init is None else locate(config.init, "init").load()
     if init is not None:
         _say_what_init_replaces(config, init)
@@ -283,7 +305,7 @@ def prepare(config: TrainConfig) -> Setup:
     return Setup(
         policy=config.policy_config(),
         env=config.env,
-        dataset=None if config.dataset is None else read_dataset(config.dataset),
+        dataset=None if config.dataset is None else read_dataset(config.dataset, **config.data),
         init=init,
         teacher=None if teacher is None else teacher.load(),
         seed=config.seed,
@@ -318,6 +340,7 @@ def provenance(config: TrainConfig) -> dict[str, Any]:
         "seed": config.seed,
         "env": None if config.env is None else describe_part("env", config.env),
         "dataset": None if config.dataset is None else Path(config.dataset).name,
+        "data": config.data or None,
         "init": None if config.init is None else locate(config.init, "init").label,
         "teacher": None if teacher is None else teacher.label,
     }

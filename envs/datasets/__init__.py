@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -19,6 +20,7 @@ from envs.datasets.episodes import Episode, EpisodeDataset, Transitions
 from envs.datasets.hdf5 import read_hdf5
 from envs.datasets.minari_writer import write_minari
 from envs.datasets.npz import peek_npz
+from envs.datasets.options import Option, fitting, lasting, options_of
 from envs.datasets.robomimic import read as read_robomimic
 from envs.datasets.robomimic import write_robomimic
 from envs.datasets.scores import normalized_score
@@ -71,6 +73,22 @@ def dataset_format(path: str | Path) -> str:
         raise DatasetError(f"{path}: expected {known}; found the keys {sorted(file)}.")
 
 
+def reader_options() -> dict[str, dict[str, Option]]:
+    """Return the options of every format's reader, by the name of the format."""
+    return {name: options_of(reader.read) for name, reader in readers().items()}
+
+
+def lasting_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of a reader that mean the same from any folder."""
+    return lasting(options, reader_options())
+
+
+def fitting_options(path: str | Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of some options that the reader of a dataset has."""
+    known = reader_options()[dataset_format(find_dataset(path))]
+    return {name: value for name, value in options.items() if name in known}
+
+
 def read_dataset(path: str | Path, **options: Any) -> EpisodeDataset:
     """Read a dataset, whatever its format.
 
@@ -79,10 +97,12 @@ def read_dataset(path: str | Path, **options: Any) -> EpisodeDataset:
         **options: Passed to the format's reader, e.g. `read_robomimic` or `read_d4rl`.
 
     Raises:
+        ConfigError: If the format's reader has no such option, or not for such a value.
         DatasetError: If the file does not hold a usable dataset; names file, key, and expected and found.
     """
     place = find_dataset(path)
-    return readers()[dataset_format(place)].read(place, **options)
+    form = dataset_format(place)
+    return readers()[form].read(place, **fitting(options, form, reader_options(), place))
 
 
 __all__ = [
@@ -93,10 +113,13 @@ __all__ = [
     "Transitions",
     "Windows",
     "dataset_format",
+    "fitting_options",
+    "lasting_options",
     "normalized_score",
     "read_d4rl",
     "read_dataset",
     "read_robomimic",
+    "reader_options",
     "readers",
     "write_d4rl",
     "write_dataset",

@@ -27,7 +27,7 @@ import numpy as np
 
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.hdf5 import peek_hdf5, read_hdf5, read_value
-from policies.errors import DatasetError
+from policies.errors import ConfigError, DatasetError
 
 _log = logging.getLogger(__name__)
 
@@ -172,8 +172,11 @@ def read(
         infos: Also keep what lies under `infos/` and has one row per frame or per episode.
 
     Raises:
+        ConfigError: If the time limit is below 1.
         DatasetError: If the file does not hold a usable dataset; names file and key.
     """
+    if max_episode_steps is not None and max_episode_steps < 1:
+        raise ConfigError(f"data.max_episode_steps must be at least 1, or null; got {max_episode_steps}.")
     arrays, own = load_d4rl(path, infos=infos), _own_names(path)
     meta = own.get("meta", {}) | {"source": str(path), "format": "d4rl"}
     meta |= {key: _plain(value) for key, value in arrays.items() if np.ndim(value) == 0}
@@ -207,8 +210,7 @@ def _warn_of_unseen_ends(path: str | Path, num_terminals: int, num: int) -> None
     _log.warning(
         "%s: neither 'timeouts' nor 'next_observations' tell where time limits ended episodes; only the %d "
         "terminals of %d steps do, so that training windows may reach from one episode into the next. Give "
-        "the episode length, read_dataset(path, max_episode_steps=...), and save the result with "
-        "write_robomimic, or add the key 'timeouts' to the file.",
+        "the episode length, data.max_episode_steps=<steps>, or add the key 'timeouts' to the file.",
         path,
         num_terminals,
         num,

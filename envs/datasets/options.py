@@ -1,0 +1,135 @@
+"""Options of readers: which format has them, and what they take.
+
+The keyword arguments of a format's `read` are its options: their names, types, defaults and explanations
+stand there and nowhere else. `fitting` refuses what a format does not have before a reader sees it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from policies.errors import ConfigError
+
+SECTION = "data"
+"""Section of the configuration that holds options of readers."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a reader.
+
+    Attributes:
+        name: What it is called, below `data`.
+        hint: Its type.
+        default: What it is when left out.
+        text: What it decides.
+    """
+
+    name: str
+    hint: Any
+    default: Any
+    text: str = ""
+
+
+def options_of(read: Callable[..., Any]) -> dict[str, Option]:
+    """Return the options of a reader by name: all arguments of its function but the first."""
+    hints, texts = typing.get_type_hints(read), _explained(read)
+    parameters = list(inspect.signature(read).parameters.values())[1:]
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    return {p.name: Option(p.name, hints.get(p.name, Any), p.default, texts.get(p.name, "")) for p in named}
+
+
+def _explained(read: Callable[..., Any]) -> dict[str, str]:
+    """Return what the section `Args` of a docstring says, by argument."""
+    found = re.search(r"^Args:\n((?:    .*\n|\n)+)", f"{inspect.getdoc(read)}\n", re.MULTILINE)
+    entries = re.split(r"^    (?=\w+:)", found[1], flags=re.MULTILINE) if found else []
+    named = (entry.partition(":") for entry in entries if entry.strip())
+    return {name.strip(): " ".join(text.split()) for name, _, text in named}
+
+
+def fitting(
+    options: Mapping[str, Any], form: str, readers: Mapping[str, Mapping[str, Option]], source: str | Path
+) -> dict[str, Any]:
+    """Return options as the reader of a format takes them; paths begin at the root.
+
+    Args:
+        options: Values by name.
+        form: Name of the format.
+        readers: Options of every format, by its name.
+        source: The file, for messages.
+
+    Raises:
+        ConfigError: If the format has no such option, or not for such a value; names the formats that have
+            it.
+    """
+    known = readers[form]
+    for name, value in options.items():
+        if name not in known:
+            raise ConfigError(_refused(name, form, readers, source))
+        if not _fits(value, known[name].hint):
+            raise ConfigError(
+                f"{SECTION}.{name} of {form} must be {hint_name(known[name].hint)}; got {value!r}."
+            )
+    return lasting(options, readers)
+
+
+def lasting(options: Mapping[str, Any], readers: Mapping[str, Mapping[str, Option]]) -> dict[str, Any]:
+    """Return options whose files are named from the root; `~` is the home folder."""
+    places = {name for one in readers.values() for name, option in one.items() if _names_a_file(option.hint)}
+    return {
+        name: str(Path(value).expanduser().absolute()) if name in places and value is not None else value
+        for name, value in options.items()
+    }
+
+
+def _refused(name: str, form: str, readers: Mapping[str, Mapping[str, Option]], source: str | Path) -> str:
+    """Say which formats have an option that this one does not have."""
+    having = [other for other, options in readers.items() if name in options]
+    every = sorted({option for options in readers.values() for option in options})
+    near = get_close_matches(name, [*readers[form], *every], n=1, cutoff=0.6)
+    hint = f" Did you mean '{near[0]}'?" if near and not having else ""
+    problem = f"is an option of {' and '.join(having)}" if having else "is no option of any format."
+    own = ", ".join(readers[form]) or "none"
+    joint = "; " if having else f"{hint} "
+    return f"{SECTION}.{name} {problem}{joint}{source} is {form}, whose options are: {own}."
+
+
+def _names_a_file(hint: Any) -> bool:
+    return hint is Path or Path in typing.get_args(hint)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Tell whether a value is of a type; numbers need no decimal point."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if hint in (None, type(None)):
+        return value is None
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return isinstance(value, (list, tuple)) and all(_fits(item, inner[0]) for item in value)
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, {float: (int, float), Path: (str, Path)}.get(hint, hint))
+
+
+def hint_name(hint: Any) -> str:
+    """Name a type as a person writes its values."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        names = [hint_name(one) for one in inner]
+        return " or ".join(dict.fromkeys(sorted(names, key=lambda name: name == "null")))
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        return f"a list of {hint_name(inner[0])}"
+    words = {type(None): "null", bool: "true or false", int: "a whole number", float: "a number"}
+    words |= {str: "a text", Path: "a file", Any: "any value"}
+    return words.get(hint, str(hint))

@@ -1,0 +1,102 @@
+"""Runs that end before they begin leave nothing behind; long ones say so."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from random_walk import RandomWalk
+
+import burnish
+from algos.bc import Bc
+from algos.progress import planned
+from algos.state import RunDirectory
+from algos.trainer import train
+from burnish.app import NewFolders
+from policies.errors import CheckpointError
+
+TINY = {
+    "backbone.width": 8, "algo.steps": 8, "algo.warmup_steps": 0, "algo.batch_size": 4, "algo.block_steps": 4,
+    "algo.validation_fraction": 0, "num_threads": 1, "progress": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def demos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return burnish.collect(env="avoid", episodes=2, out=tmp_path_factory.mktemp("data") / "avoid.hdf5")
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, iterations: int) -> None:
+    """Interrupt cloning after so many iterations."""
+    advance, done = Bc.advance, []
+
+    def stopping(self: Bc) -> Any:
+        if len(done) == iterations:
+            raise KeyboardInterrupt
+        done.append(1)
+        return advance(self)
+
+    monkeypatch.setattr(Bc, "advance", stopping)
+
+
+@pytest.mark.parametrize(("iterations", "stays"), [(0, False), (1, True)])
+def test_a_run_that_learned_nothing_leaves_no_folder(
+    demos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, iterations: int, stays: bool
+) -> None:
+    stop_after(monkeypatch, iterations)
+    with pytest.raises(KeyboardInterrupt):
+        burnish.clone(demos, directory=tmp_path / "run", **TINY)
+    assert (tmp_path / "run").exists() == stays
+
+
+def test_a_run_that_another_process_begins_is_left_alone(demos: Path, tmp_path: Path) -> None:
+    run = burnish.clone(demos, directory=tmp_path / "run", **TINY)
+    begun = RunDirectory.create_at(tmp_path / "begun", run.directory.config)
+    with begun.claim(), pytest.raises(CheckpointError, match="is being written by another process"):
+        burnish.train(resume=begun.path)
+    assert (begun.path / "config.yaml").is_file()
+
+
+def test_files_of_others_keep_a_folder(tmp_path: Path) -> None:
+    run = RunDirectory.create_at(tmp_path / "run", {"seed": 0})
+    (run.path / "notes.txt").write_text("mine")
+    assert not run.remove_if_bare() and (run.path / "config.yaml").is_file()
+    (run.path / "notes.txt").unlink()
+    (run.path / "train.log").write_text("a warning")
+    assert run.remove_if_bare() and not run.path.exists()
+
+
+@pytest.mark.parametrize(("name", "stays"), [("train.log", False), ("result.json", True)])
+def test_a_refused_job_takes_its_folders_and_its_log_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, stays: bool
+) -> None:
+    day, job = tmp_path / "day", tmp_path / "day" / "job"
+    job.mkdir(parents=True)
+    (job / name).write_text("…")
+    monkeypatch.setattr(NewFolders, "noted", [job, day])
+    NewFolders.remove_unused()
+    assert day.exists() == stays and tmp_path.exists()
+
+
+def test_a_plan_says_how_much_and_how_long() -> None:
+    assert planned(80_000_000, "env_steps", 1000.0) == (
+        "80,000,000 env steps are planned, about 22.2 h at 1k/s. Experiments hold shorter settings: "
+        "burnish list experiments."
+    )
+
+
+@pytest.mark.parametrize(("long_s", "lines"), [(0.0, 1), (1e9, 0)])
+def test_a_long_run_is_announced_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    long_s: float,
+    lines: int,
+) -> None:
+    monkeypatch.setattr("algos.trainer.LONG_S", long_s)
+    with caplog.at_level(logging.INFO, logger="algos"):
+        train(RandomWalk(6), RunDirectory.create(tmp_path, "walk", {}), progress=False)
+    found = [text for text in caplog.messages if "are planned, about" in text]
+    assert len(found) == lines and all(text.startswith("6 ") for text in found)

@@ -249,6 +249,7 @@ def test_a_directory_that_names_no_encoder_has_the_state_encoder(tmp_path: Path)
     description = json.loads(path.read_text())
     del description["parts"]["encoder"], description["images"]
     path.write_text(json.dumps(description))
+    (path.parent / "SHA256SUMS").unlink()
     again = load_policy(tmp_path / "policy")
     obs, noise = observe(policy, 2), policy.sample_noise(2, generator=seeded())
     assert again.config.encoder == StateEncoderConfig()

@@ -59,6 +59,7 @@ STUDIES = {
             "reinflow-s": "avoid_shortcut_bc",
             "fpo": "avoid_flow_bc",
             "fpo++": "avoid_flow_bc",
+            "policyflow": "avoid_flow_bc",
         },
         {
             "dppo": "avoid_dppo",
@@ -67,6 +68,7 @@ STUDIES = {
             "reinflow-s": "avoid_reinflow",
             "fpo": "avoid_fpo",
             "fpo++": "avoid_fpo_plus",
+            "policyflow": "avoid_policyflow",
         },
         "success",
     ),

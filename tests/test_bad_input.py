@@ -277,7 +277,7 @@ SPOILT = {
     cut_weights: (WEIGHTS, "is damaged"),
     drop_a_weight: (WEIGHTS, "does not fit config.json: missing ['field.trunk.inlet.weight']"),
     widen_in_the_description: (WEIGHTS, "must have shape"),
-    name_an_unknown_part: (CONFIG, "unknown process 'os.system'; choose one of: consistency, diffusion, "),
+    name_an_unknown_part: (CONFIG, "unknown process 'os.system'; choose one of: consistency, "),
     break_the_description: (CONFIG, "is not valid JSON"),
     come_from_the_future: (CONFIG, "must have format 1; got 99"),
 }

@@ -115,7 +115,7 @@ class Executor:
         chunk = policy.chunk
         self._act_steps = execution.act_steps or chunk.act_steps
         self._start, self._rows = chunk.action_start, chunk.horizon - chunk.action_start
-        if self._act_steps + execution.latency > self._rows:
+        if max(self._act_steps, execution.latency) + execution.latency > self._rows:
             raise ConfigError(
                 f"a plan of {self._rows} rows must last for act_steps={self._act_steps} steps and "
                 f"latency={execution.latency} more; lower one of them, or train with a longer horizon."
@@ -167,6 +167,8 @@ class Executor:
         if noise is None:
             noise = self.sample_noise(count, generator=generator)
         self.calls = [0] * count
+        for lane in chosen:
+            self._deliver(lane)
         due = [i for i, lane in enumerate(chosen) if lane.track.is_due]
         for rows in _alike(due, chosen):
             self._decide({name: value[rows] for name, value in items.items()}, noise[rows], rows, chosen)
@@ -227,7 +229,7 @@ def committed(rows: int, elapsed: int, latency: int, *, start: int = 0) -> Tenso
     left = rows - elapsed
     weights = [1.0] * (start + latency)
     for i in range(latency, rows):
-        c = max(0.0, (left - i) / (left - latency + 1))
+        c = max(0.0, left - i) / max(1, left - latency + 1)
         weights.append(c * math.expm1(c) / math.expm1(1.0))
     return torch.tensor(weights)
 

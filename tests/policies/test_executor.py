@@ -248,6 +248,18 @@ def test_the_mask_is_one_where_committed_falls_after_and_ends_where_the_old_plan
     c = (6 - 3) / (6 - 3 + 1)
     assert mask[3].item() == pytest.approx(c * (np.exp(c) - 1) / (np.e - 1))
     assert committed(10, 4, 3, start=2).tolist() == [1.0, 1.0, *mask.tolist()]
+    assert committed(8, 5, 4).tolist() == [1.0] * 4 + [0.0] * 4  # nothing is left to hold on to softly
+
+
+def test_a_decision_that_takes_longer_than_the_interval_is_followed_by_the_next_at_once() -> None:
+    executor, calls = (
+        Executor(policy_of("ddim", horizon=6, act_steps=1), Execution(latency=3, inpaint=True)),
+        [],
+    )
+    for step in range(8):
+        executor.act(observations(B, seed=step), generator=torch.Generator().manual_seed(step))
+        calls.append(executor.calls[0])
+    assert calls == [K, K, 0, 0, K, 0, 0, K] and executor.track(0).starved == 0
 
 
 def test_commands_keep_to_limits_and_the_network_is_asked_where_it_decides() -> None:

@@ -1,0 +1,163 @@
+"""Other formats than one graph, a policy in pieces and a program of torch.export: the same numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_policies import GOAL_DIM, OBS_DIM, small_policy
+
+from policies import export_torch
+from policies.compose import compose
+from policies.errors import CheckpointError, ExportError
+from policies.export import export_policy
+from policies.export_folder import CARD, PACKAGE, PROGRAM, REPORT, RUNNER
+from policies.exported import ExportedPolicy
+from policies.gaussian import GaussianProcess
+from policies.path_samplers import DPMpp2M
+from policies.policy import Policy
+from policies.processes.diffusion import VPDiffusion
+from policies.processes.edm import Edm
+from policies.processes.energy import ScoreEnergy
+from policies.processes.flow import RectifiedFlow
+from policies.processes.regression import Mip
+from policies.processes.shortcut import Shortcut
+from policies.samplers import DDIM, DDPM, Euler
+
+TOLERANCE = 1e-5
+
+
+def guided() -> Policy:
+    """A policy that attends to its goal twice: with it and without it."""
+    return small_policy(RectifiedFlow(), Euler(steps=2), goal_dim=GOAL_DIM, goal_dropout=0.1, guidance=1.5)
+
+
+STEPWISE = {
+    "memory": lambda: small_policy(VPDiffusion(num_levels=8), DPMpp2M(steps=3)),
+    "clipped eps": lambda: small_policy(
+        VPDiffusion(num_levels=8, prediction="v"),
+        DDIM(steps=2, eta_per_dim=(0.2, 1.0), eps_clip=2.0, recompute_eps=False),
+    ),
+    "x0": lambda: small_policy(VPDiffusion(num_levels=3, prediction="x0"), DDPM(), action_start=1, horizon=5),
+    "second time": lambda: small_policy(Shortcut(), Euler(steps=2)),
+    "edm": lambda: small_policy(Edm(), Euler(steps=2)),
+    "two stops": lambda: small_policy(Mip()),
+    "energy": lambda: small_policy(ScoreEnergy(num_levels=4), DDIM(steps=2)),
+    "guided": guided,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STEPWISE)
+def test_the_pieces_make_the_whole(name: str, tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    report = export_policy(STEPWISE[name](), tmp_path, graph="step", latency_batches=(2,))
+    assert [row["batch"] for row in report.parity] == [1, 2, 7] and report.worst <= TOLERANCE
+    assert {path.name for path in tmp_path.iterdir()} >= {"encoder.onnx", "step.onnx", "loop.json", RUNNER}
+    json.loads((tmp_path / "loop.json").read_text(), parse_constant=pytest.fail)
+    assert "`runner.py` runs" in " ".join((tmp_path / CARD).read_text().split())
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: small_policy(GaussianProcess()), "GaussianPolicy has no denoising steps"),
+        (
+            lambda: compose([small_policy(RectifiedFlow()), small_policy(RectifiedFlow())], [0.5, 0.5]),
+            "its members are asked at times of their own",
+        ),
+    ],
+    ids=["gaussian", "composed"],
+)
+def test_what_has_no_steps_of_its_own_says_why(make: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ExportError, match=rf"graph=step cannot export this policy: {reason}.* Use graph=whole"
+    ):
+        export_policy(make(), tmp_path / "out", graph="step")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "torch", "graph": "step"}, "format torch with graph whole; got torch with step"),
+        ({"format": "exe"}, "got exe with whole"),
+        ({"graph": "half"}, "got onnx with half"),
+    ],
+)
+def test_there_are_no_other_formats(options: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=message):
+        export_policy(small_policy(), tmp_path / "out", **options)
+
+
+def test_what_is_no_policy_says_why_it_cannot_be_exported(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"object cannot be exported: .*decided in Python"):
+        export_policy(object(), tmp_path / "out")  # type: ignore[arg-type]
+
+
+# -- torch.export ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flow", "ddpm", "energy"])
+def test_a_program_gives_the_actions_of_the_policy_at_any_batch(name: str, tmp_path: Path) -> None:
+    policy = {
+        "flow": lambda: small_policy(RectifiedFlow(), Euler(steps=2), obs_steps=2, goal_dim=GOAL_DIM),
+        "ddpm": lambda: small_policy(VPDiffusion(num_levels=3), DDPM()),
+        "energy": STEPWISE["energy"],
+    }[name]()
+    report = export_policy(policy, tmp_path, format="torch", compiled=False, latency_batches=(1,))
+    assert (
+        report.worst <= TOLERANCE
+        and report.opset is None
+        and set(report.latency[0])
+        == {
+            "batch",
+            "eager_ms",
+            "pt2_ms",
+        }
+    )
+    assert report.notes == ["The program was not compiled ahead of time: not asked for."]
+    assert report.notes[0] in (tmp_path / CARD).read_text() and not (tmp_path / PACKAGE).exists()
+    program = torch.export.load(tmp_path / PROGRAM).module()
+    sample = {k: torch.from_numpy(v) for k, v in np.load(tmp_path / "sample.npz").items()}
+    expected = sample.pop("action")
+    torch.testing.assert_close(program(sample)[0], expected)
+    exported, noise = (
+        ExportedPolicy(tmp_path),
+        policy.sample_noise(5, generator=torch.Generator().manual_seed(0)),
+    )
+    obs = {
+        "state": torch.randn(5, policy.chunk.obs_steps, OBS_DIM, generator=torch.Generator().manual_seed(1))
+    }
+    if policy.goal_dim:
+        obs["goal"] = torch.zeros(5, GOAL_DIM)
+    torch.testing.assert_close(
+        exported.act(obs, noise=noise), policy.act(obs, noise=noise), atol=1e-5, rtol=0
+    )
+
+
+def test_without_a_compiler_the_report_says_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_torch.shutil, "which", lambda name: None)
+    report = export_policy(small_policy(GaussianProcess()), tmp_path, format="torch", latency_batches=())
+    assert "No C++ compiler (g++, clang++, c++) was found" in report.notes[0]
+    assert json.loads((tmp_path / REPORT).read_text())["notes"] == report.notes
+
+
+def test_another_format_in_the_same_folder_leaves_nothing_of_the_one_before(tmp_path: Path) -> None:
+    (tmp_path / "policy.onnx").write_text("an earlier export")
+    options: Any = {"format": "torch", "compiled": False, "latency_batches": (), "overwrite": True}
+    export_policy(small_policy(GaussianProcess()), tmp_path, **options)
+    assert not (tmp_path / "policy.onnx").exists() and (tmp_path / PROGRAM).exists()
+
+
+def test_a_folder_that_was_not_exported_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is no exported policy: it holds no signature\.json"):
+        ExportedPolicy(tmp_path)

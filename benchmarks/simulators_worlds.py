@@ -3,7 +3,7 @@
 Ours steps through the interface that everybody uses, one environment in chunks of eight; the peer is the
 environment that ours is made from. Both compute observations and rewards, which are compared to the last bit.
 envpool is our engine for collecting on the one side, the exact engine on the other, eight robots each; its
-starts do not follow from a seed, so that states are not compared here.
+starts do not follow from a seed, so that states are not compared here (a test of its own does).
 """
 
 from __future__ import annotations
@@ -143,6 +143,6 @@ CASES = (
     _case("metaworld", "exact", "metaworld", partial(_metaworld, "reach")),
     *(
         _case(name, "envpool", "exact", partial(_envpool, name), tolerance=None, steps=ROBOTS * STEPS)
-        for name in ("hopper", "walker2d", "halfcheetah", "ant", "humanoid")
+        for name in ("halfcheetah", "swimmer")  # nothing ends their episodes
     ),
 )

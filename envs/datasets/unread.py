@@ -18,5 +18,5 @@ def tell_unread(path: str | Path, left_out: Mapping[str, str]) -> list[str]:
     """
     if left_out:
         reasons = ", ".join(f"{key} ({reason})" for key, reason in left_out.items())
-        _log.warning("%s: not read: %s. Only vectors of numbers and images become observations.", path, reasons)
+        _log.warning("%s: not read: %s. Only vectors of numbers and images are observed.", path, reasons)
     return list(left_out)

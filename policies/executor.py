@@ -120,8 +120,8 @@ class Executor:
                 f"a plan of {self._rows} rows must last for act_steps={self._act_steps} steps and "
                 f"latency={execution.latency} more; lower one of them, or train with a longer horizon."
             )
-        box = [None if side is None else np.asarray(side, np.float32) for side in (low, high)]
-        self._limits = Limits(*box, max_jump=execution.max_jump)
+        low, high = (None if side is None else np.asarray(side, np.float32) for side in (low, high))
+        self._limits = Limits(low, high, execution.max_jump)
         self._lanes: dict[int, _Lane] = {}
 
     @property

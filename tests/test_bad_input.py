@@ -228,7 +228,7 @@ def test_an_episode_of_another_width(shell: Shell) -> None:
         ("policy.horizn=8", "unknown key 'policy.horizn'", "Did you mean 'horizon'?"),
         ("trainer.log_evry=8", "unknown key 'trainer.log_evry'", "Did you mean 'log_every'?"),
         ("datset=x.hdf5", "unknown key 'datset'", "Did you mean 'dataset'?"),
-        ("algo=bcc", "unknown option algo=bcc", "Choose one of: awm, bc, dppo, fpo, ppo"),
+        ("algo=bcc", "unknown option algo=bcc", "Did you mean 'bc'? Choose one of: "),
         ("algo.lr=fast", "algo.lr: Value 'fast'", "converted to Float"),
         ("policy.horizon=0", "chunk.horizon must be at least 1", "got 0"),
     ],

@@ -75,7 +75,7 @@ class OfflineConfig:
     batch_size: int = 256  # transitions
     gamma: float = 0.99  # discount per environment step
     reward_scale: float = 1.0  # rewards are scale r + shift
-    reward_shift: float = 0.0
+    reward_shift: float = 0.0  # see reward_scale
     actor_lr: float = 3e-4  # Adam
     critic_lr: float = 3e-4  # Adam
     tau: float = 0.005  # share of the way that target weights go
@@ -121,9 +121,8 @@ class OfflineConfig:
         with torch_threads(setup.threads(THREADS)):
             dataset, policy = self.start(setup)
             table = tabulate(dataset.to(setup.device), policy, self.rewarding)
-            generator = seeded_generator(setup.seed, "learner weights")
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(generator.initial_seed())
+                torch.manual_seed(derive_seed(setup.seed, "learner"))
                 learner = self.learner(policy, table, setup)
             return OfflineRun(self, setup, learner, table, dataset)
 
@@ -146,7 +145,7 @@ class OfflineConfig:
             obs_dim=dataset.obs_dim,
             action_dim=dataset.action_dim,
             statistics={"state": _state_statistics(dataset), "action": box},
-            seed=derive_seed(setup.seed, "weights"),
+            seed=derive_seed(setup.seed, "actor"),
         )
         return dataset, policy.to(setup.device).train()
 
@@ -175,6 +174,14 @@ def _state_statistics(dataset: EpisodeDataset) -> dict[str, Tensor]:
     return {name: value.float() for name, value in moments.items()}
 
 
+class Budget(Protocol):
+    """What a run is told: gradient steps, transitions of a batch, gradient steps between two reports."""
+
+    steps: int
+    batch_size: int
+    block_steps: int
+
+
 class OfflineRun:
     """A run in progress; see `OfflineConfig`."""
 
@@ -182,7 +189,7 @@ class OfflineRun:
 
     def __init__(
         self,
-        config: OfflineConfig,
+        config: Budget,
         setup: Setup,
         learner: Learner,
         table: TransitionTable,

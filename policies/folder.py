@@ -47,6 +47,7 @@ from policies.operators import Composition
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.strict_json import read_json
 from policies.typed import check_types
+from policies.wrappers import WrappedPolicy
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -59,7 +60,7 @@ _SIZES = ("obs_dim", "goal_dim", "action_dim", "obs_steps", "horizon", "act_step
 _KEYS = {
     *("format", "parts", "switch_time", "images", "normalizer", "observation_clip", "goal_dropout"),
     "tuned_above",
-    *("guidance", "composition", "members", "provenance", *_SIZES),
+    *("guidance", "composition", "members", "wrappers", "provenance", *_SIZES),
 }
 _MAX_SIZE, _MAX_TEXT, _MAX_MEMBERS, _MAX_NESTED = 100_000, 1000, 64, 8
 _SPARE_BYTES, _BYTES_PER_BYTE = 512 * 2**20, 32  # what may be allocated beside, and for, a byte of weights
@@ -68,6 +69,10 @@ _SPARE_OPERATIONS, _OPERATIONS_PER_TENSOR = 5_000, 100
 
 def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return everything needed to rebuild a policy around its weights; JSON types only."""
+    if isinstance(policy, WrappedPolicy):
+        inner = describe(policy.base, provenance)
+        inner["wrappers"] = [*inner["wrappers"], registry.to_json("wrapper", policy.wrapper)]
+        return inner
     config = replace(policy.config, sampler=getattr(policy, "sampler", policy.config.sampler))
     field = None if isinstance(policy, ComposedPolicy) else getattr(policy, "field", None)
     return {
@@ -88,6 +93,7 @@ def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dic
         "goal_dropout": config.goal_dropout,
         "guidance": config.guidance,
         **(_describe_composition(policy) if isinstance(policy, ComposedPolicy) else {}),
+        "wrappers": [],  # the innermost first
         "provenance": dict(provenance or {}),
     }
 
@@ -232,6 +238,13 @@ def _check_description(data: Any, nested: int = 0) -> None:
         if group not in _PART_GROUPS or not isinstance(part, dict):
             raise ConfigError(f"parts must hold objects for {', '.join(_PART_GROUPS)}; got '{group[:80]}'.")
         check_types(registry.lookup(group, str(part.get("name"))), part, group)
+    wrappers = data.get("wrappers", [])
+    if not isinstance(wrappers, list) or len(wrappers) > _MAX_NESTED:
+        raise ConfigError(f"wrappers must be a list of at most {_MAX_NESTED}.")
+    for wrapper in wrappers:
+        if not isinstance(wrapper, dict):
+            raise ConfigError(f"wrappers must hold objects; got {type(wrapper).__name__}.")
+        check_types(registry.lookup("wrapper", str(wrapper.get("name"))), wrapper, "wrapper")
     if "members" in data:
         members = data["members"]
         if not isinstance(members, list) or not 1 <= len(members) <= _MAX_MEMBERS or nested >= _MAX_NESTED:
@@ -254,6 +267,14 @@ def _check_values(value: Any) -> None:
 
 def _rebuild(data: Mapping[str, Any]) -> Policy:
     """Build the policy that `describe` described, around fresh weights."""
+    policy = _rebuild_inner(data)
+    for wrapper in data.get("wrappers", ()):
+        policy = registry.from_json("wrapper", wrapper).wrap(policy)
+    return policy
+
+
+def _rebuild_inner(data: Mapping[str, Any]) -> Policy:
+    """Build the innermost policy."""
     if "members" in data:
         sampler = registry.from_json("sampler", data["parts"]["sampler"])
         members = [_rebuild(member) for member in data["members"]]

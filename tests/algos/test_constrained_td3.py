@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -51,6 +52,13 @@ def run_of(config: Any, **changes: Any) -> OfflineRun:
     return config.build(Setup(dataset=bandit(), seed=1, **changes))
 
 
+def small(config: Any, **options: Any) -> Any:
+    """Return a configuration with narrow networks."""
+    narrow = {"value_dims": (32, 32), "vae_width": 32}
+    known = {f.name for f in fields(config)}
+    return config(**SIZES | {k: v for k, v in narrow.items() if k in known} | options)
+
+
 def regret(policy: Policy) -> float:
     """Return the mean squared distance of actions from the best ones."""
     state = torch.rand(256, 1, 2, generator=torch.Generator().manual_seed(9)) - 0.5
@@ -73,7 +81,7 @@ def flow(seed: int = 0) -> Policy:
 
 @pytest.mark.parametrize("config", CONSTRAINED, ids=lambda c: c.__name__)
 def test_the_actor_and_the_targets_move_on_every_second_step(config: Any) -> None:
-    run = run_of(config(steps=8, **SIZES))
+    run = run_of(small(config, steps=8))
     learner = run.learner
     assert isinstance(learner, Td3Learner)
     parts = {
@@ -148,9 +156,8 @@ def test_the_expectile_of_numbers_is_where_their_loss_is_least() -> None:
 @pytest.mark.parametrize("config", [*CONSTRAINED, IqlConfig], ids=lambda c: c.__name__)
 def test_a_new_actor_becomes_better_than_the_data(config: Any) -> None:
     """The data are 0.32 away from the best action on average, and imitating them perfectly is not better."""
-    sizes = SIZES | {"actor_lr": 1e-3, "critic_lr": 1e-3}
     extra = {"alpha": 10.0} if issubclass(config, ConstrainedTd3Config) else {"temperature": 10.0}
-    run = run_of(config(steps=1500, **sizes, **extra))
+    run = run_of(small(config, steps=1500, actor_lr=1e-3, critic_lr=1e-3, **extra))
     while run.progress < run.total:
         run.advance()
     noise = bandit().actions - bandit().observations
@@ -159,8 +166,8 @@ def test_a_new_actor_becomes_better_than_the_data(config: Any) -> None:
 
 @pytest.mark.parametrize("config", [PrdcConfig, Td3BcConfig, A2prConfig], ids=lambda c: c.__name__)
 def test_a_flow_becomes_better_by_gradients_through_its_sampler(config: Any) -> None:
-    sizes = SIZES | {"actor_lr": 1e-3, "critic_lr": 1e-3, "alpha": 10.0}
-    run = run_of(config(steps=1500, **sizes), init=flow())
+    options = {"actor_lr": 1e-3, "critic_lr": 1e-3, "alpha": 10.0}
+    run = run_of(small(config, steps=1500, **options), init=flow())
     before = regret(run.snapshot())
     while run.progress < run.total:
         run.advance()

@@ -1,0 +1,155 @@
+"""A score model of the data that corrects the actions of any policy; see `policies.correction`.
+
+Trained on transitions without rewards: denoising score matching on [s, a] at the noises of the correction,
+and inverse dynamics by regression, both in standardised units. The policy itself is not touched.
+
+    score loss    = mean (eps_hat(x + sigma eps, sigma) - eps)^2        eps_hat = - sigma f
+    dynamics loss = mean (I(s, s') - a)^2
+
+Source: arXiv 2406.07541 (CDSA) for the idea; the equations are ours, see there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from algos.base import Setup
+from algos.offline import THREADS, OfflineRun
+from algos.optim import restore_optimizer, warmup_cosine
+from algos.transitions import Batch, Rewarding, TransitionTable, tabulate
+from envs.fit import require_fit
+from policies.correction import CorrectedPolicy, Correction
+from policies.errors import ConfigError
+from policies.registry import register
+from policies.seeds import derive_seed
+from policies.threads import torch_threads
+
+_PROBES = 4096  # rows on which the gate is measured
+
+
+class CorrectionLearner:
+    """Trains the networks of a corrected policy.
+
+    Args:
+        policy: Whose correction is trained.
+        table: Transitions, encoded for its inner policy.
+        config: Rates and lengths.
+    """
+
+    def __init__(self, policy: CorrectedPolicy, table: TransitionTable, config: CdsaConfig) -> None:
+        self._policy, self.config, self.steps = policy, config, 0
+        cond = table.cond.double()
+        std = cond.std(dim=0, correction=0)
+        policy.mean.copy_(cond.mean(dim=0))
+        policy.std.copy_(torch.where(std < 1e-4, torch.ones_like(std), std))
+        rows = torch.linspace(0, len(table) - 1, min(_PROBES, len(table)), device=table.device).long()
+        self._probes = table.gather(rows)
+        self._trained = [*policy.score.parameters(), *policy.inverse.parameters()]
+        self.optimizer = torch.optim.AdamW(self._trained, lr=config.lr, weight_decay=0.0, fused=True)
+        self._sigmas = torch.tensor(policy.wrapper.sigmas, device=table.device)
+
+    @property
+    def policy(self) -> CorrectedPolicy:
+        """The corrected policy, its gate set by the data under the present weights."""
+        self.set_gate()
+        return self._policy
+
+    @torch.no_grad()
+    def set_gate(self) -> None:
+        """Leave alone what is less strange than `gate_quantile` of the data."""
+        policy, probes = self._policy, self._probes
+        found = policy.strangeness(policy.standardized(probes.cond), probes.action)
+        quantile = policy.wrapper.gate_quantile
+        policy.gate.copy_(found.quantile(quantile) if quantile else found.new_tensor(-1.0))
+
+    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draw noise and its level."""
+        device, width = self._sigmas.device, self._probes.cond.shape[1] + self._probes.action.shape[1]
+        eps = torch.randn(n, width, generator=generator, device=generator.device).to(device)
+        level = torch.randint(len(self._sigmas), (n,), generator=generator, device=generator.device)
+        return {"eps": eps, "level": level.to(device)}
+
+    def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take a step of both networks."""
+        policy, rate = self._policy, self.config
+        lr = warmup_cosine(self.steps, lr=rate.lr, min_lr=0.1 * rate.lr, warmup=0, cycle=rate.steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr if self.steps else rate.lr
+        self.steps += 1
+        state, successor = policy.standardized(batch.cond), policy.standardized(batch.next_cond)
+        sigma, eps = self._sigmas[draws["level"]], draws["eps"]
+        noisy = torch.cat([state, batch.action], dim=1) + sigma[:, None] * eps
+        found = policy.noise_in(noisy[:, : state.shape[1]], noisy[:, state.shape[1] :], sigma)
+        score_loss = F.mse_loss(found, eps)
+        dynamics_loss = F.mse_loss(policy.dynamics(state, successor), batch.action)
+        self.optimizer.zero_grad(set_to_none=True)
+        (score_loss + dynamics_loss).backward()
+        nn.utils.clip_grad_norm_(self._trained, 10.0, foreach=True)
+        self.optimizer.step()
+        return {"score/loss": score_loss.detach(), "dynamics/loss": dynamics_loss.detach()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a bit-exact continuation needs."""
+        policy, optimizer = self._policy.state_dict(), self.optimizer.state_dict()
+        return {"steps": self.steps, "policy": policy, "optimizer": optimizer}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self._policy.load_state_dict(state["policy"])
+        restore_optimizer(self.optimizer, state["optimizer"])
+        self.steps = int(state["steps"])
+
+
+@register("algo", "cdsa")
+@dataclass
+class CdsaConfig:
+    """Correction of the actions of a policy by the score of a dataset.
+
+    Source:
+        After arXiv 2406.07541; see `policies.correction`.
+    """
+
+    steps: int = 20_000  # gradient steps
+    batch_size: int = 256  # transitions
+    lr: float = 1e-3  # AdamW, at the start; falls to a tenth by a cosine
+    correction: Correction = field(default_factory=Correction)
+    block_steps: int = 1000  # gradient steps between two reports
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("steps", "batch_size", "block_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"algo.{name} must be at least 1; got {getattr(self, name)}.")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"algo.lr must be positive and finite; got {self.lr}.")
+
+    def build(self, setup: Setup) -> OfflineRun:
+        """Check the setup and return the algorithm, ready to advance.
+
+        Raises:
+            ConfigError: If policy or dataset is missing, or their widths differ.
+            CapabilityError: If the policy looks at images or goals.
+        """
+        if setup.init is None:
+            raise ConfigError("algo=cdsa corrects a policy; got none. Give init=<policy directory>.")
+        if setup.dataset is None:
+            raise ConfigError("algo=cdsa learns where data are; got none. Give dataset=<file>.")
+        dataset, advice = setup.dataset, "Use a dataset of the same task."
+        require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
+        if setup.env is not None:
+            spec = setup.env.spec
+            require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
+        with torch_threads(setup.threads(THREADS)):
+            base = setup.init.clone().eval().requires_grad_(False)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(derive_seed(setup.seed, "correction"))
+                policy = self.correction.wrap(base).to(setup.device)
+            table = tabulate(dataset.to(setup.device), policy.base, Rewarding())
+            return OfflineRun(self, setup, CorrectionLearner(policy, table, self), table, dataset)

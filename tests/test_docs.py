@@ -221,6 +221,12 @@ PAGES = {
     "reinflow": ["reinflow", "ppo"],
     "fpo": ["fpo", "ppo"],
     "awm": ["fpo", "ppo"],
+    "td3_bc": ["offline"],
+    "rebrac": ["offline"],
+    "iql": ["offline"],
+    "prdc": ["prdc", "offline"],
+    "a2pr": ["a2pr", "offline"],
+    "cdsa": ["cdsa"],
 }
 """Where the settings of an algorithm are explained."""
 

@@ -24,6 +24,7 @@ from policies.errors import MissingExtraError
 
 scan_parts()
 FOLDER = Path(configs.__file__).parent / "experiment"
+OFFLINE = ("td3_bc", "prdc", "a2pr", "rebrac", "iql")
 NEEDS_FLOW = ("reinflow", "fpo", "awm", "policyflow")
 CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "encoder": "state", "backbone": "mlp"}
 
@@ -56,6 +57,10 @@ def _ancestry(name: str) -> Iterator[str]:
     for parent in _content(name)[0]:
         yield from _ancestry(parent)
     yield name
+
+
+def _is_offline(name: str) -> bool:
+    return _choices(name).get("algo") in OFFLINE
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -109,7 +114,22 @@ def test_one_tiny_iteration_from_nothing(name: str, tmp_path: Path) -> None:
     assert outcome.directory.latest() == 8
 
 
-@pytest.mark.parametrize("name", [n for n in experiments() if not n.endswith(("_bc", "_actor"))])
+@pytest.mark.parametrize("name", [n for n in experiments() if _is_offline(n)])
+def test_two_tiny_steps_on_a_fixed_dataset(name: str, tmp_path: Path) -> None:
+    config = compose_config("train", [f"experiment={name}"])
+    dataset = _random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env)
+    narrow = [f"algo.{part}=[16]" for part in ("hidden_dims", "critic_dims")]
+    few = ["algo.steps=2", "algo.batch_size=8", "evaluation.episodes=0", "progress=false"]
+    tiny = [f"experiment={name}", f"dataset={dataset}", *narrow, *few]
+    outcome = train_command.train(compose_config("train", tiny), Job(tmp_path / "run"))
+    assert outcome.directory.latest() == 2
+
+
+def _tunes(name: str) -> bool:
+    return not name.endswith(("_bc", "_actor")) and not _is_offline(name)
+
+
+@pytest.mark.parametrize("name", [n for n in experiments() if _tunes(n)])
 def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path) -> None:
     _skip_unless_registered(name)
     algo = _choices(name)["algo"]

@@ -1,0 +1,143 @@
+"""DSRL as a pure learner: soft actor-critic over the noise of a frozen policy, in two variants.
+
+Legend: as in `algos.soft_learner`; w = b u the noise, a(s, w) the chunk of the frozen policy, QA values of
+chunks, QW values of latents::
+
+    sac   Q(s, u) is learned from recorded latents; the frozen policy is asked nothing
+    na    y = r + discount (C_i QA_i_bar(s', a(s', b u')) - alpha log pi(u' | s'))       QA of executed chunks
+          actor loss = mean (alpha log pi(u | s) - C_i QW_i(s, u))                     u, not w, enters QW
+          distillation = 1/2 sum_i mean (QW_i(s, u) - QA_i(s, a(s, b u)))^2              on batches of its own
+
+No gradient passes through the frozen policy. Latents of the distillation are `gaussian` (b u standard normal,
+as released: most of them lie outside of the actor's box), uniform in the `box`, or half of each.
+
+Source: DSRL, arXiv 2506.15799, released code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from algos.optim import restore_optimizer
+from algos.replay import ChunkBatch
+from algos.soft_learner import Draws, Quantities, SoftLearner, SoftRules, descend, half_squared_error
+from policies.ensembles import Ensemble
+from policies.latent_steering import SteeredPolicy
+from policies.tanh_gaussian import gaussian_draw, tanh_draw
+
+DISTILLATION_LATENTS = ("gaussian", "box", "mixture")
+
+
+class SteeredActor:
+    """The actor of a steered policy; see `algos.soft_learner.LatentActor`.
+
+    Args:
+        policy: Whose actor is trained.
+        form: Of the squashed density, one of `policies.tanh_gaussian.FORMS`.
+    """
+
+    def __init__(self, policy: SteeredPolicy, form: str = "exact") -> None:
+        self.policy, self._form = policy, form
+
+    @property
+    def latent_dim(self) -> int:
+        """L."""
+        return self.policy.latent_dim
+
+    @property
+    def bound(self) -> float:
+        """Of the noise, in its deviations."""
+        return self.policy.wrapper.bound
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the weights of the actor."""
+        return list(self.policy.actor.parameters())
+
+    def draw(self, cond: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+        """Return latents u (B, L) and the log-density (B,) of u, or of b u for a Gaussian without bound."""
+        mean, log_std = self.policy.actor(cond)
+        if self.policy.wrapper.density == "tanh":
+            return tanh_draw(mean, log_std, eps, form=self._form)
+        noise, log_prob = gaussian_draw(mean, log_std, eps)
+        return noise / self.bound, log_prob
+
+    def chunk(self, cond: Tensor, latent: Tensor) -> Tensor:
+        """Return the executed rows of the frozen policy's chunk, flat (B, A)."""
+        return self.policy.chunk_of(cond, latent)[:, self.policy.chunk.executed].flatten(1)
+
+
+class NoiseAliasedLearner(SoftLearner):
+    """Values of chunks, distilled into values of latents, which the actor climbs.
+
+    Args:
+        actor: What is trained.
+        critic: QA.
+        noise_critic: QW, of as many members.
+        rules: Constants.
+        latents: Where the two are compared; see the top of the file.
+    """
+
+    actor: SteeredActor
+
+    def __init__(
+        self,
+        actor: SteeredActor,
+        critic: Ensemble,
+        noise_critic: Ensemble,
+        rules: SoftRules,
+        *,
+        latents: str = "gaussian",
+    ) -> None:
+        super().__init__(actor, critic, rules, of_chunks=True)
+        self.noise_critic, self._latents = noise_critic, latents
+        self.noise_critic_optimizer = torch.optim.Adam(
+            noise_critic.parameters(), lr=rules.critic_lr, fused=True
+        )
+
+    def next_values(self, cond: Tensor, latent: Tensor) -> Tensor:
+        """Ask the target critics about the chunks of latents (B, L)."""
+        return self.target_critic(cond, self.actor.chunk(cond, latent))
+
+    def climbed_values(self, cond: Tensor, latent: Tensor) -> Tensor:
+        """Ask the distilled critics."""
+        return self.noise_critic(cond, latent, frozen=True)
+
+    def draw_latents(self, n: int, generator: torch.Generator) -> Tensor:
+        """Return latents (n, L) for a step of the distillation."""
+        shape, device = (n, self.actor.latent_dim), generator.device
+        normal = torch.randn(shape, generator=generator, device=device) / self.actor.bound
+        if self._latents == "gaussian":
+            chosen = normal
+        else:
+            box = 2 * torch.rand(shape, generator=generator, device=device) - 1
+            chosen = box if self._latents == "box" else torch.cat([normal[: n // 2], box[n // 2 :]])
+        return chosen.to(self.critic.weight[0].device)
+
+    def distillation(self, cond: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return values and targets (E, B) of the distillation at latents (B, L)."""
+        with torch.no_grad():
+            target = self.critic(cond, self.actor.chunk(cond, latent))
+        return self.noise_critic(cond, latent), target
+
+    def distill(self, batch: ChunkBatch, draws: Draws) -> Quantities:
+        """Take one step of the distilled critics at the latents `draws["latent"]` (B, L)."""
+        loss = half_squared_error(*self.distillation(batch.cond, draws["latent"]))
+        descend(self.noise_critic_optimizer, loss)
+        return {"noise_critic/loss": loss.detach()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a bit-exact continuation needs."""
+        return super().state_dict() | {
+            "noise_critic": self.noise_critic.state_dict(),
+            "noise_critic_optimizer": self.noise_critic_optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        super().load_state_dict(state)
+        self.noise_critic.load_state_dict(state["noise_critic"])
+        restore_optimizer(self.noise_critic_optimizer, state["noise_critic_optimizer"])

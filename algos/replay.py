@@ -1,0 +1,204 @@
+"""A ring of chunk transitions, one row each, and batches from one or two sources.
+
+Legend: M rows in the ring, B rows of a batch, C condition width, L numbers of a latent, A = Ta Da, l <= Ta
+executed steps. What a reward is worth is worked out when a row is drawn::
+
+    reward   sum over j < l of gamma^j (scale r_{t+j} + shift)
+    discount gamma^l, or 0 where the task ended
+
+`paper_compat` takes the conventions of released programs instead: the plain sum, one gamma per chunk, and no
+value beyond the end of an episode, whatever ended it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from algos.transitions import TransitionTable
+from policies.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class ChunkBatch:
+    """Rows of transitions, normalised.
+
+    Shapes:
+        cond, next_cond: (B, C). latent: (B, L). action: (B, A). reward, discount: (B,).
+    """
+
+    cond: Tensor
+    latent: Tensor
+    action: Tensor
+    reward: Tensor
+    discount: Tensor
+    next_cond: Tensor
+
+    def __len__(self) -> int:
+        """Return B."""
+        return len(self.reward)
+
+
+@dataclass(frozen=True)
+class Discounting:
+    """What is made of the rewards of a chunk."""
+
+    gamma: float = 0.99  # per environment step; per chunk with paper_compat
+    scale: float = 1.0
+    shift: float = 0.0
+    paper_compat: bool = False
+
+    def __call__(
+        self, rewards: Tensor, length: Tensor, terminated: Tensor, truncated: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return reward and discount (B,); see the top of the file.
+
+        Shapes:
+            rewards: (B, Ta). length: (B,) executed steps. terminated, truncated: (B,), 1 or 0.
+        """
+        step = torch.arange(rewards.shape[1], device=rewards.device, dtype=rewards.dtype)
+        executed = step < length[:, None]
+        worth = (self.scale * rewards + self.shift) * executed
+        if self.paper_compat:
+            over = torch.maximum(terminated, truncated)
+            return worth.sum(dim=1), self.gamma * (1 - over)
+        return (worth * self.gamma**step).sum(dim=1), self.gamma**length * (1 - terminated)
+
+
+class Replay:
+    """The latest transitions, on one device.
+
+    Args:
+        capacity: Rows.
+        cond: C.
+        latent: L.
+        action: A.
+        steps: Ta.
+        device: Where the rows are.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        cond: int,
+        latent: int,
+        action: int,
+        steps: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._widths = [cond, latent, action, steps, 1, 1, 1, cond]
+        self._rows = torch.empty(capacity, sum(self._widths), device=device)
+        self._size = self._next = 0
+
+    def __len__(self) -> int:
+        """Return M."""
+        return self._size
+
+    @property
+    def capacity(self) -> int:
+        """Rows that there is place for."""
+        return len(self._rows)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rows are."""
+        return self._rows.device
+
+    def add(
+        self,
+        *,
+        cond: Tensor,
+        latent: Tensor,
+        action: Tensor,
+        rewards: Tensor,
+        length: Tensor,
+        terminated: Tensor,
+        truncated: Tensor,
+        next_cond: Tensor,
+    ) -> None:
+        """Write transitions (n, ...) over the oldest ones; shapes as in `ChunkBatch` and `Discounting`."""
+        single = (length[:, None], terminated[:, None], truncated[:, None])
+        parts = [part.to(self._rows) for part in (cond, latent, action, rewards, *single, next_cond)]
+        rows = torch.cat(parts, dim=1)[-self.capacity :]
+        place = (self._next + torch.arange(len(rows), device=self.device)) % self.capacity
+        self._rows.index_copy_(0, place, rows)
+        self._next = (self._next + len(rows)) % self.capacity
+        self._size = min(self._size + len(rows), self.capacity)
+
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        """Return n indices of rows, drawn uniformly with replacement."""
+        return torch.randint(self._size, (n,), generator=generator, device=generator.device).to(self.device)
+
+    def gather(self, row: Tensor, discounting: Discounting) -> ChunkBatch:
+        """Return the rows (B,)."""
+        parts = self._rows.index_select(0, row).split(self._widths, dim=1)
+        cond, latent, action, rewards, length, terminated, truncated, next_cond = parts
+        flags = (part.squeeze(1) for part in (length, terminated, truncated))
+        reward, discount = discounting(rewards, *flags)
+        return ChunkBatch(cond, latent, action, reward, discount, next_cond)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rows and the place of the next one."""
+        return {"rows": self._rows[: self._size].clone(), "next": self._next, "capacity": self.capacity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            CheckpointError: If capacity or width is another.
+        """
+        rows: Tensor = state["rows"]
+        if state["capacity"] != self.capacity or rows.shape[1:] != self._rows.shape[1:]:
+            raise CheckpointError(
+                f"the saved replay has {state['capacity']} rows of {rows.shape[1]} numbers; this one has "
+                f"{self.capacity} of {self._rows.shape[1]}. Resume with the same algo.buffer_size, budget "
+                "and policy."
+            )
+        self._size, self._next = len(rows), int(state["next"])
+        self._rows[: self._size] = rows.to(self._rows)
+
+
+class Mixture:
+    """Batches from a ring of experience and, for a share of their rows, from a fixed dataset.
+
+    Args:
+        online: Experience.
+        discounting: What its rewards are worth.
+        offline: Transitions of a dataset, discounted already; None: there is none.
+        ratio: Share of a batch that comes from the dataset, to the nearest row.
+    """
+
+    def __init__(
+        self,
+        online: Replay,
+        discounting: Discounting,
+        offline: TransitionTable | None = None,
+        ratio: float = 0.0,
+    ) -> None:
+        self.online, self.discounting, self.offline = online, discounting, offline
+        self.ratio = ratio if offline is not None else 0.0
+
+    def draw(self, n: int, generator: torch.Generator) -> ChunkBatch:
+        """Return a batch of n rows, those of the dataset last."""
+        count = round(self.ratio * n)
+        online = self.online.gather(self.online.draw(n - count, generator), self.discounting)
+        if self.offline is None or not count:
+            return online
+        row = torch.randint(len(self.offline), (count,), generator=generator, device=generator.device)
+        data = self.offline.gather(row.to(self.offline.device))
+        latent = data.action.new_zeros(
+            count, online.latent.shape[1]
+        )  # unknown: critics of chunks ask for none
+        return ChunkBatch(
+            torch.cat([online.cond, data.cond]),
+            torch.cat([online.latent, latent]),
+            torch.cat([online.action, data.action]),
+            torch.cat([online.reward, data.reward]),
+            torch.cat([online.discount, data.discount]),
+            torch.cat([online.next_cond, data.next_cond]),
+        )

@@ -1,0 +1,105 @@
+"""The ring of transitions, what its rewards are worth, and batches from two sources."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from algos.replay import Discounting, Mixture, Replay
+from algos.transitions import TransitionTable
+from policies.errors import CheckpointError
+
+C, L, A, STEPS = 3, 2, 4, 2
+
+
+def ring(capacity: int = 5) -> Replay:
+    return Replay(capacity, cond=C, latent=L, action=A, steps=STEPS)
+
+
+def rows(first: int, n: int) -> dict[str, Tensor]:
+    """Return transitions that are recognised by the number in every entry."""
+    number = torch.arange(first, first + n).float()
+    wide = {name: number[:, None].expand(n, width) for name, width in
+            (("cond", C), ("latent", L), ("action", A), ("rewards", STEPS), ("next_cond", C))}  # fmt: skip
+    flags = torch.zeros(n, dtype=torch.bool)
+    return wide | {"length": torch.full((n,), STEPS), "terminated": flags, "truncated": flags}
+
+
+def held(replay: Replay) -> list[int]:
+    batch = replay.gather(torch.arange(len(replay)), Discounting())
+    return sorted(int(x) for x in batch.cond[:, 0])
+
+
+def test_the_ring_keeps_the_latest_rows() -> None:
+    replay = ring()
+    replay.add(**rows(0, 3))
+    assert held(replay) == [0, 1, 2]
+    replay.add(**rows(3, 4))
+    assert held(replay) == [2, 3, 4, 5, 6] and len(replay) == 5
+    replay.add(**rows(7, 12))
+    assert held(replay) == [14, 15, 16, 17, 18]
+
+
+def test_every_part_of_a_row_comes_back() -> None:
+    replay, generator = ring(), torch.Generator().manual_seed(0)
+    wide = {name: torch.randn(2, width, generator=generator) for name, width in
+            (("cond", C), ("latent", L), ("action", A), ("rewards", STEPS), ("next_cond", C))}  # fmt: skip
+    ends = {"terminated": torch.tensor([True, False]), "truncated": torch.tensor([False, True])}
+    replay.add(**wide, length=torch.tensor([1, 2]), **ends)
+    batch = replay.gather(torch.tensor([0, 1]), Discounting(gamma=0.5))
+    for name in ("cond", "latent", "action", "next_cond"):
+        assert torch.equal(getattr(batch, name), wide[name])
+    r = wide["rewards"]
+    assert torch.equal(batch.reward, torch.stack([r[0, 0], r[1, 0] + 0.5 * r[1, 1]]))
+    assert batch.discount.tolist() == [0.0, 0.25]
+
+
+@pytest.mark.parametrize("compat", [False, True])
+def test_rewards_are_discounted_as_asked(compat: bool) -> None:
+    rewards = torch.tensor([[1.0, 2.0, 4.0]]).expand(3, 3)
+    length = torch.tensor([3.0, 2.0, 2.0])
+    terminated, truncated = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 1.0])
+    law = Discounting(gamma=0.5, scale=2.0, shift=-1.0, paper_compat=compat)
+    reward, discount = law(rewards, length, terminated, truncated)
+    if compat:
+        assert reward.tolist() == [11.0, 4.0, 4.0] and discount.tolist() == [0.5, 0.0, 0.0]
+    else:
+        assert reward.tolist() == [1 + 1.5 + 1.75, 2.5, 2.5] and discount.tolist() == [0.125, 0.0, 0.25]
+
+
+def table(n: int) -> TransitionTable:
+    ones = torch.full((n, 1), -1.0)
+    return TransitionTable(
+        cond=ones.expand(n, C), action=ones.expand(n, A), reward=ones[:, 0], next_cond=ones.expand(n, C),
+        discount=ones[:, 0],
+    )  # fmt: skip
+
+
+def test_a_share_of_every_batch_comes_from_the_dataset() -> None:
+    replay, generator = ring(), torch.Generator().manual_seed(0)
+    replay.add(**rows(0, 5))
+    batch = Mixture(replay, Discounting(), table(7), 0.3).draw(10, generator)
+    assert len(batch) == 10 and (batch.cond[:, 0] < 0).tolist() == [False] * 7 + [True] * 3
+    assert (batch.reward[7:] == -1).all() and not batch.latent[7:].any()
+    assert (Mixture(replay, Discounting(), None, 0.3).draw(10, generator).cond >= 0).all()
+
+
+def test_drawing_covers_all_rows_and_follows_from_the_generator() -> None:
+    replay = ring(64)
+    replay.add(**rows(0, 40))
+    one, other = (replay.draw(2000, torch.Generator().manual_seed(1)) for _ in range(2))
+    assert torch.equal(one, other) and torch.equal(one.unique(), torch.arange(40))
+
+
+def test_a_saved_ring_continues_with_the_same_rows() -> None:
+    first, second = ring(), ring()
+    first.add(**rows(0, 7))
+    second.load_state_dict(first.state_dict())
+    for replay in (first, second):
+        replay.add(**rows(7, 2))
+    everything = torch.arange(5)
+    one, other = (replay.gather(everything, Discounting()) for replay in (first, second))
+    assert torch.equal(one.cond, other.cond) and torch.equal(one.reward, other.reward)
+    with pytest.raises(CheckpointError, match=r"5 rows.*6 of"):
+        ring(6).load_state_dict(first.state_dict())

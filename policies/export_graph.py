@@ -25,6 +25,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from policies import runner
 from policies.energy import EnergyField
 from policies.errors import ExportError, MissingExtraError
+from policies.normalizer import CentredNormalizer, Normalizer
 from policies.policy import Policy
 from policies.weight_cache import seal
 
@@ -147,8 +148,12 @@ def write_checked_graph(
 
 
 def ready_to_trace(model: Traceable, seed: int) -> Any:
-    """Return a copy of a model, in which what depends on weights alone is constant."""
+    """Return a copy of a model that rounds as little, in which what depends on weights alone is constant."""
     traced = model.copy()
+    for part in list(traced.modules()):
+        for name, child in part.named_children():
+            if isinstance(child, Normalizer):
+                setattr(part, name, CentredNormalizer(child))
     if traced.is_sealed:
         with torch.no_grad():
             traced(traced.example(_TRACED_BATCH, torch.Generator().manual_seed(seed)))

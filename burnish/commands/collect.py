@@ -60,7 +60,7 @@ def record(config: CollectConfig) -> EpisodeDataset:
     """Record demonstrations and write them to `config.out`."""
     check_expert(config.env)
     target, chosen = Path(config.out), format_to_write(config.out, config.format)
-    if chosen != "robomimic" and getattr(config.env, "cameras", ()):
+    if chosen != "robomimic" and bool(getattr(config.env, "cameras", ())):
         raise ConfigError(f"env.cameras needs format=robomimic, which holds images; got format={chosen}.")
     (check_folder_to_write if chosen in FOLDERS else check_file_to_write)(target)
     if target.exists() and not config.overwrite:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.errors import ConfigError
-from policies.normalizer import MODES, Normalizer
+from policies.normalizer import MODES, CentredNormalizer, Normalizer
 
 
 def fitted(mode: str, data: torch.Tensor) -> Normalizer:
@@ -78,3 +78,23 @@ def test_unknown_modes_and_features_are_named() -> None:
         Normalizer({"state": "minmax"}, {"state": 2})
     with pytest.raises(ConfigError, match="no feature 'action'"):
         Normalizer({"state": "identity"}, {"state": 2}).encode("action", torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_centred_maps_are_the_same_and_need_no_fused_operation(mode: str) -> None:
+    data = 1.57 + 2e-3 * torch.rand(100, 3, generator=torch.Generator().manual_seed(0))
+    plain = fitted(mode, data)
+    scale, offset = plain.state_scale, plain.state_offset
+    truth = data.double() * scale.double() + offset.double()
+    found = CentredNormalizer(plain).encode("state", data)
+    assert (found - truth).abs().max() < 1e-6
+    if mode != "identity":  # what a graph does with scale and offset: it rounds twice
+        assert ((data * scale) + offset - truth).abs().max() > 1e-5
+
+
+def test_centred_maps_clip_where_the_plain_ones_do() -> None:
+    plain = Normalizer({"state": "limits"}, {"state": 2}, {"state": 2.0})
+    plain.fit({"state": {"min": torch.tensor([0.0, 1.0]), "max": torch.tensor([1.0, 3.0])}})
+    x = torch.tensor([[9.0, -9.0], [0.25, 2.5]])
+    torch.testing.assert_close(CentredNormalizer(plain).encode("state", x), plain.encode("state", x))
+    torch.testing.assert_close(CentredNormalizer(plain).decode("state", x), plain.decode("state", x))

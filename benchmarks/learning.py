@@ -100,6 +100,25 @@ STUDIES = {
         {"dppo": "cube_single_dppo", "ppo": "cube_single_ppo"},
         "success",
     ),
+    "lift": Study(
+        "lift",
+        4,
+        {
+            "dppo": "lift_study_bc",
+            "ppo": "lift_study_gaussian_bc",
+            "reinflow-r": "lift_study_flow_bc",
+            "reinflow-s": "lift_study_shortcut_bc",
+            "fpo++": "lift_study_flow_bc",
+        },
+        {
+            "dppo": "lift_study_dppo",
+            "ppo": "lift_study_ppo",
+            "reinflow-r": "lift_study_reinflow",
+            "reinflow-s": "lift_study_reinflow",
+            "fpo++": "lift_study_fpo_plus",
+        },
+        "success",
+    ),
 }
 
 

@@ -24,7 +24,15 @@ from envs.fit import require_fit
 from envs.pixels import PICTURE_OPTIONS, seen_by
 from envs.player import BLOCK_ROWS, NETWORK_CALLS, EvaluatedPolicy, Evaluator, Player
 from envs.spec import EnvConfig
-from envs.statistics import Interval, bootstrap_mean, paired_difference, wilson
+from envs.statistics import (
+    RISK_SHARE,
+    Interval,
+    bootstrap_mean,
+    conditional_value_at_risk,
+    paired_difference,
+    value_at_risk,
+    wilson,
+)
 from envs.vector import Array
 from envs.workers import start_workers
 from policies.encoders import ImageShape
@@ -133,9 +141,19 @@ class Evaluation:
             out["success"] = asdict(wilson(int(self.values("success").sum()), len(self.rows)))
         if self.protocol["env"]["reference_scores"]:
             out["d4rl_score"] = asdict(bootstrap_mean(self.d4rl_scores()))
+        if not self.protocol["env"]["success_rule"]:
+            out |= self._risk()
         if self.rows and NETWORK_CALLS in self.rows[0].metrics:
             out[NETWORK_CALLS] = asdict(bootstrap_mean(self.values(NETWORK_CALLS)))
         return out
+
+    def _risk(self) -> dict[str, Any]:
+        """Return how bad the worst episodes are, of a task that is judged by its return."""
+        returns, share = self.values("return"), {"share": RISK_SHARE}
+        return {
+            "return_var": {"value": value_at_risk(returns)} | share,
+            "return_cvar": asdict(conditional_value_at_risk(returns)) | share,
+        }
 
     def d4rl_scores(self) -> Array:
         """Return (E,) scores in points: 0 for the random and 100 for the expert reference return.

@@ -172,7 +172,7 @@ def summary_table(evaluations: Iterable[tuple[str, Evaluation]]) -> Table:
     rows = []
     for label, evaluation in evaluations:
         summary = evaluation.summary()
-        for name in ("success", "d4rl_score", "return", "length", NETWORK_CALLS):
+        for name in ("success", "d4rl_score", "return", "return_cvar", "length", NETWORK_CALLS):
             if name in summary:
                 rows.append(
                     (label, summary["env"], name, *format_interval(name, summary[name]), summary["episodes"])

@@ -248,7 +248,7 @@ def _last_evaluation(directory: RunDirectory) -> dict[str, Any] | None:
 
 
 def _rows(name: str, summary: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
-    for quantity in ("success", "d4rl_score", "return", "length"):
+    for quantity in ("success", "d4rl_score", "return", "return_cvar", "length"):
         if quantity in summary:
             yield name, quantity, *format_interval(quantity, summary[quantity]), summary["episodes"]
 

@@ -6,9 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import binomtest, trim_mean
+from scipy.stats import binomtest, norm, trim_mean
 
-from envs.statistics import Interval, bootstrap_iqm, bootstrap_mean, iqm, paired_difference, wilson
+from envs.statistics import (
+    Interval,
+    bootstrap_iqm,
+    bootstrap_mean,
+    conditional_value_at_risk,
+    iqm,
+    paired_difference,
+    value_at_risk,
+    wilson,
+)
 from policies.errors import ConfigError
 
 
@@ -79,6 +88,32 @@ def test_excludes_zero_means_one_side() -> None:
     assert not Interval(1, 0.0, 2).excludes_zero and not Interval(0, -1, 1).excludes_zero
 
 
+def test_risk_of_a_known_list() -> None:
+    values = np.random.default_rng(5).permutation(np.arange(1.0, 101.0))
+    assert value_at_risk(values, 0.1) == 10.0
+    assert conditional_value_at_risk(values, 0.1).value == 5.5
+    assert conditional_value_at_risk(values, 1.0).value == pytest.approx(values.mean())
+    assert value_at_risk(values[:3], 0.1) == values[:3].min(), "of few episodes, the worst"
+
+
+def test_risk_approaches_the_closed_form_of_a_normal_distribution() -> None:
+    values = np.random.default_rng(6).normal(2.0, 3.0, 200_000)
+    quantile = norm.ppf(0.1)
+    assert value_at_risk(values, 0.1) == pytest.approx(2 + 3 * quantile, abs=0.05)
+    worst = conditional_value_at_risk(values, 0.1, num_resamples=20).value
+    assert worst == pytest.approx(2 - 3 * norm.pdf(quantile) / 0.1, abs=0.05)
+
+
+@given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=40), st.sampled_from([0.05, 0.1, 0.5, 1.0]))
+def test_risk_is_ordered_and_moves_with_the_values(values: list[float], share: float) -> None:
+    array = np.array(values)
+    worst = conditional_value_at_risk(array, share, num_resamples=50)
+    assert array.min() - 1e-9 <= worst.value <= value_at_risk(array, share) + 1e-9
+    assert worst.value <= array.mean() + 1e-9
+    moved = conditional_value_at_risk(2 * array + 3, share, num_resamples=50)
+    assert moved.value == pytest.approx(2 * worst.value + 3, abs=1e-6)
+
+
 def test_senseless_input_is_refused() -> None:
     with pytest.raises(ConfigError, match="got 3 of 2"):
         wilson(3, 2)
@@ -86,5 +121,9 @@ def test_senseless_input_is_refused() -> None:
         bootstrap_mean(np.array([1.0, np.nan]))
     with pytest.raises(ConfigError, match="finite values"):
         bootstrap_mean(np.zeros((2, 0)))
+    with pytest.raises(ConfigError, match="in \\(0, 1\\]; got 0"):
+        value_at_risk(np.zeros(3), 0.0)
+    with pytest.raises(ConfigError, match="risk needs finite"):
+        conditional_value_at_risk(np.array([1.0, np.nan]))
     with pytest.raises(ConfigError, match="same episodes twice"):
         paired_difference(np.zeros(3), np.zeros(4))

@@ -10,82 +10,22 @@ Legend: To observation history, Ta executed steps, Da action width.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from policies.errors import ConfigError
+from policies.runner import History, Limits, Track, draw_noise
+
+__all__ = ["Array", "Arrays", "ChunkActor", "Decide", "History", "draw_noise"]
 
 Array = NDArray[Any]
 Arrays = Mapping[str, Array]
 
 Decide = Callable[[Arrays, tuple[int, ...]], Array]
 """From observations, each (To, ...) or (Dg,), and the key of the noise to actions (Ta, Da), physical."""
-
-
-class History:
-    """The last To observations; where an episode begins, the first one stands for those before it.
-
-    Args:
-        obs_steps: To.
-        steady: Names of what has no history: the newest value is passed on as it is (goals).
-    """
-
-    def __init__(self, obs_steps: int, steady: Sequence[str] = ("goal",)) -> None:
-        if obs_steps < 1:
-            raise ConfigError(f"obs_steps must be at least 1; got {obs_steps}.")
-        self._steady = frozenset(steady)
-        self._seen: deque[dict[str, Array]] = deque(maxlen=obs_steps)
-
-    def reset(self) -> None:
-        """Forget everything: an episode begins."""
-        self._seen.clear()
-
-    def push(self, obs: Mapping[str, Any]) -> None:
-        """Remember the observation of one control step.
-
-        Raises:
-            ConfigError: If its entries are not those of the steps before.
-        """
-        now = {name: np.array(value) for name, value in obs.items()}  # a copy: simulators reuse theirs
-        if self._seen and set(now) != set(self._seen[-1]):
-            raise ConfigError(
-                f"an observation must have the entries of the one before, {sorted(self._seen[-1])}; "
-                f"got {sorted(now)}. Call reset() where an episode begins."
-            )
-        self._seen.extend([now] * (1 if self._seen else self._seen.maxlen or 1))
-
-    def stacked(self) -> dict[str, Array]:
-        """Return the observations, oldest first: each (To, ...), what is steady as it is.
-
-        Raises:
-            ConfigError: If nothing was observed yet.
-        """
-        if not self._seen:
-            raise ConfigError("there is no observation yet; push one first.")
-        newest = self._seen[-1]
-        return {
-            name: newest[name] if name in self._steady else np.stack([one[name] for one in self._seen])
-            for name in newest
-        }
-
-
-def draw_noise(key: Sequence[int], shape: Sequence[int]) -> Array:
-    """Draw standard normals of one decision, float32.
-
-    They depend on the key and the shape alone, on every machine: not on what was drawn before, nor on the
-    decisions of other robots that are made at the same time.
-
-    Args:
-        key: Whole numbers, not negative: seed, episode, decision.
-        shape: Shape of one row of noise.
-    """
-    seed, *place = key
-    sequence = np.random.SeedSequence(seed, spawn_key=tuple(place))
-    return np.random.default_rng(sequence).standard_normal(tuple(shape), dtype=np.float32)
 
 
 class ChunkActor:
@@ -120,20 +60,20 @@ class ChunkActor:
             raise ConfigError(f"seed must not be negative; got {seed}.")
         self.decisions = 0
         self._decide, self._history = decide, History(obs_steps)
-        self._act_steps, self._seed, self._low, self._high = act_steps, seed, low, high
-        self._episode = -1
-        self._rest: deque[Array] = deque()
+        low, high = (None if side is None else np.asarray(side, np.float32) for side in (low, high))
+        self._track = Track(act_steps, limits=Limits(low, high))
+        self._seed, self._episode = seed, -1
 
     def reset(self) -> None:
         """Begin an episode: forget history and chunk; its noise is another one."""
         self._history.reset()
-        self._rest.clear()
+        self._track.reset()
         self._episode, self.decisions = self._episode + 1, 0
 
     @property
     def waiting(self) -> int:
         """How many actions of the chunk are left."""
-        return len(self._rest)
+        return self._track.left
 
     def act(self, obs: Mapping[str, Any]) -> Array:
         """Return the action (Da,) for the observation of this control step.
@@ -143,10 +83,10 @@ class ChunkActor:
         if self._episode < 0:
             self.reset()
         self._history.push(obs)
-        if not self._rest:
+        if self._track.is_due:
             key = (self._seed, self._episode, self.decisions)
             chunk = self._decide(self._history.stacked(), key)
-            self._rest.extend(chunk[: self._act_steps])
+            self._track.begin()
+            self._track.deliver(chunk)
             self.decisions += 1
-        action = self._rest.popleft()
-        return action if self._low is None and self._high is None else np.clip(action, self._low, self._high)
+        return self._track.next()

@@ -23,7 +23,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +88,8 @@ class Track:
     decides, `deliver` that a plan has come.
 
     Args:
-        act_steps: Control steps from one decision to the next (more where a decision takes longer).
+        act_steps: Control steps from one decision to the next (more where a decision takes longer, fewer
+            where a plan has fewer rows); None: as many as a plan has rows.
         compensate: Skip the rows whose time is over when a plan arrives; otherwise its first row comes
             first, however late.
         ensemble: Mix all plans that speak of a step, with weights exp(-ensemble i), i = 0 the oldest one
@@ -103,13 +104,13 @@ class Track:
 
     def __init__(
         self,
-        act_steps: int,
+        act_steps: int | None,
         *,
         compensate: bool = True,
         ensemble: float | None = None,
         limits: Limits | None = None,
     ) -> None:
-        if act_steps < 1:
+        if act_steps is not None and act_steps < 1:
             raise ValueError(f"act_steps must be at least 1; got {act_steps}.")
         if ensemble is not None and not ensemble >= 0:
             raise ValueError(f"ensemble must be 0 or more, or None; got {ensemble}.")
@@ -122,6 +123,7 @@ class Track:
         self.step = self.starved = self.limited = 0
         self.begun: int | None = None
         self.is_pending = False
+        self._lasts = 0  # steps from the observation of the newest plan to the next decision
         self._plans: list[tuple[int, Array]] = []  # first step and rows, oldest first
         self._last: Array | None = None
 
@@ -133,9 +135,12 @@ class Track:
     @property
     def is_due(self) -> bool:
         """Whether a decision should begin at this step."""
-        if self.is_pending:
-            return False
-        return self.begun is None or self.step - self.begun >= self.act_steps
+        return not self.is_pending and self.left == 0
+
+    @property
+    def left(self) -> int:
+        """Steps until the next decision should begin."""
+        return 0 if self.begun is None else max(0, self.begun + self._lasts - self.step)
 
     def begin(self) -> None:
         """Note that a decision for the observation of this step begins."""
@@ -147,6 +152,7 @@ class Track:
             raise ValueError("a plan was delivered, but no decision had begun; call begin() first.")
         start = self.begun if self.compensate else self.step
         self._plans.append((start, np.asarray(plan)))
+        self._lasts = min(len(plan), self.act_steps or len(plan))
         self.is_pending = False
 
     def next(self) -> Array:
@@ -173,6 +179,68 @@ class Track:
             return np.asarray(rows[-1])
         weights = np.exp(-self.ensemble * np.arange(len(rows)))
         return np.asarray(np.tensordot(weights / weights.sum(), rows, axes=1), dtype=rows.dtype)
+
+
+class History:
+    """The last To observations; where an episode begins, the first one stands for those before it.
+
+    Args:
+        obs_steps: To.
+        steady: Names of what has no history: the newest value is passed on as it is.
+    """
+
+    def __init__(self, obs_steps: int, steady: Sequence[str] = ("goal",)) -> None:
+        if obs_steps < 1:
+            raise ValueError(f"obs_steps must be at least 1; got {obs_steps}.")
+        self._steady = frozenset(steady)
+        self._seen: deque[dict[str, Array]] = deque(maxlen=obs_steps)
+
+    def reset(self) -> None:
+        """Forget everything: an episode begins."""
+        self._seen.clear()
+
+    def push(self, obs: Mapping[str, Any]) -> None:
+        """Remember the observation of one control step.
+
+        Raises:
+            ValueError: If its entries are not those of the steps before.
+        """
+        now = {name: np.array(value) for name, value in obs.items()}  # a copy: simulators reuse theirs
+        if self._seen and set(now) != set(self._seen[-1]):
+            raise ValueError(
+                f"an observation must have the entries of the one before, {sorted(self._seen[-1])}; "
+                f"got {sorted(now)}. Call reset() where an episode begins."
+            )
+        self._seen.extend([now] * (1 if self._seen else self._seen.maxlen or 1))
+
+    def stacked(self) -> dict[str, Array]:
+        """Return the observations, oldest first: each (To, ...), what is steady as it is.
+
+        Raises:
+            ValueError: If nothing was observed yet.
+        """
+        if not self._seen:
+            raise ValueError("there is no observation yet; push one first.")
+        newest = self._seen[-1]
+        return {
+            name: newest[name] if name in self._steady else np.stack([one[name] for one in self._seen])
+            for name in newest
+        }
+
+
+def draw_noise(key: Sequence[int], shape: Sequence[int]) -> Array:
+    """Draw standard normals of one decision, float32.
+
+    They depend on the key and the shape alone, on every machine: not on what was drawn before, nor on the
+    decisions of other robots that are made at the same time.
+
+    Args:
+        key: Whole numbers, not negative: seed, episode, decision.
+        shape: Shape of the noise.
+    """
+    seed, *place = key
+    sequence = np.random.SeedSequence(seed, spawn_key=tuple(place))
+    return np.random.default_rng(sequence).standard_normal(tuple(shape), dtype=np.float32)
 
 
 class Runner:
@@ -212,17 +280,21 @@ class Runner:
         limits = self.signature["outputs"]["action"]
         self.limits = Limits(_array(limits["low"]), _array(limits["high"]), max_jump)
         self.track = Track(self.signature["act_steps"], ensemble=ensemble, limits=self.limits)
-        self.reset(seed=seed)
+        self._history = History(self.signature["obs_steps"], NOT_HISTORIES)
+        self._seed, self._episode, self._decisions = seed, 0, 0
 
     def reset(self, *, seed: int | None = None) -> None:
-        """Forget observations and plans, where an episode begins.
+        """Forget observations and plans, where an episode begins; its noise is another one.
 
         Args:
-            seed: Begin the noise anew; None: it goes on.
+            seed: Begin the noise anew, as in the first episode of a runner with this seed.
         """
-        if seed is not None:
-            self._generator = np.random.default_rng(seed)
-        self._seen: dict[str, deque[Array]] = {}
+        if seed is None:
+            self._episode += 1
+        else:
+            self._seed, self._episode = seed, 0
+        self._decisions = 0
+        self._history.reset()
         self.track.reset()
 
     def act(self, newest: Mapping[str, Any], *, noise: Array | None = None) -> Array:
@@ -242,32 +314,29 @@ class Runner:
         """Remember an observation; call it once in every control step. The first one is repeated To times."""
         if missing := self.inputs.keys() - {"noise"} - newest.keys():
             raise ValueError(f"an observation needs {sorted(missing)} as well; got {sorted(newest)}.")
-        for name, facts in self.inputs.items():
-            if name == "noise":
-                continue
+        seen = {}
+        for name in sorted(self.inputs.keys() - {"noise"}):
+            facts = self.inputs[name]
             value = np.asarray(newest[name], dtype=facts["dtype"])
             shape = facts["shape"][1 if name in NOT_HISTORIES else 2 :]
             if list(value.shape) != shape:
                 raise ValueError(f"{name} must have shape {tuple(shape)}; got {value.shape}.")
-            past = self._seen.setdefault(name, deque([value], maxlen=self.signature["obs_steps"]))
-            past.append(value)
-            while len(past) < self.signature["obs_steps"]:
-                past.appendleft(past[0])
+            seen[name] = value
+        self._history.push(seen)
 
     def plan(self, *, noise: Array | None = None) -> Array:
         """Decide for what was seen last; the rows (R, Da) of a plan, not clipped."""
-        seen = {
-            name: past[-1] if name in NOT_HISTORIES else np.stack(past) for name, past in self._seen.items()
-        }
+        seen = self._history.stacked()
         drawn = self.draw_noise(1) if noise is None else np.asarray(noise, np.float32)[None]
         return self.predict({name: value[None] for name, value in seen.items()} | {"noise": drawn}).plan[0]
 
     def draw_noise(self, batch: int) -> Array:
-        """Draw standard-normal noise (B, ...) as the signature asks for, or zeros."""
+        """Draw the noise (B, ...) of the next decision as the signature asks for, or zeros."""
         shape = (batch, *self.inputs["noise"]["shape"][1:])
         if not self._is_noisy:
             return np.zeros(shape, np.float32)
-        return self._generator.standard_normal(shape, dtype=np.float32)
+        self._decisions += 1
+        return draw_noise((self._seed, self._episode, self._decisions - 1), shape)
 
     def predict(self, inputs: Mapping[str, Array]) -> Actions:
         """Decide for B histories at once: what the signature calls inputs, `noise` among them."""

@@ -18,9 +18,10 @@ from small_policies import ACTION_DIM, OBS_DIM, small_policy
 from policies.export import export_onnx
 from policies.export_folder import RUNNER, Surroundings
 from policies.exported import ExportedPolicy
+from policies.history import ChunkActor
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
-from policies.runner import Limits, RateReport, Runner, Track, check, run_at_rate
+from policies.runner import Limits, RateReport, Runner, Track, check, draw_noise, run_at_rate
 from policies.samplers import DDPM, Euler
 
 pytest.importorskip("onnx")
@@ -52,15 +53,31 @@ def observations(steps: int) -> np.ndarray:
 def test_a_closed_loop_is_the_policy_with_its_history_its_chunks_and_the_limits(made: Any) -> None:
     policy, folder = made
     runner, seen = Runner(folder, seed=3), observations(7)
-    noise = np.random.default_rng(3)
     for step in range(7):
         command = runner.act({"observation": seen[step]})
         if step % TA == 0:
             history = np.stack([seen[max(step - 1, 0)], seen[step]])[None]
-            drawn = noise.standard_normal((1, *policy.noise_shape), dtype=np.float32)
+            drawn = draw_noise((3, 0, step // TA), (1, *policy.noise_shape))
             chunk = policy.act(history, noise=torch.from_numpy(drawn)).numpy()[0]
         np.testing.assert_allclose(command, np.clip(chunk[step % TA], LOW, HIGH), atol=1e-5)
     assert runner.track.limited > 0 and runner.track.starved == 0
+
+
+def test_a_robot_that_asks_elsewhere_acts_as_one_that_runs_the_folder_seed_for_seed(made: Any) -> None:
+    runner, elsewhere = Runner(made[1], seed=4), Runner(made[1])
+
+    def decide(obs: Any, key: Any) -> np.ndarray:
+        noise = draw_noise(key, elsewhere.inputs["noise"]["shape"][1:])
+        return elsewhere.predict(
+            {name: value[None] for name, value in {**obs, "noise": noise}.items()}
+        ).action[0]
+
+    actor = ChunkActor(decide, TO, seed=4, low=LOW, high=HIGH)
+    for _ in range(2):
+        for seen in observations(5):
+            np.testing.assert_array_equal(actor.act({"observation": seen}), runner.act({"observation": seen}))
+        actor.reset()
+        runner.reset()
 
 
 def test_a_plan_is_the_whole_chunk_from_its_first_executed_row_on(made: Any) -> None:
@@ -122,7 +139,7 @@ def test_the_shipped_file_runs_where_nothing_of_torch_or_ours_can_be_imported(ma
     numbers, loaded = done.stdout.strip().split("\n")
     difference, *action = map(float, numbers.split())
     assert loaded == "[]" and difference < 1e-5
-    noise = np.random.default_rng(0).standard_normal((1, *policy.noise_shape), dtype=np.float32)
+    noise = draw_noise((0, 0, 0), (1, *policy.noise_shape))
     expected = policy.act(torch.zeros(1, TO, OBS_DIM), noise=torch.from_numpy(noise))[0, 0].numpy()
     np.testing.assert_allclose(action, np.clip(expected, LOW, HIGH), atol=1e-5)
 
@@ -185,6 +202,20 @@ def walk(track: Track, latency: int, steps: int) -> list[float]:
 def test_without_latency_the_first_rows_of_every_plan_are_executed() -> None:
     assert walk(Track(2), 0, 6) == [0, 1, 10, 11, 20, 21]
     assert walk(Track(2), 0, 6) == walk(Track(2, compensate=False), 0, 6)
+
+
+def test_a_plan_that_is_shorter_than_what_is_to_be_executed_is_followed_by_the_next() -> None:
+    track = Track(5)
+    for number in range(3):
+        assert track.is_due and track.left == 0
+        track.begin()
+        track.deliver(numbered(number, rows=2))
+        assert [track.left, float(track.next()[0]), float(track.next()[0])] == [
+            2,
+            10 * number,
+            10 * number + 1,
+        ]
+    assert track.starved == 0
 
 
 def test_a_late_plan_goes_on_where_time_is_or_begins_at_its_first_row() -> None:

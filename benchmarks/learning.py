@@ -42,7 +42,7 @@ class Study:
 
     env: str
     demonstrations: int | None  # recorded per seed; None: a dataset file is given
-    bases: dict[str, str]  # name of a run -> experiment that clones its initial policy
+    bases: dict[str, str]  # name of a run -> experiment that clones its initial policy; empty: from nothing
     tuned: dict[str, str]  # name of a run -> experiment that fine-tunes it
     quantity: str  # success | return
     origin: str = ""  # where the dataset file comes from
@@ -100,6 +100,9 @@ STUDIES = {
         {"dppo": "cube_single_dppo", "ppo": "cube_single_ppo"},
         "success",
     ),
+    "hopper-from-nothing": Study(
+        "hopper", None, {}, {"ppo": "hopper_actor", "fpo": "hopper_fpo_actor"}, "return"
+    ),
     "lift": Study(
         "lift",
         4,
@@ -128,6 +131,8 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
     place = root / name / f"{algo}-seed{seed}"
     if target.exists():
         return add_zero_start(target, place, workers)
+    if not study.bases:
+        return add_zero_start(_from_nothing(name, algo, seed, target, place, workers), place, workers)
     base_path, demos = (
         root / name / f"{study.bases[algo]}-seed{seed}",
         root / name / f"demonstrations-seed{seed}.hdf5",
@@ -156,9 +161,27 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
         "wall": {"clone_s": busy(base.directory.metrics_path), "tune_s": busy(tuned.directory.metrics_path)},
         "environment": describe_environment(),
     }  # fmt: skip
+    return add_zero_start(_written(target, content), place, workers)
+
+
+def _from_nothing(name: str, algo: str, seed: int, target: Path, place: Path, workers: int) -> Path:
+    """Train from the reward alone, evaluate; there is nothing to compare with."""
+    experiment = STUDIES[name].tuned[algo]
+    run = _trained(place, f"experiment={experiment}", seed=seed)
+    result = burnish.evaluate(run, episodes=EPISODES, num_workers=workers, out=str(place / "eval.json"))
+    content = {
+        "study": name, "algo": algo, "seed": seed, "experiment": experiment, "dataset": None,
+        "after": episode_columns(result.evaluation), "protocol": result.evaluation.protocol,
+        "curve": list(curve(run.directory.metrics_path)),
+        "wall": {"tune_s": busy(run.directory.metrics_path)}, "environment": describe_environment(),
+    }  # fmt: skip
+    return _written(target, content)
+
+
+def _written(target: Path, content: dict[str, Any]) -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content) + "\n")
-    return add_zero_start(target, place, workers)
+    return target
 
 
 def add_zero_start(target: Path, place: Path, workers: int) -> Path:
@@ -281,6 +304,8 @@ def report(name: str) -> Path:
 
 def _data(study: Study, found: dict[str, list[dict[str, Any]]]) -> str:
     """Say what the policies were cloned from."""
+    if not study.bases:
+        return "Every seed learns from the reward alone; there is nothing before."
     if study.demonstrations is not None:
         return (
             f"Every seed clones from {study.demonstrations} episodes of its own, recorded from the task's "
@@ -307,12 +332,15 @@ def _interval(study: Study, values: np.ndarray) -> str:
 
 
 def _row(study: Study, algo: str, content: dict[str, Any]) -> str:
-    before, after = (np.array(content[when][study.quantity]) for when in ("before", "after"))
-    d, scale = content["difference"]["difference"], 100 if study.quantity == "success" else 1
-    change = f"{scale * d['value']:+.0f} ({scale * d['low']:+.0f} to {scale * d['high']:+.0f})"
+    before, change = "", ""
+    if "before" in content:
+        before = _interval(study, np.array(content["before"][study.quantity]))
+        d, scale = content["difference"]["difference"], 100 if study.quantity == "success" else 1
+        change = f"{scale * d['value']:+.0f} ({scale * d['low']:+.0f} to {scale * d['high']:+.0f})"
+    after = np.array(content["after"][study.quantity])
     steps, wall = content["curve"][-1]["step"], content["wall"]["tune_s"] / 60
     zero = _zero(study, [content])
-    cells = (algo, content["seed"], _interval(study, before), _interval(study, after), change, zero)
+    cells = (algo, content["seed"], before, _interval(study, after), change, zero)
     return "| " + " | ".join(map(str, cells)) + f" | {steps:,} | {wall:.1f} min |"
 
 
@@ -324,10 +352,14 @@ def _zero(study: Study, runs: Sequence[dict[str, Any]]) -> str:
 
 
 def _pooled(study: Study, algo: str, runs: Sequence[dict[str, Any]]) -> str:
-    before, after = (np.array([c[when][study.quantity] for c in runs]) for when in ("before", "after"))
+    after = np.array([c["after"][study.quantity] for c in runs])
+    first, change = "", ""
+    if all("before" in content for content in runs):
+        before = np.array([c["before"][study.quantity] for c in runs])
+        first = f"**{_interval(study, before)}**"
+        change = f"{(after.mean() - before.mean()) * (100 if study.quantity == 'success' else 1):+.0f}"
     return (
-        f"| **{algo}** | **all** | **{_interval(study, before)}** | **{_interval(study, after)}** | "
-        f"{(after.mean() - before.mean()) * (100 if study.quantity == 'success' else 1):+.0f} | "
+        f"| **{algo}** | **all** | {first} | **{_interval(study, after)}** | {change} | "
         f"{_zero(study, runs)} | | |"
     )
 

@@ -147,9 +147,9 @@ class Bc:
         facts = {"init": digest_of(setup.init), "teacher": digest_of(setup.teacher)}
         self._lasting = {"seed": setup.seed, **facts}
         self.policy = _start_policy(setup, dataset).to(setup.device).train()
+        self._matching = matching_of(self.policy)
         dataset = dataset.with_cameras(self.policy.images)  # others are never read
         self._digest, self._dataset_name = dataset.digest(), dataset.source
-        self._matching = matching_of(self.policy)
         self._teacher = _teacher_of(config, setup, self.policy)
         train, held_out = _hold_out(dataset.to(setup.device), config, setup.seed)
         self._source = self._windows(train)
@@ -321,21 +321,48 @@ def _dataset_of(setup: Setup) -> EpisodeDataset:
 
 def _start_policy(setup: Setup, dataset: EpisodeDataset) -> Policy:
     """Return a fresh policy with the dataset's statistics, or a copy of the one to start from."""
+    goal_dim = _goal_dim(setup, dataset)
+    _require_goals(goal_dim, dataset)
     if setup.init is not None:
-        policy = setup.init.clone().requires_grad_(True)
-    else:
-        policy = build_policy(
-            setup.policy,
-            obs_dim=dataset.obs_dim,
-            action_dim=dataset.action_dim,
-            goal_dim=setup.env.spec.goal_dim if setup.env is not None else 0,
-            images=dataset.image_shapes,
-            statistics=dataset.statistics(),
-            seed=derive_seed(setup.seed, "weights"),
+        return setup.init.clone().requires_grad_(True)
+    return build_policy(
+        setup.policy,
+        obs_dim=dataset.obs_dim,
+        action_dim=dataset.action_dim,
+        goal_dim=goal_dim,
+        images=dataset.image_shapes,
+        statistics=dataset.statistics(),
+        seed=derive_seed(setup.seed, "weights"),
+    )
+
+
+def _goal_dim(setup: Setup, dataset: EpisodeDataset) -> int:
+    """Return Dg: of the policy to start from, else of the task, else of the dataset if goals are dropped."""
+    if setup.init is not None:
+        return setup.init.goal_dim
+    if setup.env is not None:
+        return setup.env.spec.goal_dim
+    return _goal_width(dataset) if setup.policy.goal_dropout else 0
+
+
+def _goal_width(dataset: EpisodeDataset) -> int:
+    """Return the width of the recorded goals; 0 where there are none."""
+    return dataset.extras["goal"].shape[-1] if "goal" in dataset.extras else 0
+
+
+def _require_goals(goal_dim: int, dataset: EpisodeDataset) -> None:
+    """Refuse a dataset without the goals that a policy is told."""
+    width = _goal_width(dataset)
+    if goal_dim and not width:
+        raise ConfigError(
+            f"the policy is conditioned on goals; {dataset.source} has no key 'goal'. Use a dataset that "
+            f"records them, or a task whose goal is part of the state (env.goal=appended in mazes)."
         )
-    if policy.goal_dim and "goal" not in dataset.extras:
-        raise ConfigError(f"the policy is conditioned on goals; {dataset.source} has no key 'goal'.")
-    return policy
+    if goal_dim and goal_dim != width:
+        raise ConfigError(
+            f"the policy is told goals of width {goal_dim}; those of {dataset.source} have width "
+            f"{width}. Use a dataset of the same task."
+        )
 
 
 def _teacher_of(config: BcConfig, setup: Setup, student: Policy) -> Teacher | None:

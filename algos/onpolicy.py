@@ -124,7 +124,7 @@ class OnPolicy:
             moments: See the class.
         """
         policy: Policy = ratio.policy
-        _refuse_images(config, policy)
+        _refuse_what_rollouts_lack(config, policy)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(setup.seed, "critic"))
             critic = config.critic.build(policy.encoder.cond_dim).to(setup.device, policy.dtype)
@@ -267,12 +267,17 @@ class OnPolicy:
         self.learner.close()
 
 
-def _refuse_images(config: OnPolicyConfig, policy: Policy) -> None:
-    """Refuse a policy that looks at images: rollouts keep states.
+def _refuse_what_rollouts_lack(config: OnPolicyConfig, policy: Policy) -> None:
+    """Refuse a policy that looks at images or goals: rollouts keep states.
 
     Raises:
         CapabilityError: If it does.
     """
+    if policy.goal_dim:
+        raise CapabilityError(
+            f"algo={name_of('algo', config)} learns from states; the policy is also told goals. Fine-tune "
+            f"one whose goal is part of the state (env.goal=appended in mazes), or clone with algo=bc."
+        )
     if policy.images:
         raise CapabilityError(
             f"algo={name_of('algo', config)} learns from states; the policy also looks through the cameras "

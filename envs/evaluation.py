@@ -252,8 +252,6 @@ def evaluate(
         raise ConfigError(
             f"episodes must be at least 1 and num_workers at least 0; got {episodes} and {num_workers}."
         )
-    spec, advice = env.spec, "Evaluate it on the task it was made for."
-    require_fit(f"env={spec.name}", spec, "the policy", policy, advice=advice)
     task = staged(env, policy)
     numbers = json.loads(json.dumps({**asdict(settings), "steer": sketched.describe()}))
     del numbers["num_envs"]  # changes no number
@@ -368,9 +366,12 @@ def staged(env: EnvConfig, policy: Any) -> EnvConfig:
     """Return the task with the cameras that a policy looks through.
 
     Raises:
+        ConfigError: If observations, actions or goals of the two differ in width.
         ConfigError, CapabilityError: If it cannot show what the policy was trained on; see `seen_by`.
         MissingExtraError: If nothing can be drawn here.
     """
+    spec, advice = env.spec, "Evaluate it on the task it was made for."
+    require_fit(f"env={spec.name}", spec, "the policy", policy, advice=advice)
     images: Mapping[str, ImageShape] = getattr(policy, "images", {})
     task = seen_by(env, images)
     if images:

@@ -3,7 +3,8 @@
 Physics, starts, goals and rewards are those of `PointMaze_*-v3` and `AntMaze_*-v4`, step by step and bit for
 bit; one compiled model is shared by one `MjData` per environment. The observation is flat: positions,
 velocities, and the goal (x, y) at its end, so that whatever learns from a state can be told where to go. For
-the ant these are the 29 entries of D4RL and OGBench, and the goal.
+the ant these are the 29 entries of D4RL and OGBench, and the goal. With `goal=separate` the goal is handed
+out beside the observation, for policies that are conditioned on goals.
 
 A point is driven by forces at 100 Hz, as in gymnasium-robotics. With `control=waypoint` an action is a place
 to go to, which a PD controller turns into forces; with `hold`, it is kept for several steps of the simulator.
@@ -42,10 +43,11 @@ RADIUS_M = 0.45  # of the goal
 SPEED_LIMIT = 5.0  # of a point, per axis [m/s]
 REWARDS = ("sparse", "dense")
 CONTROLS = ("force", "waypoint")
+GOALS = ("appended", "separate")
 _LEGS = ("front left", "front right", "back left", "back right")
 _JOINTS = tuple(f"{leg} {joint}" for leg in _LEGS for joint in ("hip", "ankle"))
 _GOAL = ("goal x [m]", "goal y [m]")
-_POINT_NAMES = ("x [m]", "y [m]", "x speed [m/s]", "y speed [m/s]", *_GOAL)
+_POINT_NAMES = ("x [m]", "y [m]", "x speed [m/s]", "y speed [m/s]")
 _ANT_NAMES = (
     *(f"torso {axis} [m]" for axis in "xyz"),
     *(f"torso quaternion {part} [1]" for part in "wxyz"),
@@ -53,7 +55,6 @@ _ANT_NAMES = (
     *(f"torso {axis} speed [m/s]" for axis in "xyz"),
     *(f"torso {axis} rate [rad/s]" for axis in "xyz"),
     *(f"{joint} rate [rad/s]" for joint in _JOINTS),
-    *_GOAL,
 )
 
 
@@ -100,8 +101,8 @@ class MazeStepper:
         for row, action in zip(rows.tolist(), actions, strict=True):
             self.task.drive(self.model, self.datas[row], action)
         obs = np.stack([self._observe(row) for row in rows.tolist()])
-        # One by one, as gymnasium-robotics does: a norm over an axis differs in the last bit.
-        distance = np.sqrt([each.dot(each) for each in obs[:, :2] - self._goal[rows]])
+        # Over an axis, as gymnasium-robotics does: a dot product may round once less, on some processors.
+        distance = np.linalg.norm(obs[:, :2] - self._goal[rows], axis=-1)
         success = distance <= RADIUS_M
         reward = np.exp(-distance) if self.task.reward == "dense" else success.astype(np.float64)
         ended = success & (not self.task.continuing)
@@ -120,6 +121,10 @@ class MazeStepper:
     def metrics(self) -> dict[str, Array]:
         """Return nothing: success and return say it all."""
         return {}
+
+    def goals(self) -> Array:
+        """Return where the running episodes shall lead, (N, 2) [m]."""
+        return self._goal
 
     def start_and_goal(self, row: int) -> tuple[Array, Array]:
         """Return where an episode began and where it shall lead, (2,) each [m]."""
@@ -154,7 +159,8 @@ class MazeStepper:
 
     def _observe(self, row: int) -> Array:
         data = self.datas[row]
-        return np.concatenate([data.qpos, data.qvel, self._goal[row]])
+        goal = () if self.task.goal == "separate" else self._goal[row]
+        return np.concatenate([data.qpos, data.qvel, goal])
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,7 @@ class _Maze(Pictured, ABC):
     max_episode_steps: int = 300  # control steps, then truncated
     continuing: bool = False  # true: reaching the goal does not end an episode, as D4RL's maze2d
     reward: str = "sparse"  # sparse: 1 within 0.45 m of the goal, else 0 | dense: exp(-distance)
+    goal: str = "appended"  # appended: the last entries of the state | separate: the goal of the policy
     start_cell: tuple[int, ...] = ()  # row and column that episodes start in, from the upper left; (): any
     goal_cell: tuple[int, ...] = ()  # row and column of the goal; (): any
 
@@ -177,6 +184,8 @@ class _Maze(Pictured, ABC):
             raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
         if self.reward not in REWARDS:
             raise ConfigError(f"env.reward must be one of {', '.join(REWARDS)}; got '{self.reward}'.")
+        if self.goal not in GOALS:
+            raise ConfigError(f"env.goal must be one of {', '.join(GOALS)}; got '{self.goal}'.")
         for key in ("start_cell", "goal_cell"):
             cell = tuple(getattr(self, key))
             if cell and cell not in self.layout.cells:
@@ -214,6 +223,8 @@ class _Maze(Pictured, ABC):
         """Describe the task."""
 
     def _describe(self, obs: tuple[str, ...], actions: tuple[str, ...], limit: Array, hz: float) -> EnvSpec:
+        goal_dim = len(_GOAL) if self.goal == "separate" else 0
+        obs = obs if goal_dim else (*obs, *_GOAL)
         return EnvSpec(
             name=self.name,
             family="maze",
@@ -226,6 +237,7 @@ class _Maze(Pictured, ABC):
             obs_names=obs,
             action_names=actions,
             success_rule=f"within {RADIUS_M} m of the goal",
+            goal_dim=goal_dim,
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
@@ -240,7 +252,7 @@ class _Maze(Pictured, ABC):
         """Draw one panel of trajectories per title, e.g. before and after; see `envs.maze_figures`."""
         from envs.maze_figures import maze_figure
 
-        return maze_figure(self.layout, panels)
+        return maze_figure(self.layout, panels, has_goals=self.goal == "appended")
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
         """Photograph an episode from above (F, height, width, 3); options as in `replay_frames`."""
@@ -311,7 +323,10 @@ class _PointMaze(_Maze):
         return self._describe(_POINT_NAMES, names, limit, 100.0 / self.hold)
 
     def demonstrate(self, seed: int) -> Episode:
-        """Record one demonstration; way, wobble, start and goal all follow from the seed."""
+        """Record one demonstration; way, wobble, start and goal all follow from the seed.
+
+        Where the goal is no part of the state, every step has it as the extra key `goal`.
+        """
         return demonstrate_maze(
             MazeStepper(self, 1),
             self.layout,
@@ -320,6 +335,7 @@ class _PointMaze(_Maze):
             control=self.control,
             step_s=0.01 * self.hold,
             max_steps=self.max_episode_steps,
+            keep_goal=self.goal == "separate",
         )
 
 

@@ -17,12 +17,18 @@ if TYPE_CHECKING:
 WIDTH_IN = 4.2  # of a panel
 
 
-def maze_figure(maze: Layout, panels: Mapping[str, tuple[Sequence[np.ndarray], Sequence[bool]]]) -> Figure:
+def maze_figure(
+    maze: Layout,
+    panels: Mapping[str, tuple[Sequence[np.ndarray], Sequence[bool]]],
+    *,
+    has_goals: bool = True,
+) -> Figure:
     """Draw one panel of episodes per title, side by side.
 
     Args:
         maze: The maze.
         panels: For every title the trajectories and their outcomes, as `draw_maze` takes them.
+        has_goals: See there.
 
     Returns:
         A figure that needs no display; save it with `savefig`.
@@ -36,12 +42,18 @@ def maze_figure(maze: Layout, panels: Mapping[str, tuple[Sequence[np.ndarray], S
     for axes, (title, (trajectories, outcomes)) in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
     ):
-        draw_maze(axes, maze, trajectories, outcomes, title=title)
+        draw_maze(axes, maze, trajectories, outcomes, title=title, has_goals=has_goals)
     return figure
 
 
 def draw_maze(
-    ax: Axes, maze: Layout, trajectories: Sequence[np.ndarray], outcomes: Sequence[bool], *, title: str = ""
+    ax: Axes,
+    maze: Layout,
+    trajectories: Sequence[np.ndarray],
+    outcomes: Sequence[bool],
+    *,
+    title: str = "",
+    has_goals: bool = True,
 ) -> None:
     """Draw episodes from above: walls, a dot where each began, a ring around its goal, one line per episode.
 
@@ -56,6 +68,7 @@ def draw_maze(
         trajectories: Observations of the episodes.
         outcomes: Whether each episode succeeded.
         title: First line above the count of successes.
+        has_goals: Whether observations end with the goal; else no ring is drawn.
     """
     _draw_walls(ax, maze)
     alpha = float(np.clip(18.0 / max(len(trajectories), 1), 0.3, 0.9))
@@ -64,7 +77,8 @@ def draw_maze(
         color = SUCCESS if outcomes[i] else FAILURE
         ax.plot(path[:, 0], path[:, 1], color=color, alpha=alpha, linewidth=1.1, zorder=3)
         ax.plot(*path[0, :2], "o", color=INK, markersize=2.5, zorder=4)
-        ax.plot(*path[0, -2:], "o", color=color, markersize=6, markerfacecolor="none", zorder=4)
+        if has_goals:
+            ax.plot(*path[0, -2:], "o", color=color, markersize=6, markerfacecolor="none", zorder=4)
         if not outcomes[i]:
             ax.plot(*path[-1, :2], "X", color=color, markersize=5.5, markeredgecolor="white", zorder=5)
     good, total = int(np.sum(outcomes)), len(outcomes)

@@ -49,7 +49,8 @@ class EvaluatedPolicy(Protocol):
     def act(self, obs: Any, *, noise: Tensor | None = None) -> Tensor:
         """Map `state` (B, To, Do) to physical actions (B, Ta, Da), deterministically given the noise.
 
-        A policy with `images` (shapes by camera) is also given images (B, To, H, W, 3) uint8 by camera.
+        A task with goals gives `goal` (B, Dg) as well. A policy with `images` (shapes by camera) is also
+        given images (B, To, H, W, 3) uint8 by camera.
         """
         ...
 
@@ -114,7 +115,7 @@ class Player:
         """Choose chunks for M episodes.
 
         Args:
-            obs: `state` (M, To, Do) and images (M, To, H, W, 3) uint8 by camera.
+            obs: `state` (M, To, Do), `goal` (M, Dg) and images (M, To, H, W, 3) uint8 by camera.
             noise: Noise of each decision.
             lanes: Fixed rows of a block.
             memories: Of the episodes; what is to be remembered is noted there.
@@ -209,7 +210,8 @@ class Evaluator:
         noise = [self._player.noise(self._generators[i]) for i in playing.tolist()]
         lanes = (self._episode[playing] % BLOCK_ROWS).tolist()
         memories = [self._memories[i] for i in playing.tolist()]
-        obs = {"state": self._obs[playing], **self._vector.images(playing)}
+        state = {"state": self._obs[playing]}
+        obs = state | self._vector.goals(playing) | self._vector.images(playing)
         chosen = self._player.act(obs, noise, lanes, memories)
         actions = np.zeros((len(active), *chosen.shape[1:]), chosen.dtype)
         actions[playing] = chosen

@@ -28,7 +28,7 @@ class EnvSpec:
     action_names: tuple[str, ...]
     success_rule: str = ""  # in words; empty where the task has a return but no success
     reference_scores: tuple[float, float] | None = None  # D4RL (random, expert) returns
-    goal_dim: int = 0
+    goal_dim: int = 0  # Dg of goals that are told beside the observation; 0: none are
     episode_metrics: tuple[str, ...] = ()  # extra per-episode rows, e.g. "mode" of `avoid`
 
 

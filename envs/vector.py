@@ -79,6 +79,10 @@ class VectorEnv(Protocol):
         """Return what the cameras of some rows (default: all) saw, (n, To, H, W, 3) uint8 by name."""
         ...
 
+    def goals(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
+        """Return `goal` (n, Dg) of some rows (default: all); nothing where the task hands out none."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything the next steps depend on."""
         ...
@@ -156,6 +160,15 @@ class ChunkStepper(Protocol):
 
         What follows the end of an episode is thrown away, and the row is reset before it is used again.
         """
+        ...
+
+
+@runtime_checkable
+class GoalStepper(Protocol):
+    """A simulator whose episodes have goals that are told beside the observation."""
+
+    def goals(self) -> Array:
+        """Return where the running episodes shall lead, (N, Dg)."""
         ...
 
 
@@ -268,6 +281,17 @@ class ChunkVector:
         """
         index = range(self.num_envs) if rows is None else np.asarray(rows).tolist()
         return {} if self._film is None else self._film.images(index)
+
+    def goals(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
+        """Return `goal` (n, Dg) float64 of some rows; nothing where the task's description has no goals.
+
+        Args:
+            rows: Indices; None: all.
+        """
+        if not self.spec.goal_dim or not isinstance(self.stepper, GoalStepper):
+            return {}
+        goals = self.stepper.goals()
+        return {"goal": goals.copy() if rows is None else goals[np.asarray(rows, np.int64)]}
 
     def _step_through(self, stepper: ChunkStepper, actions: Array, running: Array) -> ChunkStep:
         """Execute whole chunks at once and keep what lies before the end of each episode."""

@@ -122,7 +122,7 @@ class DenoisingPolicy(Policy):
         bound, guidance = self.field.bind(cond.joined(cond.free), *times), self.guidance
 
         def guided(k: int, x: Tensor) -> Tensor:
-            given, free = bound(k, torch.cat([x, x])).chunk(2)
+            given, free = bound(k, torch.cat([x, x])).unflatten(0, (2, -1))
             return free + guidance * (given - free)
 
         return guided

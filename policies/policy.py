@@ -131,10 +131,8 @@ class Policy(nn.Module):
         cond = self.encoder(obs, self.normalizer, generator)
         if not self.config.goal_dropout:
             return cond
-        nowhere = torch.zeros_like(cond.vec[:, -self.goal_dim :])
-        return replace(
-            cond, free=replace(cond, vec=torch.cat([cond.vec[:, : -self.goal_dim], nowhere], dim=1))
-        )
+        nowhere = nn.functional.pad(cond.vec[:, : -self.goal_dim], (0, self.goal_dim))
+        return replace(cond, free=replace(cond, vec=nowhere))
 
     def _check_guidance(self) -> None:
         """Refuse guidance by a goal that there is not, or that was never dropped."""

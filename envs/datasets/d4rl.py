@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 _REQUIRED = ("observations", "actions", "rewards", "terminals")
 _SCALARS = ("rewards", "terminals", "timeouts")  # one number per step
+GOAL = "infos/goal"  # where mazes record goals
 OWN_ATTRIBUTE = "burnish"  # of files written here: names and facts that D4RL does not have
 _JUMP = 1e-6  # a successor further than this from the next row's observation marks the end of an episode
 
@@ -169,7 +170,8 @@ def read(
         path: HDF5 file.
         max_episode_steps: Time limit in steps; only files without `timeouts` need it.
         d4rl_compat: Reproduce the official transitions instead of correct ones (see the module).
-        infos: Also keep what lies under `infos/` and has one row per frame or per episode.
+        infos: Also keep what lies under `infos/` and has one row per frame or per episode; the goals of
+            mazes, `infos/goal`, become the extra key `goal`.
 
     Raises:
         ConfigError: If the time limit is below 1.
@@ -191,6 +193,8 @@ def read(
     extras, episode_extras = _split_infos(arrays, len(terminated), len(start) - 1) if infos else ({}, {})
     if infos and own:
         extras, episode_extras = _own_extras(arrays, own)
+    elif _is_goal(extras.get(GOAL)):
+        extras["goal"] = extras.pop(GOAL)
     return EpisodeDataset.from_arrays(
         arrays["observations"],
         arrays["actions"],
@@ -203,6 +207,11 @@ def read(
         episode_extras=episode_extras,
         meta=meta,
     )
+
+
+def _is_goal(values: Any) -> bool:
+    """Tell whether what mazes record under `infos/goal` is a vector per frame."""
+    return values is not None and values.ndim == 2 and bool(np.isfinite(values).all())
 
 
 def _warn_of_unseen_ends(path: str | Path, num_terminals: int, num: int) -> None:

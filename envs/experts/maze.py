@@ -194,6 +194,7 @@ def demonstrate_maze(
     control: str,
     step_s: float,
     max_steps: int,
+    keep_goal: bool = False,
 ) -> Episode:
     """Do one episode in row 0 of a stepper of a point.
 
@@ -207,15 +208,18 @@ def demonstrate_maze(
         control: What an action is, `force` or `waypoint`.
         step_s: Length of a control step [s].
         max_steps: Time limit in control steps.
+        keep_goal: Whether to record the goal (2,) of every step as well, as `goal`.
     """
     from envs.experts.recording import Recording
 
     rng, record = np.random.default_rng((seed, _NOISE_STREAM)), Recording(stepper, seed)
-    guide = Guide(maze, *stepper.start_and_goal(0), options=options, step_s=step_s, rng=rng)
+    start, goal = stepper.start_and_goal(0)
+    guide = Guide(maze, start, goal, options=options, step_s=step_s, rng=rng)
+    told = {"goal": goal} if keep_goal else {}
     limit = maze.half_size if control == "waypoint" else np.ones(2)
     while not record.ended and len(record) < max_steps:
         position, velocity = record.now[:2], record.now[2:4]
         target = guide.target(position)
         action = target if control == "waypoint" else pd_force(position, velocity, target)
-        record.step(np.clip(action, -limit, limit), states=stepper.physics_state(0))
+        record.step(np.clip(action, -limit, limit), states=stepper.physics_state(0), **told)
     return record.episode(truncated=len(record) >= max_steps, success=record.was_solved)

@@ -263,6 +263,15 @@ def test_infos_are_kept_by_frame_and_by_episode(tmp_path):
     assert json.dumps(data.meta)
 
 
+def test_the_goals_of_mazes_are_goals_where_they_are_one_vector_per_frame(tmp_path):
+    goals = np.arange(20.0).reshape(10, 2)
+    data = read_d4rl(write_d4rl(tmp_path / "a.hdf5", **{"infos/goal": goals}))
+    np.testing.assert_array_equal(data.extras["goal"], goals)
+    assert "infos/goal" not in data.extras and data.statistics()["goal"]["max"].tolist() == [18, 19]
+    other = read_d4rl(write_d4rl(tmp_path / "b.hdf5", **{"infos/goal": goals[:, 0]}))
+    assert "goal" not in other.extras and "infos/goal" in other.extras
+
+
 @pytest.mark.parametrize("keep", [0.02, 0.5, 0.95])
 def test_a_truncated_file_is_one_clear_error(tmp_path, keep):
     big = {"observations": np.random.default_rng(0).normal(size=(10, 2000))}

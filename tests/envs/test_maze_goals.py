@@ -1,0 +1,168 @@
+"""Mazes whose goal is no part of the state: told beside it, recorded, cloned, followed and exported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from algos.base import Setup
+from algos.bc import BcConfig
+from algos.dppo import DppoConfig
+from envs.collect import collect
+from envs.datasets import EpisodeDataset, read_dataset, write_dataset
+from envs.evaluation import evaluate
+from envs.make import env
+from policies.backbones.mlp import MlpConfig
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError, ConfigError
+from policies.export import export_policy
+from policies.exported import ExportedPolicy
+from policies.path_samplers import Euler
+from policies.policy import Policy, PolicyConfig, build_policy
+from policies.processes.edm import Edm
+
+pytest.importorskip("gymnasium_robotics", reason="needs the extra 'mazes'")
+
+QUICK = {"control": "waypoint", "hold": 10, "max_episode_steps": 60}
+
+
+def task(goal: str = "separate", name: str = "pointmaze-umaze") -> Any:
+    return env(name, goal=goal, **(QUICK if name.startswith("point") else {}))
+
+
+@pytest.fixture(scope="module")
+def demonstrations() -> EpisodeDataset:
+    return collect(task(), episodes=6, first_seed=100)
+
+
+def blank(goal_dim: int = 2, **changes: object) -> Policy:
+    """A small guided policy that was not trained."""
+    config = PolicyConfig(
+        process=Edm(),
+        sampler=Euler(steps=3),
+        backbone=MlpConfig(width=16, time_dim=8),
+        horizon=4,
+        act_steps=4,
+        **changes,
+    )
+    unit = {
+        name: {
+            "min": -torch.ones(dim),
+            "max": torch.ones(dim),
+            "mean": torch.zeros(dim),
+            "std": torch.ones(dim),
+        }
+        for name, dim in (("state", 4), ("goal", goal_dim), ("action", 2))
+        if dim
+    }
+    return build_policy(config, obs_dim=4, action_dim=2, goal_dim=goal_dim, statistics=unit, seed=3)
+
+
+@pytest.mark.parametrize("name", ["pointmaze-umaze", "antmaze-umaze"])
+def test_goal_and_state_together_are_what_was_one_vector(name: str) -> None:
+    apart, joint = (task(goal, name).make_vector(3, obs_steps=2) for goal in ("separate", "appended"))
+    assert apart.spec.goal_dim == 2 and joint.spec.goal_dim == 0 and joint.goals() == {}
+    assert apart.spec.obs_names == joint.spec.obs_names[:-2]
+    actions = np.random.default_rng(0).uniform(-1, 1, (3, 2, apart.spec.action_dim))
+    for got, expected in (
+        (apart.reset([1, 2, 3]), joint.reset([1, 2, 3])),
+        (apart.step_chunk(actions).obs, joint.step_chunk(actions).obs),
+        (apart.reset([9], [1]), joint.reset([9], [1])),
+    ):
+        np.testing.assert_array_equal(got, expected[..., :-2])
+    told = apart.goals([2, 1])["goal"]
+    np.testing.assert_array_equal(told, joint.step_chunk(actions).obs[[2, 1], -1, -2:])
+    apart.close()
+    joint.close()
+
+
+def test_demonstrations_record_the_goal_of_every_step_and_keep_it_on_disk(
+    demonstrations: EpisodeDataset, tmp_path: Path
+) -> None:
+    joint = collect(task("appended"), episodes=6, first_seed=100)
+    whole = torch.cat([demonstrations.observations, demonstrations.extras["goal"].float()], dim=1)
+    assert torch.equal(whole, joint.observations) and torch.equal(demonstrations.actions, joint.actions)
+    for form, out in (("robomimic", "a.hdf5"), ("d4rl", "b.hdf5"), ("minari", "c-v0")):
+        write_dataset(tmp_path / out, demonstrations, task(), format=form)
+        again = read_dataset(tmp_path / out)
+        assert torch.equal(again.extras["goal"].float(), demonstrations.extras["goal"].float()), form
+        assert torch.equal(again.observations, demonstrations.observations), form
+
+
+def test_a_guided_score_model_is_cloned_evaluated_and_exported_with_goals_as_goals(
+    demonstrations: EpisodeDataset, tmp_path: Path
+) -> None:
+    config = blank(goal_dropout=0.1).config
+    setup = Setup(policy=config, env=task(), dataset=demonstrations)
+    algorithm = BcConfig(steps=30, batch_size=64, warmup_steps=5, validation_fraction=0.2).build(setup)
+    losses = [float(algorithm.advance()["policy/loss"])]
+    policy = algorithm.snapshot()
+    assert isinstance(policy, DenoisingPolicy) and policy.goal_dim == 2 and np.isfinite(losses).all()
+    guided = policy.with_guidance(2.0)
+    found = evaluate(guided, task(), episodes=3, num_envs=2)
+    assert found == evaluate(guided, task(), episodes=3, num_envs=3)
+    export_policy(guided, tmp_path / "out", batch_sizes=(2,), latency_batches=())
+    exported = ExportedPolicy(tmp_path / "out")
+    assert exported.goal_dim == 2
+    other = evaluate(exported, task(), episodes=3, num_envs=2)
+    np.testing.assert_allclose(other.values("return"), found.values("return"))
+    assert [row.length for row in other.rows] == [row.length for row in found.rows]
+
+
+def test_a_policy_that_is_told_a_goal_goes_where_its_goal_says() -> None:
+    """In place of a network, a rule: the action is the goal. The evaluation has to tell the episode's own."""
+
+    class Rule:
+        chunk, noise_shape, obs_dim, goal_dim = blank().chunk, (4, 2), 4, 2
+
+        def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> torch.Tensor:
+            return torch.zeros(n, 4, 2)
+
+        def act(self, obs: dict[str, torch.Tensor], *, noise: Any = None) -> torch.Tensor:
+            return obs["goal"][:, None].expand(-1, 4, -1)
+
+    rows = evaluate(Rule(), task(), episodes=5, num_envs=2, keep_observations=True).rows  # type: ignore[arg-type]
+    for row in rows:
+        vector = task("appended").make_vector(1)
+        goal = vector.reset([row.seed])[0, -1, -2:]
+        assert row.actions is not None
+        np.testing.assert_allclose(row.actions, np.broadcast_to(goal, row.actions.shape), rtol=1e-6)
+        vector.close()
+
+
+def test_without_a_task_goals_are_the_datasets_where_they_are_dropped(demonstrations: EpisodeDataset) -> None:
+    quick = BcConfig(steps=10, warmup_steps=1)
+    for dropout, goal_dim in ((0.1, 2), (0.0, 0)):
+        setup = Setup(policy=blank(goal_dropout=dropout).config, dataset=demonstrations)
+        assert quick.build(setup).snapshot().goal_dim == goal_dim
+
+
+def test_what_has_no_use_for_goals_is_refused_by_name(demonstrations: EpisodeDataset) -> None:
+    bare = replace(demonstrations, extras={})
+    quick = BcConfig(steps=10, warmup_steps=1)
+    with pytest.raises(ConfigError, match=r"has no key 'goal'.*env.goal=appended"):
+        quick.build(Setup(policy=blank().config, env=task(), dataset=bare))
+    wide = replace(demonstrations, extras={"goal": torch.zeros(demonstrations.num_frames, 3)})
+    with pytest.raises(ConfigError, match=r"told goals of width 2; those of .* have width 3"):
+        quick.build(Setup(policy=blank().config, env=task(), dataset=wide))
+    with pytest.raises(ConfigError, match=r"env.goal must be one of appended, separate; got 'none'"):
+        task("none")
+    with pytest.raises(ConfigError, match="goal width 2, but the policy has goal width 0"):
+        evaluate(blank(goal_dim=0), task(), episodes=1)
+    init = build_policy(PolicyConfig(), obs_dim=4, action_dim=2, goal_dim=2)
+    with pytest.raises(CapabilityError, match=r"algo=dppo learns from states.*env.goal=appended"):
+        DppoConfig().build(Setup(policy=PolicyConfig(), env=task(), init=init))
+
+
+def test_drawings_without_goals_have_no_rings() -> None:
+    lines = []
+    for goal in ("appended", "separate"):
+        episode = task(goal).demonstrate(0)
+        axes = task(goal).figure({"": ([episode.observations], [True])}).axes[0]
+        lines.append(len(axes.lines))
+    assert lines[0] == lines[1] + 1

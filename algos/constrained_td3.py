@@ -22,6 +22,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,7 @@ class Td3Rules:
     actor_lr: float = 3e-4
     critic_lr: float = 3e-4
     limit: float = 1.0
+    autocast: str | None = None  # number type of products; None: that of the weights
 
 
 @dataclass(frozen=True)
@@ -168,15 +170,22 @@ class Td3Learner:
     def _moves_actor(self, step: int) -> bool:
         return step % self.rules.policy_every == 0
 
+    def _precision(self) -> AbstractContextManager[Any]:
+        """Return what the networks are evaluated in."""
+        if self.rules.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.policy.device.type, dtype=getattr(torch, self.rules.autocast))
+
     @torch.no_grad()
     def backup(self, batch: Batch, draws: Draws) -> Backup:
         """Return next actions and targets; see the top of the file."""
         rules, limit = self.rules, self.rules.limit
         bound = rules.noise_clip * limit
         noise = (draws["target"] * (rules.policy_noise * limit)).clamp_(-bound, bound)
-        action = self.target_actor(batch.next_cond, draws["next_start"], grad=False)
-        action = (action + noise).clamp_(-limit, limit)
-        value = aggregate(self.target_critic(batch.next_cond, action), "min")
+        with self._precision():
+            action = self.target_actor(batch.next_cond, draws["next_start"], grad=False)
+            action = (action + noise).clamp_(-limit, limit)
+            value = aggregate(self.target_critic(batch.next_cond, action), "min").to(batch.reward)
         cost = self.regulariser.next_penalty(batch, action)
         if cost is not None:
             value = value - cost
@@ -184,7 +193,8 @@ class Td3Learner:
 
     def _move_critic(self, batch: Batch, draws: Draws) -> tuple[Backup, Quantities]:
         backup = self.backup(batch, draws)
-        values = self.critic(batch.cond, batch.action)
+        with self._precision():
+            values = self.critic(batch.cond, batch.action).to(batch.reward)
         loss = len(values) * F.mse_loss(values, backup.target.expand_as(values))
         self.critic_optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -193,8 +203,9 @@ class Td3Learner:
         return backup, {"critic/loss": loss.detach(), "critic/value": value, "critic/target": target}
 
     def _move_actor(self, batch: Batch, draws: Draws) -> Quantities:
-        action = self.actor(batch.cond, draws["start"])
-        value = self.actor_value(batch, action)
+        with self._precision():
+            action = self.actor(batch.cond, draws["start"]).to(batch.action)
+            value = self.actor_value(batch, action).to(batch.reward)
         scale = self.rules.alpha / value.detach().abs().mean()
         climb = -scale * value.mean()
         penalty, out = self.regulariser.penalty(batch, action, self.critic, draws)
@@ -250,6 +261,7 @@ class ConstrainedTd3Config(OfflineConfig):
     policy_noise: float = 0.2  # deviation of the noise on next actions, normalised units
     noise_clip: float = 0.5  # largest magnitude of that noise
     policy_every: int = 2  # steps of the critic per step of the actor and the targets
+    autocast: str | None = None  # bfloat16: products of actor and critics in that type; null: float32 as ever
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -257,6 +269,7 @@ class ConstrainedTd3Config(OfflineConfig):
         for name in ("alpha", "policy_noise", "noise_clip"):
             self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more and finite")
         self._require("policy_every", self.policy_every >= 1, "at least 1")
+        self._require("autocast", self.autocast in (None, "bfloat16"), "bfloat16 or null")
 
     def rules(self) -> Td3Rules:
         """Return the constants of the learner."""
@@ -268,6 +281,7 @@ class ConstrainedTd3Config(OfflineConfig):
             policy_every=self.policy_every,
             actor_lr=self.actor_lr,
             critic_lr=self.critic_lr,
+            autocast=self.autocast,
         )
 
     def critic_config(self) -> EnsembleConfig:

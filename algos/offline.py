@@ -18,6 +18,7 @@ from torch import Tensor
 
 from algos.base import Metrics, Setup
 from algos.continuity import digest_of, require_unchanged
+from algos.overestimation import Probes, probes_of
 from algos.plain import capture_generator, restore_generator
 from algos.transitions import Batch, Rewarding, TransitionTable, box_of, clipped_actions, tabulate
 from algos.validation import matching_of
@@ -124,7 +125,8 @@ class OfflineConfig:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive_seed(setup.seed, "learner"))
                 learner = self.learner(policy, table, setup)
-            return OfflineRun(self, setup, learner, table, dataset)
+            probes = probes_of(table, dataset.to(setup.device), self.rewarding)
+            return OfflineRun(self, setup, learner, table, dataset, probes=probes)
 
     def start(self, setup: Setup) -> tuple[EpisodeDataset, Policy]:
         """Return the dataset, its actions within the box of the task, and the policy to train."""
@@ -194,8 +196,10 @@ class OfflineRun:
         learner: Learner,
         table: TransitionTable,
         dataset: EpisodeDataset,
+        *,
+        probes: Probes | None = None,
     ) -> None:
-        self.config, self.learner, self.table = config, learner, table
+        self.config, self.learner, self.table, self._probes = config, learner, table, probes
         self._num_threads = setup.threads(THREADS)
         self._index = seeded_generator(setup.seed, "transitions", device=setup.device)
         self._noise = seeded_generator(setup.seed, "learner noise", device=setup.device)
@@ -225,7 +229,15 @@ class OfflineRun:
             for _ in range(count):
                 self._done += 1
                 means.add(self._step())
-        return means.read() | {"time/steps_per_s": count / (time.perf_counter() - start)}
+            measured = means.read() | self._judged()
+        return measured | {"time/steps_per_s": count / (time.perf_counter() - start)}
+
+    def _judged(self) -> Metrics:
+        """Return what the critics are too sure of, where there are critics and probes."""
+        critic = getattr(self.learner, "critic", None)
+        if critic is None or self._probes is None:
+            return {}
+        return {"critic/overestimation": self._probes.overestimation(critic)}
 
     def _step(self) -> dict[str, Tensor]:
         size, device = self.config.batch_size, self._index.device

@@ -66,6 +66,7 @@ class TransitionTable:
         has_next: (M,).
         plan: (M, Th Da).
         real: (M, Th).
+        frame: (M,) int64, the frames of the dataset that transitions start from, where they have one.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class TransitionTable:
         has_next: Tensor | None = None,
         plan: Tensor | None = None,
         real: Tensor | None = None,
+        frame: Tensor | None = None,
     ) -> None:
+        self.frame = frame
         none = action.new_zeros(len(reward), 0)
         has_next = torch.zeros_like(reward) if has_next is None else has_next
         single = (reward[:, None], discount[:, None], has_next[:, None])
@@ -169,6 +172,7 @@ def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> T
         has_next=has_next.float(),
         plan=actions[planned].flatten(1),
         real=real.float(),
+        frame=stretch.start,
     )
 
 

@@ -214,3 +214,56 @@ def test_cloning_is_the_limit_without_a_value() -> None:
         metrics = run.advance()
     assert float(metrics["actor/value_loss"]) == 0.0
     assert regret(run.snapshot()) < 0.05  # the mean of the data is the state
+
+
+def recording(lengths: tuple[int, ...], ends: tuple[bool, ...]) -> EpisodeDataset:
+    """Return episodes of given lengths; ends: whether the task ended there, or only the recording."""
+    total, last = sum(lengths), torch.tensor(lengths).cumsum(0) - 1
+    generator = torch.Generator().manual_seed(4)
+    terminated, truncated = torch.zeros(total, dtype=torch.bool), torch.zeros(total, dtype=torch.bool)
+    terminated[last], truncated[last] = torch.tensor(ends), ~torch.tensor(ends)
+    start = torch.cat([torch.zeros(1, dtype=torch.long), last + 1])
+    return EpisodeDataset(
+        observations=torch.randn(total, 3, generator=generator),
+        actions=torch.rand(total, 2, generator=generator) * 2 - 1,
+        rewards=torch.randn(total, generator=generator), terminated=terminated, truncated=truncated,
+        episode_start=start, meta={"source": "recording"},
+    )  # fmt: skip
+
+
+def test_overestimation_is_zero_for_returns_and_a_shift_for_shifted_ones() -> None:
+    dataset = recording((7, 12), (True, False))
+    run = Td3BcConfig(steps=2, gamma=0.5, reward_scale=2.0, reward_shift=1.0, **SIZES).build(
+        Setup(dataset=dataset, seed=1)
+    )
+    probes, rewards = run._probes, 2.0 * dataset.rewards + 1.0
+    assert probes is not None
+    by_hand = [float(sum(0.5**k * r for k, r in enumerate(rewards[start:7]))) for start in range(7)]
+    torch.testing.assert_close(probes.to_go[:7], torch.tensor(by_hand))
+    assert len(probes.to_go) == 7 + 6, "rows of the cut recording count where what it lacks weighs < 1 %"
+
+    def critic(cond: Tensor, action: Tensor) -> Tensor:
+        return torch.stack([probes.to_go + 3.0, probes.to_go + 5.0])
+
+    assert float(probes.overestimation(critic)) == pytest.approx(4.0, abs=1e-5)  # type: ignore[arg-type]
+    assert "critic/overestimation" in run.advance()
+
+
+def test_no_probe_where_every_recording_is_cut_short() -> None:
+    run = Td3BcConfig(steps=1, **SIZES).build(Setup(dataset=recording((7, 12), (False, False)), seed=1))
+    assert "critic/overestimation" not in run.advance()
+
+
+def test_half_precision_changes_steps_by_its_rounding_only() -> None:
+    runs = [run_of(Td3BcConfig(steps=20, autocast=kind, **SIZES)) for kind in (None, "bfloat16")]
+    before = weights(runs[0].learner.policy)
+    for run in runs:
+        for _ in range(2):
+            run._step()
+    exact, rough = (weights(run.learner.policy) for run in runs)
+    assert rough.dtype == torch.float32 and not torch.equal(exact, rough)
+    # Two steps of Adam move an entry by 3e-4 at most; signs of nearly all gradients must agree.
+    moved, other = exact - before, rough - before
+    assert torch.nn.functional.cosine_similarity(moved, other, dim=0) > 0.8
+    with pytest.raises(ConfigError, match=r"algo\.autocast must be bfloat16 or null; got half"):
+        Td3BcConfig(autocast="half")

@@ -16,6 +16,8 @@ Source: DSRL, arXiv 2506.15799, released code.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from algos.optim import restore_optimizer
-from algos.replay import ChunkBatch
+from algos.replay import ChunkBatch, Mixture
 from algos.soft_learner import Draws, Quantities, SoftLearner, SoftRules, descend, half_squared_error
 from policies.ensembles import Ensemble
 from policies.latent_steering import SteeredPolicy
@@ -38,10 +40,11 @@ class SteeredActor:
     Args:
         policy: Whose actor is trained.
         form: Of the squashed density, one of `policies.tanh_gaussian.FORMS`.
+        within_box: Keep latents of the warm-up within the box of the actor, where critics learn of latents.
     """
 
-    def __init__(self, policy: SteeredPolicy, form: str = "exact") -> None:
-        self.policy, self._form = policy, form
+    def __init__(self, policy: SteeredPolicy, form: str = "exact", *, within_box: bool = False) -> None:
+        self.policy, self._form, self._within_box = policy, form, within_box
 
     @property
     def latent_dim(self) -> int:
@@ -52,6 +55,17 @@ class SteeredActor:
     def bound(self) -> float:
         """Of the noise, in its deviations."""
         return self.policy.wrapper.bound
+
+    def on_cpu(self) -> SteeredActor:
+        """Return the actor as workers use it."""
+        twin = copy.copy(self)
+        twin.policy = self.policy.on_cpu()
+        return twin
+
+    def warmup_latent(self, eps: Tensor) -> Tensor:
+        """Return latents (B, L) at which the frozen policy acts as it does alone, within the box if asked."""
+        latent = eps / self.bound
+        return latent.clamp(-1, 1) if self._within_box else latent
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the weights of the actor."""
@@ -79,6 +93,7 @@ class NoiseAliasedLearner(SoftLearner):
         noise_critic: QW, of as many members.
         rules: Constants.
         latents: Where the two are compared; see the top of the file.
+        share: Steps of the distillation per step.
     """
 
     actor: SteeredActor
@@ -91,9 +106,10 @@ class NoiseAliasedLearner(SoftLearner):
         rules: SoftRules,
         *,
         latents: str = "gaussian",
+        share: float = 0.5,
     ) -> None:
         super().__init__(actor, critic, rules, of_chunks=True)
-        self.noise_critic, self._latents = noise_critic, latents
+        self.noise_critic, self._latents, self._share, self._owed = noise_critic, latents, share, 0.0
         self.noise_critic_optimizer = torch.optim.Adam(
             noise_critic.parameters(), lr=rules.critic_lr, fused=True
         )
@@ -129,9 +145,23 @@ class NoiseAliasedLearner(SoftLearner):
         descend(self.noise_critic_optimizer, loss)
         return {"noise_critic/loss": loss.detach()}
 
+    def finish_round(
+        self, count: int, size: int, source: Mixture, generator: torch.Generator
+    ) -> list[Quantities]:
+        """Distil, on fresh batches."""
+        self._owed += count * self._share
+        steps = math.floor(self._owed)
+        self._owed -= steps
+        found = []
+        for _ in range(steps):
+            batch = source.draw(size, generator)
+            found.append(self.distill(batch, {"latent": self.draw_latents(size, generator)}))
+        return found
+
     def state_dict(self) -> dict[str, Any]:
         """Return everything a bit-exact continuation needs."""
         return super().state_dict() | {
+            "owed": self._owed,
             "noise_critic": self.noise_critic.state_dict(),
             "noise_critic_optimizer": self.noise_critic_optimizer.state_dict(),
         }
@@ -139,5 +169,6 @@ class NoiseAliasedLearner(SoftLearner):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
         super().load_state_dict(state)
+        self._owed = float(state["owed"])
         self.noise_critic.load_state_dict(state["noise_critic"])
         restore_optimizer(self.noise_critic_optimizer, state["noise_critic_optimizer"])

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from algos.optim import restore_optimizer
-from algos.replay import ChunkBatch
+from algos.replay import ChunkBatch, Mixture
 from policies.ensembles import Ensemble, aggregate, polyak
 from policies.policy import Policy
 
@@ -63,6 +63,14 @@ class LatentActor(Protocol):
 
     def chunk(self, cond: Tensor, latent: Tensor) -> Tensor:
         """Return what is executed, normalised and flat (B, A); no gradient."""
+        ...
+
+    def warmup_latent(self, eps: Tensor) -> Tensor:
+        """Return latents (B, L) to try before anything is learned, for standard normals (B, L)."""
+        ...
+
+    def on_cpu(self) -> LatentActor:
+        """Return the actor as workers use it."""
         ...
 
 
@@ -217,6 +225,12 @@ class SoftLearner:
                 "actor/latent_size": latent.square().mean().sqrt(),
                 "actor/saturated_fraction": (latent.abs() > SATURATED).float().mean(),
             }
+
+    def finish_round(
+        self, count: int, size: int, source: Mixture, generator: torch.Generator
+    ) -> list[Quantities]:
+        """Do what follows `count` steps: nothing more is to be learned."""
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a bit-exact continuation needs."""

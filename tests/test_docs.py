@@ -227,6 +227,7 @@ PAGES = {
     "prdc": ["prdc", "offline"],
     "a2pr": ["a2pr", "offline"],
     "cdsa": ["cdsa"],
+    "dsrl": ["dsrl", "offpolicy"],
 }
 """Where the settings of an algorithm are explained."""
 

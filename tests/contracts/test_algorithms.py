@@ -28,6 +28,7 @@ from policies.backbones.mlp import MlpConfig
 from policies.errors import BurnishError, CapabilityError, ConfigError, MissingExtraError
 from policies.folder import load_policy, save_policy
 from policies.heads import CriticConfig
+from policies.latent_steering import Steering
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.threads import torch_threads
 
@@ -47,10 +48,14 @@ SMALL: dict[str, Any] = {
     # from data
     "steps": 6,
     "block_steps": 2,
-    "warmup_steps": 2,
     "ema_every": 1,
     "validation_windows": 4,
     "validation_samples": 2,
+    # from a replay
+    "total_steps": 36,
+    "warmup_steps": 2,
+    "updates_per_step": 0.5,
+    "steering": Steering(hidden_dims=(8,)),
     # anywhere
     "batch_size": 8,
     "buffer_size": 64,

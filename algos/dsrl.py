@@ -1,0 +1,104 @@
+"""DSRL: a frozen generative policy is steered by the noise that it starts from.
+
+The result is a policy like any other: the frozen one, with an actor around it that chooses its noise
+(`policies.latent_steering`). The equations are in `algos.dsrl_learner`, the loop is in `algos.offpolicy`.
+
+Source: DSRL, arXiv 2506.15799, released code. Deviations, all undone by `paper_compat` where it says so: the
+noise bound is applied in both variants; the warm-up executes what it records; time limits are not ends of the
+task, rewards and values are discounted per control step (`paper_compat`); chunks end with their episode; the
+density of tanh has no floor (`paper_compat`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from algos.base import Setup
+from algos.dsrl_learner import DISTILLATION_LATENTS, NoiseAliasedLearner, SteeredActor
+from algos.offline import THREADS
+from algos.offpolicy import OffPolicyRun, offline_table, refuse_more_than_states
+from algos.offpolicy_config import OffPolicyConfig
+from algos.onpolicy import check_setup
+from algos.soft_learner import SoftLearner
+from policies.errors import CapabilityError
+from policies.latent_steering import SteeredPolicy, Steering
+from policies.policy import Policy
+from policies.registry import register
+from policies.seeds import derive_seed
+from policies.threads import torch_threads
+
+VARIANTS = ("na", "sac")
+
+
+@register("algo", "dsrl")
+@dataclass
+class DsrlConfig(OffPolicyConfig):
+    """Diffusion steering: reinforcement learning over the noise of a frozen policy."""
+
+    target_entropy: float | None = 0.0  # of a latent; None: minus half its width
+    variant: str = "na"  # na: values of chunks, distilled into values of noise | sac: values of noise only
+    distillation_share: float = 0.5  # steps of the distillation per step of the critics, for na
+    distillation_latents: str = "gaussian"  # gaussian | box | mixture: where values are distilled, for na
+    steering: Steering = field(default_factory=Steering)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        self._require("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
+        self._require("distillation_share", self.distillation_share > 0, "positive")
+        known = ", ".join(DISTILLATION_LATENTS)
+        self._require(
+            "distillation_latents", self.distillation_latents in DISTILLATION_LATENTS, f"one of {known}"
+        )
+        self._require(
+            "offline_ratio", not self.offline_ratio or self.variant == "na",
+            "0 with algo.variant=sac: the noise behind recorded actions is unknown",
+        )  # fmt: skip
+
+    def build(self, setup: Setup) -> OffPolicyRun:
+        """Check the setup and return the algorithm, ready to advance.
+
+        Raises:
+            ConfigError: If policy or environment is missing, or their sizes disagree.
+            CapabilityError: If the policy is not decided by the noise that it starts from, or sees more than
+                states.
+        """
+        init = check_setup(setup, "dsrl")
+        refuse_more_than_states(init, "dsrl")
+        with torch_threads(setup.threads(THREADS)):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(derive_seed(setup.seed, "steering"))
+                policy = self._steered(init).to(setup.device)
+                learner = self._learner(policy)
+            return OffPolicyRun(self, setup, learner, offline_table(self, setup, policy))
+
+    def _steered(self, init: Policy) -> SteeredPolicy:
+        """Return the policy to train; one that is steered already is steered on."""
+        if isinstance(init, SteeredPolicy):
+            return init.clone()
+        try:
+            policy = self.steering.wrap(init.clone().eval())
+        except CapabilityError as error:
+            raise CapabilityError(f"algo=dsrl: {error}") from None
+        assert isinstance(policy, SteeredPolicy)
+        return policy
+
+    def _learner(self, policy: SteeredPolicy) -> SoftLearner:
+        """Return what learns; torch's global generator decides the initial weights."""
+        chunk, cond, device = policy.chunk, policy.encoder.cond_dim, policy.device
+        actor = SteeredActor(policy, self.density_form, within_box=self.variant == "sac")
+        rules, critics = self.rules(policy.latent_dim), self.critic_config()
+        of_latents = critics.build(cond, policy.latent_dim).to(device, policy.dtype)
+        if self.variant == "sac":
+            return SoftLearner(actor, of_latents, rules)
+        of_chunks = critics.build(cond, chunk.act_steps * chunk.action_dim).to(device, policy.dtype)
+        return NoiseAliasedLearner(
+            actor,
+            of_chunks,
+            of_latents,
+            rules,
+            latents=self.distillation_latents,
+            share=self.distillation_share,
+        )

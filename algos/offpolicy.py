@@ -1,0 +1,291 @@
+"""The loop of off-policy algorithms: act, remember, update; and what of it is saved.
+
+Legend: T chunk steps of a collection, N environments, C condition width, L numbers of a latent, A = Ta Da.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from algos.base import Metrics, Setup
+from algos.continuity import digest_of, require_unchanged
+from algos.offline import THREADS, Means
+from algos.offpolicy_config import OffPolicyConfig
+from algos.plain import capture_generator, restore_generator
+from algos.replay import ChunkBatch, Mixture, Replay
+from algos.soft_learner import LatentActor, Quantities
+from algos.transitions import Rewarding, TransitionTable, tabulate
+from envs.episodes import EpisodeRow
+from envs.fit import require_fit
+from envs.rollout import Rollout, RolloutPool
+from policies.errors import CapabilityError, ConfigError
+from policies.policy import Policy
+from policies.registry import name_of
+from policies.seeds import seeded_generator
+from policies.threads import torch_threads
+
+_log = logging.getLogger(__name__)
+
+
+class Learner(Protocol):
+    """What the loop asks of a learner."""
+
+    @property
+    def actor(self) -> LatentActor:
+        """What acts."""
+        ...
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in training."""
+        ...
+
+    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the random numbers of a step."""
+        ...
+
+    def step(self, batch: ChunkBatch, draws: Mapping[str, Tensor], *, moves_actor: bool = True) -> Quantities:
+        """Take a step."""
+        ...
+
+    def finish_round(
+        self, count: int, size: int, source: Mixture, generator: torch.Generator
+    ) -> list[Quantities]:
+        """Do what follows `count` steps, on batches of `size` rows."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a continuation needs."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        ...
+
+
+class Explorer:
+    """Acts in the environments and records what a replay needs; see `envs.rollout.Actor`.
+
+    Args:
+        actor: Draws latents.
+        is_warmup: Whether nothing was learned yet.
+    """
+
+    def __init__(self, actor: LatentActor, *, is_warmup: bool) -> None:
+        self.actor, self.is_warmup = actor, is_warmup
+
+    def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return physical actions (N, Ta, Da), and condition, latent and normalised chunk of each."""
+        policy = self.actor.policy
+        cond = policy.encode(policy.observation(obs)).vec
+        eps = torch.randn(len(cond), self.actor.latent_dim, generator=generator)
+        latent = self.actor.warmup_latent(eps) if self.is_warmup else self.actor.draw(cond, eps)[0]
+        action = self.actor.chunk(cond, latent)
+        physical = policy.physical(action.view(len(cond), policy.chunk.act_steps, -1))
+        return physical, {"cond": cond, "latent": latent, "action": action}
+
+
+@torch.no_grad()
+def transitions_of(rollout: Rollout, policy: Policy) -> dict[str, Tensor]:
+    """Return the T N transitions of a rollout as `Replay.add` takes them.
+
+    A chunk in which the episode ended is recorded as it was chosen, whatever of it was executed. Where the
+    task ended, the successor is that of the next episode: no value looks at it.
+    """
+    cond = rollout.record["cond"]
+    last = policy.encode(policy.observation({"state": rollout.next_obs_last})).vec.to(cond.device)
+    next_cond = torch.cat([cond[1:], last[None]])
+    if len(rollout.final_index):
+        final = policy.encode(policy.observation({"state": rollout.final_obs})).vec.to(cond.device)
+        next_cond[rollout.final_index[:, 0], rollout.final_index[:, 1]] = final
+    parts = {
+        "cond": cond,
+        "latent": rollout.record["latent"],
+        "action": rollout.record["action"],
+        "rewards": rollout.rewards,
+        "length": rollout.length,
+        "terminated": rollout.terminated,
+        "truncated": rollout.truncated,
+        "next_cond": next_cond,
+    }
+    return {name: part.flatten(0, 1) for name, part in parts.items()}
+
+
+class OffPolicyRun:
+    """A run in progress; see `algos.base.Algorithm`.
+
+    Args:
+        config: Budget and batches.
+        setup: Environment, seed, workers, threads, device.
+        learner: Learns.
+        offline: Transitions of a dataset for a share of every batch; None: there is none.
+    """
+
+    unit = "env_steps"
+
+    def __init__(
+        self,
+        config: OffPolicyConfig,
+        setup: Setup,
+        learner: Learner,
+        offline: TransitionTable | None = None,
+    ) -> None:
+        assert setup.env is not None
+        self.config, self.learner = config, learner
+        policy, chunk = learner.policy, learner.policy.chunk
+        rows = min(config.buffer_size, config.total_steps + config.num_envs * config.steps_per_iteration)
+        self.replay = Replay(
+            rows,
+            cond=policy.encoder.cond_dim,
+            latent=learner.actor.latent_dim,
+            action=chunk.act_steps * chunk.action_dim,
+            steps=chunk.act_steps,
+            device=setup.device,
+        )
+        self.source = Mixture(self.replay, config.discounting, offline, config.offline_ratio)
+        self.pool = RolloutPool(
+            setup.env,
+            num_envs=config.num_envs,
+            num_workers=setup.num_workers,
+            obs_steps=chunk.obs_steps,
+            seed=setup.seed,
+            engine=setup.engine,
+        )
+        self._generator = seeded_generator(setup.seed, "replay", device=setup.device)
+        self._num_threads = setup.threads(THREADS)
+        self._lasting = {
+            "seed": setup.seed,
+            "init": digest_of(setup.init),
+            "dataset": None if offline is None or setup.dataset is None else setup.dataset.digest(),
+        }
+        self.progress, self._steps, self._owed = 0, 0, 0.0
+
+    @property
+    def total(self) -> int:
+        """Control steps to execute; whole rounds are executed."""
+        return self.config.total_steps
+
+    def advance(self) -> Metrics:
+        """Act and learn for a block of control steps, and report it."""
+        began, before, means = time.perf_counter(), self.progress, Means()
+        until = min(before + self.config.block_steps, self.total)
+        episodes: list[EpisodeRow] = []
+        with torch_threads(self._num_threads):
+            while self.progress < until:
+                rollout = self._collect()
+                episodes += rollout.episodes
+                self._learn(means)
+        seconds = time.perf_counter() - began
+        speed = {"time/env_steps_per_s": (self.progress - before) / seconds}
+        return means.read() | _summary(episodes) | {"replay/rows": float(len(self.replay))} | speed
+
+    def _collect(self) -> Rollout:
+        """Execute chunks in all environments and remember them."""
+        is_warmup = self.progress < self.config.warmup_steps
+        actor = Explorer(self.learner.actor.on_cpu(), is_warmup=is_warmup)
+        rollout = self.pool.collect(actor, self.config.steps_per_iteration)
+        self.replay.add(**transitions_of(rollout, self.learner.policy))
+        executed = int(rollout.length.sum())
+        self.progress += executed
+        if self.progress >= self.config.warmup_steps:
+            self._owed += executed * self.config.updates_per_step
+        return rollout
+
+    def _learn(self, means: Means) -> None:
+        """Take the steps that are due."""
+        count = math.floor(self._owed)
+        self._owed -= count
+        size, generator = self.config.batch_size, self._generator
+        for _ in range(count):
+            self._steps += 1
+            batch, draws = self.source.draw(size, generator), self.learner.draw(size, generator)
+            moves_actor = self._steps % self.config.actor_every == 0
+            means.add(self.learner.step(batch, draws, moves_actor=moves_actor))
+        if count:
+            for found in self.learner.finish_round(count, size, self.source, generator):
+                means.add(found)
+
+    def snapshot(self) -> Policy:
+        """Return a copy of the policy, in evaluation mode."""
+        return self.learner.policy.clone().eval().requires_grad_(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a bit-exact continuation needs."""
+        return {
+            "progress": self.progress,
+            "steps": self._steps,
+            "owed": self._owed,
+            "learner": self.learner.state_dict(),
+            "replay": self.replay.state_dict(),
+            "generator": capture_generator(self._generator),
+            "pool": self.pool.state_dict(),
+            **self._lasting,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            CheckpointError: If seed, dataset, policy to start from, or size of the replay are others.
+        """
+        require_unchanged(state, self._lasting)
+        self.learner.load_state_dict(state["learner"])
+        self.replay.load_state_dict(state["replay"])
+        restore_generator(self._generator, state["generator"])
+        self.pool.load_state_dict(state["pool"])
+        self.progress, self._steps, self._owed = state["progress"], state["steps"], state["owed"]
+
+    def close(self) -> None:
+        """End the workers."""
+        self.pool.close()
+
+
+def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> TransitionTable | None:
+    """Return the transitions of the dataset where a share of the batches comes from it.
+
+    Raises:
+        ConfigError: If there is no dataset, or it is of another task.
+    """
+    if not config.offline_ratio:
+        if setup.dataset is not None:
+            _log.warning("the dataset is not used: algo.offline_ratio is 0, the share of it in a batch.")
+        return None
+    algo = name_of("algo", config)
+    if setup.dataset is None:
+        raise ConfigError(
+            f"algo={algo} takes the share algo.offline_ratio={config.offline_ratio} of its batches from a "
+            "dataset; got none. Give dataset=<file>, or set algo.offline_ratio=0."
+        )
+    dataset, advice = setup.dataset, "Use a dataset of the same task."
+    require_fit("the policy", policy, dataset.source, dataset, advice=advice)
+    rewarding = Rewarding(config.gamma, config.reward_scale, config.reward_shift)
+    return tabulate(dataset.to(setup.device), policy, rewarding)
+
+
+def refuse_more_than_states(policy: Policy, algo: str) -> None:
+    """Refuse a policy that looks at images or goals: the replay keeps encoded states.
+
+    Raises:
+        CapabilityError: If it does.
+    """
+    if policy.images or policy.goal_dim:
+        seen = f"the cameras {', '.join(policy.images)}" if policy.images else "goals"
+        raise CapabilityError(f"algo={algo} learns from states; the policy also looks at {seen}. Clone one "
+                              "that sees the state only.")  # fmt: skip
+
+
+def _summary(rows: list[EpisodeRow]) -> Metrics:
+    """Summarise the episodes that ended; returns and the like only where some did."""
+    metrics: Metrics = {"rollout/episodes": float(len(rows))}
+    if rows:
+        metrics["rollout/return"] = sum(row.return_ for row in rows) / len(rows)
+        metrics["rollout/success"] = sum(float(row.success) for row in rows) / len(rows)
+        metrics["rollout/episode_length"] = sum(float(row.length) for row in rows) / len(rows)
+    return metrics

@@ -145,9 +145,9 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
         burnish.collect(
             env=study.env, episodes=study.demonstrations, first_seed=1_000_000 + 10_000 * seed, out=str(demos)
         )
-    base = _trained(base_path, f"experiment={study.bases[algo]}", dataset=str(demos), seed=seed)
+    base = trained(base_path, f"experiment={study.bases[algo]}", dataset=str(demos), seed=seed)
     threads = {"num_workers": workers, "num_threads": max(1, workers)}
-    tuned = _trained(place, f"experiment={study.tuned[algo]}", init=str(base_path), seed=seed, **threads)
+    tuned = trained(place, f"experiment={study.tuned[algo]}", init=str(base_path), seed=seed, **threads)
     result = burnish.evaluate(
         tuned, versus=str(base_path), episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")
     )
@@ -167,7 +167,7 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
 def _from_nothing(name: str, algo: str, seed: int, target: Path, place: Path, workers: int) -> Path:
     """Train from the reward alone, evaluate; there is nothing to compare with."""
     experiment = STUDIES[name].tuned[algo]
-    run = _trained(place, f"experiment={experiment}", seed=seed)
+    run = trained(place, f"experiment={experiment}", seed=seed)
     result = burnish.evaluate(run, episodes=EPISODES, num_workers=workers, out=str(place / "eval.json"))
     content = {
         "study": name, "algo": algo, "seed": seed, "experiment": experiment, "dataset": None,
@@ -212,12 +212,12 @@ def describe_dataset(path: Path) -> dict[str, Any]:
     }
 
 
-def _trained(place: Path, experiment: str, **values: Any) -> burnish.api.Run:
-    """Train in a directory, or continue the run that is there."""
+def trained(place: Path, *overrides: str, episodes: int = 0, **values: Any) -> burnish.api.Run:
+    """Train in a directory, evaluating by so many episodes on the way, or continue the run that is there."""
     if (place / "checkpoints" / "last").exists():
         return burnish.train(resume=str(place))
     shutil.rmtree(place, ignore_errors=True)
-    return burnish.train(experiment, "evaluation.episodes=0", directory=place, **values)
+    return burnish.train(*overrides, f"evaluation.episodes={episodes}", directory=place, **values)
 
 
 def busy(path: Path) -> float:

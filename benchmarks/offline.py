@@ -1,0 +1,283 @@
+"""Study of offline learning: datasets, algorithms and seeds, each with and without a correction of actions.
+
+    python -m benchmarks.offline hopper-medium --dataset FILE --algos bc,td3_bc,prdc,a2pr --seeds 0,1,2
+    python -m benchmarks.offline halfcheetah-medium             records its dataset itself
+    python -m benchmarks.offline hopper-medium --dataset FILE --algos flow+prdc     tunes a cloned flow
+    python -m benchmarks.offline hopper-medium --report         table and curve from what is there
+
+Settings are those of the experiments `<task>_<algorithm>`; `bc` is TD3+BC with `algo.alpha=0`. Each run
+leaves one JSON file in docs/results/offline/: episodes of the last checkpoint, of the one that evaluated best
+on the way, of the corrected policy (`algo=cdsa`), and of both with noise on the actions; a run whose file is
+there is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import burnish
+import burnish.api
+from algos.metrics import read_jsonl
+from algos.provenance import describe_environment
+from benchmarks.learning import EPISODES, RESULTS, busy, describe_dataset, episode_columns, trained
+from burnish.config import scan_parts
+from envs.evaluation import Evaluation, evaluate
+from envs.statistics import Interval, bootstrap_iqm, conditional_value_at_risk
+from policies.correction import Perturbation
+from policies.policy import Policy
+from policies.registry import lookup
+
+FOLDER = RESULTS / "offline"
+BASES = {"flow": "study_flow_bc", "diffusion": "study_bc"}  # experiments that clone what is tuned
+COLLECTED = 100  # episodes of a dataset that the study records itself
+
+
+@dataclass(frozen=True)
+class Data:
+    """The task of a dataset, and the demonstrator that records it where no file is given."""
+
+    task: str
+    expert: str | None = None
+
+
+DATA = {
+    "hopper-medium": Data("hopper"),
+    "hopper-medium-expert": Data("hopper"),
+    "halfcheetah-medium": Data("halfcheetah", "medium"),
+}
+
+
+def dataset_of(name: str, given: str | None, root: Path) -> Path:
+    """Return the file of a dataset, recording it where the study knows how."""
+    data, path = DATA[name], root / f"{name}.hdf5"
+    if given is not None:
+        return Path(given)
+    if data.expert is None:
+        raise SystemExit(f"{name} needs --dataset FILE")
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        burnish.collect(env=data.task, expert=data.expert, episodes=COLLECTED, format="d4rl", out=str(path))
+    return path
+
+
+def settings_of(task: str, algo: str) -> list[str]:
+    """Return the overrides that choose an algorithm by its published settings."""
+    if algo == "bc":
+        return [f"experiment={task}_td3_bc", "algo.alpha=0.0"]
+    return [f"experiment={task}_{algo}"]
+
+
+def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Path:
+    """Train, correct and evaluate one seed; returns the JSON file."""
+    target = FOLDER / f"{name}-{algo}-seed{seed}.json"
+    if target.exists():
+        return target
+    task, file = DATA[name].task, dataset_of(name, options.dataset, options.root)
+    place, values = options.root / name / f"{algo}-seed{seed}", {"dataset": str(file), "seed": seed}
+    base, _, tuner = algo.rpartition("+")
+    start: dict[str, Any] = {}
+    if base:
+        cloned = options.root / name / f"{base}-seed{seed}"
+        trained(cloned, f"experiment={task}_{BASES[base]}", **values)
+        start["init"] = str(cloned)
+    steps = f"algo.steps={options.steps}"
+    run = trained(place, *settings_of(task, tuner), steps, episodes=10, **values, **start)
+    corrected = trained(
+        place.with_name(f"{place.name}-cdsa"), "algo=cdsa", f"env={task}", f"algo.steps={options.cdsa_steps}",
+        init=str(place), **values,
+    )  # fmt: skip
+    found = evaluations(task, run, corrected, options)
+    content = {
+        "data": name, "algo": algo, "seed": seed, "steps": options.steps, "std": options.std,
+        "cdsa_steps": options.cdsa_steps, "dataset": describe_dataset(file),
+        "evaluations": {key: episode_columns(one) for key, one in found.items()},
+        "best_step": best_step(run.directory.metrics_path), "protocol": found["last"].protocol,
+        "curve": list(curve(run.directory.metrics_path)), "wall_s": busy(run.directory.metrics_path),
+        "environment": describe_environment(),
+    }  # fmt: skip
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(content) + "\n")
+    return target
+
+
+def evaluations(
+    task: str, run: burnish.api.Run, corrected: burnish.api.Run, options: argparse.Namespace
+) -> dict[str, Evaluation]:
+    """Play the same episodes with every variant of a policy."""
+    places = {"last": run, "corrected": corrected}
+    policies = {key: _policy(one.directory.path, "last") for key, one in places.items()}
+    step = best_step(run.directory.metrics_path)
+    if step is not None and step != run.directory.latest():
+        policies["best"] = _policy(run.directory.path, str(step))
+    if not policies["last"].noise_sensitive:
+        noise = Perturbation(options.std)
+        policies["perturbed"] = noise.wrap(policies["last"])
+        both: Any = copy.deepcopy(policies["corrected"])
+        both.base = noise.wrap(both.base)  # first the noise, then the correction
+        policies["perturbed, corrected"] = both
+    env = lookup("env", task)()
+    return {
+        key: evaluate(policy, env, episodes=options.episodes, num_workers=options.workers)
+        for key, policy in policies.items()
+    }
+
+
+def _policy(run: Path, checkpoint: str) -> Policy:
+    policy: Policy = burnish.load_policy(run / "checkpoints" / checkpoint / "policy")
+    return policy
+
+
+def best_step(path: Path) -> int | None:
+    """Return the step whose evaluation during training had the largest mean return."""
+    rows = [row for row in read_jsonl(path) if row.get("eval/return") is not None]
+    return int(max(rows, key=lambda row: row["eval/return"])["step"]) if rows else None
+
+
+def curve(path: Path) -> Iterator[dict[str, float]]:
+    """Yield evaluations on the way, and how far values exceed the returns of the data."""
+    for row in read_jsonl(path):
+        names = ("eval/return", "critic/overestimation", "critic/value")
+        known = {key: round(float(row[key]), 4) for key in names if row.get(key) is not None}
+        if known:
+            yield {"step": row["step"], **known}
+
+
+# -- report ---------------------------------------------------------------------------------------------
+
+
+def load(name: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the results on a dataset by algorithm, seeds in order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(FOLDER.glob(f"{name}-*-seed*.json")):
+        content = json.loads(path.read_text())
+        if content["data"] == name:
+            found.setdefault(content["algo"], []).append(content)
+    return found
+
+
+def scores(runs: Sequence[dict[str, Any]], variant: str) -> np.ndarray | None:
+    """Return D4RL scores (S, E) of a variant, None where a seed has none."""
+    if not all(variant in run["evaluations"] for run in runs):
+        return None
+    random, expert = runs[0]["protocol"]["env"]["reference_scores"]
+    returns = np.array([run["evaluations"][variant]["return"] for run in runs])
+    return 100.0 * (returns - random) / (expert - random)
+
+
+def _cell(interval: Interval) -> str:
+    return f"{interval.value:.1f} ({interval.low:.1f} to {interval.high:.1f})"
+
+
+VARIANTS = ("last", "best", "corrected", "perturbed", "perturbed, corrected")
+
+
+def rows_of(algo: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield one line per variant: score with interval, and its worst tenth."""
+    for variant in VARIANTS:
+        found = scores(runs, variant)
+        if found is None:
+            continue
+        worst = conditional_value_at_risk(found.flatten())
+        cells = (algo, variant, len(runs), f"{runs[0]['steps']:,}", _cell(bootstrap_iqm(found)), _cell(worst))
+        yield "| " + " | ".join(map(str, cells)) + " |"
+
+
+def report() -> Path:
+    """Write docs/results/offline.md and a curve per dataset."""
+    lines = [
+        "# Offline learning", "",
+        "`python -m benchmarks.offline <data> --dataset FILE`: the experiments `<task>_<algorithm>`, D4RL "
+        "scores (0 random, 100 expert) with 95 % intervals over seeds and episodes, and the "
+        "mean of the worst tenth of all episodes (CVaR). *Best* is the checkpoint that evaluated best on the "
+        "way, left out where that is the last; choosing it needs the simulator. *Corrected*: `algo=cdsa` on "
+        "top. *Perturbed*: normal noise on the actions, before anything corrects them.",
+    ]  # fmt: skip
+    for name in DATA:
+        if found := load(name):
+            lines += section(name, found)
+    path = RESULTS / "offline.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def section(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return the part of the page on one dataset, and draw its curve."""
+    first = next(iter(found.values()))[0]
+    data, std, episodes = first["dataset"], first["std"], len(first["evaluations"]["last"]["return"])
+    lines = [
+        "", f"## {name}", "",
+        f"`{data['name']}`: {data['episodes']} episodes, {data['steps']:,} steps, mean return "
+        f"{data['mean_return']:.0f}; SHA-256 `{data['sha256']}`. {episodes} episodes per seed; noise of "
+        f"{std} on perturbed actions; {first['cdsa_steps']:,} steps for the correction.", "",
+        "| algorithm | checkpoint | seeds | gradient steps | score | worst tenth |",
+        "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    for algo, runs in found.items():
+        lines += rows_of(algo, runs)
+    commits = sorted({run["environment"]["commit"][:7] for runs in found.values() for run in runs})
+    draw(name, found)
+    picture = f"![evaluations on the way](offline-{name}.png)"
+    return [*lines, "", picture, "", f"Commits {', '.join(commits)}; the episodes are in `offline/`."]
+
+
+def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    """Draw the evaluations on the way, one line per seed."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import TABLEAU_COLORS
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for color, (algo, runs) in zip(TABLEAU_COLORS, found.items(), strict=False):
+        for index, run in enumerate(runs):
+            points = [(p["step"], p["eval/return"]) for p in run["curve"] if "eval/return" in p]
+            label = algo if index == 0 else None
+            axes.plot(*np.array(points).T, color=color, marker="o", markersize=3, label=label)
+    axes.set_xlabel("gradient steps")
+    axes.set_ylabel("return, 10 episodes")
+    axes.set_title(name)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(RESULTS / f"offline-{name}.png", dpi=120)
+
+
+def main() -> int:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("data", choices=list(DATA))
+    parser.add_argument("--dataset")
+    parser.add_argument("--algos", default="bc,td3_bc,iql,prdc,a2pr")
+    parser.add_argument("--seeds", default="0")
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--cdsa-steps", type=int, default=10_000)
+    parser.add_argument("--episodes", type=int, default=EPISODES)
+    parser.add_argument("--std", type=float, default=0.3, help="of the noise on perturbed actions")
+    parser.add_argument("--root", type=Path, default=Path("runs/offline"))
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--report", action="store_true", help="only write the report of what is there")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    scan_parts()
+    if not options.report:
+        for algo in options.algos.split(","):
+            for seed in map(int, options.seeds.split(",")):
+                print(f"written: {run_one(options.data, algo, seed, options)}", flush=True)
+    print(f"written: {report()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

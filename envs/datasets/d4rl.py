@@ -27,6 +27,7 @@ import numpy as np
 
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.hdf5 import peek_hdf5, read_hdf5, read_value
+from envs.datasets.memory import require_memory
 from policies.errors import ConfigError, DatasetError
 
 _log = logging.getLogger(__name__)
@@ -51,28 +52,32 @@ def matches(path: str | Path) -> bool:
         return file is not None and "observations" in file and "actions" in file and "data" not in file
 
 
-def load_d4rl(path: str | Path, *, infos: bool = True) -> Arrays:
+def load_d4rl(path: str | Path, *, infos: bool = True, others: bool = True) -> Arrays:
     """Read every dataset of a file under its slash path; (N, 1) rewards and terminals become (N,).
 
     Args:
         path: HDF5 file.
         infos: Also what lies under `infos/`, often the larger part of a file.
+        others: Also arrays that no dataset is made of, such as the weights of policies under `metadata/`.
 
     Raises:
-        DatasetError: If the file is unreadable, lacks a required key, keys disagree in length, or an end
-            flag is neither 0 nor 1.
+        DatasetError: If the file is unreadable, does not fit into memory, lacks a required key, keys disagree
+            in length, or an end flag is neither 0 nor 1.
     """
+    checked = (*_REQUIRED, "timeouts", "next_observations")
     arrays: Arrays = {}
     with read_hdf5(path) as file:
         file.visititems(
             lambda key, item: arrays.update({key: item}) if isinstance(item, h5py.Dataset) else None
         )
-        arrays = {
-            key: read_value(item, str(path), key)
+        wanted = {
+            key: item
             for key, item in arrays.items()
-            if infos or not key.startswith("infos/")
+            if (infos if key.startswith("infos/") else others or key in checked or not item.shape)
         }
-    checked = (*_REQUIRED, "timeouts", "next_observations")
+        advice = "Leave out what is under infos/ with data.infos=false." if infos else ""
+        require_memory(sum(map(_bytes_of, wanted.values())), path, advice)
+        arrays = {key: read_value(item, str(path), key) for key, item in wanted.items()}
     arrays = {k: v for k, v in arrays.items() if k in checked or not isinstance(v, h5py.Empty)}
     missing = [key for key in _REQUIRED if key not in arrays]
     if missing:
@@ -88,6 +93,12 @@ def load_d4rl(path: str | Path, *, infos: bool = True) -> Arrays:
             _check_rows(path, key, arrays[key], num)
     _check_steps(path, arrays)
     return arrays
+
+
+def _bytes_of(item: h5py.Dataset) -> int:
+    """Return what an array takes as it is stored, and as float32 where it is stored otherwise."""
+    converted = item.dtype.kind == "f" and item.dtype.itemsize != 4 and not item.name.startswith("/infos/")
+    return int(item.nbytes + (4 * item.size if converted and item.size else 0))
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -179,7 +190,7 @@ def read(
     """
     if max_episode_steps is not None and max_episode_steps < 1:
         raise ConfigError(f"data.max_episode_steps must be at least 1, or null; got {max_episode_steps}.")
-    arrays, own = load_d4rl(path, infos=infos), _own_names(path)
+    arrays, own = load_d4rl(path, infos=infos, others=False), _own_names(path)
     meta = own.get("meta", {}) | {"source": str(path), "format": "d4rl"}
     meta |= {key: _plain(value) for key, value in arrays.items() if np.ndim(value) == 0}
     if d4rl_compat:

@@ -11,10 +11,12 @@ from typing import Any
 import h5py
 import numpy as np
 
+from envs.datasets.memory import require_memory
 from policies.errors import BurnishError, DatasetError
 
 _UNREADABLE = (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError)
 """What h5py and numpy raise over damaged files and over objects of a kind that was not expected."""
+_LARGE = 2**26  # bytes of an array from which on it is asked whether it fits
 
 
 @contextmanager
@@ -63,10 +65,12 @@ def read_value(item: Any, source: str, key: str) -> Any:
         key: Names the dataset there.
 
     Raises:
-        DatasetError: If there is a group in its place, or reading fails.
+        DatasetError: If there is a group in its place, it does not fit into memory, or reading fails.
     """
     if not isinstance(item, h5py.Dataset):
         raise DatasetError(f"{source}: key '{key}' must be a dataset; got a {type(item).__name__.lower()}.")
+    if item.nbytes > _LARGE:
+        require_memory(item.nbytes, f"{source}, key '{key}'")
     try:
         value = item[()]
         if isinstance(value, np.ndarray) and value.dtype.kind in "iufc":

@@ -19,6 +19,7 @@ import h5py
 import numpy as np
 
 from envs.datasets.hdf5 import read_hdf5, read_value
+from envs.datasets.memory import require_memory
 from policies.errors import BurnishError, DatasetError
 
 METADATA, MAIN_FILE = "metadata.json", "main_data.hdf5"
@@ -104,6 +105,7 @@ def read_episodes(folder: Path, metadata: Mapping[str, Any]) -> Iterator[RawEpis
 
 def _from_hdf5(path: Path, count: int) -> Iterator[RawEpisode]:
     with read_hdf5(path) as file:
+        require_memory(path.stat().st_size, path)
         names = [f"episode_{number}" for number in range(count)]
         missing = [name for name in names if not isinstance(file.get(name), h5py.Group)]
         if missing:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from envs.datasets.memory import require_memory
 from policies.errors import BurnishError, DatasetError
 
 Arrays = dict[str, np.ndarray]
@@ -61,8 +62,8 @@ def read_npz(path: str | Path, required: Collection[str], optional: Collection[s
         optional: Keys that are read if they are there.
 
     Raises:
-        DatasetError: If the file is missing or damaged, a required key is missing, or an array holds
-            something else than real numbers; names file and key.
+        DatasetError: If the file is missing or damaged, does not fit into memory, a required key is missing,
+            or an array holds something else than real numbers; names file and key.
     """
     path = Path(path)
     if not path.is_file():
@@ -75,7 +76,15 @@ def read_npz(path: str | Path, required: Collection[str], optional: Collection[s
                 f"{sorted(archive.files)}."
             )
         wanted = [*required, *(key for key in optional if key in archive.files)]
+        require_memory(_unpacked(archive, wanted), path)
         return {key: _numbers(archive[key], path, key) for key in wanted}
+
+
+def _unpacked(archive: np.lib.npyio.NpzFile, keys: Collection[str]) -> int:
+    """Return the bytes of some arrays after unpacking, as the archive's directory has them."""
+    files = {f"{key}.npy" for key in keys} | set(keys)
+    members: list[zipfile.ZipInfo] = archive.zip.infolist() if archive.zip is not None else []
+    return sum(member.file_size for member in members if member.filename in files)
 
 
 def _numbers(value: np.ndarray, path: Path, key: str) -> np.ndarray:

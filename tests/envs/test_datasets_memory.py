@@ -1,0 +1,103 @@
+"""What does not fit into memory is refused before it is read, and what is not used is not read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from envs.datasets import Episode, EpisodeDataset, memory, read_dataset, write_d4rl, write_minari
+from envs.datasets.d4rl import load_d4rl
+from envs.datasets.npz import read_npz
+from policies.errors import DatasetError
+
+STEPS = 1000
+
+
+@pytest.fixture
+def data() -> EpisodeDataset:
+    rng = np.random.default_rng(0)
+    episode = Episode(
+        observations=rng.normal(size=(STEPS + 1, 6)).astype(np.float32),
+        actions=rng.normal(size=(STEPS, 2)).astype(np.float32),
+        rewards=np.zeros(STEPS, np.float32),
+        terminated=False,
+        truncated=True,
+        extras={"states": rng.normal(size=(STEPS, 50))},
+    )
+    return EpisodeDataset.from_episodes([episode])
+
+
+def leave(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
+    """Let so many bytes of memory be free."""
+    monkeypatch.setattr(memory, "free_memory", lambda: free)
+
+
+def test_a_file_that_does_not_fit_is_refused_with_what_can_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: EpisodeDataset
+) -> None:
+    write_d4rl(tmp_path / "a.hdf5", data)
+    states, rest = STEPS * 50 * 8, STEPS * (6 + 6 + 2 + 1) * 4
+    leave(monkeypatch, int((states + rest + 10_000) / memory.SHARE))
+    assert read_dataset(tmp_path / "a.hdf5").digest() == data.digest()
+    leave(monkeypatch, int(states / memory.SHARE))
+    with pytest.raises(DatasetError, match=r"a.hdf5: reading it takes .* GiB are free.*data.infos=false"):
+        read_dataset(tmp_path / "a.hdf5")
+    assert "states" not in read_dataset(tmp_path / "a.hdf5", infos=False).extras
+    leave(monkeypatch, None)  # a system that does not tell
+    assert read_dataset(tmp_path / "a.hdf5").num_frames == STEPS
+
+
+def test_other_formats_are_refused_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: EpisodeDataset
+) -> None:
+    write_minari(tmp_path / "b-v0", data)
+    np.savez_compressed(tmp_path / "c.npz", zeros=np.zeros(10_000), more=np.zeros(10_000))
+    assert (tmp_path / "c.npz").stat().st_size < 10_000
+    leave(monkeypatch, 100_000)
+    with pytest.raises(DatasetError, match="reading it takes"):
+        read_dataset(tmp_path / "b-v0")
+    with pytest.raises(DatasetError, match=r"c.npz: reading it takes"):
+        read_npz(tmp_path / "c.npz", ["zeros"], ["more"])
+    leave(monkeypatch, 110_000)
+    assert len(read_npz(tmp_path / "c.npz", ["zeros"])["zeros"]) == 10_000
+
+
+def test_one_array_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from envs.datasets import hdf5
+
+    monkeypatch.setattr(hdf5, "_LARGE", 1000)
+    leave(monkeypatch, 1500)
+    with h5py.File(tmp_path / "d.hdf5", "w") as file:
+        file["small"], file["large"] = np.zeros(100), np.zeros(1000)
+        assert len(hdf5.read_value(file["small"], "d", "small")) == 100
+        with pytest.raises(DatasetError, match="d, key 'large': reading it takes"):
+            hdf5.read_value(file["large"], "d", "large")
+
+
+def test_arrays_that_no_dataset_is_made_of_are_not_read(tmp_path: Path, data: EpisodeDataset) -> None:
+    write_d4rl(tmp_path / "a.hdf5", data)
+    with h5py.File(tmp_path / "a.hdf5", "a") as file:
+        file["metadata/policy/weight"] = np.zeros((10, 10))
+        file["metadata/algorithm"] = np.bytes_("SAC")
+    assert "metadata/policy/weight" in load_d4rl(tmp_path / "a.hdf5")
+    kept = load_d4rl(tmp_path / "a.hdf5", others=False)
+    assert "metadata/policy/weight" not in kept and "infos/states" in kept
+    assert read_dataset(tmp_path / "a.hdf5").meta["metadata/algorithm"] == "SAC"
+
+
+def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = tmp_path / "meminfo"
+    facts.write_text("MemTotal: 900 kB\nMemAvailable:   500 kB\n", encoding="ascii")
+    monkeypatch.setattr(memory, "_FACTS", facts)
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    assert memory.free_memory() == 512_000
+    for name, text in (("max", "300000"), ("current", "200000"), ("stat", "anon 1\ninactive_file 50000\n")):
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    assert memory.free_memory() == 150_000
+    (tmp_path / "memory.max").write_text("max\n")  # no limit
+    assert memory.free_memory() == 512_000
+    facts.unlink()
+    assert memory.free_memory() is None

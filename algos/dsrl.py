@@ -77,13 +77,13 @@ class DsrlConfig(OffPolicyConfig):
     def _steered(self, init: Policy) -> SteeredPolicy:
         """Return the policy to train; one that is steered already is steered on."""
         if isinstance(init, SteeredPolicy):
-            return init.clone()
+            policy = init.clone()
+            policy.actor.requires_grad_(True)
+            return policy
         try:
-            policy = self.steering.wrap(init.clone().eval())
+            return self.steering.wrap(init.clone().eval())
         except CapabilityError as error:
             raise CapabilityError(f"algo=dsrl: {error}") from None
-        assert isinstance(policy, SteeredPolicy)
-        return policy
 
     def _learner(self, policy: SteeredPolicy) -> SoftLearner:
         """Return what learns; torch's global generator decides the initial weights."""

@@ -1,0 +1,216 @@
+"""The loop of off-policy algorithms, and DSRL on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from point_env import PointEnv
+from torch import Tensor
+
+from algos.base import Setup
+from algos.dsrl import DsrlConfig
+from algos.dsrl_learner import NoiseAliasedLearner
+from algos.offpolicy import Explorer, OffPolicyRun, transitions_of
+from algos.soft_learner import SoftLearner, SoftRules, Temperature
+from envs.datasets.episodes import EpisodeDataset
+from policies.backbones.mlp import MlpConfig
+from policies.errors import CapabilityError, ConfigError
+from policies.latent_steering import SteeredPolicy, Steering
+from policies.policy import Policy, PolicyConfig, build_policy
+from policies.processes.diffusion import VPDiffusion
+from policies.processes.flow import RectifiedFlow
+
+SMALL = DsrlConfig(
+    total_steps=60, warmup_steps=0, num_envs=2, steps_per_iteration=3, block_steps=1, updates_per_step=0.5,
+    batch_size=8, critic_dims=(8,), steering=Steering(hidden_dims=(8,)),
+)  # fmt: skip
+
+
+def flow(process: Any = None) -> Policy:
+    one = torch.ones(2)
+    limits = {"min": -one, "max": one, "mean": 0 * one, "std": one}
+    config = PolicyConfig(
+        process=process or RectifiedFlow(), backbone=MlpConfig(width=8, time_dim=4), horizon=3, act_steps=2
+    )
+    return build_policy(
+        config, obs_dim=2, action_dim=2, statistics={"state": limits, "action": limits}, seed=3
+    )
+
+
+def dataset(episodes: int = 6, length: int = 5) -> EpisodeDataset:
+    generator, frames = torch.Generator().manual_seed(0), episodes * length
+    ends = torch.zeros(frames, dtype=torch.bool)
+    ends[length - 1 :: length] = True
+    return EpisodeDataset(
+        observations=torch.rand(frames, 2, generator=generator), rewards=torch.full((frames,), 7.0),
+        actions=torch.rand(frames, 2, generator=generator) * 2 - 1, terminated=ends,
+        truncated=torch.zeros_like(ends), episode_start=torch.arange(0, frames + 1, length),
+    )  # fmt: skip
+
+
+def start(config: DsrlConfig = SMALL, limit: int = 5, **changes: Any) -> OffPolicyRun:
+    values: dict[str, Any] = {"env": PointEnv(limit=limit), "init": flow(), "seed": 5, "num_workers": 0}
+    return config.build(Setup(**(values | {"num_threads": 1} | changes)))
+
+
+def changed(**values: Any) -> DsrlConfig:
+    return dataclasses.replace(SMALL, **values)
+
+
+def everything(run: OffPolicyRun) -> Any:
+    return run.replay.gather(torch.arange(len(run.replay)), run.config.discounting)
+
+
+def test_the_replay_holds_true_successors_across_time_limits() -> None:
+    run = start(limit=5)  # chunks of 2, 2 and 1 control steps
+    rollout = run._collect()
+    assert rollout.truncated.any() and not rollout.terminated.all()
+    rows = transitions_of(rollout, run.learner.policy)
+    unit = run.learner.policy.normalizer
+    ended = rollout.truncated.flatten()
+    final = unit.encode("state", rollout.final_obs[:, -1])
+    assert torch.equal(rows["next_cond"][ended], final)
+    successor = rollout.record["cond"][1:]
+    inner = rows["next_cond"].view(*rollout.length.shape, -1)[:-1]
+    going_on = ~(rollout.truncated | rollout.terminated)[:-1]
+    assert torch.equal(inner[going_on], successor[going_on])
+    # The point moves by 0.2 times each executed action, so a whole chunk leads to its successor.
+    whole = rollout.length.flatten() == 2
+    moved = rows["cond"] + 0.2 * rows["action"].view(-1, 2, 2).sum(1)
+    torch.testing.assert_close(moved[whole], rows["next_cond"][whole], rtol=0, atol=1e-5)
+    run.close()
+
+
+def test_recorded_chunks_are_those_of_recorded_latents() -> None:
+    run = start()
+    run._collect()
+    batch = everything(run)
+    torch.testing.assert_close(
+        run.learner.actor.chunk(batch.cond, batch.latent), batch.action, rtol=0, atol=1e-5
+    )
+    run.close()
+
+
+def test_updates_follow_the_executed_steps_and_wait_for_the_warm_up() -> None:
+    run = start(changed(warmup_steps=25, updates_per_step=0.3, total_steps=100))
+    taken: list[bool] = []
+    step = run.learner.step
+
+    def counted(*args: Any, **options: Any) -> dict[str, Tensor]:
+        taken.append(options["moves_actor"])
+        return step(*args, **options)
+
+    run.learner.step = counted  # type: ignore[method-assign]
+    learned_from = 0
+    while run.progress < run.total:
+        before = run.progress
+        run.advance()
+        learned_from += run.progress - before if run.progress >= 25 else 0
+        assert len(taken) == int(0.3 * learned_from + 1e-9)
+    assert all(taken)
+    run.close()
+
+
+def test_the_actor_moves_every_so_many_steps() -> None:
+    run = start(changed(actor_every=4, updates_per_step=1.0, total_steps=20))
+    moved: list[bool] = []
+    step = run.learner.step
+    run.learner.step = lambda *a, **o: (moved.append(o["moves_actor"]), step(*a, **o))[1]  # type: ignore
+    run.advance()
+    assert len(moved) >= 8 and moved == [(i + 1) % 4 == 0 for i in range(len(moved))]
+    run.close()
+
+
+def test_the_warm_up_is_the_frozen_policy() -> None:
+    run, obs = start(), torch.rand(4, 1, 2, generator=torch.Generator().manual_seed(0))
+    explorer = Explorer(run.learner.actor, is_warmup=True)
+    physical, record = explorer.act({"state": obs}, torch.Generator().manual_seed(1))
+    noise = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)).view(4, 3, 2)
+    assert isinstance(run.learner.policy, SteeredPolicy)
+    torch.testing.assert_close(physical, run.learner.policy.base.act(obs, noise=noise), rtol=0, atol=1e-5)
+    assert float(record["latent"].abs().max()) > 1
+    run.close()
+
+
+def test_the_warm_up_stays_in_the_box_where_values_are_of_latents() -> None:
+    run = start(changed(variant="sac", steering=Steering(bound=0.3, hidden_dims=(8,))))
+    assert type(run.learner) is SoftLearner
+    latent = run.learner.actor.warmup_latent(torch.tensor([[0.1, 5.0]]))
+    torch.testing.assert_close(latent, torch.tensor([[0.1 / 0.3, 1.0]]))
+    run.close()
+
+
+def test_only_the_actor_of_the_policy_changes() -> None:
+    run = start()
+    before = {name: value.clone() for name, value in run.learner.policy.state_dict().items()}
+    run.advance()
+    after = run.learner.policy.state_dict()
+    moved = {name.split(".")[0] for name, value in before.items() if not torch.equal(value, after[name])}
+    assert moved == {"actor"}
+    run.close()
+
+
+@pytest.mark.parametrize(("latents", "inside"), [("gaussian", 0.0), ("box", 1.0), ("mixture", 0.5)])
+def test_latents_of_the_distillation_are_where_they_were_asked_for(latents: str, inside: float) -> None:
+    run = start(changed(distillation_latents=latents, steering=Steering(bound=0.01, hidden_dims=(8,))))
+    assert isinstance(run.learner, NoiseAliasedLearner)
+    drawn = run.learner.draw_latents(1000, torch.Generator().manual_seed(0))
+    assert float((drawn.abs() <= 1).all(dim=1).float().mean()) == pytest.approx(inside, abs=0.01)
+    run.close()
+
+
+def test_a_share_of_the_batches_comes_from_the_dataset() -> None:
+    run = start(changed(offline_ratio=0.25), dataset=dataset())
+    run._collect()
+    batch = run.source.draw(400, torch.Generator().manual_seed(0))
+    assert int((batch.reward > 6).sum()) == 100  # rewards of the task are below 1
+    with pytest.raises(ConfigError, match=r"algo=dsrl.*offline_ratio=0.25.*Give dataset="):
+        start(changed(offline_ratio=0.25))
+    run.close()
+
+
+def test_steering_goes_on_from_a_steered_policy() -> None:
+    first = start()
+    first.advance()
+    shipped = first.snapshot()
+    second = start(init=shipped)
+    for name, value in shipped.state_dict().items():
+        assert torch.equal(second.learner.policy.state_dict()[name], value)
+    second.advance()
+    assert isinstance(second.snapshot(), SteeredPolicy) and isinstance(shipped, SteeredPolicy)
+    assert not isinstance(second.snapshot().base, SteeredPolicy)
+    first.close()
+    second.close()
+
+
+def test_the_temperature_approaches_the_target_entropy() -> None:
+    rules = SoftRules(target_entropy=-1.0, init_alpha=0.5)
+    for entropy, rises in ((-3.0, True), (2.0, False)):
+        temperature = Temperature(rules, torch.device("cpu"))
+        assert float(temperature.move(torch.full((4,), -entropy))) == 0.5
+        assert (float(temperature.value) > 0.5) == rises
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("variant", {"variant": "x"}),
+        ("offline_ratio", {"variant": "sac", "offline_ratio": 0.5}),
+        ("offline_ratio", {"paper_compat": True, "offline_ratio": 0.5}),
+        ("subset", {"aggregate": "subset_min", "subset": 3}),
+        ("aggregate", {"aggregate": "median"}),
+        ("updates_per_step", {"updates_per_step": 0.0}),
+        ("distillation_latents", {"distillation_latents": "x"}),
+    ],
+)
+def test_senseless_settings_are_refused(name: str, values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"algo.{name}"):
+        changed(**values)
+
+
+def test_a_sampler_that_draws_at_every_step_is_refused_with_advice() -> None:
+    with pytest.raises(CapabilityError, match=r"algo=dsrl.*VPDiffusion.*DDPM.*sampler=ddim"):
+        start(init=flow(VPDiffusion(num_levels=4)))

@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_policies import build, fits, small
 
 from policies import registry
 from policies.errors import ExportError
 from policies.export import export_onnx
+from policies.export_graph import observation_of, random_inputs
+from policies.exported import ExportedPolicy
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")
@@ -60,6 +63,11 @@ def test_the_graph_gives_the_actions_of_the_policy(
     report = export_onnx(policy, tmp_path, latency_batches=())
     assert [row["batch"] for row in report.parity] == [1, 2, 7]
     assert report.worst <= TOLERANCE
+    inputs = random_inputs(policy, 40, torch.Generator().manual_seed(99))
+    ours, theirs = (
+        one.act(observation_of(inputs), noise=inputs["noise"]) for one in (policy, ExportedPolicy(tmp_path))
+    )
+    torch.testing.assert_close(theirs, ours, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 def test_another_program_s_loop_is_refused_with_a_reason(tmp_path: Path) -> None:

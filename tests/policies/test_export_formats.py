@@ -142,19 +142,15 @@ def test_a_program_gives_the_actions_of_the_policy_at_any_batch(name: str, tmp_p
     )
 
 
-def test_without_a_compiler_the_report_says_what_is_missing(
+def test_without_a_compiler_the_report_says_what_is_missing_and_nothing_is_left_of_another_format(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "policy.onnx").write_text("an earlier export")
     monkeypatch.setattr(export_torch.shutil, "which", lambda name: None)
-    report = export_policy(small_policy(GaussianProcess()), tmp_path, format="torch", latency_batches=())
+    options: Any = {"format": "torch", "latency_batches": (), "overwrite": True}
+    report = export_policy(small_policy(GaussianProcess()), tmp_path, **options)
     assert "No C++ compiler (g++, clang++, c++) was found" in report.notes[0]
     assert json.loads((tmp_path / REPORT).read_text())["notes"] == report.notes
-
-
-def test_another_format_in_the_same_folder_leaves_nothing_of_the_one_before(tmp_path: Path) -> None:
-    (tmp_path / "policy.onnx").write_text("an earlier export")
-    options: Any = {"format": "torch", "compiled": False, "latency_batches": (), "overwrite": True}
-    export_policy(small_policy(GaussianProcess()), tmp_path, **options)
     assert not (tmp_path / "policy.onnx").exists() and (tmp_path / PROGRAM).exists()
 
 

@@ -181,7 +181,11 @@ def _numbers(evaluation: Evaluation) -> dict[str, Any]:
 
 INTRODUCTION = """`{command}`: policies and their exports play the same episodes with the same noise
 ([formats](../export.md)). *Equal* counts the episodes of the same length and return: rounding differs in the
-last bits, and where a task amplifies it episodes part, without one side being better."""
+last bits, and where a task amplifies it episodes part, without one side being better.
+
+In real time a plan is used from the tick after its observation on. A policy whose plans have no rows beyond
+those that are executed leaves a step without a plan at every decision; the last row is held there. Late ticks
+are those of the machine, whatever else it did."""
 
 
 def report() -> Path:

@@ -18,6 +18,7 @@ from burnish.locate import check_folder_to_write
 from envs.datasets import EpisodeDataset, fitting_options, read_dataset
 from envs.datasets import measures as measure
 from envs.datasets.catalogue import find_dataset
+from envs.datasets.minari_tasks import task_of
 from envs.datasets.schema import KeyFacts, describe_file, size_of
 from envs.datasets.scores import normalized_score, reference
 from envs.evaluation import check_seeds
@@ -126,6 +127,7 @@ def describe(data: EpisodeDataset, task: str | None = None) -> dict[str, Any]:
     ends = {key: int(getattr(data, key)[last].sum()) for key in ("terminated", "truncated")}
     facts: dict[str, Any] = {
         "format": data.meta.get("format"),
+        "env": task_of(data.meta.get("env_spec"), data.obs_dim, data.action_dim),
         "digest": data.digest(),
         "episodes": data.num_episodes,
         "frames": data.num_frames,
@@ -263,6 +265,8 @@ def _fact_rows(facts: dict[str, Any]) -> Iterator[tuple[str, object]]:
         return f"{one['mean']:.4g} (from {one['min']:.4g} to {one['max']:.4g})"
 
     yield "format", facts["format"]
+    if facts["env"] is not None:
+        yield "task", facts["env"]
     yield "episodes", facts["episodes"]
     yield "frames", f"{facts['frames']}, of which {facts['transitions']} are transitions"
     yield "length", told("lengths")

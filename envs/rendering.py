@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,8 +47,6 @@ class OffscreenRenderer:
     ) -> None:
         import mujoco
 
-        model.vis.global_.offwidth = max(model.vis.global_.offwidth, width)
-        model.vis.global_.offheight = max(model.vis.global_.offheight, height)
         self._model = model
         self._rect = mujoco.MjrRect(0, 0, width, height)
         self._gl = _gl_context(width, height)
@@ -55,7 +55,8 @@ class OffscreenRenderer:
         self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = shadows
         self._option = mujoco.MjvOption()
         self._camera = _view(model, camera)
-        self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150.value)
+        with _buffers_for(model, width, height, shadows):
+            self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150.value)
         mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
 
     def look_through(self, camera: str | None) -> None:
@@ -87,6 +88,22 @@ class OffscreenRenderer:
     def __exit__(self, *_: object) -> None:
         """Release the GL context."""
         self.close()
+
+
+@contextmanager
+def _buffers_for(model: mujoco.MjModel, width: int, height: int, shadows: bool) -> Iterator[None]:
+    """Ask for buffers of the size of the pictures, instead of the model's, which may be many times larger.
+
+    No pixel depends on it.
+    """
+    size, quality = model.vis.global_, model.vis.quality
+    before = size.offwidth, size.offheight, quality.shadowsize
+    size.offwidth, size.offheight = width, height
+    quality.shadowsize = quality.shadowsize if shadows else 0
+    try:
+        yield
+    finally:
+        size.offwidth, size.offheight, quality.shadowsize = before
 
 
 def require_gl() -> None:

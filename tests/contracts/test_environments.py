@@ -159,20 +159,19 @@ def test_a_scene_that_is_drawn_follows_from_the_seed_and_drawing_changes_no_numb
     plain = vector_of(config, 2)
     camera = a_camera_of(plain)
     seen = {"cameras": (camera,), "image_size": (32, 40), "image_shadows": False}
-    wide, single = (vector_of(env(name, **seen), n) for n in (2, 1))
-    chunk = actions(config, 2, 1)[0]
-    first = [wide.reset([11, 12]), wide.images()[camera], plain.reset([11, 12])]
-    np.testing.assert_array_equal(first[0], first[2])
+    wide, chunk = vector_of(env(name, **seen), 2), actions(config, 2, 1)[0]
+    np.testing.assert_array_equal(wide.reset([11, 12]), plain.reset([11, 12]))
+    first = wide.images([1])[camera]
     got, expected = wide.step_chunk(chunk), plain.step_chunk(chunk)
     for quantity in ("obs", "rewards", "length", "terminated", "path"):
         np.testing.assert_array_equal(getattr(got, quantity), getattr(expected, quantity), err_msg=quantity)
-    later = wide.images()[camera]
-    assert later.shape == (2, 1, 32, 40, 3) and later.dtype == np.uint8 and np.ptp(later) > 0
-    single.reset([12])
-    np.testing.assert_array_equal(single.images()[camera][0], first[1][1])
-    single.step_chunk(chunk[1:])
-    np.testing.assert_array_equal(single.images([0])[camera][0], later[1])
-    for vector in (plain, wide, single):
+    later = wide.images([1])[camera]
+    assert later.shape == (1, 1, 32, 40, 3) and later.dtype == np.uint8 and np.ptp(later) > 0
+    wide.reset([12], [0])  # in the other row, beside another environment
+    np.testing.assert_array_equal(wide.images([0])[camera], first)
+    wide.step_chunk(chunk[::-1], np.array([True, False]))
+    np.testing.assert_array_equal(wide.images([0])[camera], later)
+    for vector in (plain, wide):
         vector.close()
 
 

@@ -126,12 +126,12 @@ def test_cubes_look_as_in_the_visual_worlds_of_ogbench(monkeypatch: pytest.Monke
             return renderer.frame(self._data)
 
     monkeypatch.setattr(ManipSpaceEnv, "render", drawn)
-    config = env("cube-double", task=2, cameras=("front_pixels",), image_size=(32, 32))
+    config = env("cube-single", task=2, cameras=("front_pixels",), image_size=(32, 32))
     vector = config.make_vector(1)
     vector.reset([5])
     mine = vector.images()["front_pixels"][0, 0]
     vector.close()
-    theirs = gymnasium.make("visual-cube-double-singletask-task2-v0", disable_env_checker=True)
+    theirs = gymnasium.make("visual-cube-single-singletask-task2-v0", disable_env_checker=True)
     expected, _ = theirs.reset(seed=5)
     theirs.close()
     np.testing.assert_array_equal(mine, expected)
@@ -170,13 +170,13 @@ def test_an_expert_of_another_world_cannot_be_photographed() -> None:
 
 
 def test_an_evaluation_of_a_policy_that_looks_does_not_depend_on_the_width() -> None:
-    policy, short = looking(), env("avoid", max_episode_steps=8)
+    policy, short = looking(), env("avoid", max_episode_steps=4)
     expected = evaluate(policy, short, episodes=3, num_envs=1)
     assert expected.protocol["images"] == {"cameras": {"top": [*SIZE, 3]}, "shadows": False}
     for num_envs, num_workers in ((3, 0), (2, 1)):
         got = evaluate(policy, short, episodes=3, num_envs=num_envs, num_workers=num_workers)
         assert got == expected and got.protocol_hash == expected.protocol_hash
-    shown = env("avoid", max_episode_steps=8, cameras=("top",), image_size=SIZE)
+    shown = env("avoid", max_episode_steps=4, cameras=("top",), image_size=SIZE)
     assert evaluate(policy, shown, episodes=3).protocol == expected.protocol  # cameras are the policy's
 
 

@@ -208,10 +208,10 @@ def report() -> Path:
 def _section(one: Mapping[str, Any]) -> Iterator[str]:
     """Yield what was found on a task."""
     own = one["policy"]
-    yield "| | success | equal episodes | largest difference on random inputs | decision, batch 1 |"
-    yield "|---|---|---|---|---|"
+    yield "| | success | return | equal episodes | largest difference on random inputs | decision, batch 1 |"
+    yield "|---|---|---|---|---|---|"
     eager = one["exports"]["whole"]["latency"][0]["eager_ms"]
-    yield f"| policy | {_share(own['success'])} | | | {eager:.2f} ms |"
+    yield f"| policy | {_share(own['success'])} | {np.mean(own['return']):.5g} | | | {eager:.2f} ms |"
     for graph, export in one["exports"].items():
         equal = [
             abs(a - b) <= 1e-9 and c == d
@@ -220,7 +220,8 @@ def _section(one: Mapping[str, Any]) -> Iterator[str]:
             )
         ]
         yield (
-            f"| graph={graph} | {_share(export['success'])} | {sum(equal)} of {len(equal)} | "
+            f"| graph={graph} | {_share(export['success'])} | {np.mean(export['return']):.5g} | "
+            f"{sum(equal)} of {len(equal)} | "
             f"{export['worst']:.1e} | {export['latency'][0]['onnx_ms']:.2f} ms |"
         )
     yield ""

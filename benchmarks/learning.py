@@ -265,12 +265,14 @@ def load(name: str) -> dict[str, list[dict[str, Any]]]:
 def report(name: str) -> Path:
     """Write docs/results/<study>.md and its curve."""
     study, found = STUDIES[name], load(name)
-    option = " --dataset FILE" if study.demonstrations is None else ""
+    option = " --dataset FILE" if study.demonstrations is None and study.bases else ""
+    what = "policies cloned per seed, fine-tuned" if study.bases else "policies trained per seed"
+    when = " before and after" if study.bases else ""
     lines = [
         f"# {name}",
         "",
-        f"`python -m benchmarks.learning {name}{option}`: policies cloned per seed, fine-tuned, last "
-        f"checkpoint, the same {EPISODES} episodes before and after. Intervals: 95 %; per seed over "
+        f"`python -m benchmarks.learning {name}{option}`: {what}, last "
+        f"checkpoint, the same {EPISODES} episodes{when}. Intervals: 95 %; per seed over "
         f"episodes, pooled over seeds and episodes. *From zero*: the tuned policy starts from zero instead "
         "of noise, where it draws no other.",
         "",

@@ -25,7 +25,8 @@ from policies.errors import MissingExtraError
 scan_parts()
 FOLDER = Path(configs.__file__).parent / "experiment"
 OFFLINE = ("td3_bc", "prdc", "a2pr", "rebrac", "iql")
-NEEDS_FLOW = ("reinflow", "fpo", "awm", "policyflow")
+NEEDS_FLOW = ("reinflow", "fpo", "awm", "policyflow", "dsrl")
+FROM_REPLAY = ("dsrl",)
 CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "encoder": "state", "backbone": "mlp"}
 
 
@@ -148,8 +149,11 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path
     ]
     cloning = [f"experiment={base}", *process, f"dataset={dataset}", *tiny, *common]
     train_command.train(compose_config("train", cloning), Job(tmp_path / "base"))
-    few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.iterations=1", "algo.env_steps=null"]
-    few += ["algo.batch_size=8", "algo.update_epochs=1", "algo.critic.width=16"]
+    few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.batch_size=8"]
+    if algo in FROM_REPLAY:
+        few += ["algo.total_steps=16", "algo.warmup_steps=0", "algo.critic_dims=[16]"]
+    else:
+        few += ["algo.iterations=1", "algo.env_steps=null", "algo.update_epochs=1", "algo.critic.width=16"]
     tuning = [f"experiment={name}", f"init={tmp_path / 'base'}", *few, *common]
     try:
         outcome = train_command.train(compose_config("train", tuning), Job(tmp_path / "tuned"))

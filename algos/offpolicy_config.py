@@ -33,7 +33,7 @@ class OffPolicyConfig:
     # values
     gamma: float = 0.99  # discount per control step; per chunk with paper_compat
     reward_scale: float = 1.0  # rewards are scale r + shift
-    reward_shift: float = 0.0
+    reward_shift: float = 0.0  # see reward_scale
     tau: float = 0.005  # share of the way that target weights go
     critics: int = 2  # E
     critic_dims: tuple[int, ...] = (256, 256, 256)  # hidden widths

@@ -186,7 +186,7 @@ def test_the_scaling_of_states_and_actions_is_undone(tmp_path):
 
 def test_scaled_numbers_are_left_alone_on_request(tmp_path):
     path = write_dppo(tmp_path / "train.npz", limits=None)
-    with pytest.raises(DatasetError, match=r"normalization\.npz: expected the limits .*scaled=True"):
+    with pytest.raises(DatasetError, match=r"normalization\.npz: expected the limits .*data\.scaled=true"):
         read_dataset(path)
     data = read_dataset(path, scaled=True)
     np.testing.assert_array_equal(data.observations, dppo_arrays()["states"])

@@ -193,7 +193,7 @@ def report() -> Path:
     found = [json.loads(path.read_text()) for path in sorted((RESULTS / "exported").glob("*.json"))]
     if not found:
         raise SystemExit(f"{RESULTS / 'exported'} holds no results; give task=<policy> first.")
-    command = " ".join(("python -m benchmarks.exported", *(one["task"] for one in found)))
+    command = " ".join(("python -m benchmarks.exported", *(f"{one['task']}=<policy>" for one in found)))
     lines = ["# Exports at work", "", INTRODUCTION.format(command=command)]
     for one in found:
         lines += ["", f"## {one['task']}", "", *_section(one)]

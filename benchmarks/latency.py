@@ -139,7 +139,9 @@ def report() -> Path:
     found = [json.loads(path.read_text()) for path in sorted((RESULTS / "latency").glob("*.json"))]
     if not found:
         raise SystemExit(f"{RESULTS / 'latency'} holds no results; give task=<policy> first.")
-    command = " ".join(("python -m benchmarks.latency", *(one["task"] for one in found)))
+    latencies = sorted({row["latency"] for one in found for row in one["rows"]})
+    tasks = (f"{one['task']}=<policy>" for one in found)
+    command = " ".join(("python -m benchmarks.latency", *tasks, "--latencies", ",".join(map(str, latencies))))
     lines = ["# Success against latency", "", INTRODUCTION.format(command=command)]
     for one in found:
         lines += ["", f"## {one['task']}", "", *_section(one)]

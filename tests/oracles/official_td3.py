@@ -20,6 +20,9 @@ from policies.policy import PolicyConfig, build_policy
 
 Arrays = Mapping[str, Tensor]
 
+NUMBER = {"rtol": 1e-5, "atol": 1e-6}
+WEIGHT = {"rtol": 0.0, "atol": 1e-6}
+
 
 def read(path: Any) -> dict[str, Tensor]:
     """Return the arrays of a file; settings by `cfg/<name>`."""
@@ -169,3 +172,18 @@ def batch_of(step: Arrays, discount: float) -> Batch:
         has_next=torch.zeros(len(action)), plan=action, real=torch.ones(len(action), 1),
         row=step.get("batch_indices", torch.arange(len(action))).long().flatten(),
     )  # fmt: skip
+
+
+def check_weights(found: Mapping[str, Arrays], step: Arrays) -> None:
+    """Compare the weights of every network, or their digests, with those after a step."""
+    for part, weights in found.items():
+        stored = under(step, f"after/{part}/")
+        for name, value in stored.items():
+            torch.testing.assert_close(weights[name], value, **WEIGHT)
+        for name, value in digests(weights).items():
+            kind, _, parameter = name.partition("/")
+            key = f"{kind}/{part}/{parameter}"
+            if key in step:
+                loose = {"rtol": 1e-5, "atol": 1e-4} if kind == "sum" else WEIGHT
+                torch.testing.assert_close(value.to(step[key].dtype), step[key], **loose)
+        assert stored or f"sum/{part}/{next(iter(weights))}" in step, "the file must say how weights end"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_policies import small_policy
@@ -234,7 +235,8 @@ def test_links_within_the_directory_and_to_it_are_followed(directory: Path, tmp_
     (directory / "config.json").rename(directory / "other.json")
     (directory / "config.json").symlink_to("other.json")
     (tmp_path / "link").symlink_to(directory)
-    load_policy(tmp_path / "link")
+    followed, own = load_policy(tmp_path / "link").state_dict(), load_policy(directory).state_dict()
+    assert list(followed) == list(own) and all(torch.equal(followed[name], own[name]) for name in own)
 
 
 def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused_at_once(directory: Path) -> None:

@@ -96,8 +96,20 @@ STUDIES = {
     "cube-single": Study(
         "cube-single",
         9,
-        {"dppo": "cube_single_bc", "ppo": "cube_single_gaussian_bc"},
-        {"dppo": "cube_single_dppo", "ppo": "cube_single_ppo"},
+        {
+            "dppo": "cube_single_bc",
+            "ppo": "cube_single_gaussian_bc",
+            "reinflow-r": "cube_single_flow_bc",
+            "reinflow-s": "cube_single_shortcut_bc",
+            "fpo++": "cube_single_flow_bc",
+        },
+        {
+            "dppo": "cube_single_dppo",
+            "ppo": "cube_single_ppo",
+            "reinflow-r": "cube_single_reinflow",
+            "reinflow-s": "cube_single_reinflow",
+            "fpo++": "cube_single_fpo_plus",
+        },
         "success",
     ),
     "hopper-from-nothing": Study(

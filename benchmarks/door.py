@@ -13,7 +13,6 @@ docs/results/door.md is made of them.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from pathlib import Path
@@ -22,16 +21,14 @@ from typing import Any
 import numpy as np
 
 import burnish
-from algos.provenance import describe_environment
+from benchmarks import pages
 from burnish.config import register_configs
 from burnish.locate import locate
 from envs.adroit import AdroitDoor
 from envs.datasets import read_dataset
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation import evaluate
-from envs.statistics import wilson
 
-RESULTS = Path("docs/results")
 EPISODES, LIMIT = 100, 300  # of an evaluation; control steps, as long as the longest demonstration
 RECIPE = (
     *("algo=bc", "env=adroit-door", f"env.max_episode_steps={LIMIT}"),
@@ -67,12 +64,8 @@ def measure(options: argparse.Namespace) -> Path:
         "frames": data.num_frames,
         "beyond": float((data.actions.abs() > 1).float().mean()),
         "results": results,
-        "environment": describe_environment(),
     }
-    target = RESULTS / "door" / "door.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content) + "\n")
-    return target
+    return pages.keep("door", "door", content)
 
 
 def cloned(dataset: str, root: Path) -> str:
@@ -104,32 +97,20 @@ One policy, cloned with one seed."""
 
 def report() -> Path:
     """Write the page."""
-    content = json.loads((RESULTS / "door" / "door.json").read_text())
+    content = pages.kept("door", advice="give --dataset first")[0]
     results = content["results"]
-    lines = ["# Adroit door", "", INTRODUCTION, ""]
-    lines += ["| what | episodes | success | mean return |", "|---|---|---|---|"]
-    lines += [f"| replay | {len(results['replay'])} | {_share(results['replay'])} | |"]
+    rows = [("replay", len(results["replay"]), pages.success(results["replay"]), "")]
     for name in ("drawn", "recorded"):
-        found = results[name]
-        mean = f"{np.mean(found['return']):.0f}"
-        lines += [f"| clone, {name} starts | {len(found['success'])} | {_share(found['success'])} | {mean} |"]
+        found, mean = results[name]["success"], f"{np.mean(results[name]['return']):.0f}"
+        rows.append((f"clone, {name} starts", len(found), pages.success(found), mean))
+    lines = ["# Adroit door", "", INTRODUCTION, ""]
+    lines += pages.table(("what", "episodes", "success", "mean return"), rows)
     lines += [
         "",
         f"95 % Wilson intervals; {LIMIT} steps at most. The file has {content['frames']:,} steps; "
         f"{100 * content['beyond']:.1f} % of its action entries exceed ±1 and are clipped when executed.",
     ]
-    packages = content["environment"]["packages"]
-    shown = ", ".join(f"{name} {packages[name]}" for name in ("torch", "mujoco"))
-    lines += ["", f"Measured with {shown}. Per-episode numbers are in `door/`."]
-    path = RESULTS / "door.md"
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def _share(values: list[float]) -> str:
-    """Write a share with its interval."""
-    interval = wilson(int(sum(values)), len(values))
-    return f"{100 * interval.value:.0f} % ({100 * interval.low:.0f}–{100 * interval.high:.0f})"
+    return pages.write("door", lines + pages.origin("door", content))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -25,16 +25,14 @@ import numpy as np
 import torch
 
 import burnish
-from algos.provenance import describe_environment
+from benchmarks import pages
 from benchmarks.learning import describe_dataset, episode_columns
 from benchmarks.timing import interleave
 from envs.evaluation import evaluate
 from envs.make import env as make_env
-from envs.statistics import wilson
 from policies import registry
 from policies.policy import Policy
 
-RESULTS = Path("docs/results")
 EPISODES = 100
 BATCH, WIDTH = 128, 256
 
@@ -116,7 +114,7 @@ FAMILIES = {
 def file_of(task: str, family: str, seed: int) -> Path:
     """Return where a result is kept."""
     name = "".join(c if c.isalnum() else "-" for c in family.lower()).replace("--", "-").strip("-")
-    return RESULTS / "families" / f"{task}-{name}-seed{seed}.json"
+    return pages.RESULTS / "families" / f"{task}-{name}-seed{seed}.json"
 
 
 def run_one(task: str, family: str, seed: int, root: Path) -> Path:
@@ -125,19 +123,10 @@ def run_one(task: str, family: str, seed: int, root: Path) -> Path:
     if target.exists():
         return target
     setting, place = TASKS[task], root / task / target.stem
-    demos = root / task / f"demonstrations-seed{seed}.hdf5"
-    if not demos.exists():
-        burnish.collect(
-            env=task, episodes=setting.demonstrations, first_seed=1_000_000 + 10_000 * seed, out=str(demos)
-        )
-    shutil.rmtree(place, ignore_errors=True)
+    demos = demonstrations(task, seed, root)
     lr = FAMILIES[family].lr or setting.lr
     budget = {"steps": setting.steps, "lr": lr, "batch_size": BATCH, "validation_fraction": 0.0}
-    run = burnish.train(
-        "algo=bc", f"env={task}", *FAMILIES[family].process, *setting.overrides,
-        f"backbone.width={WIDTH}", "evaluation.episodes=0",
-        directory=place, dataset=str(demos), seed=seed, algo=budget,
-    )  # fmt: skip
+    run = clone(task, FAMILIES[family].process, demos, place, seed=seed, budget=budget)
     policy = run.load_policy()
     content = {
         "task": task, "family": family, "seed": seed,
@@ -147,11 +136,29 @@ def run_one(task: str, family: str, seed: int, root: Path) -> Path:
             title: measure(_with(policy, settings), task)
             for title, settings in list(FAMILIES[family].samplers.items())[: setting.samplers]
         },
-        "environment": describe_environment(),
     }  # fmt: skip
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content) + "\n")
-    return target
+    return pages.keep("families", target.stem, content)
+
+
+def demonstrations(task: str, seed: int, root: Path) -> Path:
+    """Collect what the policies of a seed are cloned from, unless it is there; returns the file."""
+    path = root / task / f"demonstrations-seed{seed}.hdf5"
+    if not path.exists():
+        first = 1_000_000 + 10_000 * seed
+        burnish.collect(env=task, episodes=TASKS[task].demonstrations, first_seed=first, out=str(path))
+    return path
+
+
+def clone(
+    task: str, process: Sequence[str], demos: Path, place: Path, *, seed: int, budget: dict[str, Any]
+) -> Any:
+    """Clone a policy with a process into a fresh directory; returns the run."""
+    shutil.rmtree(place, ignore_errors=True)
+    return burnish.train(
+        "algo=bc", f"env={task}", *process, *TASKS[task].overrides,
+        f"backbone.width={WIDTH}", "evaluation.episodes=0",
+        directory=place, dataset=str(demos), seed=seed, algo=budget,
+    )  # fmt: skip
 
 
 def _with(policy: Any, settings: dict[str, Any]) -> Any:
@@ -208,9 +215,7 @@ def report() -> Path:
     everything = [content for contents in found.values() for content in contents]
     if everything:
         lines += ["", _origin(everything)]
-    path = RESULTS / "families.md"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    return pages.write("families", lines)
 
 
 def _exceptions(task: str, found: dict[tuple[str, str], list[dict[str, Any]]]) -> str:
@@ -226,28 +231,19 @@ def _table(contents: Sequence[dict[str, Any]]) -> list[str]:
         for title, result in content["samplers"].items():
             groups.setdefault((content["family"], title), []).append(result)
     has_ways = any("mode" in result["episodes"] for results in groups.values() for result in results)
-    ways = " distinct ways | effective ways |" if has_ways else ""
-    lines = [
-        f"| process | sampler | seeds | success |{ways} calls | latency |",
-        "|" + "---|" * (8 if has_ways else 6),
-    ]
+    ways = ("distinct ways", "effective ways") if has_ways else ()
+    rows = []
     for (family, title), results in groups.items():
-        success = np.concatenate([result["episodes"]["success"] for result in results])
-        i = wilson(int(success.sum()), success.size)
-        cells = [
-            family,
-            title,
-            str(len(results)),
-            f"{100 * i.value:.0f} % ({100 * i.low:.0f}–{100 * i.high:.0f})",
-        ]
+        success = [one for result in results for one in result["episodes"]["success"]]
+        cells = [family, title, str(len(results)), pages.success(success)]
         if has_ways:
             counts = np.array([_ways(result["episodes"]) for result in results]).mean(axis=0)
             cells += [f"{counts[0]:.1f}", f"{counts[1]:.1f}"]
         calls = results[0]["calls"]
         latency = float(np.median([result["latency_s"] for result in results]))
         cells += ["1" if calls is None else str(calls), f"{1e3 * latency:.2f} ms"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return lines
+        rows.append(cells)
+    return pages.table(("process", "sampler", "seeds", "success", *ways, "calls", "latency"), rows)
 
 
 def _ways(episodes: dict[str, list[float]]) -> tuple[float, float]:
@@ -261,13 +257,10 @@ def _ways(episodes: dict[str, list[float]]) -> tuple[float, float]:
 
 
 def _origin(contents: Sequence[dict[str, Any]]) -> str:
-    first = contents[0]["environment"]
-    packages = ", ".join(f"{name} {first['packages'][name]}" for name in ("torch", "mujoco", "gymnasium"))
-    commits = sorted({content["environment"]["commit"] for content in contents})
-    short = ", ".join(f"{commit[:7]}{' (with changes)' * commit.endswith('dirty')}" for commit in commits)
+    packages = pages.versions(contents[0], ("torch", "mujoco", "gymnasium"))
     return (
-        f"Measured on {first['cpu_count']} shared CPU cores; {packages}; commits {short}. The episodes are "
-        "in `families/`."
+        f"Measured on {contents[0]['environment']['cpu_count']} shared CPU cores; {packages}; commits "
+        f"{pages.commits(contents)}. The episodes are in `families/`."
     )
 
 

@@ -11,7 +11,6 @@ docs/results/latency.md and its picture are made of these.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from algos.provenance import describe_environment
+from benchmarks import pages
 from burnish.commands.evaluate import task_of
 from burnish.config import register_configs
 from burnish.locate import locate
@@ -31,7 +30,6 @@ from policies.executor import Execution, Executor, WarmStart
 from policies.policy import Policy
 from policies.seeds import seeded_generator
 
-RESULTS = Path("docs/results")
 WAYS = {
     "late rows first": Execution(compensate=False),
     "late rows skipped": Execution(),
@@ -97,23 +95,12 @@ def measure(task: str, path: str, options: argparse.Namespace) -> Path:
     content = {
         "task": task,
         "label": found.label,
-        "policy": describe(policy),
+        "policy": pages.describe(policy),
         "act_steps": options.act_steps,
         "control_hz": env.spec.control_hz,
         "rows": rows,
-        "environment": describe_environment(),
     }
-    target = RESULTS / "latency" / f"{task}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content) + "\n")
-    return target
-
-
-def describe(policy: Any) -> str:
-    """Say in a few words what a policy is."""
-    kind, sampler = type(policy.process).__name__, type(policy.sampler).__name__
-    steps, horizon = policy.table.num_steps, policy.chunk.horizon
-    return f"{kind} predicting {policy.process.kind}, {steps} steps of {sampler}; Th = {horizon}"
+    return pages.keep("latency", task, content)
 
 
 # -- report ---------------------------------------------------------------------------------------------
@@ -136,22 +123,15 @@ same latency, a minus ways that are clearly worse (95 % bootstrap interval of th
 
 def report() -> Path:
     """Write the page and its picture."""
-    found = [json.loads(path.read_text()) for path in sorted((RESULTS / "latency").glob("*.json"))]
-    if not found:
-        raise SystemExit(f"{RESULTS / 'latency'} holds no results; give task=<policy> first.")
+    found = pages.kept("latency")
     latencies = sorted({row["latency"] for one in found for row in one["rows"]})
     tasks = (f"{one['task']}=<policy>" for one in found)
     command = " ".join(("python -m benchmarks.latency", *tasks, "--latencies", ",".join(map(str, latencies))))
     lines = ["# Success against latency", "", INTRODUCTION.format(command=command)]
     for one in found:
         lines += ["", f"## {one['task']}", "", *_section(one)]
-    packages = found[0]["environment"]["packages"]
-    versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "mujoco"))
-    lines += ["", f"Measured with {versions}. Per-episode numbers are in `latency/`."]
-    path = RESULTS / "latency.md"
-    path.write_text("\n".join(lines) + "\n")
-    _draw(found, RESULTS / "latency.png")
-    return path
+    _draw(found, pages.RESULTS / "latency.png")
+    return pages.write("latency", lines + pages.origin("latency", found[0]))
 
 
 def _section(one: Mapping[str, Any]) -> Iterator[str]:
@@ -164,17 +144,16 @@ def _section(one: Mapping[str, Any]) -> Iterator[str]:
         f"{episodes} episodes."
     )
     yield ""
-    yield f"| way | {' | '.join(f'{n} steps' for n in latencies)} |"
-    yield "|---" * (len(latencies) + 1) + "|"
-    for way in WAYS:
-        cells = [_cell(success[way, n], success[BASELINE, n]) for n in latencies]
-        yield f"| {way} | {' | '.join(cells)} |"
+    yield from pages.table(
+        ("way", *(f"{n} steps" for n in latencies)),
+        [(way, *(_cell(success[way, n], success[BASELINE, n]) for n in latencies)) for way in WAYS],
+    )
 
 
 def _cell(success: np.ndarray, baseline: np.ndarray) -> str:
-    rate, change = wilson(int(success.sum()), success.size), paired_difference(baseline * 1.0, success * 1.0)
+    change = paired_difference(baseline * 1.0, success * 1.0)
     mark = "*" if change.low > 0 else "−" if change.high < 0 else ""
-    return f"{100 * rate.value:.0f} % ({100 * rate.low:.0f}–{100 * rate.high:.0f}){mark}"
+    return f"{pages.success(success.ravel())}{mark}"
 
 
 def _draw(found: Sequence[Mapping[str, Any]], path: Path) -> None:

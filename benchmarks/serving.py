@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import msgpack
 import numpy as np
 import zmq
 
-from algos.provenance import describe_environment
+from benchmarks import pages
 from policies.backbones.mlp import MlpConfig
 from policies.client import Client
 from policies.folder import save_policy
@@ -36,7 +36,6 @@ from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.wire import VERSION, pack, to_wire, unpack
 
-RESULTS = Path("docs/results")
 OBS_DIM, ACTION_DIM, STEPS = 11, 3, 20
 ROBOTS = (1, 4, 16)
 RATE = 1000.0
@@ -294,7 +293,7 @@ def measure(seconds: float) -> dict[str, Any]:
     """Measure everything."""
     with tempfile.TemporaryDirectory() as folder:
         directory = make_policy(Path(folder) / "policy")
-        out: dict[str, Any] = {"environment": describe_environment(), "load_average": os.getloadavg()}
+        out: dict[str, Any] = {"load_average": os.getloadavg()}
         with served(directory, max_per_client=64) as (_, endpoint):
             out["closed"] = [closed_loop(endpoint, count, seconds) for count in ROBOTS]
             _say("closed loop", out["closed"])
@@ -331,9 +330,8 @@ and attackers share the machine with it ({cores} cores; load average {load:.1f} 
 {_kill(data["kill"])}"""
 
 
-def _table(columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> str:
-    lines = [columns, ("---",) * len(columns), *rows]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    return "\n".join([*pages.table(columns, rows), ""])
 
 
 def _closed(rows: list[dict[str, float]]) -> str:
@@ -406,12 +404,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--report", action="store_true", help="write the page from what is there")
     options = parser.parse_args()
-    path = RESULTS / "serving" / "run.json"
     if not options.report:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(measure(options.seconds), indent=1) + "\n")
-    (RESULTS / "serving.md").write_text(page(json.loads(path.read_text())))
-    print(f"written: {RESULTS / 'serving.md'}")
+        pages.keep("serving", "run", measure(options.seconds), indent=1)
+    (found,) = pages.kept("serving", advice="measure first")
+    print(f"written: {pages.write('serving', [page(found).rstrip()])}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ the page docs/results/warm_start.md is made of these.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import burnish
-from algos.provenance import describe_environment
+from benchmarks import pages
 from burnish.commands.evaluate import task_of
 from burnish.config import register_configs
 from burnish.locate import Located, locate
@@ -33,7 +32,6 @@ from policies.denoising import DenoisingPolicy
 from policies.executor import WarmStart
 from policies.path_samplers import Euler
 
-RESULTS = Path("docs/results")
 EPISODES = 100
 FULL, GOAL = "full", 0.2  # what all are compared with, and the share of its calls that is aimed at
 
@@ -138,26 +136,11 @@ def measure(task: str, seed: int, path: str, options: argparse.Namespace) -> Pat
         share = np.mean(rows[variant.name]["success"])
         print(f"{task} seed {seed}: {variant.name}: {100 * share:.0f} % at {calls:.1f} calls", flush=True)
     content = {
-        "task": task, "seed": seed, "label": found.label, "policy": describe(policy, options.act_steps),
-        "variants": rows, "environment": describe_environment(),
+        "task": task, "seed": seed, "label": found.label,
+        "policy": f"{pages.describe(policy)}, Ta = {options.act_steps}",
+        "variants": rows,
     }  # fmt: skip
-    target = RESULTS / "warm_start" / f"{task}-seed{seed}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content) + "\n")
-    return target
-
-
-def describe(policy: DenoisingPolicy, act_steps: int) -> str:
-    """Say in a few words what a policy is."""
-    kind, sampler, steps = (
-        type(policy.process).__name__,
-        type(policy.sampler).__name__,
-        policy.table.num_steps,
-    )
-    return (
-        f"{kind} predicting {policy.process.kind}, {steps} steps of {sampler}; Th = {policy.chunk.horizon}, "
-        f"Ta = {act_steps}"
-    )
+    return pages.keep("warm_start", f"{task}-seed{seed}", content)
 
 
 def cloned(task: str, seed: int, root: Path, overrides: Sequence[str]) -> str:
@@ -190,21 +173,14 @@ interval; differences on the same episodes with 95 % bootstrap intervals."""
 def report() -> Path:
     """Write the page."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted((RESULTS / "warm_start").glob("*-seed*.json")):
-        content = json.loads(path.read_text())
+    for content in pages.kept("warm_start", "*-seed*.json"):
         found.setdefault(content["task"], []).append(content)
-    if not found:
-        raise SystemExit(f"{RESULTS / 'warm_start'} holds no results; give task=<policy> first.")
     command = " ".join(("python -m benchmarks.warm_start", *found))
     lines = ["# Warm start", "", INTRODUCTION.format(command=command)]
     for task, runs in found.items():
         lines += ["", f"## {task}", "", *_section(runs)]
-    first = next(iter(found.values()))[0]["environment"]
-    packages = ", ".join(f"{name} {first['packages'][name]}" for name in ("torch", "mujoco"))
-    lines += ["", f"Measured with {packages}. Per-episode numbers are in `warm_start/`."]
-    path = RESULTS / "warm_start.md"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    lines += pages.origin("warm_start", next(iter(found.values()))[0])
+    return pages.write("warm_start", lines)
 
 
 def _section(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -1,0 +1,85 @@
+"""What pages of results share: a JSON file per measurement in docs/results/<page>, a page made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from algos.provenance import describe_environment
+from envs.statistics import Interval, wilson
+
+RESULTS = Path("docs/results")
+
+
+def keep(page: str, name: str, content: Mapping[str, Any], *, indent: int | None = None) -> Path:
+    """Write a measurement, with what it was measured on; returns its file."""
+    target = RESULTS / page / f"{name}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    whole = {**content, "environment": describe_environment()}
+    target.write_text(json.dumps(whole, indent=indent) + "\n")
+    return target
+
+
+def kept(page: str, pattern: str = "*.json", *, advice: str = "give task=<policy> first") -> list[Any]:
+    """Read the measurements of a page, in the order of their names.
+
+    Raises:
+        SystemExit: If there is none.
+    """
+    files = sorted((RESULTS / page).glob(pattern))
+    if not files:
+        raise SystemExit(f"{RESULTS / page} holds no results; {advice}.")
+    return [json.loads(path.read_text()) for path in files]
+
+
+def write(page: str, lines: Iterable[str]) -> Path:
+    """Write a page."""
+    path = RESULTS / f"{page}.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    """Return the lines of a table."""
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"] + [
+        f"| {' | '.join(map(str, row))} |" for row in rows
+    ]
+
+
+def versions(content: Mapping[str, Any], packages: Sequence[str] = ("torch", "mujoco")) -> str:
+    """Name the versions of packages that a measurement was made with."""
+    found = content["environment"]["packages"]
+    return ", ".join(f"{name} {found[name]}" for name in packages)
+
+
+def commits(contents: Iterable[Mapping[str, Any]]) -> str:
+    """Name the commits that measurements were made at."""
+    found = sorted({content["environment"]["commit"] for content in contents})
+    return ", ".join(f"{commit[:7]}{' (with changes)' * commit.endswith('dirty')}" for commit in found)
+
+
+def origin(page: str, content: Mapping[str, Any]) -> list[str]:
+    """Return the last lines of a page: versions, and where the episodes are."""
+    return ["", f"Measured with {versions(content)}. Per-episode numbers are in `{page}/`."]
+
+
+def success(successes: Iterable[Any]) -> str:
+    """Write a share of episodes with its 95 % Wilson interval."""
+    values = [bool(value) for value in successes]
+    return percent(wilson(sum(values), len(values)))
+
+
+def percent(interval: Interval) -> str:
+    """Write a share and its interval in percent."""
+    return f"{100 * interval.value:.0f} % ({100 * interval.low:.0f}–{100 * interval.high:.0f})"
+
+
+def describe(policy: Any) -> str:
+    """Say in a few words what a policy is."""
+    process, horizon = type(policy.process).__name__, policy.chunk.horizon
+    if not hasattr(policy, "table"):
+        return f"{process}; Th = {horizon}"
+    steps, sampler = policy.table.num_steps, type(policy.sampler).__name__
+    return f"{process} predicting {policy.process.kind}, {steps} steps of {sampler}; Th = {horizon}"

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from policies.energy import BoundEnergy, EnergyField
 from policies.errors import CapabilityError, ConfigError
-from policies.likelihood import require_own_sampler
+from policies.one_step import require_own_sampler
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.processes.ebt import EnergyDescent, where_on
 from policies.protocols import TE, Cond, Reduction, SampleHook

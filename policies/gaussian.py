@@ -5,19 +5,18 @@ It speaks the same protocols: its chain has one step, so the same PPO core fine-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from policies.heads import GaussianHead, GaussianHeadConfig
-from policies.likelihood import no_draws, require_one_step, require_own_sampler, trunk_of
+from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
 from policies.policy import Policy, PolicyConfig, reduce_elements
-from policies.protocols import TE, Chain, Cond, Reduction, SampleHook
-from policies.registry import name_of, register
-from policies.steps import gaussian_entropy, gaussian_log_prob, misfit
+from policies.protocols import TE, Chain, Cond, Reduction
+from policies.registry import register
+from policies.steps import gaussian_entropy, gaussian_log_prob
 
 
 @register("process", "gaussian")
@@ -44,58 +43,26 @@ class GaussianProcess:
 
 @register("sampler", "mean")
 @dataclass(frozen=True)
-class Mean:
+class Mean(OneStepSampler):
     """Act with the mean of the Gaussian; deterministic."""
 
-    def table(self, process: Any) -> NoReturn:
-        """Refuse a process that is integrated step by step.
-
-        Raises:
-            ConfigError: Always; a Gaussian policy asks for no steps.
-        """
-        raise misfit(self, process, needs="gaussian", instead=name_of("sampler", process.default_sampler()))
+    belongs_to: ClassVar[str] = "gaussian"
 
 
-class GaussianPolicy(Policy):
+class GaussianPolicy(OneStepPolicy):
     """Acts with the mean; explores with the learned deviation."""
 
-    noise_sensitive = False
+    process: GaussianProcess
     tuned_steps = 1
 
     def __init__(self, config: PolicyConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
-        self.process: GaussianProcess = config.process
-        self.sampler = config.sampler
-        require_own_sampler(config.process, config.sampler)
         head = GaussianHeadConfig.from_parts(trunk_of(config), config.process)
         self.head: GaussianHead = head.build(self.chunk.shape, self.encoder.cond_dim)
 
-    @property
-    def is_deterministic(self) -> bool:
-        """The mean is always the same."""
-        return True
-
-    def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
-    ) -> Tensor:
-        """Return the mean chunk (B, Th, Da); the noise has no influence.
-
-        Raises:
-            CapabilityError: If a start or hooks are given: there is no loop for them.
-        """
-        require_one_step(self.process, start, hooks)
-        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            return self.head(cond.vec)[0]
-
-    def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
-        """Return empty draws: the likelihood needs none."""
-        return no_draws(self, n)
+    def _chunk(self, cond: Cond, noise: Tensor) -> Tensor:
+        mean: Tensor = self.head(cond.vec)[0]
+        return mean
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         """Negative log-likelihood of normalised actions (B, Th, Da)."""
@@ -127,12 +94,3 @@ class GaussianPolicy(Policy):
         if cond_row is not None:
             mean, std = mean.index_select(0, cond_row), std.index_select(0, cond_row)
         return gaussian_log_prob(x_next, mean, std), gaussian_entropy(std)
-
-    def with_sampler(self, sampler: Any, **_: Any) -> GaussianPolicy:
-        """Return self: there is one way to sample.
-
-        Raises:
-            ConfigError: If the sampler is another one.
-        """
-        require_own_sampler(self.process, sampler)
-        return self

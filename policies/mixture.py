@@ -17,20 +17,19 @@ Legend: B batch, M modes, Th horizon (r rows), Da action width (d dimensions).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
 from policies.heads import Mixture, MixtureHead, MixtureHeadConfig
-from policies.likelihood import no_draws, require_one_step, require_own_sampler, trunk_of
+from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
 from policies.policy import Policy, PolicyConfig, reduce_elements
-from policies.protocols import TE, Cond, Reduction, SampleHook
-from policies.registry import name_of, register
-from policies.steps import gaussian_log_prob, misfit
+from policies.protocols import TE, Cond, Reduction
+from policies.registry import register
+from policies.steps import gaussian_log_prob
 
 
 @register("process", "mixture")
@@ -58,11 +57,13 @@ class MixtureProcess:
 
 @register("sampler", "mode_mean")
 @dataclass(frozen=True)
-class ModeMean:
+class ModeMean(OneStepSampler):
     """Draw a mode of a mixture and act with its mean, or near it.
 
     Source: robomimic (arXiv 2108.03298), which evaluates its mixtures with next to no deviation.
     """
+
+    belongs_to: ClassVar[str] = "mixture"
 
     likeliest: bool = False  # take the mode of the largest share instead of drawing one
     spread: float = 0.0  # times the mode's deviation; 0: act with its mean, 1: draw from the mixture
@@ -72,43 +73,21 @@ class ModeMean:
         if not 0 <= self.spread <= 1:
             raise ConfigError(f"sampler.spread must lie in 0..1; got {self.spread}.")
 
-    def table(self, process: Any) -> NoReturn:
-        """Refuse a process that is integrated step by step.
 
-        Raises:
-            ConfigError: Always; a mixture asks for no steps.
-        """
-        raise misfit(self, process, needs="mixture", instead=name_of("sampler", process.default_sampler()))
+class MixturePolicy(OneStepPolicy):
+    """Acts with the mean of one of its modes."""
 
-
-class MixturePolicy(Policy):
-    """Acts with the mean of one of its modes.
-
-    Attributes:
-        sampler: How a chunk is chosen; replaced, not mutated (`with_sampler`).
-    """
+    process: MixtureProcess
+    sampler: ModeMean
 
     def __init__(self, config: PolicyConfig, **sizes: Any) -> None:
         super().__init__(config, **sizes)
-        self.process: MixtureProcess = config.process
         head = MixtureHeadConfig.from_parts(trunk_of(config), config.process)
         self.head: MixtureHead = head.build(self.chunk.shape, self.encoder.cond_dim)
-        self._use_sampler(config.sampler)
 
     def _use_sampler(self, sampler: Any) -> None:
-        require_own_sampler(self.process, sampler)
-        self.sampler: ModeMean = sampler
+        super()._use_sampler(sampler)
         self.noise_sensitive = not (sampler.likeliest and self.is_deterministic)
-
-    def with_sampler(self, sampler: Any) -> Self:
-        """Return a view of this policy, with the same weights, that chooses its chunks differently.
-
-        Raises:
-            ConfigError: If the sampler is one of another process.
-        """
-        view = self._view()
-        view._use_sampler(sampler)
-        return view
 
     @property
     def is_deterministic(self) -> bool:
@@ -120,29 +99,14 @@ class MixturePolicy(Policy):
         """(Th, Da), whose first number draws the mode; with a spread (2, Th, Da): it, then the deviation."""
         return self.chunk.shape if self.is_deterministic else (2, *self.chunk.shape)
 
-    def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
-    ) -> Tensor:
-        """Return the chunk (B, Th, Da) that noise (B, *noise_shape) chooses.
-
-        Raises:
-            CapabilityError: If a start or hooks are given: there is no loop for them.
-        """
-        require_one_step(self.process, start, hooks)
-        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            mixture = self.head(cond.vec)
-            share = self._choice(mixture, noise if self.is_deterministic else noise[:, 0])
-            mean = torch.einsum("bm,bmrd->brd", share, mixture.mean)
-            if self.is_deterministic:
-                return mean
-            std = torch.einsum("bm,mrd->brd", share, mixture.std)
-            return mean + self.sampler.spread * std * noise[:, 1]
+    def _chunk(self, cond: Cond, noise: Tensor) -> Tensor:
+        mixture = self.head(cond.vec)
+        share = self._choice(mixture, noise if self.is_deterministic else noise[:, 0])
+        mean = torch.einsum("bm,bmrd->brd", share, mixture.mean)
+        if self.is_deterministic:
+            return mean
+        std = torch.einsum("bm,mrd->brd", share, mixture.std)
+        return mean + self.sampler.spread * std * noise[:, 1]
 
     def _choice(self, mixture: Mixture, noise: Tensor) -> Tensor:
         """Return 1 for the mode of each row and 0 for the others, (B, M), given noise (B, Th, Da)."""
@@ -152,10 +116,6 @@ class MixturePolicy(Policy):
         else:
             mode = drawn_mode(mixture.log_weight, noise[:, 0, 0])
         return (mode.unsqueeze(1) == modes).to(noise.dtype)
-
-    def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
-        """Return empty draws: the likelihood needs none."""
-        return no_draws(self, n)
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         """Negative log-likelihood of normalised actions (B, Th, Da), divided among their elements."""

@@ -38,32 +38,49 @@ class TanhGaussianConfig:
 
     def build(self, cond_dim: int, latent_dim: int) -> TanhGaussian:
         """Build the network for conditions (B, C) and latents (B, L)."""
-        return TanhGaussian(self, cond_dim, latent_dim)
-
-
-class TanhGaussian(nn.Module):
-    """Means and logarithms of deviations from conditions, by one network with 2 L outputs."""
-
-    def __init__(self, config: TanhGaussianConfig, cond_dim: int, latent_dim: int) -> None:
-        super().__init__()
-        self.config = config
         trunk = TrunkConfig(
-            activation=config.activation,
-            layer_norm=config.layer_norm,
+            activation=self.activation,
+            layer_norm=self.layer_norm,
             residual=False,
-            hidden_dims=tuple(config.hidden_dims),
+            hidden_dims=tuple(self.hidden_dims),
         )
-        self.trunk = trunk.build_trunk(cond_dim, 2 * latent_dim)
-        if config.zero_init:
-            outlet = self.trunk.get_submodule(f"layers.{len(config.hidden_dims) - 1}")
+        net = TanhGaussian(trunk, cond_dim, latent_dim)
+        if self.zero_init:
+            outlet = net.trunk.get_submodule(f"layers.{len(self.hidden_dims) - 1}")
             with torch.no_grad():
                 for weight in outlet.parameters():
                     weight.zero_()
+        return net
+
+
+class TanhGaussian(nn.Module):
+    """Means and logarithms of deviations from conditions, by one network with 2 L outputs.
+
+    Args:
+        trunk: Shape of the network.
+        cond_dim: C.
+        latent_dim: L.
+        min_log_std: Lower limit of the logarithm of a deviation.
+        max_log_std: Upper limit of it.
+    """
+
+    def __init__(
+        self,
+        trunk: TrunkConfig,
+        cond_dim: int,
+        latent_dim: int,
+        *,
+        min_log_std: float = MIN_LOG_STD,
+        max_log_std: float = MAX_LOG_STD,
+    ) -> None:
+        super().__init__()
+        self.trunk = trunk.build_trunk(cond_dim, 2 * latent_dim)
+        self._limits = (min_log_std, max_log_std)
 
     def forward(self, cond: Tensor) -> tuple[Tensor, Tensor]:
         """Return means and logarithms of deviations (B, L) of conditions (B, C)."""
         mean, log_std = self.trunk(cond).chunk(2, dim=1)
-        return mean, log_std.clamp(MIN_LOG_STD, MAX_LOG_STD)
+        return mean, log_std.clamp(*self._limits)
 
 
 def gaussian_draw(mean: Tensor, log_std: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:

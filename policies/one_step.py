@@ -1,0 +1,142 @@
+"""What policies share that act by one evaluation of a plain network: there is no loop to change."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from policies.errors import CapabilityError, ConfigError
+from policies.policy import Policy, PolicyConfig
+from policies.protocols import TE, Cond, SampleHook
+from policies.registry import name_of
+from policies.steps import misfit
+from policies.trunk import TrunkConfig
+
+
+class OneStepSampler:
+    """How such a policy chooses; deriving dataclasses name the process that they belong to."""
+
+    belongs_to: ClassVar[str]
+
+    def table(self, process: Any) -> NoReturn:
+        """Refuse a process that is integrated step by step.
+
+        Raises:
+            ConfigError: Always; a policy of one step asks for no table.
+        """
+        instead = name_of("sampler", process.default_sampler())
+        raise misfit(self, process, needs=self.belongs_to, instead=instead)
+
+
+class OneStepPolicy(Policy):
+    """Acts by one evaluation of its network.
+
+    Attributes:
+        sampler: How a chunk is chosen; replaced, not mutated (`with_sampler`).
+    """
+
+    noise_sensitive = False
+    process: Any
+    sampler: Any
+
+    def __init__(self, config: PolicyConfig, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
+        self.process = config.process
+        self._use_sampler(config.sampler)
+
+    def _use_sampler(self, sampler: Any) -> None:
+        require_own_sampler(self.process, sampler)
+        self.sampler = sampler
+
+    def with_sampler(self, sampler: Any) -> Self:
+        """Return a view of this policy, with the same weights, that chooses its chunks differently.
+
+        Raises:
+            ConfigError: If the sampler is one of another process.
+        """
+        view = self._view()
+        view._use_sampler(sampler)
+        return view
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the chunk depends on the start noise alone, or on no noise at all."""
+        return True
+
+    def decode(
+        self,
+        cond: Cond,
+        noise: Tensor,
+        *,
+        grad: bool = False,
+        start: tuple[Tensor, float] | None = None,
+        hooks: Sequence[SampleHook] = (),
+    ) -> Tensor:
+        """Return the chunk (B, Th, Da) that noise (B, *noise_shape) chooses.
+
+        Raises:
+            CapabilityError: If a start or hooks are given: there is no loop for them.
+        """
+        require_one_step(self.process, start, hooks)
+        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            return self._chunk(cond, noise)
+
+    @abstractmethod
+    def _chunk(self, cond: Cond, noise: Tensor) -> Tensor:
+        """Return the chunk (B, Th, Da)."""
+
+    def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
+        """Return empty draws: regression and likelihood need none."""
+        return TE(torch.zeros(n, device=self.device), torch.zeros(n, *self.chunk.shape, device=self.device))
+
+
+def trunk_of(config: PolicyConfig) -> TrunkConfig:
+    """Return the backbone as the shape of a fully connected network from the condition to a density.
+
+    Raises:
+        ConfigError: If the backbone is another network, or encodes the condition.
+    """
+    process, backbone = name_of("process", config.process), config.backbone
+    if not isinstance(backbone, TrunkConfig):
+        raise ConfigError(
+            f"process={process} needs a fully connected backbone (backbone=mlp); got "
+            f"{type(backbone).__name__}."
+        )
+    if ignored := getattr(backbone, "cond_dims", ()):
+        raise ConfigError(
+            f"process={process} has no encoder of the condition; got backbone.cond_dims={list(ignored)}. "
+            f"Set backbone.cond_dims=[]."
+        )
+    return backbone
+
+
+def require_own_sampler(process: Any, sampler: Any) -> None:
+    """Refuse a sampler that is not of the kind of the process's default.
+
+    Raises:
+        ConfigError: If it is another one.
+    """
+    own = type(process.default_sampler())
+    if not isinstance(sampler, own):
+        raise ConfigError(
+            f"process={name_of('process', process)} needs sampler={name_of('sampler', own)}, its default; "
+            f"got sampler={name_of('sampler', sampler)}. Leave the sampler out, or use a process that takes "
+            f"steps (diffusion, flow)."
+        )
+
+
+def require_one_step(process: Any, start: tuple[Tensor, float] | None, hooks: Sequence[SampleHook]) -> None:
+    """Refuse what changes a loop.
+
+    Raises:
+        CapabilityError: If a start or hooks are given.
+    """
+    if hooks or start is not None:
+        raise CapabilityError(
+            f"a policy with process={name_of('process', process)} acts in one step, so it takes no hooks and "
+            f"no start state. Leave them out, or use a policy with process=diffusion or process=flow."
+        )

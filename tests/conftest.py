@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
+import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -21,10 +26,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """One thread: small networks lose far more to waiting threads than they gain. Examples may be slow."""
+    """One thread: small networks lose far more to waiting threads than they gain.
+
+    Examples may be slow, as a busy machine makes them, and are the same in every run;
+    `--hypothesis-profile=explore` draws others.
+    """
     torch.set_num_threads(1)
-    settings.register_profile("burnish", deadline=None)
+    patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("explore", patient)
+    settings.register_profile("burnish", patient, derandomize=True)
     settings.load_profile("burnish")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What fixtures draw without a generator does not depend on the tests before them."""
+    _seed_global_generators(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """What a test draws without a generator does not depend on its fixtures or on other tests."""
+    _seed_global_generators(1)
+
+
+def _seed_global_generators(seed: int) -> None:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Give every test process a folder of its own for temporary files, and remove what simulators leave."""
+    folder = tmp_path_factory.mktemp("temporary")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        patch.setenv("TMPDIR", str(folder))
+        yield
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -321,6 +321,8 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=6,
 )
+SHARED_FOLDER = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow)
+"""Every example writes its files anew; a busy machine may take long to draw one."""
 CHANGES = st.lists(
     st.tuples(st.sampled_from(PLACES), st.none() | st.just(...) | VALUES), min_size=1, max_size=3
 )
@@ -338,7 +340,7 @@ def changed(data: Any, path: tuple[Any, ...], value: Any) -> None:
         data.pop(path[-1], None) if value is ... else data.update({path[-1]: value})
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=SHARED_FOLDER)
 @given(changes=CHANGES)
 def test_any_change_of_a_description_loads_or_is_refused_in_words(
     changes: list[tuple[tuple[Any, ...], Any]], directory: Path
@@ -353,7 +355,7 @@ def test_any_change_of_a_description_loads_or_is_refused_in_words(
         assert str(directory) in str(error)
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=SHARED_FOLDER)
 @given(content=st.binary(max_size=200), keep=st.integers(0, 400))
 def test_any_bytes_are_refused_in_words(content: bytes, keep: int, honest: Path, directory: Path) -> None:
     for name in ("config.json", "model.safetensors"):

@@ -19,6 +19,7 @@ every denoising policy can do it, with any sampler, at the cost of sampling.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -32,17 +33,20 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.hooks import Inpaint
 from policies.policy import Policy
+from policies.protocols import ChunkSpec
 from policies.replanning import Decision, Replanner, WarmStart, shifted, with_act_steps
 from policies.runner import Limits, Track
 
 __all__ = ["Decision", "Execution", "Executor", "Replanner", "WarmStart", "shifted", "with_act_steps"]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
 class Execution:
     """How plans are executed while the next ones are made."""
 
-    act_steps: int | None = None  # n, control steps from one decision to the next; null: the policy's own
+    act_steps: int | None = None  # n, steps from one decision to the next; null: own, or what latency leaves
     latency: int = 0  # d, control steps from an observation to its plan, simulated
     compensate: bool = True  # skip the rows whose time is over when a plan arrives
     ensemble: float | None = None  # mix plans that speak of a step by exp(-ensemble age rank); null: newest
@@ -112,14 +116,8 @@ class Executor:
                 f"inpaint needs a policy that denoises its plan; {type(policy).__name__} does not. Leave it "
                 "out."
             )
-        chunk = policy.chunk
-        self._act_steps = execution.act_steps or chunk.act_steps
-        self._start, self._rows = chunk.action_start, chunk.horizon - chunk.action_start
-        if max(self._act_steps, execution.latency) + execution.latency > self._rows:
-            raise ConfigError(
-                f"a plan of {self._rows} rows must last for act_steps={self._act_steps} steps and "
-                f"latency={execution.latency} more; lower one of them, or train with a longer horizon."
-            )
+        self._start, self._rows = policy.chunk.action_start, rows_of(policy.chunk)
+        self._act_steps = interval(policy.chunk, execution)
         low, high = (None if side is None else np.asarray(side, np.float32) for side in (low, high))
         self._limits = Limits(low, high, execution.max_jump)
         self._lanes: dict[int, _Lane] = {}
@@ -215,6 +213,39 @@ class Executor:
             rows = lane.plan[None, self._start :]
             speak = self._policy.physical if self._replanner is None else self._replanner.physical
             lane.track.deliver(speak(rows)[0].float().cpu().numpy())
+
+
+def rows_of(chunk: ChunkSpec) -> int:
+    """Return R, the rows of a plan from the newest observation on."""
+    return chunk.horizon - chunk.action_start
+
+
+def interval(chunk: ChunkSpec, execution: Execution) -> int:
+    """Return n, the control steps from one decision to the next.
+
+    The next plan arrives n + d steps after the observation of the one before, whose rows must last until
+    then: a decision begins d steps before they end. Where n is the policy's own, it is lowered to that.
+
+    Raises:
+        ConfigError: If the rows do not last, whenever the next decision begins.
+    """
+    rows, latency, wanted = rows_of(chunk), execution.latency, execution.act_steps or chunk.act_steps
+    steps = wanted
+    if execution.act_steps is None and rows - latency >= max(1, latency):
+        steps = min(wanted, rows - latency)
+    if max(steps, latency) + latency > rows:
+        raise ConfigError(
+            f"a plan of {rows} rows must last for act_steps={wanted} steps and latency={latency} more; lower "
+            f"one of them, or train with a longer horizon."
+        )
+    if steps < wanted:
+        _log.warning(
+            "plans have %d rows, of which act_steps=%d would be executed; with latency=%d a decision begins "
+            "every %d steps instead, so that its plan arrives before the rows of the last one end. To decide "
+            "as seldom as before, train with a longer horizon.",
+            *(rows, wanted, latency, steps),
+        )
+    return steps
 
 
 def committed(rows: int, elapsed: int, latency: int, *, start: int = 0) -> Tensor:

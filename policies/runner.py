@@ -1,5 +1,8 @@
 """Run an exported policy: this file, the files beside it, numpy and onnxruntime are all it takes.
 
+It is one file because it is copied into every export as it stands; its parts are, in order: plans over time,
+history, noise, the runner, its graphs, a loop at a rate.
+
     runner = Runner("exported", seed=0)
     for _ in range(steps):                                # at signature["control_hz"]
         action = runner.act({"observation": newest})      # (Do,) -> (Da,), physical units
@@ -22,6 +25,7 @@ import contextlib
 import json
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -141,6 +145,11 @@ class Track:
     def left(self) -> int:
         """Steps until the next decision should begin."""
         return 0 if self.begun is None else max(0, self.begun + self._lasts - self.step)
+
+    @property
+    def spare(self) -> int:
+        """Rows of the newest plan beyond the step of the next decision, left for while that is made."""
+        return len(self._plans[-1][1]) - self._lasts if self._plans else 0
 
     def begin(self) -> None:
         """Note that a decision for the observation of this step begins."""
@@ -310,8 +319,12 @@ class Runner:
             self.track.deliver(self.plan(noise=noise))
         return self.track.next()
 
-    def see(self, newest: Mapping[str, Any]) -> None:
-        """Remember an observation; call it once in every control step. The first one is repeated To times."""
+    def see(self, newest: Mapping[str, Any]) -> dict[str, Array]:
+        """Remember an observation, once in every control step; the first one is repeated To times.
+
+        Returns:
+            The histories that a decision takes, see `plan`; they stay as they are.
+        """
         if missing := self.inputs.keys() - {"noise"} - newest.keys():
             raise ValueError(f"an observation needs {sorted(missing)} as well; got {sorted(newest)}.")
         seen = {}
@@ -323,10 +336,16 @@ class Runner:
                 raise ValueError(f"{name} must have shape {tuple(shape)}; got {value.shape}.")
             seen[name] = value
         self._history.push(seen)
+        return self._history.stacked()
 
-    def plan(self, *, noise: Array | None = None) -> Array:
-        """Decide for what was seen last; the rows (R, Da) of a plan, not clipped."""
-        seen = self._history.stacked()
+    def plan(self, seen: Mapping[str, Array] | None = None, *, noise: Array | None = None) -> Array:
+        """Decide; the rows (R, Da) of a plan, not clipped.
+
+        Args:
+            seen: What `see` returned; None: what it returned last.
+            noise: Of the decision, without its batch; None: drawn.
+        """
+        seen = self._history.stacked() if seen is None else seen
         drawn = self.draw_noise(1) if noise is None else np.asarray(noise, np.float32)[None]
         return self.predict({name: value[None] for name, value in seen.items()} | {"noise": drawn}).plan[0]
 
@@ -458,6 +477,10 @@ def run_at_rate(
 ) -> RateReport:
     """Act at a rate until `send` returns false; decisions are made beside the loop.
 
+    A plan is used from the tick after its observation on, at the earliest. What is executed until then are
+    the rows that the plan before has left: a decision of d ticks must begin d ticks before they end. Where
+    none is left the last row is held, which is counted, and warned of where it is sure to happen.
+
     Args:
         decide: Observation -> plan (R, Da); it may take longer than a tick.
         read: Returns the observation of this tick.
@@ -482,6 +505,8 @@ def run_at_rate(
                 track.deliver(pending.result())
                 report.decision_s.append(clock() - asked)
                 pending = None
+                if len(report.decision_s) == 1 and not track.spare:
+                    _warn_of_gaps(track)
             start = clock() if start is None else start  # time runs from the first command on
             goes_on = send(track.next())
             report.steps += 1
@@ -490,6 +515,18 @@ def run_at_rate(
             sleep(max(0.0, -late_s))
     report.starved = track.starved
     return report
+
+
+def _warn_of_gaps(track: Track) -> None:
+    """Warn that every decision begins when the plan before it has ended."""
+    warnings.warn(
+        f"every decision begins after the last row of the plan before it (act_steps={track.act_steps}); "
+        "until its plan arrives the last command is held, which counts as a step without a plan. Give Track "
+        "fewer act_steps than a plan has rows, by the control steps that a decision takes (at least 1), or "
+        "train with a horizon longer than act_steps.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def run(session: Any, inputs: Mapping[str, Array]) -> list[Array]:

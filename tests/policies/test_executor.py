@@ -222,6 +222,26 @@ def test_a_late_plan_was_made_for_the_observation_of_its_beginning(compensate: b
     torch.testing.assert_close(got[4], plans[1][:, 2 if compensate else 0])
 
 
+def test_where_all_rows_are_executed_the_next_plan_is_asked_for_the_latency_before_they_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Five rows, all executed: with d = 2 decisions begin every 3 steps, and no step is without a row."""
+    policy = policy_of("flow", act_steps=TH)
+    executor = Executor(policy, Execution(latency=2))
+    assert [record.args for record in caplog.records] == [(TH, TH, 2, 3)]
+    generator, calls = torch.Generator().manual_seed(0), []
+    for step in range(10):
+        executor.act(observations(B, seed=step), generator=generator)
+        calls.append(executor.calls[0] > 0)
+    assert np.flatnonzero(calls).tolist() == [0, 3, 6, 9] and executor.track(0).starved == 0
+    caplog.clear()
+    Executor(policy, Execution())
+    Executor(policy_of("flow", act_steps=2), Execution(latency=2))
+    assert not caplog.records
+    with pytest.raises(ConfigError, match="must last for act_steps=5 steps and latency=2 more"):
+        Executor(policy, Execution(latency=2, act_steps=TH))
+
+
 @every_sampler
 def test_what_is_committed_is_what_the_next_plan_begins_with(name: str) -> None:
     """With every row pinned that is executed before it arrives, a plan goes on from the one before."""

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -248,8 +249,8 @@ def test_commands_keep_to_the_box_and_change_by_no_more_than_the_jump() -> None:
 class Machine:
     """A robot, a clock and a computer whose decisions take as long as they are told to."""
 
-    def __init__(self, ticks: int, decision_s: float, work_s: float = 0.0) -> None:
-        self.now, self.sent, self.decisions = 0.0, [], 0
+    def __init__(self, ticks: int, decision_s: float, work_s: float = 0.0, rows: int = 6) -> None:
+        self.now, self.sent, self.decisions, self.rows = 0.0, [], 0, rows
         self.ticks, self.decision_s, self.work_s = ticks, decision_s, work_s
 
     def submit(self, decide: Any, observation: Any) -> Machine._Future:
@@ -265,7 +266,7 @@ class Machine:
 
     def decide(self, observation: Any) -> np.ndarray:
         self.decisions += 1
-        return numbered(self.decisions - 1)
+        return numbered(self.decisions - 1, self.rows)
 
     class _Future:
         def __init__(self, machine: Machine, value: np.ndarray, at: float) -> None:
@@ -296,6 +297,20 @@ def test_slow_ticks_are_counted_as_late_and_slow_decisions_as_steps_without_a_pl
     assert Machine(ticks=5, decision_s=0.0, work_s=0.13).run(Track(3)).late == 5
     report = Machine(ticks=9, decision_s=0.5).run(Track(2))
     assert report.late == 0 and report.starved == 2
+
+
+def test_a_plan_that_is_asked_for_after_the_last_row_leaves_gaps_and_a_warning() -> None:
+    """Four rows, decisions of one tick: begun one tick before the rows end they leave no gap."""
+
+    def starved(act_steps: int | None) -> int:
+        return Machine(ticks=12, decision_s=0.1, rows=4).run(Track(act_steps)).starved
+
+    with pytest.warns(RuntimeWarning, match="after the last row") as found:
+        assert starved(4) == starved(None) == 2
+    assert len(found) == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert starved(3) == 0
 
 
 def test_a_loop_at_a_rate_decides_on_a_thread_and_passes_its_errors_on() -> None:

@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLL_MS = 50  # how long the loop sleeps at most before it looks whether it should stop
 _DRAIN = 256  # messages that are read before the queue is looked at again
+_REOPEN_S = 60.0  # how long the old socket may take to free the port
 _HARD = 4  # times the bytes of an honest request: a larger frame is not even read
 
 
@@ -338,13 +339,13 @@ class Server:
         _log.warning("memory grew by %.0f MB: all connections are dropped and taken up again", grown)
         self.metrics.counts["reopened"] += 1
         self._socket.close(linger=0)
-        deadline = self._clock() + 10
+        deadline = time.monotonic() + _REOPEN_S
         while True:  # the port is free when the context has closed the socket
             try:
                 self._socket = self._bind()
                 break
             except ConfigError:
-                if self._clock() > deadline:
+                if time.monotonic() > deadline:
                     raise
                 time.sleep(0.01)
         _give_back_memory()

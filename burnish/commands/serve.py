@@ -14,7 +14,7 @@ from burnish.commands.export import surroundings_of
 from burnish.console import output
 from burnish.job import Job
 from burnish.locate import locate
-from envs.evaluation import with_steps
+from envs.evaluation_protocol import with_steps
 from policies.checksums import sha256
 from policies.curve import make_keys
 from policies.errors import ConfigError
@@ -62,10 +62,10 @@ def run(config: ServeConfig, job: Job) -> None:
     with (
         Server(served_by(config), settings) as server,
         metrics_page(server.metrics, config.metrics_port) as page,
+        _stopped_by_signals(server.stop),
     ):
         _tell(server.endpoint, page)
-        with _stopped_by_signals(server.stop):
-            server.run()
+        server.run()
     _log.info("stopped; %d decisions", server.metrics.counts["decisions"])
 
 

@@ -32,8 +32,10 @@ import torch
 from torch import Tensor
 
 from algos.sources import Source
+from envs.comparison import Comparison, compare
 from envs.datasets.episodes import EpisodeDataset
-from envs.evaluation import Comparison, Evaluation, check_seeds, compare
+from envs.evaluation import Evaluation
+from envs.evaluation_protocol import check_seeds
 from policies.compose import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy

@@ -14,7 +14,7 @@ from burnish.console import Counting
 from burnish.locate import Located, locate
 from burnish.pictures import film_strip, to_png
 from envs.episodes import EpisodeRow
-from envs.evaluation import EvaluationSettings
+from envs.evaluation_protocol import EvaluationSettings
 
 FRAMES = 24  # of a film strip, before it is thinned out
 

@@ -19,9 +19,11 @@ from algos.gpc import Search, Trial, WeightEstimate, estimate_weights, search_we
 from burnish.config import describe_part
 from burnish.console import Counting, table
 from burnish.locate import Located, check_folder_to_write, locate
+from envs.comparison import Comparison, compare, format_interval
 from envs.datasets import read_dataset
-from envs.evaluation import Comparison, Evaluation, EvaluationSettings, compare, format_interval
+from envs.evaluation import Evaluation
 from envs.evaluation import evaluate as run_episodes
+from envs.evaluation_protocol import EvaluationSettings
 from policies.compose import ComposedPolicy, compose
 from policies.errors import ConfigError
 from policies.folder import save_policy

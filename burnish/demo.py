@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_thread_defaults()
     import burnish
     from burnish.console import output
-    from envs.evaluation import format_interval
+    from envs.comparison import format_interval
 
     out, console = Path("runs/demo") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S"), output()
     out.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from burnish.locate import check_file_to_write, check_folder_to_write
 from envs.collect import MAX_ATTEMPTS, collect
 from envs.datasets import EpisodeDataset, write_dataset
 from envs.datasets.writers import FOLDERS, format_to_write
-from envs.evaluation import check_seeds
+from envs.evaluation_protocol import check_seeds
 from envs.spec import EnvSpec
 from policies import registry
 from policies.errors import CapabilityError, ConfigError, DatasetError

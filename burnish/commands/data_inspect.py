@@ -21,7 +21,7 @@ from envs.datasets.catalogue import find_dataset
 from envs.datasets.minari_tasks import task_of
 from envs.datasets.schema import KeyFacts, describe_file, size_of
 from envs.datasets.scores import normalized_score, reference
-from envs.evaluation import check_seeds
+from envs.evaluation_protocol import check_seeds
 from policies.errors import ConfigError, DatasetError
 
 FACTS, PICTURE = "inspection.json", "inspection.png"

@@ -18,8 +18,10 @@ from burnish.config import restore_part
 from burnish.console import Counting, output, table
 from burnish.job import Job
 from burnish.locate import Located, check_file_to_write, locate_actor
-from envs.evaluation import Comparison, Evaluation, EvaluationSettings, compare, format_interval
+from envs.comparison import Comparison, compare, format_interval
+from envs.evaluation import Evaluation
 from envs.evaluation import evaluate as run_episodes
+from envs.evaluation_protocol import EvaluationSettings
 from envs.player import NETWORK_CALLS
 from envs.statistics import Interval
 from policies.errors import ConfigError

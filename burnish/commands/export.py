@@ -12,7 +12,7 @@ from burnish.commands.evaluate import task_of
 from burnish.console import output, table
 from burnish.job import Job
 from burnish.locate import Located, check_folder_to_write, locate
-from envs.evaluation import check_seeds, with_steps
+from envs.evaluation_protocol import check_seeds, with_steps
 from policies.errors import ConfigError
 from policies.export import FORMATS, GRAPHS, export_policy
 from policies.export_card import latency_table

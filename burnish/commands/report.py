@@ -21,7 +21,9 @@ from burnish.job import Job
 from burnish.locate import check_folder_to_write, locate
 from burnish.page import Page
 from burnish.pictures import learning_curves, run_colours
-from envs.evaluation import Evaluation, check_seeds, format_interval
+from envs.comparison import format_interval
+from envs.evaluation import Evaluation
+from envs.evaluation_protocol import check_seeds
 from envs.statistics import bootstrap_iqm, wilson
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
 

@@ -27,7 +27,7 @@ from burnish.job import Job
 from burnish.locate import RUN_CONFIG, Located, check_folder_to_write, locate
 from envs.datasets import lasting_options, read_dataset
 from envs.datasets.catalogue import find_dataset
-from envs.evaluation import EvaluationSettings, as_evaluated, check_seeds, staged
+from envs.evaluation_protocol import EvaluationSettings, as_evaluated, check_seeds, staged
 from policies import registry
 from policies.errors import ConfigError
 from policies.policy import Policy, PolicyConfig, complete

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from envs.comparison import compare, format_interval
 from envs.episodes import EpisodeRow
-from envs.evaluation import Evaluation, EvaluationSettings, compare, evaluate, format_interval
+from envs.evaluation import Evaluation, evaluate
+from envs.evaluation_protocol import EvaluationSettings
 from envs.make import env
 from envs.spec import EnvConfig
 from policies.backbones.mlp import MlpConfig

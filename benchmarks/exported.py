@@ -1,6 +1,7 @@
 """Exports at work: the same success as the policy, and a closed loop with the policy in another process.
 
     python -m benchmarks.exported avoid=runs/a/policy cube-single=runs/b/policy
+    python -m benchmarks.exported --clone avoid --steps 3000    one of every process, cloned briefly
     python -m benchmarks.exported --report                      the page from what is there
 
 The policy and its exports (one graph, and step by step) play the same episodes with the same noise. Then the
@@ -11,11 +12,10 @@ to the simulator, whose loop keeps the task's control rate in real time. The pag
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from algos.provenance import describe_environment
+from benchmarks import families, pages
 from burnish.commands.evaluate import task_of
 from burnish.commands.export import surroundings_of
 from burnish.config import register_configs
-from burnish.locate import locate
-from envs.evaluation import Evaluation, compare, evaluate
+from burnish.locate import Located, locate
+from envs.comparison import compare
+from envs.evaluation import Evaluation, evaluate
 from envs.spec import EnvConfig
+from envs.statistics import paired_difference
+from policies import registry
+from policies.errors import ExportError
 from policies.export import GRAPHS, export_onnx
 from policies.exported import ExportedPolicy
 from policies.runner import Limits, Track, run_at_rate
 
-RESULTS = Path("docs/results")
+SLOW = {"ebt": 3e-4}
+"""Processes for which the learning rate of a task is too large."""
 
 AGENT = """
 import sys
@@ -65,11 +70,12 @@ class Elsewhere:
 
     Args:
         folder: What was exported.
+        python: Interpreter that runs it; its environment needs numpy and onnxruntime.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, python: str) -> None:
         self.exported = ExportedPolicy(folder)
-        command = [sys.executable, "-I", "-c", AGENT, str(folder)]
+        command = [python, "-I", "-c", AGENT, str(folder)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def __call__(self, history: np.ndarray) -> np.ndarray:
@@ -121,16 +127,17 @@ class Robot:
         self._vector.close()
 
 
-def act(env: EnvConfig, folder: Path, episodes: int) -> dict[str, Any]:
+def act(env: EnvConfig, folder: Path, episodes: int, python: str) -> dict[str, Any]:
     """Act in real time, at the task's rate, with the policy in another process; returns what was counted."""
-    decide, spec = Elsewhere(folder), env.spec
+    decide, spec = Elsewhere(folder, python), env.spec
     limits = Limits(np.array(spec.action_low), np.array(spec.action_high))
     chunk = decide.exported.chunk
+    interval = max(1, min(chunk.act_steps, chunk.horizon - chunk.action_start - 1))
     totals: dict[str, Any] = {"success": [], "steps": 0, "late": 0, "starved": 0, "decision_s": []}
     decide(np.zeros((chunk.obs_steps, spec.obs_dim)))  # the first answer includes loading the graph
     for episode in range(episodes):
         robot = Robot(env, chunk.obs_steps, episode)
-        track = Track(chunk.act_steps, limits=limits)
+        track = Track(interval, limits=limits)
         report = run_at_rate(decide, robot.read, robot.send, track, hz=spec.control_hz)
         totals["success"].append(robot.success)
         for name, value in asdict(report).items():
@@ -140,37 +147,50 @@ def act(env: EnvConfig, folder: Path, episodes: int) -> dict[str, Any]:
     return totals
 
 
-def measure(task: str, path: str, options: argparse.Namespace) -> Path:
-    """Compare a policy with its exports and act with one of them; returns the JSON file."""
-    found = locate(path)
+def measure(found: Located, title: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Compare a policy with its exports; returns what is kept."""
     policy, env = found.load(), task_of(found)
     settings = {"episodes": options.episodes, "num_envs": 25}
     own = evaluate(policy, env, **settings)
     content: dict[str, Any] = {
-        "task": task,
+        "task": env.spec.name,
+        "what": title or pages.describe(policy),
         "label": found.label,
         "control_hz": env.spec.control_hz,
+        "quantity": "success" if env.spec.success_rule else "return",
         "policy": _numbers(own),
-        "environment": describe_environment(),
         "exports": {},
     }
     with tempfile.TemporaryDirectory() as place:
         for graph in GRAPHS:
             folder = Path(place) / graph
-            report = export_onnx(policy, folder, graph=graph, surroundings=surroundings_of(found))
+            try:
+                report = export_onnx(policy, folder, graph=graph, surroundings=surroundings_of(found))
+            except ExportError as error:
+                content["exports"][graph] = {"refused": str(error)}
+                continue
             played = evaluate(ExportedPolicy(folder), env, **settings)
             content["exports"][graph] = {
                 **_numbers(played),
                 "worst": report.worst,
                 "latency": report.latency,
-                "comparison": str(compare(own, played)),
             }
-            print(f"{task}, graph={graph}: {content['exports'][graph]['comparison']}", flush=True)
-        content["act"] = act(env, Path(place) / GRAPHS[0], options.live)
-    target = RESULTS / "exported" / f"{task}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content) + "\n")
-    return target
+            print(f"{content['what']}, graph={graph}: {compare(own, played)}", flush=True)
+        if options.live:
+            content["act"] = act(env, Path(place) / GRAPHS[0], options.live, options.python)
+    return content
+
+
+def clone_all(task: str, options: argparse.Namespace) -> None:
+    """Clone a policy with every process, briefly, and compare each with its exports."""
+    demos, recipe = families.demonstrations(task, 0, options.root), families.TASKS[task]
+    for process in options.processes:
+        lr = SLOW.get(process, recipe.lr)
+        budget = {"steps": options.steps, "lr": lr, "batch_size": families.BATCH, "validation_fraction": 0.0}
+        place = options.root / task / process
+        families.clone(task, (f"process={process}",), demos, place, seed=0, budget=budget)
+        content = measure(locate(str(place)), process, options)
+        print(f"written: {pages.keep('exported', f'{task}-{process}', content)}", flush=True)
 
 
 def _numbers(evaluation: Evaluation) -> dict[str, Any]:
@@ -179,67 +199,83 @@ def _numbers(evaluation: Evaluation) -> dict[str, Any]:
 
 # -- report ---------------------------------------------------------------------------------------------
 
-INTRODUCTION = """`{command}`: policies and their exports play the same episodes with the same noise
-([formats](../export.md)). *Equal* counts the episodes of the same length and return: rounding differs in the
-last bits, and where a task amplifies it episodes part, without one side being better.
+INTRODUCTION = """`python -m benchmarks.exported` lets policies and their exports play the same episodes with
+the same noise ([formats](../export.md)): a given policy (`avoid=<policy>`), or one of every process, cloned
+briefly (`--clone avoid`). *Equal* counts the episodes of the same length and return: rounding differs in the
+last bits, and where a task amplifies it episodes part, without one side being better. The difference is that
+of success, or of the return where a task has no success, with its 95 % interval over episodes; the largest
+difference of an action is that on random inputs, in physical units. Times are those of one decision for one
+observation, on one thread."""
 
-In real time a plan is used from the tick after its observation on. A policy whose plans have no rows beyond
-those that are executed leaves a step without a plan at every decision; the last row is held there. Late ticks
-are those of the machine, whatever else it did."""
+LIVE = """Then the exported folder acts in real time, in another process that cannot import PyTorch. The next
+plan is asked for when the rows that are executed end, and at least one control step before all rows end: a
+plan is used from the tick after its observation on. Late ticks are missed deadlines, of a machine that
+others use."""
 
 
 def report() -> Path:
     """Write the page."""
-    found = [json.loads(path.read_text()) for path in sorted((RESULTS / "exported").glob("*.json"))]
-    if not found:
-        raise SystemExit(f"{RESULTS / 'exported'} holds no results; give task=<policy> first.")
-    command = " ".join(("python -m benchmarks.exported", *(f"{one['task']}=<policy>" for one in found)))
-    lines = ["# Exports at work", "", INTRODUCTION.format(command=command)]
+    found = pages.kept("exported")
+    lines = ["# Exports at work", "", INTRODUCTION]
+    for task in sorted({one["task"] for one in found}):
+        lines += ["", f"## {task}", "", *_section([one for one in found if one["task"] == task])]
+    lines += ["", "## In real time", "", LIVE, "", *_live([one for one in found if "act" in one])]
+    return pages.write("exported", lines + pages.origin("exported", found[0]))
+
+
+def _section(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what was found on a task: a row per policy and graph."""
+    columns = ("policy", "graph", found[0]["quantity"], "exported", "difference", "equal episodes")
+    rows, refused = [], {}
     for one in found:
-        lines += ["", f"## {one['task']}", "", *_section(one)]
-    packages = found[0]["environment"]["packages"]
-    versions = ", ".join(f"{name} {packages[name]}" for name in ("torch", "mujoco"))
-    lines += ["", f"Measured with {versions}. Per-episode numbers are in `exported/`."]
-    path = RESULTS / "exported.md"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+        for graph, export in one["exports"].items():
+            if "refused" in export:
+                refused[one["what"], graph] = export["refused"]
+            else:
+                rows.append((one["what"], graph, *_cells(one, export)))
+    yield from pages.table((*columns, "largest, random inputs", "decision", "exported"), rows)
+    if refused:
+        yield ""
+        yield "Not exported, for the reason that is given:"
+        yield ""
+    for (what, graph), reason in refused.items():
+        yield f"- {what}, graph={graph}: {reason}"
 
 
-def _section(one: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what was found on a task."""
-    own = one["policy"]
-    yield "| | success | return | equal episodes | largest difference on random inputs | decision, batch 1 |"
-    yield "|---|---|---|---|---|---|"
-    eager = one["exports"]["whole"]["latency"][0]["eager_ms"]
-    yield f"| policy | {_share(own['success'])} | {np.mean(own['return']):.5g} | | | {eager:.2f} ms |"
-    for graph, export in one["exports"].items():
-        equal = [
-            abs(a - b) <= 1e-9 and c == d
-            for a, b, c, d in zip(
-                own["return"], export["return"], own["length"], export["length"], strict=True
+def _cells(one: Mapping[str, Any], export: Mapping[str, Any]) -> Iterator[str]:
+    own, quantity = one["policy"], one["quantity"]
+    scale, unit = (100, " %") if quantity == "success" else (1, "")
+    for side in (own, export):
+        yield f"{scale * float(np.mean(side[quantity])):.4g}{unit}"
+    change = paired_difference(*(np.array([side[quantity]]) * scale for side in (own, export)))
+    yield f"{change.value:.3g} ({change.low:.3g} to {change.high:.3g})"
+    pairs = [list(zip(side["return"], side["length"], strict=True)) for side in (own, export)]
+    equal = [abs(a - b) <= 1e-9 and m == n for (a, m), (b, n) in zip(*pairs, strict=True)]
+    yield f"{sum(equal)} of {len(equal)}"
+    yield f"{export['worst']:.1e}"
+    times = export["latency"][0]
+    yield f"{times['eager_ms']:.2f} ms"
+    yield f"{times['onnx_ms']:.2f} ms"
+
+
+def _live(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield how acting in real time went."""
+    rows = []
+    for one in found:
+        acted = one["act"]
+        times = 1e3 * np.percentile(acted["decision_s"], (50, 99))
+        solved = f"{sum(acted['success']):.0f} of {len(acted['success'])}"
+        rows.append(
+            (
+                *(one["task"], one["what"], f"{one['control_hz']:g} Hz"),
+                *(solved if one["quantity"] == "success" else len(acted["success"]), acted["steps"]),
+                *(acted["late"], acted["starved"], f"{times[0]:.1f} ms", f"{times[1]:.1f} ms"),
             )
-        ]
-        yield (
-            f"| graph={graph} | {_share(export['success'])} | {np.mean(export['return']):.5g} | "
-            f"{sum(equal)} of {len(equal)} | "
-            f"{export['worst']:.1e} | {export['latency'][0]['onnx_ms']:.2f} ms |"
         )
+    columns = ("task", "policy", "rate", "episodes solved", "steps", "late", "without a plan")
+    yield from pages.table((*columns, "decision, median", "99 %"), rows)
     yield ""
-    for graph, export in one["exports"].items():
-        yield f"graph={graph}: {export['comparison']}"
-    acted = one["act"]
-    times = 1e3 * np.percentile(acted["decision_s"], (50, 99))
-    yield ""
-    yield (
-        f"In another process without PyTorch, at {one['control_hz']:g} Hz in real time: "
-        f"{len(acted['success'])} episodes, success {_share(acted['success'])}, {acted['steps']} steps, of "
-        f"which {acted['late']} were late and {acted['starved']} had no plan; decisions took {times[0]:.1f} "
-        f"ms (median) and {times[1]:.1f} ms (99 %), the pipe and the wait for the next tick included."
-    )
-
-
-def _share(success: list[float]) -> str:
-    return f"{100 * float(np.mean(success)):.0f} %"
+    yield "A decision includes the pipe and the wait for the next tick."
 
 
 def main() -> int:
@@ -249,14 +285,21 @@ def main() -> int:
     )
     parser.add_argument("tasks", nargs="*", help="task=<policy>")
     parser.add_argument("--episodes", type=int, default=100)
-    parser.add_argument("--live", type=int, default=10, help="episodes in real time")
+    parser.add_argument("--live", type=int, default=0, help="episodes in real time, of the policies given")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that runs the exported folder")
+    parser.add_argument("--clone", nargs="*", default=[], choices=families.TASKS, help="tasks")
+    parser.add_argument("--processes", nargs="*", default=sorted(registry.parts("process")), help="to clone")
+    parser.add_argument("--steps", type=int, default=3000, help="gradient steps of every clone")
+    parser.add_argument("--root", type=Path, default=Path("runs/exported"), help="where clones are kept")
     parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
     register_configs()
     torch.set_num_threads(1)
     for text in () if options.report else options.tasks:
         task, _, path = text.partition("=")
-        print(f"written: {measure(task, path, options)}", flush=True)
+        print(f"written: {pages.keep('exported', task, measure(locate(path), '', options))}", flush=True)
+    for task in () if options.report else options.clone:
+        clone_all(task, options)
     print(f"written: {report()}")
     return 0
 

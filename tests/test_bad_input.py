@@ -401,7 +401,7 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     home = str(Path(cli.__file__).resolve().parents[1])
     done = subprocess.run(
         [sys.executable, "-m", "burnish", "train", "algo=bc", "env=avoid", f"dataset={path}"],
-        cwd=cwd, env=os.environ | {"PYTHONPATH": home}, capture_output=True, text=True, timeout=120,
+        cwd=cwd, env=os.environ | {"PYTHONPATH": home}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert "action width" in done.stderr and not list(cwd.rglob("*"))

@@ -25,7 +25,7 @@ def _run(*arguments: str, cwd: Path, **environment: str) -> subprocess.Completed
     home = str(Path(cli.__file__).resolve().parents[1])
     variables = os.environ | {"PYTHONPATH": home, "OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, "-m", "burnish", *arguments]
-    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True, timeout=600)
 
 
 def _main(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:

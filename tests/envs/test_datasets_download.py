@@ -176,6 +176,7 @@ def test_a_wrong_checksum_is_refused_and_thrown_away(tmp_path: Path, server: Ser
 
 def test_without_a_network_there_is_one_clear_message(tmp_path: Path, server: Server) -> None:
     address = server.address
+    server.shutdown()
     server.server_close()
     with pytest.raises(DatasetError, match=r"/x\.bin: cannot be reached \(.*refused.*\)\. Check the network"):
         fetch(f"{address}/x.bin", tmp_path / "x.bin")

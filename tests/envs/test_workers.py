@@ -21,7 +21,7 @@ from envs.workers import LocalWorkers, ProcessWorkers, receive, send, start_work
 from policies.errors import ConfigError, WorkerError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 
 class Probe:

@@ -24,6 +24,8 @@ from policies.errors import CheckpointError, ConfigError
 from policies.folder import save_policy
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+PATIENCE_S = 120
+"""How long both sides wait for each other on a machine that is busy."""
 
 
 class StandIn:
@@ -36,7 +38,7 @@ class StandIn:
         stand_in = self
 
         class Handler(BaseHTTPRequestHandler):
-            timeout = 30
+            timeout = PATIENCE_S
 
             def _reply(self, status: int, body: bytes = b"", **headers: str) -> None:
                 self.send_response(status)
@@ -121,6 +123,8 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[StandI
         monkeypatch.setenv(name, "127.0.0.1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", PATIENCE_S)
     stand_in = StandIn()
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", stand_in.url)
     monkeypatch.setattr(

@@ -303,7 +303,8 @@ def test_shared_networks_see_equal_images_alike_and_others_do_not() -> None:
         policy = build(encoder)
         vec, inner = policy.encode(obs).vec, policy.encoder
         assert len(inner.nets) == num_nets  # type: ignore[attr-defined]
-        assert torch.equal(vec[:, :FEATURES], vec[:, FEATURES : 2 * FEATURES]) is (num_nets == 1)
+        one, other = vec[:, :FEATURES], vec[:, FEATURES : 2 * FEATURES]
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6) is (num_nets == 1)
 
 
 def test_the_residual_network_puts_what_belongs_to_a_step_side_by_side() -> None:

@@ -62,7 +62,7 @@ class SteeredActor:
         twin.policy = self.policy.on_cpu()
         return twin
 
-    def warmup_latent(self, eps: Tensor) -> Tensor:
+    def warmup_latent(self, cond: Tensor, eps: Tensor) -> Tensor:
         """Return latents (B, L) at which the frozen policy acts as it does alone, within the box if asked."""
         latent = eps / self.bound
         return latent.clamp(-1, 1) if self._within_box else latent

@@ -21,7 +21,7 @@ from algos.offpolicy_config import OffPolicyConfig
 from algos.plain import capture_generator, restore_generator
 from algos.replay import ChunkBatch, Mixture, Replay
 from algos.soft_learner import LatentActor, Quantities
-from algos.transitions import Rewarding, TransitionTable, tabulate
+from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
 from envs.episodes import EpisodeRow
 from envs.fit import require_fit
 from envs.rollout import Rollout, RolloutPool
@@ -86,7 +86,7 @@ class Explorer:
         policy = self.actor.policy
         cond = policy.encode(policy.observation(obs)).vec
         eps = torch.randn(len(cond), self.actor.latent_dim, generator=generator)
-        latent = self.actor.warmup_latent(eps) if self.is_warmup else self.actor.draw(cond, eps)[0]
+        latent = self.actor.warmup_latent(cond, eps) if self.is_warmup else self.actor.draw(cond, eps)[0]
         action = self.actor.chunk(cond, latent)
         physical = policy.physical(action.view(len(cond), policy.chunk.act_steps, -1))
         return physical, {"cond": cond, "latent": latent, "action": action}
@@ -174,17 +174,22 @@ class OffPolicyRun:
 
     def advance(self) -> Metrics:
         """Act and learn for a block of control steps, and report it."""
-        began, before, means = time.perf_counter(), self.progress, Means()
+        before, means, seconds = self.progress, Means(), {"rollout": 0.0, "update": 0.0}
         until = min(before + self.config.block_steps, self.total)
         episodes: list[EpisodeRow] = []
         with torch_threads(self._num_threads):
             while self.progress < until:
+                began = time.perf_counter()
                 rollout = self._collect()
+                collected = time.perf_counter()
                 episodes += rollout.episodes
                 self._learn(means)
-        seconds = time.perf_counter() - began
-        speed = {"time/env_steps_per_s": (self.progress - before) / seconds}
-        return means.read() | _summary(episodes) | {"replay/rows": float(len(self.replay))} | speed
+                seconds["rollout"] += collected - began
+                seconds["update"] += time.perf_counter() - collected
+        found = means.read()  # waits for the device
+        spent = {f"time/{what}_s": value for what, value in seconds.items()}
+        spent["time/env_steps_per_s"] = (self.progress - before) / sum(seconds.values())
+        return found | _summary(episodes) | {"replay/rows": float(len(self.replay))} | spent
 
     def _collect(self) -> Rollout:
         """Execute chunks in all environments and remember them."""
@@ -255,16 +260,18 @@ def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> Tran
     """
     if not config.offline_ratio:
         if setup.dataset is not None:
-            _log.warning("the dataset is not used: algo.offline_ratio is 0, the share of it in a batch.")
+            _log.warning("no batch takes rows of the dataset: algo.offline_ratio, their share, is 0.")
         return None
     algo = name_of("algo", config)
     if setup.dataset is None:
         raise ConfigError(
             f"algo={algo} takes the share algo.offline_ratio={config.offline_ratio} of its batches from a "
-            "dataset; got none. Give dataset=<file>, or set algo.offline_ratio=0."
+            f"dataset; got none. Give dataset=<file>, or {config.without_data}."
         )
     dataset, advice = setup.dataset, "Use a dataset of the same task."
     require_fit("the policy", policy, dataset.source, dataset, advice=advice)
+    if setup.env is not None:
+        dataset = clipped_actions(dataset, box_of(dataset, setup.env.spec))
     rewarding = Rewarding(config.gamma, config.reward_scale, config.reward_shift)
     return tabulate(dataset.to(setup.device), policy, rewarding)
 

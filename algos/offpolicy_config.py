@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from algos.replay import Discounting
 from algos.soft_learner import SoftRules
@@ -17,6 +18,9 @@ class OffPolicyConfig:
 
     A step is a control step of one environment unless it says otherwise.
     """
+
+    entropy_share: ClassVar[float] = -0.5  # target entropy per number of a latent, where none is given
+    without_data: ClassVar[str] = "set algo.offline_ratio=0"  # what to do without a dataset
 
     # budget
     total_steps: int = 300_000  # executed control steps
@@ -37,7 +41,8 @@ class OffPolicyConfig:
     tau: float = 0.005  # share of the way that target weights go
     critics: int = 2  # E
     critic_dims: tuple[int, ...] = (256, 256, 256)  # hidden widths
-    critic_activation: str = "tanh"  # relu, mish or tanh, after a layer normalisation
+    critic_activation: str = "tanh"  # relu, mish or tanh
+    critic_layer_norm: bool = True  # normalise before each activation
     aggregate: str = "min"  # min | mean | subset_min | mean_std over the critics, in targets
     actor_aggregate: str = "min"  # the same in the actor's loss
     subset: int = 2  # critics of subset_min, drawn anew at every step
@@ -86,7 +91,7 @@ class OffPolicyConfig:
 
     def critic_config(self) -> EnsembleConfig:
         """Return the shape of the critics."""
-        return EnsembleConfig(self.critics, self.critic_dims, self.critic_activation, layer_norm=True)
+        return EnsembleConfig(self.critics, self.critic_dims, self.critic_activation, self.critic_layer_norm)
 
     @property
     def discounting(self) -> Discounting:
@@ -100,7 +105,7 @@ class OffPolicyConfig:
 
     def rules(self, latent_dim: int) -> SoftRules:
         """Return the constants of the learner for latents of a width."""
-        target = -latent_dim / 2 if self.target_entropy is None else self.target_entropy
+        target = self.entropy_share * latent_dim if self.target_entropy is None else self.target_entropy
         return SoftRules(
             tau=self.tau,
             target_entropy=target,

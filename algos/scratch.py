@@ -7,6 +7,7 @@ is collected, appraised and learned from is the same numbers every time.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,10 +19,11 @@ from policies.normalizer import Normalizer
 from policies.policy import Policy, build_policy
 
 
-def fresh_policy(setup: Setup, algo: str) -> Policy:
+def fresh_policy(setup: Setup, algo: str, state: Mapping[str, Tensor] | None = None) -> Policy:
     """Build the policy that the configuration describes, for the task of the setup.
 
-    Normalised actions are those of the box; observations are left as they are, until `RunningMoments.apply`.
+    Normalised actions are those of the box. Without statistics of `state`, observations are left as they are
+    until `RunningMoments.apply`.
 
     Raises:
         ConfigError: If there is no task, it has goals, or observations are to be scaled by unknown limits.
@@ -29,7 +31,7 @@ def fresh_policy(setup: Setup, algo: str) -> Policy:
     if setup.env is None:
         raise ConfigError(f"algo={algo} learns in an environment and got none. Give env=<name>.")
     spec, mode = setup.env.spec, setup.policy.normalizer["state"]
-    if mode == "limits":
+    if mode == "limits" and state is None:
         raise ConfigError(
             f"algo={algo} without init has no demonstrations that tell the limits of observations; got "
             "policy.normalizer.state=limits. Use gaussian, which is learned on the way, or identity. "
@@ -43,12 +45,12 @@ def fresh_policy(setup: Setup, algo: str) -> Policy:
     low, high = (torch.tensor(side) for side in (spec.action_low, spec.action_high))
     box = {"min": low, "max": high, "mean": (low + high) / 2, "std": (high - low) / 2}
     unit = dict(zip(("min", "max", "mean", "std"), torch.tensor([-1.0, 1.0, 0.0, 1.0]), strict=True))
-    state = {name: value.expand(spec.obs_dim) for name, value in unit.items()}
+    known = {name: value.expand(spec.obs_dim) for name, value in unit.items()}
     return build_policy(
         setup.policy,
         obs_dim=spec.obs_dim,
         action_dim=spec.action_dim,
-        statistics={"state": state, "action": box},
+        statistics={"state": known if state is None else state, "action": box},
         seed=setup.seed,
     )
 

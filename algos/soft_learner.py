@@ -65,7 +65,7 @@ class LatentActor(Protocol):
         """Return what is executed, normalised and flat (B, A); no gradient."""
         ...
 
-    def warmup_latent(self, eps: Tensor) -> Tensor:
+    def warmup_latent(self, cond: Tensor, eps: Tensor) -> Tensor:
         """Return latents (B, L) to try before anything is learned, for standard normals (B, L)."""
         ...
 

@@ -228,6 +228,8 @@ PAGES = {
     "a2pr": ["a2pr", "offline"],
     "cdsa": ["cdsa"],
     "dsrl": ["dsrl", "offpolicy"],
+    "sac": ["sac", "offpolicy"],
+    "rlpd": ["sac", "offpolicy"],
 }
 """Where the settings of an algorithm are explained."""
 

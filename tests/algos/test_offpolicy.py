@@ -138,7 +138,7 @@ def test_the_warm_up_is_the_frozen_policy() -> None:
 def test_the_warm_up_stays_in_the_box_where_values_are_of_latents() -> None:
     run = start(changed(variant="sac", steering=Steering(bound=0.3, hidden_dims=(8,))))
     assert type(run.learner) is SoftLearner
-    latent = run.learner.actor.warmup_latent(torch.tensor([[0.1, 5.0]]))
+    latent = run.learner.actor.warmup_latent(torch.zeros(1, 2), torch.tensor([[0.1, 5.0]]))
     torch.testing.assert_close(latent, torch.tensor([[0.1 / 0.3, 1.0]]))
     run.close()
 

@@ -55,6 +55,7 @@ SMALL: dict[str, Any] = {
     "total_steps": 36,
     "warmup_steps": 2,
     "updates_per_step": 0.5,
+    "actor_every": 1,
     "steering": Steering(hidden_dims=(8,)),
     # anywhere
     "batch_size": 8,

@@ -1,0 +1,139 @@
+"""Soft actor-critic on action chunks: a squashed Gaussian policy learns from everything that it has met.
+
+The equations are in `algos.soft_learner`, with u the executed rows of a chunk and critics of chunks; the loop
+is in `algos.offpolicy`. A policy to start from is optional: a fresh one learns from the reward alone.
+
+Source: SAC, arXiv 1812.05905 (automatic temperature). Deviations: an action is a chunk of Ta control steps,
+rewards and values are discounted per control step, and chunks end with their episode; time limits are not
+ends of the task; the actor's step follows the critics' and sees them after it. With chunks of one action the
+first two are the publication's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from algos.base import Setup
+from algos.offline import THREADS
+from algos.offpolicy import OffPolicyRun, offline_table, refuse_more_than_states
+from algos.offpolicy_config import OffPolicyConfig
+from algos.onpolicy import check_setup
+from algos.scratch import fresh_policy
+from algos.soft_learner import SoftLearner
+from envs.fit import require_fit
+from policies.errors import CapabilityError, ConfigError
+from policies.policy import Policy
+from policies.registry import name_of, register
+from policies.seeds import derive_seed
+from policies.squashed import TanhGaussianPolicy
+from policies.tanh_gaussian import tanh_draw
+from policies.threads import torch_threads
+
+
+@register("algo", "sac")
+@dataclass
+class SacConfig(OffPolicyConfig):
+    """Soft actor-critic, from the reward alone or from a squashed Gaussian policy."""
+
+    entropy_share: ClassVar[float] = -1.0
+
+    updates_per_step: float = 1.0  # steps of the critics per executed control step
+    critic_dims: tuple[int, ...] = (256, 256)  # hidden widths
+    critic_activation: str = "relu"  # relu, mish or tanh
+    critic_layer_norm: bool = False  # normalise before each activation
+    target_entropy: float | None = None  # of an executed chunk; None: minus its number of entries
+
+    def build(self, setup: Setup) -> OffPolicyRun:
+        """Check the setup and return the algorithm, ready to advance.
+
+        Raises:
+            ConfigError: If environment or dataset is missing, sizes disagree, or nothing tells a fresh policy
+                the scale of observations.
+            CapabilityError: If the policy is no squashed Gaussian, or sees more than states.
+        """
+        algo = name_of("algo", self)
+        init = self._fresh(setup, algo) if setup.init is None else check_setup(setup, algo)
+        if not isinstance(init, TanhGaussianPolicy):
+            raise CapabilityError(
+                f"algo={algo} trains a squashed Gaussian policy; got {type(init).__name__} with process "
+                f"'{type(init.config.process).__name__}'. Use process=tanh_gaussian, or steer this one with "
+                "algo=dsrl."
+            )
+        refuse_more_than_states(init, algo)
+        with torch_threads(setup.threads(THREADS)):
+            policy = init.clone().to(setup.device).requires_grad_(True)
+            actor = SquashedActor(policy, self.density_form, is_fresh=setup.init is None)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(derive_seed(setup.seed, "soft_critics"))
+                critic = self.critic_config().build(policy.encoder.cond_dim, actor.latent_dim)
+            critic = critic.to(policy.device, policy.dtype)
+            learner = SoftLearner(actor, critic, self.rules(actor.latent_dim), of_chunks=True)
+            return OffPolicyRun(self, setup, learner, offline_table(self, setup, policy))
+
+    def _fresh(self, setup: Setup, algo: str) -> Policy:
+        """Return a policy that knows nothing; a dataset tells it the scale of observations."""
+        if setup.dataset is not None and setup.env is not None:
+            spec, source = setup.env.spec, setup.dataset.source
+            advice = "Use a dataset of the same task."
+            require_fit(f"env={spec.name}", spec, source, setup.dataset, advice=advice)
+            return fresh_policy(setup, algo, setup.dataset.statistics()["state"])
+        mode = setup.policy.normalizer["state"]
+        if setup.env is not None and mode != "identity":
+            raise ConfigError(
+                f"algo={algo} without init and dataset has nothing that tells the scale of observations, "
+                f"which it remembers scaled; got policy.normalizer.state={mode}. Use "
+                "policy.normalizer.state=identity. Give init=<policy directory> to go on from a policy, or "
+                "dataset=<file>, which tells the scale."
+            )
+        return fresh_policy(setup, algo)
+
+
+class SquashedActor:
+    """The executed rows of a squashed Gaussian policy; see `algos.soft_learner.LatentActor`.
+
+    Latents are chunks: L = A = Ta Da.
+
+    Args:
+        policy: Whose network is trained.
+        form: Of the squashed density, one of `policies.tanh_gaussian.FORMS`.
+        is_fresh: Warm up by uniform chunks instead of the policy's own.
+    """
+
+    def __init__(self, policy: TanhGaussianPolicy, form: str = "exact", *, is_fresh: bool = True) -> None:
+        self.policy, self._form, self._is_fresh = policy, form, is_fresh
+        rows, width = policy.chunk.executed, policy.chunk.action_dim
+        self._executed = slice(rows.start * width, rows.stop * width)
+
+    @property
+    def latent_dim(self) -> int:
+        """A."""
+        return self.policy.chunk.act_steps * self.policy.chunk.action_dim
+
+    def on_cpu(self) -> SquashedActor:
+        """Return the actor as workers use it."""
+        twin = copy.copy(self)
+        twin.policy = self.policy.on_cpu()
+        return twin
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the weights of the network."""
+        return list(self.policy.head.parameters())
+
+    def draw(self, cond: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+        """Return executed chunks (B, A) and their log-density (B,)."""
+        mean, log_std = self.policy.head(cond)
+        return tanh_draw(mean[:, self._executed], log_std[:, self._executed], eps, form=self._form)
+
+    def chunk(self, cond: Tensor, latent: Tensor) -> Tensor:
+        """Return the latent: it is the chunk."""
+        return latent
+
+    def warmup_latent(self, cond: Tensor, eps: Tensor) -> Tensor:
+        """Return chunks (B, A): uniform in the box, or draws of the policy to start from."""
+        return torch.erf(eps / math.sqrt(2)) if self._is_fresh else self.draw(cond, eps)[0]

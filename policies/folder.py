@@ -234,6 +234,8 @@ def _check_description(data: Any, nested: int = 0) -> None:
     for name in ("switch_time", "observation_clip", "goal_dropout", "guidance"):
         if name in data and data[name] is not None and type(data[name]) not in (int, float):
             raise ConfigError(f"{name} must be a number; got {str(data[name])[:80]}.")
+    if type(data.get("tuned_above", False)) is not bool:
+        raise ConfigError(f"tuned_above must be true or false; got {str(data['tuned_above'])[:80]}.")
     for group, part in data["parts"].items():
         if group not in _PART_GROUPS or not isinstance(part, dict):
             raise ConfigError(f"parts must hold objects for {', '.join(_PART_GROUPS)}; got '{group[:80]}'.")
@@ -292,7 +294,7 @@ def _rebuild_inner(data: Mapping[str, Any]) -> Policy:
     images = {camera: (int(h), int(w), int(c)) for camera, (h, w, c) in images.items()}
     policy = build_policy(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim, images=images)
     if data.get("switch_time") is not None and isinstance(policy, DenoisingPolicy):
-        switch, above = float(data["switch_time"]), bool(data.get("tuned_above"))
+        switch, above = float(data["switch_time"]), data.get("tuned_above", False)
         policy.field = SwitchedField(policy.field, policy.clone().field, switch, tuned_above=above)
     return policy
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import permutations
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from point_env import PointEnv
@@ -17,9 +18,18 @@ POLICY = build_policy(PolicyConfig(), obs_dim=2, action_dim=2)
 DATA = SimpleNamespace(obs_dim=2, action_dim=2)  # goals are not known by a width
 
 
-def test_things_of_equal_widths_fit() -> None:
-    for one, other in permutations((SPEC, POLICY, DATA), 2):
+def fit(one: Any, other: Any) -> bool:
+    try:
         require_fit("one", one, "other", other, advice="")
+    except ConfigError:
+        return False
+    return True
+
+
+def test_things_of_equal_widths_fit_and_no_others() -> None:
+    wider = SimpleNamespace(obs_dim=3, action_dim=2)
+    for one, other in permutations((SPEC, POLICY, DATA), 2):
+        assert fit(one, other) and not fit(one, wider) and not fit(wider, other)
 
 
 @pytest.mark.parametrize(

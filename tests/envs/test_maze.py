@@ -101,13 +101,15 @@ def test_points_equal_gymnasium_robotics_bit_for_bit(continuing: bool, reward: s
 @pytest.mark.parametrize("name", POINTS)
 def test_all_mazes_of_points_equal_gymnasium_robotics(name: str, dtype: type) -> None:
     actions = np.random.default_rng(1).uniform(-2, 2, (len(SEEDS), 200, 2)).astype(dtype)
-    compare(name, actions, continuing=True, reward="sparse")
+    count = compare(name, actions, continuing=True, reward="sparse")
+    assert count["steps"] == len(SEEDS) * 200, "every step was compared"
 
 
 @pytest.mark.parametrize("name", ANTS)
 def test_all_mazes_of_ants_equal_gymnasium_robotics(name: str) -> None:
     actions = np.random.default_rng(1).uniform(-1, 1, (len(SEEDS), 60, 8))
-    compare(name, actions, continuing=False, reward="dense")
+    count = compare(name, actions, continuing=False, reward="dense")
+    assert count["steps"] == len(SEEDS) * 60, "every step was compared"
 
 
 def test_the_ants_of_v5_are_the_same_but_for_the_forces_of_contacts() -> None:

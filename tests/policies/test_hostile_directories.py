@@ -127,6 +127,10 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         lambda d: d.update(members=[copy.deepcopy(d)] * 65, composition={"weights": [1.0]}), "members must be"
     ),
     "provenance as a text": (lambda d: d.update(provenance="x"), "provenance must be an object"),
+    "a side of the switch as a text": (
+        lambda d: d.update(switch_time=1.5, tuned_above="no"), "tuned_above must be true or false; got no"
+    ),
+    "a side of the switch as a number": (lambda d: d.update(tuned_above=0), "true or false; got 0"),
     "a clip as a text": (lambda d: d.update(observation_clip="5"), "observation_clip must be a number"),
 }  # fmt: skip
 

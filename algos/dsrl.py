@@ -11,7 +11,8 @@ density of tanh has no floor (`paper_compat`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -22,10 +23,13 @@ from algos.offpolicy import OffPolicyRun, offline_table, refuse_more_than_states
 from algos.offpolicy_config import OffPolicyConfig
 from algos.onpolicy import check_setup
 from algos.soft_learner import SoftLearner
+from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.latent_steering import SteeredPolicy, Steering
 from policies.policy import Policy
+from policies.processes.diffusion import VPDiffusion
 from policies.registry import register
+from policies.samplers import DDIM
 from policies.seeds import derive_seed
 from policies.threads import torch_threads
 
@@ -41,12 +45,15 @@ class DsrlConfig(OffPolicyConfig):
     variant: str = "na"  # na: values of chunks, distilled into values of noise | sac: values of noise only
     distillation_share: float = 0.5  # steps of the distillation per step of the critics, for na
     distillation_latents: str = "gaussian"  # gaussian | box | mixture: where values are distilled, for na
+    denoising_steps: int | None = None  # of the frozen policy, for a diffusion by DDIM; None: its own sampler
     steering: Steering = field(default_factory=Steering)
 
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
         self._require("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
+        steps = self.denoising_steps
+        self._require("denoising_steps", steps is None or steps >= 1, "at least 1, or null")
         self._require("distillation_share", self.distillation_share > 0, "positive")
         known = ", ".join(DISTILLATION_LATENTS)
         self._require(
@@ -81,9 +88,24 @@ class DsrlConfig(OffPolicyConfig):
             policy.actor.requires_grad_(True)
             return policy
         try:
-            return self.steering.wrap(init.clone().eval())
+            return self.steering.wrap(self._deciding(init).clone().eval())
         except CapabilityError as error:
             raise CapabilityError(f"algo=dsrl: {error}") from None
+
+    def _deciding(self, init: Policy) -> Policy:
+        """Return the policy with a sampler of so many steps that its start noise decides, if asked for."""
+        if self.denoising_steps is None:
+            return init
+        if not isinstance(init, DenoisingPolicy):
+            raise CapabilityError(
+                f"algo.denoising_steps={self.denoising_steps} is for a policy that denoises; got "
+                f"{type(init).__name__}. Leave it out."
+            )
+        own: Any = init.sampler
+        if isinstance(init.process, VPDiffusion) and not isinstance(own, DDIM):
+            own = DDIM(clip_x0=own.clip_x0)
+        still = {"eta": 0.0, "eta_per_dim": (), "min_std": 0.0} if isinstance(own, DDIM) else {}
+        return init.with_sampler(replace(own, steps=self.denoising_steps, **still))
 
     def _learner(self, policy: SteeredPolicy) -> SoftLearner:
         """Return what learns; torch's global generator decides the initial weights."""

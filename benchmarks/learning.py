@@ -34,6 +34,8 @@ from policies.denoising import DenoisingPolicy
 
 RESULTS = Path("docs/results")
 EPISODES = 100
+OFF_POLICY = ("dsrl", "dsrl-sac", "rlpd")
+"""Runs that act and learn in turns, a chunk at a time, for which one process is fastest."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Study:
 
     env: str
     demonstrations: int | None  # recorded per seed; None: a dataset file is given
-    bases: dict[str, str]  # name of a run -> experiment that clones its initial policy; empty: from nothing
-    tuned: dict[str, str]  # name of a run -> experiment that fine-tunes it
+    bases: dict[str, str]  # name of a run -> experiment that clones its initial policy; without: from nothing
+    tuned: dict[str, str]  # name of a run -> experiment that trains it, and overrides after blanks
     quantity: str  # success | return
     origin: str = ""  # where the dataset file comes from
 
@@ -60,6 +62,8 @@ STUDIES = {
             "fpo": "avoid_flow_bc",
             "fpo++": "avoid_flow_bc",
             "policyflow": "avoid_flow_bc",
+            "dsrl": "avoid_flow_bc",
+            "dsrl-sac": "avoid_flow_bc",
         },
         {
             "dppo": "avoid_dppo",
@@ -69,6 +73,9 @@ STUDIES = {
             "fpo": "avoid_fpo",
             "fpo++": "avoid_fpo_plus",
             "policyflow": "avoid_policyflow",
+            "dsrl": "avoid_dsrl",
+            "dsrl-sac": "avoid_dsrl algo.variant=sac",
+            "rlpd": "avoid_rlpd",
         },
         "success",
     ),
@@ -81,6 +88,8 @@ STUDIES = {
             "reinflow-r": "hopper_study_flow_bc",
             "reinflow-s": "hopper_study_shortcut_bc",
             "fpo++": "hopper_study_flow_bc",
+            "dsrl": "hopper_study_flow_bc",
+            "dsrl-sac": "hopper_study_flow_bc",
         },
         {
             "dppo": "hopper_study_dppo",
@@ -88,6 +97,9 @@ STUDIES = {
             "reinflow-r": "hopper_study_reinflow",
             "reinflow-s": "hopper_study_reinflow",
             "fpo++": "hopper_study_fpo_plus",
+            "dsrl": "hopper_study_dsrl",
+            "dsrl-sac": "hopper_study_dsrl algo.variant=sac",
+            "rlpd": "hopper_rlpd",
         },
         "return",
         "It was recorded in Hopper-v5 from the stochastic SAC actor of a public agent zoo, in D4RL's layout; "
@@ -102,6 +114,8 @@ STUDIES = {
             "reinflow-r": "cube_single_flow_bc",
             "reinflow-s": "cube_single_shortcut_bc",
             "fpo++": "cube_single_flow_bc",
+            "dsrl": "cube_single_flow_bc",
+            "dsrl-sac": "cube_single_flow_bc",
         },
         {
             "dppo": "cube_single_dppo",
@@ -109,6 +123,9 @@ STUDIES = {
             "reinflow-r": "cube_single_reinflow",
             "reinflow-s": "cube_single_reinflow",
             "fpo++": "cube_single_fpo_plus",
+            "dsrl": "cube_single_dsrl",
+            "dsrl-sac": "cube_single_dsrl algo.variant=sac",
+            "rlpd": "cube_single_rlpd",
         },
         "success",
     ),
@@ -124,6 +141,8 @@ STUDIES = {
             "reinflow-r": "lift_study_flow_bc",
             "reinflow-s": "lift_study_shortcut_bc",
             "fpo++": "lift_study_flow_bc",
+            "dsrl": "lift_study_flow_bc",
+            "dsrl-sac": "lift_study_flow_bc",
         },
         {
             "dppo": "lift_study_dppo",
@@ -131,6 +150,9 @@ STUDIES = {
             "reinflow-r": "lift_study_reinflow",
             "reinflow-s": "lift_study_reinflow",
             "fpo++": "lift_study_fpo_plus",
+            "dsrl": "lift_study_dsrl",
+            "dsrl-sac": "lift_study_dsrl algo.variant=sac",
+            "rlpd": "lift_study_rlpd",
         },
         "success",
     ),
@@ -145,27 +167,19 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
         return add_zero_start(target, place, workers)
     if not study.bases:
         return add_zero_start(_from_nothing(name, algo, seed, target, place, workers), place, workers)
-    base_path, demos = (
-        root / name / f"{study.bases[algo]}-seed{seed}",
-        root / name / f"demonstrations-seed{seed}.hdf5",
-    )
-    if study.demonstrations is None:
-        if dataset is None:
-            raise SystemExit(f"study {name} needs --dataset FILE")
-        demos = Path(dataset)
-    elif not demos.exists():
-        burnish.collect(
-            env=study.env, episodes=study.demonstrations, first_seed=1_000_000 + 10_000 * seed, out=str(demos)
-        )
+    demos = demonstrations(study, seed, dataset, root / name)
+    if algo not in study.bases:
+        return _from_nothing(name, algo, seed, target, place, workers, demos)
+    base_path = root / name / f"{study.bases[algo]}-seed{seed}"
     base = trained(base_path, f"experiment={study.bases[algo]}", dataset=str(demos), seed=seed)
-    threads = {"num_workers": workers, "num_threads": max(1, workers)}
-    tuned = trained(place, f"experiment={study.tuned[algo]}", init=str(base_path), seed=seed, **threads)
+    experiment = study.tuned[algo]
+    tuned = trained(place, *recipe(experiment), init=str(base_path), seed=seed, **processes(algo, workers))
     result = burnish.evaluate(
         tuned, versus=str(base_path), episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")
     )
     assert result.versus is not None and result.comparison is not None
     content = {
-        "study": name, "algo": algo, "seed": seed, "experiment": study.tuned[algo],
+        "study": name, "algo": algo, "seed": seed, "experiment": experiment,
         "dataset": describe_dataset(demos),
         "before": episode_columns(result.versus), "after": episode_columns(result.evaluation),
         "difference": asdict(result.comparison), "protocol": result.evaluation.protocol,
@@ -176,13 +190,42 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
     return add_zero_start(_written(target, content), place, workers)
 
 
-def _from_nothing(name: str, algo: str, seed: int, target: Path, place: Path, workers: int) -> Path:
-    """Train from the reward alone, evaluate; there is nothing to compare with."""
-    experiment = STUDIES[name].tuned[algo]
-    run = trained(place, f"experiment={experiment}", seed=seed)
+def demonstrations(study: Study, seed: int, dataset: str | None, root: Path) -> Path:
+    """Return the file of a seed's demonstrations, recorded if it is not there."""
+    if study.demonstrations is None:
+        if dataset is None:
+            raise SystemExit(f"a study of {study.env} needs --dataset FILE")
+        return Path(dataset)
+    path = root / f"demonstrations-seed{seed}.hdf5"
+    if not path.exists():
+        burnish.collect(
+            env=study.env, episodes=study.demonstrations, first_seed=1_000_000 + 10_000 * seed, out=str(path)
+        )
+    return path
+
+
+def recipe(experiment: str) -> list[str]:
+    """Return the overrides of an entry of `Study.tuned`."""
+    name, *more = experiment.split()
+    return [f"experiment={name}", *more]
+
+
+def processes(algo: str, workers: int) -> dict[str, int]:
+    """Return the processes and threads of a run."""
+    workers = 0 if algo in OFF_POLICY else workers
+    return {"num_workers": workers, "num_threads": max(1, workers)}
+
+
+def _from_nothing(
+    name: str, algo: str, seed: int, target: Path, place: Path, workers: int, demos: Path | None = None
+) -> Path:
+    """Train from the reward, and demonstrations where there are any; there is no policy to compare with."""
+    experiment, data = STUDIES[name].tuned[algo], {} if demos is None else {"dataset": str(demos)}
+    run = trained(place, *recipe(experiment), seed=seed, **data)  # with the processes of the experiment
     result = burnish.evaluate(run, episodes=EPISODES, num_workers=workers, out=str(place / "eval.json"))
     content = {
-        "study": name, "algo": algo, "seed": seed, "experiment": experiment, "dataset": None,
+        "study": name, "algo": algo, "seed": seed, "experiment": experiment,
+        "dataset": None if demos is None else describe_dataset(demos),
         "after": episode_columns(result.evaluation), "protocol": result.evaluation.protocol,
         "curve": list(curve(run.directory.metrics_path)),
         "wall": {"tune_s": busy(run.directory.metrics_path)}, "environment": describe_environment(),

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 LEVELS: dict[str, tuple[float, ...]] = {
-    "avoid": (0.7, 0.8),
+    "avoid": (0.7, 0.8, 0.9),
     "hopper": (2500.0, 3000.0),
     "hopper-from-nothing": (500.0, 900.0),
     "cube-single": (0.8, 0.9),
+    "lift": (0.8, 0.9),
 }
 """Levels of each study, in its quantity."""
 

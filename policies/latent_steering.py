@@ -103,7 +103,7 @@ def require_steerable(policy: Policy) -> None:
         raise CapabilityError(
             f"steering chooses the noise that a policy starts from, and this one draws more (process "
             f"'{process}', sampler '{sampler}'). Use a deterministic sampler: sampler=ddim with "
-            f"sampler.eta=0, or sampler=euler."
+            f"sampler.eta=0, or sampler=euler; algo=dsrl chooses one with algo.denoising_steps."
         )
 
 

@@ -25,7 +25,7 @@ def test_the_table_leaves_out_minutes_that_nobody_recorded() -> None:
         return {"curve": curve(values, timed=timed), "wall": {"tune_s": 5.0}}
 
     found = {"timed": [run([1.0] * 5, True), run([0.0] * 5, True)], "untimed": [run([1.0] * 5, False)]}
-    *_, timed, untimed = milestones("avoid", "success", found)
+    *_, timed, untimed = milestones("cube-single", "success", found)
     assert timed == "| timed | 10 / 10 | 50 / – | 5.0 / – | 50 / – | 5.0 / – |"
     assert untimed == "| untimed | 10 | 50 |  | 50 |  |"
     assert not list(milestones("unknown", "success", found))

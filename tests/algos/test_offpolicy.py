@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +19,13 @@ from algos.soft_learner import SoftLearner, SoftRules, Temperature
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
+from policies.folder import load_policy, save_policy
+from policies.gaussian import GaussianProcess
 from policies.latent_steering import SteeredPolicy, Steering
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
+from policies.samplers import DDIM
 
 SMALL = DsrlConfig(
     total_steps=60, warmup_steps=0, num_envs=2, steps_per_iteration=3, block_steps=1, updates_per_step=0.5,
@@ -214,3 +218,30 @@ def test_senseless_settings_are_refused(name: str, values: dict[str, Any]) -> No
 def test_a_sampler_that_draws_at_every_step_is_refused_with_advice() -> None:
     with pytest.raises(CapabilityError, match=r"algo=dsrl.*VPDiffusion.*DDPM.*sampler=ddim"):
         start(init=flow(VPDiffusion(num_levels=4)))
+
+
+def test_a_diffusion_of_random_steps_is_steered_by_as_many_steps_without_noise_as_asked_for(
+    tmp_path: Path,
+) -> None:
+    noisy = flow(VPDiffusion(num_levels=4))
+    run = start(changed(denoising_steps=2), init=noisy)
+    run.advance()
+    shipped = run.snapshot()
+    assert isinstance(shipped, SteeredPolicy) and shipped.base.sampler == DDIM(steps=2)
+    still = noisy.with_sampler(DDIM(steps=2))  # type: ignore[attr-defined]
+    obs, latent = torch.rand(3, 1, 2), torch.rand(3, 6) * 2 - 1
+    cond = still.encode({"state": obs})
+    alone = still.decode(cond, shipped.noise_of(latent))
+    torch.testing.assert_close(shipped.chunk_of(cond.vec, latent), alone)
+    loaded = load_policy(save_policy(shipped, tmp_path / "policy"))
+    noise = shipped.sample_noise(3, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded.act(obs, noise=noise), shipped.act(obs, noise=noise))
+    assert start(changed(denoising_steps=3)).learner.policy.base.sampler.steps == 3  # type: ignore[attr-defined]
+    run.close()
+
+
+def test_steps_of_a_policy_without_steps_are_refused() -> None:
+    with pytest.raises(CapabilityError, match=r"algo.denoising_steps=3.*got GaussianPolicy"):
+        start(changed(denoising_steps=3), init=flow(GaussianProcess()))
+    with pytest.raises(ConfigError, match=r"algo.denoising_steps must be at least 1"):
+        changed(denoising_steps=0)

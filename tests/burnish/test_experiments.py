@@ -26,7 +26,8 @@ scan_parts()
 FOLDER = Path(configs.__file__).parent / "experiment"
 OFFLINE = ("td3_bc", "prdc", "a2pr", "rebrac", "iql")
 NEEDS_FLOW = ("reinflow", "fpo", "awm", "policyflow", "dsrl")
-FROM_REPLAY = ("dsrl",)
+FROM_REPLAY = ("dsrl", "sac", "rlpd")
+FRESH = ("sac", "rlpd")
 CHOSEN_BY_DEFAULT = {"algo": "bc", "process": "diffusion", "encoder": "state", "backbone": "mlp"}
 
 
@@ -126,8 +127,27 @@ def test_two_tiny_steps_on_a_fixed_dataset(name: str, tmp_path: Path) -> None:
     assert outcome.directory.latest() == 2
 
 
+def _starts_fresh(name: str) -> bool:
+    return _choices(name).get("algo") in FRESH
+
+
+@pytest.mark.parametrize("name", [n for n in experiments() if _starts_fresh(n)])
+def test_a_few_tiny_steps_from_a_replay(name: str, tmp_path: Path) -> None:
+    config = compose_config("train", [f"experiment={name}"])
+    few = ["algo.num_envs=2", "algo.batch_size=8", "algo.total_steps=16", "algo.warmup_steps=0"]
+    narrow = ["algo.critic_dims=[16]", "backbone.hidden_dims=[16]", "algo.updates_per_step=0.5"]
+    data = ["dataset=" + str(_random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env))]
+    rest = [*(data if config.algo.offline_ratio else []), "evaluation.episodes=0", "progress=false"]
+    tiny = [f"experiment={name}", *few, *narrow, *rest]
+    try:
+        outcome = train_command.train(compose_config("train", tiny), Job(tmp_path / "run"))
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+    assert outcome.directory.latest() is not None
+
+
 def _tunes(name: str) -> bool:
-    return not name.endswith(("_bc", "_actor")) and not _is_offline(name)
+    return not name.endswith(("_bc", "_actor")) and not _is_offline(name) and not _starts_fresh(name)
 
 
 @pytest.mark.parametrize("name", [n for n in experiments() if _tunes(n)])

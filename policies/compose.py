@@ -17,18 +17,25 @@ process, schedule or normaliser; weights are checked against the operator; every
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
+from policies.composed_observation import (
+    ComposedEncoder,
+    check_members,
+    joint_normalizer,
+    named,
+    of_members,
+    require_field,
+    sizes_of,
+)
 from policies.denoising import DenoisingPolicy
-from policies.encoders import ImageShape, ObservationSizes, read
 from policies.errors import CapabilityError, ConfigError
 from policies.links import Link, LinkTable, Units, is_reached, links, matched_time
-from policies.normalizer import Normalizer
 from policies.operators import (
     BoundMixture,
     Composition,
@@ -39,71 +46,8 @@ from policies.operators import (
 )
 from policies.path_samplers import Euler
 from policies.policy import Policy
-from policies.processes.path import GaussianPath
-from policies.protocols import BoundField, Chain, Cond, Evaluate, Observation
+from policies.protocols import BoundField, Chain, Cond, Evaluate
 from policies.steps import StepRules, StepTable
-
-
-@dataclass(frozen=True)
-class ComposedCond(Cond):
-    """The conditions of the members; `vec` (B, sum C) holds their vectors side by side."""
-
-    members: tuple[Cond, ...] = ()
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Cond:
-        return joined([member._map(change) for member in self.members])
-
-
-def joined(members: Sequence[Cond]) -> ComposedCond:
-    """Put the conditions of the members together."""
-    return ComposedCond(torch.cat([member.vec for member in members], dim=-1), members=tuple(members))
-
-
-class ComposedEncoder(nn.Module):
-    """Gives every member the newest rows of its history, and the columns of the state that it sees.
-
-    Args:
-        members: The policies; they are looked up, not owned.
-        columns: See `Composition`.
-        sizes: What an observation of the composition consists of.
-    """
-
-    token_dim = 0
-
-    def __init__(
-        self,
-        members: Sequence[Policy],
-        columns: Sequence[tuple[int, ...] | None],
-        sizes: ObservationSizes,
-    ) -> None:
-        super().__init__()
-        self.sizes = sizes
-        self._members = tuple(zip(members, columns, strict=True))  # in a tuple, so that they are not saved
-
-    @property
-    def cond_dim(self) -> int:
-        """C, the width of all vectors together."""
-        return sum(member.encoder.cond_dim for member, _ in self._members)
-
-    def forward(
-        self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
-    ) -> ComposedCond:
-        """Encode physical observations, with the encoders and normalisers of the members."""
-        state = read(obs, "state", (self.sizes.obs_steps, self.sizes.obs_dim))
-        return joined(
-            [
-                member.encode(_seen(member, {**obs, "state": state}, columns), generator=generator)
-                for member, columns in self._members
-            ]
-        )
-
-
-def _seen(member: Policy, obs: Mapping[str, Tensor], columns: tuple[int, ...] | None) -> dict[str, Tensor]:
-    """Return the part of an observation that a member sees."""
-    newest = slice(-member.chunk.obs_steps, None)
-    histories = ("state", *member.images)
-    seen = {name: part[:, newest] if name in histories else part for name, part in obs.items()}
-    return seen if columns is None else {**seen, "state": seen["state"][..., list(columns)]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,16 +109,16 @@ class ComposedPolicy(DenoisingPolicy):
 
     def __init__(self, members: Sequence[Policy], composition: Composition, *, sampler: Any = None) -> None:
         nn.Module.__init__(self)
-        fields = [_require_field(number, member) for number, member in enumerate(members)]
-        _check_members(fields, composition)
+        fields = [require_field(number, member) for number, member in enumerate(members)]
+        check_members(fields, composition)
         lead = fields[0]
         self.members = nn.ModuleList(fields)
         self.composition = composition
         self.process = lead.process
-        sizes = _sizes(fields, composition)
+        sizes = sizes_of(fields, composition)
         self.chunk = replace(lead.chunk, obs_steps=sizes.obs_steps)
         self.encoder = ComposedEncoder(fields, composition.columns, sizes)
-        self.normalizer = _normalizer(fields, composition.columns, sizes)
+        self.normalizer = joint_normalizer(fields, composition.columns, sizes)
         own = lead.sampler if sampler is None else sampler
         self.config = replace(  # guidance is the members' own
             lead.config, sampler=own, obs_steps=sizes.obs_steps, goal_dropout=0.0, guidance=1.0
@@ -201,7 +145,7 @@ class ComposedPolicy(DenoisingPolicy):
             return _Part(member.with_sampler(self.sampler), None, None, everywhere)
         if member.process.has_second_time and not getattr(self.sampler, "takes_whole_steps", False):
             raise CapabilityError(
-                f"{_named(member)} predicts over whole steps, which this sampler of the lead does not take. "
+                f"{named(member)} predicts over whole steps, which this sampler of the lead does not take. "
                 f"Use sampler=euler."
             )
         t_member = matched_time(lead.process, member.process, units, t)
@@ -223,7 +167,7 @@ class ComposedPolicy(DenoisingPolicy):
         """
         view = self._view()
         view.composition = replace(self.composition, weights=weights)
-        _check_members(self.fields, view.composition)
+        check_members(self.fields, view.composition)
         view._use_sampler(self.sampler, tuned_steps=None, log_prob_min_std=None)
         return view
 
@@ -231,7 +175,7 @@ class ComposedPolicy(DenoisingPolicy):
 
     def bind(self, cond: Cond) -> BoundField:
         """Bind the members that have a weight to their conditions and to the steps of the sampler."""
-        conds = _of_members(cond)
+        conds = of_members(cond)
         bound = {i: self._parts[i].bind(conds[i]) for i in self._active}
         if self.composition.operator == "or":
             shares = [float(self.composition.weights[i]) for i in bound]  # type: ignore[arg-type]
@@ -252,7 +196,7 @@ class ComposedPolicy(DenoisingPolicy):
                 "a composition with operator=or knows the densities of its members along a denoising chain "
                 "only; it cannot be asked at a single state. Use operator=convex."
             )
-        conds, composition, process = _of_members(cond), self.composition, self.process
+        conds, composition, process = of_members(cond), self.composition, self.process
         chosen = composition.active
 
         def net(x: Tensor, t: Tensor, until: Tensor | None = None, *, level: Tensor | None = None) -> Tensor:
@@ -318,20 +262,6 @@ def compose(
     return ComposedPolicy(members, composition, sampler=sampler)
 
 
-def _of_members(cond: Cond) -> tuple[Cond, ...]:
-    """Return the conditions of the members.
-
-    Raises:
-        ConfigError: If the condition is not one of a composition.
-    """
-    if not isinstance(cond, ComposedCond):
-        raise ConfigError(
-            f"a composition needs the conditions of all its members; got a {type(cond).__name__} of one "
-            f"policy. Make it with the composition's encode."
-        )
-    return cond.members
-
-
 def _ask(
     lead: DenoisingPolicy, member: DenoisingPolicy, cond: Cond, x: Tensor, t: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -379,96 +309,6 @@ def _noise_free(process: Any, t: Tensor) -> Tensor:
     """Return the network's output per state at times t where it predicts no noise at all."""
     factor: Tensor = process.convert(torch.ones_like(t), t, torch.zeros_like(t), "eps", process.kind)
     return factor
-
-
-def _require_field(number: int, member: Policy) -> DenoisingPolicy:
-    """Refuse a member that cannot be asked what it thinks of any noisy chunk."""
-    if isinstance(member, DenoisingPolicy):
-        process = member.process
-        if isinstance(process, GaussianPath) and process.is_integrable:
-            return member
-    raise CapabilityError(
-        f"a composition needs members with a denoising field at every noise level (process diffusion, flow, "
-        f"edm, ...); member {number}, {_named(member)}, has none."
-    )
-
-
-def _named(member: Policy) -> str:
-    return f"{type(member).__name__} with process '{type(member.config.process).__name__}'"
-
-
-def _check_members(members: Sequence[DenoisingPolicy], composition: Composition) -> None:
-    """Refuse members that do not fit together or the composition."""
-    if len(members) != len(composition.weights):
-        raise ConfigError(
-            f"a composition needs one weight per member; got {len(composition.weights)} weights for "
-            f"{len(members)} members."
-        )
-    for name, what in (("action_dim", "action width"), ("horizon", "horizon"), ("action_start", "first row")):
-        values = [getattr(member.chunk, name) for member in members]
-        if len(set(values)) > 1:
-            raise ConfigError(
-                f"members of a composition must agree on what a chunk is; their {what} ({name}) is {values}. "
-                f"Train them with the same policy.{name}."
-            )
-    for number, (member, columns) in enumerate(zip(members, composition.columns, strict=True)):
-        if columns is not None and len(columns) != member.obs_dim:
-            raise ConfigError(
-                f"columns of member {number} must name the {member.obs_dim} entries of the state that it "
-                f"sees; got {len(columns)}."
-            )
-
-
-def _sizes(members: Sequence[DenoisingPolicy], composition: Composition) -> ObservationSizes:
-    """Return what an observation must consist of for every member to find its part.
-
-    Raises:
-        ConfigError: If members ask for different things, or nothing says how wide the state is.
-    """
-    whole = {m.obs_dim for m, seen in zip(members, composition.columns, strict=True) if seen is None}
-    widths = whole | ({composition.obs_dim} if composition.obs_dim is not None else set())
-    if len(widths) != 1:
-        raise ConfigError(
-            f"members that see the whole state must see one state; they expect the widths {sorted(widths)}. "
-            f"Give the columns that each member sees, and obs_dim where none sees all."
-        )
-    (obs_dim,) = widths
-    named = [column for seen in composition.columns if seen is not None for column in seen]
-    if not all(0 <= column < obs_dim for column in named):
-        raise ConfigError(f"columns must lie in 0..{obs_dim - 1}; got {named}.")
-    goals = {member.goal_dim for member in members if member.goal_dim}
-    if len(goals) > 1:
-        raise ConfigError(f"members with goals must have one kind of goal; got the widths {sorted(goals)}.")
-    images: dict[str, ImageShape] = {}
-    for member in members:
-        for camera, shape in member.images.items():
-            if images.setdefault(camera, shape) != shape:
-                raise ConfigError(
-                    f"members must see camera '{camera}' in one size; got {images[camera]} and {shape}."
-                )
-    obs_steps = max(member.chunk.obs_steps for member in members)
-    return ObservationSizes(obs_dim, obs_steps, max(goals, default=0), images)
-
-
-def _normalizer(
-    members: Sequence[DenoisingPolicy], columns: Sequence[tuple[int, ...] | None], sizes: ObservationSizes
-) -> Normalizer:
-    """Return the lead's map of actions, and for every observed entry that of the first member to see it.
-
-    Members normalise what they see themselves; this map of states says only what values are to be expected.
-    """
-    lead = members[0]
-    dims = {"state": sizes.obs_dim, "goal": sizes.goal_dim, "action": lead.chunk.action_dim}
-    modes = {name: "limits" for name, dim in dims.items() if dim} | dict(lead.normalizer.modes)
-    joint = Normalizer(modes, dims)
-    with torch.no_grad():
-        for member, seen in reversed(list(zip(members, columns, strict=True))):
-            for name in member.normalizer.modes:
-                where = list(seen) if name == "state" and seen is not None else slice(None)
-                for part in ("scale", "offset"):
-                    key = f"{name}_{part}"
-                    joint.get_buffer(key)[where] = member.normalizer.get_buffer(key).to("cpu", torch.float32)
-    return joint.to(lead.device, lead.dtype)
 
 
 def _relink(policy: ComposedPolicy, _: Any) -> None:

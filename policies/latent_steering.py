@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from policies.activations import check_activation
-from policies.compose import ComposedPolicy, joined
+from policies.compose import ComposedPolicy
+from policies.composed_observation import joined
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
 from policies.protocols import Cond, SampleHook

@@ -162,7 +162,7 @@ class DescentPolicy(Policy):
     def descend(self, cond: Cond, noise: Tensor, *, start: tuple[Tensor, float] | None = None) -> Descended:
         """Walk as `decode` does and tell how high walks ended and how long they were."""
         x, first = (noise, 0) if start is None else (start[0], self._step_at(start[1]))
-        return descend(self.process, self.sampler, self._bind(cond), x, first_step=first)
+        return descend(self.process, self.sampler, self.bind(cond), x, first_step=first)
 
     def _step_at(self, t: float) -> int:
         """Return the first step that does not belong to the share t.
@@ -179,7 +179,8 @@ class DescentPolicy(Policy):
             )
         return first
 
-    def _bind(self, cond: Cond) -> BoundEnergy:
+    def bind(self, cond: Cond) -> BoundEnergy:
+        """Bind the energy and its gradient to conditions."""
         return self.field.bind_energy(cond, self.get_buffer("no_time"))
 
     def energy(self, x: Tensor, t: Tensor, cond: Cond) -> Tensor:
@@ -196,4 +197,4 @@ class DescentPolicy(Policy):
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         """The loss of the process; `action` (B, Th, Da) normalised."""
-        return reduce_elements(self.process.losses(self._bind(cond), action, te), reduce)
+        return reduce_elements(self.process.losses(self.bind(cond), action, te), reduce)

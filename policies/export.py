@@ -19,6 +19,7 @@ An export that does not reproduce the policy is an error, not a warning.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,13 +54,15 @@ from policies.export_graph import (
     write_checked_graph,
 )
 from policies.export_latency import latency_of
-from policies.export_step import EncodedObservation, OneEvaluation, loop_of, require_steps
+from policies.export_step import EncodedObservation, loop_of, one_step_of, require_steps
 from policies.export_torch import missing_compiler, write_checked_package, write_checked_program
 from policies.policy import Policy
 from policies.runner import ENCODER, LOOP, MODEL, STEP, Runner
 
 FORMATS = ("onnx", "torch")
 GRAPHS = ("whole", "step")
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -173,6 +176,11 @@ def _writer(policy: Policy, format: str, graph: str, compiled: bool) -> Callable
 
 def _write_whole(job: _Job) -> _Written:
     """Write one graph with the sampler inside."""
+    if job.model.has_gradients:
+        _log.warning(
+            "the gradient of the network becomes part of the graph once for every step of the sampler, which "
+            "takes long for large networks. graph=step traces it once; steps= lowers their number."
+        )
     parity = write_checked_graph(job.model, job.draft / MODEL, *job.options)
     return _Written({"onnx": _run_by_runner(job.draft)}, parity)
 
@@ -181,7 +189,7 @@ def _write_steps(job: _Job) -> _Written:
     """Write the pieces, and check what the runner makes of them."""
     policy = require_steps(job.model.policy)
     write_checked_graph(EncodedObservation(policy), job.draft / ENCODER, *job.options)
-    write_checked_graph(OneEvaluation(policy), job.draft / STEP, *job.options)
+    write_checked_graph(one_step_of(policy), job.draft / STEP, *job.options)
     (job.draft / LOOP).write_text(json.dumps(loop_of(policy), indent=1, allow_nan=False) + "\n")
     run = _run_by_runner(job.draft)
     parity = parity_of(job.model, run, job.batch_sizes, job.seed)

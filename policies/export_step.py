@@ -1,7 +1,8 @@
 """An export in pieces: a graph of the observation, one of a single evaluation of the network, and a table.
 
 The table holds what the sampler does around the evaluations, so that a runner can run the loop itself.
-Tracing takes a K-th of the time of the whole sampler, which matters for gradients of large networks.
+Tracing takes a K-th of the time of the whole sampler, which matters for gradients of large networks. A
+descent on an energy has one step, the same at every place of its walk.
 
 Legend: B batch, K denoising steps, Th predicted horizon, Da action width, C condition width.
 """
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from policies.compose import ComposedPolicy
 from policies.denoising import DenoisingPolicy
+from policies.descent import DescentPolicy
 from policies.errors import ExportError
 from policies.export_graph import Traceable, observation_of, random_inputs, refuse_foreign_loops
 from policies.policy import Policy
@@ -28,7 +30,7 @@ _COMPACT = ("ratio", "limit", "mean_y", "mean_x", "mean_pred")
 _TIMES = frozenset({"time", "second_time"})
 
 
-def require_steps(policy: Policy) -> DenoisingPolicy:
+def require_steps(policy: Policy) -> DenoisingPolicy | DescentPolicy:
     """Return a policy whose steps can be exported one by one.
 
     Raises:
@@ -37,7 +39,7 @@ def require_steps(policy: Policy) -> DenoisingPolicy:
     refuse_foreign_loops(policy)
     if isinstance(policy, ComposedPolicy):
         reason = "its members are asked at times of their own and weighted anew at every step"
-    elif not isinstance(policy, DenoisingPolicy):
+    elif not isinstance(policy, DenoisingPolicy | DescentPolicy):
         reason = f"{type(policy).__name__} has no denoising steps of one evaluation each"
     else:
         return policy
@@ -98,23 +100,56 @@ class OneEvaluation(Traceable):
         return (self.policy.bind_at(cond_of(inputs), *times)(0, inputs["x"]),)
 
 
-def loop_of(policy: DenoisingPolicy) -> dict[str, Any]:
+class OneStepDown(Traceable):
+    """The second piece of a descent: chunk and velocity before and after a step, and the slope there."""
+
+    outputs = ("x_next", "v_next", "slope")
+
+    def example(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draw a place on a walk and a condition."""
+        x, v = (torch.randn(batch, *self.policy.chunk.shape, generator=generator) for _ in range(2))
+        return {"x": x, "v": v, **parts_of(_example_cond(self.policy, batch, generator))}
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return x and v (B, Th, Da) after the step and the slope (B,) where it was taken."""
+        process, energy = self.policy.process, self.policy.bind(cond_of(inputs))
+        x, v, _, gradient = process.step(energy, inputs["x"], inputs["v"])
+        return x, v, process.slope(gradient)
+
+
+def one_step_of(policy: DenoisingPolicy | DescentPolicy) -> Traceable:
+    """Return the second piece of a policy."""
+    return OneStepDown(policy) if isinstance(policy, DescentPolicy) else OneEvaluation(policy)
+
+
+def loop_of(policy: DenoisingPolicy | DescentPolicy) -> dict[str, Any]:
     """Return the loop around the evaluations as JSON values; see `policies.runner`."""
-    table, chunk = policy.table, policy.chunk
-    is_spelled_out = table.eps_clip is not None or table.memory is not None
+    chunk = policy.chunk
     scale, offset = (policy.normalizer.get_buffer(f"action_{name}") for name in ("scale", "offset"))
+    return {
+        "action_start": chunk.action_start,
+        "act_steps": chunk.act_steps,
+        "action_scale": scale.tolist(),
+        "action_offset": offset.tolist(),
+        **(_walk(policy) if isinstance(policy, DescentPolicy) else _denoising(policy.table)),
+    }
+
+
+def _walk(policy: DescentPolicy) -> dict[str, Any]:
+    """Return when a walk ends."""
+    return {"walk": {"steps": policy.sampler.steps, "min_slope": policy.sampler.min_slope}}
+
+
+def _denoising(table: StepTable) -> dict[str, Any]:
+    """Return the steps of a sampler and what they keep to."""
+    is_spelled_out = table.eps_clip is not None or table.memory is not None
+    names = _SPELLED_OUT if is_spelled_out else _COMPACT
     limits = ("clip_x0", "eps_clip", "noise_clip", "clip_state", "clip_action", "start_std", "predicts_x0")
     return {
         "is_deterministic": table.is_deterministic,
         "is_spelled_out": is_spelled_out,
         **{name: getattr(table, name) for name in limits},
-        "action_start": chunk.action_start,
-        "act_steps": chunk.act_steps,
-        "action_scale": scale.tolist(),
-        "action_offset": offset.tolist(),
-        "rows": [
-            _row(table, k, _SPELLED_OUT if is_spelled_out else _COMPACT) for k in range(table.num_steps)
-        ],
+        "rows": [_row(table, k, names) for k in range(table.num_steps)],
     }
 
 

@@ -17,6 +17,7 @@ A folder holds one graph (`graph=whole`, the sampler inside), or one of an obser
 evaluation of the network (`graph=step`), around which the loop of `loop.json` runs here:
 
     x0, eps = linear in (x, prediction), clipped        x' = to_x0 x0 + to_eps eps + to_memory m + std noise
+    x', v', slope = one step down an energy             until the slope is small, and one step more
 """
 
 from __future__ import annotations
@@ -390,17 +391,32 @@ class _Stepwise:
         self._conditions = [node.name for node in self._encoder.get_outputs()]
         self._loop: dict[str, Any] = json.loads((folder / LOOP).read_text())
         self._rows = [
-            {name: np.asarray(value, np.float64) for name, value in row.items()} for row in self._loop["rows"]
+            {name: np.asarray(value, np.float64) for name, value in row.items()}
+            for row in self._loop.get("rows", ())
         ]
 
     def predict(self, inputs: Mapping[str, Array]) -> Actions:
         """Encode the observations once and denoise."""
         cond = dict(zip(self._conditions, run(self._encoder, inputs), strict=True))
         loop = self._loop
-        chunk = self._denoise(cond, np.asarray(inputs["noise"], np.float64))
+        find = self._descend if "walk" in loop else self._denoise
+        chunk = find(cond, np.asarray(inputs["noise"], np.float64))
         plan = (chunk - np.asarray(loop["action_offset"])) / np.asarray(loop["action_scale"])
         plan = plan[:, loop["action_start"] :].astype(np.float32)
         return Actions(plan[:, : loop["act_steps"]], plan)
+
+    def _descend(self, cond: Mapping[str, Array], noise: Array) -> Array:
+        """Walk from noise (B, Th, Da) down an energy; where it is flat a row takes its last step."""
+        walk, x = self._loop["walk"], noise.astype(np.float32)
+        v, walks = np.zeros_like(x), np.ones(len(x), bool)
+        for _ in range(walk["steps"] - 1):
+            x_next, v_next, slope = run(self._network, {"x": x, "v": v, **cond})
+            moves = walks[:, None, None]
+            x, v = np.where(moves, x_next, x), np.where(moves, v_next, v)
+            walks = walks & (slope > walk["min_slope"])
+            if not walks.any():
+                break
+        return run(self._network, {"x": x, "v": v, **cond})[0]
 
     def _denoise(self, cond: Mapping[str, Array], noise: Array) -> Array:
         """Return normalised chunks (B, Th, Da)."""

@@ -13,6 +13,7 @@ from small_policies import GOAL_DIM, OBS_DIM, small_policy
 
 from policies import export_torch
 from policies.compose import compose
+from policies.descent import Descent
 from policies.errors import CheckpointError, ExportError
 from policies.export import export_policy
 from policies.export_folder import CARD, PACKAGE, PROGRAM, REPORT, RUNNER
@@ -21,6 +22,7 @@ from policies.gaussian import GaussianProcess
 from policies.path_samplers import DPMpp2M
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
+from policies.processes.ebt import EnergyDescent
 from policies.processes.edm import Edm
 from policies.processes.energy import ScoreEnergy
 from policies.processes.flow import RectifiedFlow
@@ -47,6 +49,7 @@ STEPWISE = {
     "edm": lambda: small_policy(Edm(), Euler(steps=2)),
     "two stops": lambda: small_policy(Mip()),
     "energy": lambda: small_policy(ScoreEnergy(num_levels=4), DDIM(steps=2)),
+    "descent": lambda: small_policy(EnergyDescent(), Descent(steps=3)),
     "guided": guided,
 }
 
@@ -61,6 +64,25 @@ def test_the_pieces_make_the_whole(name: str, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} >= {"encoder.onnx", "step.onnx", "loop.json", RUNNER}
     json.loads((tmp_path / "loop.json").read_text(), parse_constant=pytest.fail)
     assert "`runner.py` runs" in " ".join((tmp_path / CARD).read_text().split())
+
+
+@pytest.mark.slow
+def test_exported_walks_end_where_the_slope_says(tmp_path: Path) -> None:
+    """Rows stop by themselves: the limit lies in the middle of their first slopes, so half of them go on."""
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    policy, batch = small_policy(EnergyDescent(), Descent(steps=6)), 8
+    obs = {"state": torch.randn(batch, 1, OBS_DIM, generator=torch.Generator().manual_seed(1))}
+    noise = policy.sample_noise(batch, generator=torch.Generator().manual_seed(0))
+    cond = policy.encode(obs)
+    _, _, _, gradient = policy.process.step(policy.bind(cond), noise, torch.zeros_like(noise))
+    slopes = policy.process.slope(gradient).sort().values
+    policy = policy.with_sampler(Descent(steps=6, min_slope=slopes[3:5].mean().item()))
+    walked = policy.descend(cond, noise)
+    assert len(walked.steps.unique()) > 1
+    export_policy(policy, tmp_path, graph="step", latency_batches=())
+    found = ExportedPolicy(tmp_path).act(obs, noise=noise)
+    torch.testing.assert_close(found, policy.act(obs, noise=noise), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ SMALL = {
 }
 """What is appended to a command that begins like this."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def blocks(language: str) -> list[str]:

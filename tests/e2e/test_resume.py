@@ -12,15 +12,20 @@ from two_modes import two_mode_setup
 from algos.base import Algorithm, Setup
 from algos.bc import BcConfig
 from algos.dppo import DppoConfig
+from algos.dsrl import DsrlConfig
 from algos.metrics import read_jsonl
+from algos.offpolicy_config import OffPolicyConfig
+from algos.sac import SacConfig
 from algos.state import RunDirectory
 from algos.trainer import TrainerSettings, train
 from envs.avoid import Avoid
 from policies.backbones.mlp import MlpConfig
 from policies.gaussian import GaussianProcess
 from policies.heads import CriticConfig
+from policies.latent_steering import Steering
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion
+from policies.squashed import TanhGaussianProcess
 
 
 def assert_equal(first: Any, second: Any, where: str = "state") -> None:
@@ -126,12 +131,41 @@ def test_dppo_resumes_bit_exactly(sampler: str, num_workers: int, tmp_path: Path
     assert_resumes_bit_exactly(lambda: config.build(setup), tmp_path, settings, stops=[150, 250])
 
 
-def avoid_policy() -> Policy:
-    """An untrained diffusion policy of the task `avoid`."""
+def off_policy(name: str) -> tuple[OffPolicyConfig, dict[str, Any]]:
+    """A small off-policy run on `avoid`, and what it starts from."""
+    small: dict[str, Any] = {
+        "total_steps": 160, "warmup_steps": 40, "num_envs": 2, "steps_per_iteration": 2, "block_steps": 10,
+        "updates_per_step": 0.3, "actor_every": 2, "batch_size": 8, "buffer_size": 16, "critic_dims": (8,),
+    }  # fmt: skip
+    if name == "sac":
+        net = MlpConfig(residual=False, hidden_dims=(8,))
+        plain = {"state": "identity", "action": "limits"}
+        return SacConfig(**small), {
+            "policy": PolicyConfig(TanhGaussianProcess(), backbone=net, normalizer=plain)
+        }
+    steering = Steering(hidden_dims=(8,))
+    return DsrlConfig(**small, steering=steering, variant=name.removeprefix("dsrl-")), {
+        "init": avoid_policy(RectifiedFlow())
+    }
+
+
+@pytest.mark.parametrize(("name", "num_workers"), [("na", 0), ("dsrl-sac", 0), ("sac", 0), ("sac", 2)])
+def test_learning_from_a_replay_resumes_bit_exactly(name: str, num_workers: int, tmp_path: Path) -> None:
+    """Stopped in the warm-up, before and after the replay wraps, each time beyond the last checkpoint."""
+    config, parts = off_policy(name)
+    setup = Setup(env=Avoid(), seed=3, num_workers=num_workers, num_threads=1, **parts)
+    settings = TrainerSettings(checkpoint_every=35, log_every=1)
+    assert_resumes_bit_exactly(lambda: config.build(setup), tmp_path, settings, stops=[30, 60, 130])
+    replay = RunDirectory.open(next(tmp_path.glob("*/parts"))).load_training_state()["algorithm"]["replay"]
+    assert len(replay["rows"]) == config.buffer_size
+
+
+def avoid_policy(process: Any = None) -> Policy:
+    """An untrained policy of the task `avoid`; a diffusion unless told otherwise."""
     spec = Avoid().spec
     limits = {
         key: {"min": -torch.ones(dim), "max": torch.ones(dim)}
         for key, dim in (("state", spec.obs_dim), ("action", spec.action_dim))
     }
-    config = PolicyConfig(process=VPDiffusion(num_levels=6), backbone=MlpConfig(width=8))
+    config = PolicyConfig(process=process or VPDiffusion(num_levels=6), backbone=MlpConfig(width=8))
     return build_policy(config, obs_dim=spec.obs_dim, action_dim=spec.action_dim, statistics=limits, seed=0)

@@ -55,7 +55,8 @@ class Source:
         cameras: Iterable[str] = (),
     ) -> None:
         self._windows = dataset.windows(chunk, pad=pad_end, cameras=tuple(cameras))
-        self._goal = dataset.extras["goal"].float()[self._windows.frames] if goal_dim else None
+        goals = dataset.room.take(dataset.extras["goal"], self._windows.frames) if goal_dim else None
+        self._goal = goals
 
     @property
     def num(self) -> int:
@@ -77,7 +78,7 @@ class Source:
         batch = self._windows.gather(index)
         obs = {"state": batch.obs, **batch.images}
         if self._goal is not None:
-            obs["goal"] = self._goal.index_select(0, index)
+            obs["goal"] = self._goal.index_select(0, index).float()
         return Demonstrations(obs, batch.action, batch.mask)
 
 

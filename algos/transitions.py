@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.memory import require_memory
 from policies.errors import CapabilityError, DatasetError
 from policies.policy import Policy
 
@@ -155,6 +156,7 @@ def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> T
             f"{dataset.source}: no stretch of {policy.chunk.act_steps} frames has a known successor, so "
             "there is no transition. Use longer episodes or a policy with fewer act_steps."
         )
+    _require_memory(dataset, policy, len(stretch.start))
     rewards = (rewarding.scale * dataset.rewards.double() + rewarding.shift)[stretch.frames]
     weight = rewarding.gamma ** torch.arange(stretch.frames.shape[1], device=rewards.device).double()
     reward = (rewards * weight * stretch.real).sum(dim=1).float()
@@ -174,6 +176,16 @@ def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> T
         real=real.float(),
         frame=stretch.start,
     )
+
+
+def _require_memory(dataset: EpisodeDataset, policy: Policy, num: int) -> None:
+    """Refuse to make a table in memory of a dataset that is not there, if it does not fit, either."""
+    if not dataset.room.on_disk:
+        return
+    chunk = policy.chunk
+    conditions, actions = 2 * chunk.obs_steps * dataset.obs_dim, 2 * chunk.act_steps * dataset.action_dim
+    width = conditions + actions + chunk.horizon * (dataset.action_dim + 1) + 3
+    require_memory(2 * 4 * num * width, f"{dataset.source}, as a table of transitions")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from envs.datasets.room import pieces
 from policies.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -131,13 +132,22 @@ def _check_finite(data: EpisodeDataset) -> None:
     if data.next_observations is not None:
         keys["next_observations"] = data.next_observations
     for key, value in {**keys, **data.extras, **data.episode_extras}.items():
-        if not value.is_floating_point() or bool(torch.isfinite(value).all()):
-            continue
-        bad = (~torch.isfinite(value)).nonzero()
-        at = tuple(bad[0].tolist())
+        if value.is_floating_point():
+            _check_numbers(data, key, value)
+
+
+def _check_numbers(data: EpisodeDataset, key: str, value: Tensor) -> None:
+    """Refuse NaN and infinity, piece by piece: the array may be larger than the memory."""
+    count, first = 0, None
+    for part in pieces(value):
+        fine = torch.isfinite(value[part])
+        if not bool(fine.all()):
+            bad = (~fine).nonzero()
+            count, first = count + len(bad), first or (part.start + int(bad[0, 0]), *bad[0, 1:].tolist())
+    if first is not None:
         raise DatasetError(
-            f"{data.source}: key '{key}' must be finite; got {float(value[at])} at index {list(at)} "
-            f"({len(bad)} such entries). Remove or repair the affected episodes."
+            f"{data.source}: key '{key}' must be finite; got {float(value[first])} at index {list(first)} "
+            f"({count} such entries). Remove or repair the affected episodes."
         )
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.hdf5 import peek_hdf5, read_hdf5, read_value
-from envs.datasets.memory import require_memory
+from envs.datasets.room import MEMORY, Room, pieces, room_for
 from policies.errors import ConfigError, DatasetError
 
 _log = logging.getLogger(__name__)
@@ -64,6 +64,11 @@ def load_d4rl(path: str | Path, *, infos: bool = True, others: bool = True) -> A
         DatasetError: If the file is unreadable, does not fit into memory, lacks a required key, keys disagree
             in length, or an end flag is neither 0 nor 1.
     """
+    return _load(path, infos=infos, others=others, cache=None)[0]
+
+
+def _load(path: str | Path, *, infos: bool, others: bool, cache: str | Path | None) -> tuple[Arrays, Room]:
+    """Return what `load_d4rl` does, and where there was room for it."""
     checked = (*_REQUIRED, "timeouts", "next_observations")
     arrays: Arrays = {}
     with read_hdf5(path) as file:
@@ -76,8 +81,8 @@ def load_d4rl(path: str | Path, *, infos: bool = True, others: bool = True) -> A
             if (infos if key.startswith("infos/") else others or key in checked or not item.shape)
         }
         advice = "Leave out what is under infos/ with data.infos=false." if infos else ""
-        require_memory(sum(map(_bytes_of, wanted.values())), path, advice)
-        arrays = {key: read_value(item, str(path), key) for key, item in wanted.items()}
+        room = room_for(sum(map(_bytes_of, wanted.values())), path, cache=cache, advice=advice)
+        arrays = {key: read_value(item, str(path), key, room) for key, item in wanted.items()}
     arrays = {k: v for k, v in arrays.items() if k in checked or not isinstance(v, h5py.Empty)}
     missing = [key for key in _REQUIRED if key not in arrays]
     if missing:
@@ -92,7 +97,7 @@ def load_d4rl(path: str | Path, *, infos: bool = True, others: bool = True) -> A
         if key in arrays:
             _check_rows(path, key, arrays[key], num)
     _check_steps(path, arrays)
-    return arrays
+    return arrays, room
 
 
 def _bytes_of(item: h5py.Dataset) -> int:
@@ -132,7 +137,11 @@ def _check_steps(path: str | Path, arrays: Arrays) -> None:
 
 
 def qlearning_dataset(
-    arrays: Mapping[str, Any], *, terminate_on_end: bool = False, max_episode_steps: int | None = None
+    arrays: Mapping[str, Any],
+    *,
+    terminate_on_end: bool = False,
+    max_episode_steps: int | None = None,
+    room: Room = MEMORY,
 ) -> dict[str, np.ndarray]:
     """Reproduce `d4rl.qlearning_dataset`: (M, ·) float32 arrays and bool `terminals`.
 
@@ -140,12 +149,13 @@ def qlearning_dataset(
         arrays: From `load_d4rl`.
         terminate_on_end: Keep time-out steps (their successors are wrong; see the module).
         max_episode_steps: Needed for files without `timeouts`.
+        room: Where the result goes.
     """
     rows, _ = _official_rows(arrays, terminate_on_end, max_episode_steps)
     return {
-        "observations": arrays["observations"][rows].astype(np.float32),
-        "actions": arrays["actions"][rows].astype(np.float32),
-        "next_observations": arrays["observations"][rows + 1].astype(np.float32),
+        "observations": room.taken(arrays["observations"], rows, np.float32),
+        "actions": room.taken(arrays["actions"], rows, np.float32),
+        "next_observations": room.taken(arrays["observations"], rows + 1, np.float32),
         "rewards": arrays["rewards"][rows].astype(np.float32),
         "terminals": arrays["terminals"][rows].astype(bool),
     }
@@ -173,7 +183,12 @@ def sequence_dataset(
 
 
 def read(
-    path: str | Path, *, max_episode_steps: int | None = None, d4rl_compat: bool = False, infos: bool = True
+    path: str | Path,
+    *,
+    max_episode_steps: int | None = None,
+    d4rl_compat: bool = False,
+    infos: bool = True,
+    cache: str | Path | None = None,
 ) -> EpisodeDataset:
     """Read a D4RL file as episodes: observations and actions at the top.
 
@@ -183,6 +198,7 @@ def read(
         d4rl_compat: Reproduce the official transitions instead of correct ones (see the module).
         infos: Also keep what lies under `infos/` and has one row per frame or per episode; the goals of
             mazes, `infos/goal`, become the extra key `goal`.
+        cache: Folder for what does not fit into memory; None: that of temporary files.
 
     Raises:
         ConfigError: If the time limit is below 1.
@@ -190,11 +206,12 @@ def read(
     """
     if max_episode_steps is not None and max_episode_steps < 1:
         raise ConfigError(f"data.max_episode_steps must be at least 1, or null; got {max_episode_steps}.")
-    arrays, own = load_d4rl(path, infos=infos, others=False), _own_names(path)
+    arrays, room = _load(path, infos=infos, others=False, cache=cache)
+    own = _own_names(path)
     meta = own.get("meta", {}) | {"source": str(path), "format": "d4rl"}
     meta |= {key: _plain(value) for key, value in arrays.items() if np.ndim(value) == 0}
     if d4rl_compat:
-        return _official_episodes(arrays, max_episode_steps, meta | {"d4rl_compat": True})
+        return _official_episodes(arrays, max_episode_steps, meta | {"d4rl_compat": True}, room)
     terminated = arrays["terminals"].astype(bool)
     if max_episode_steps is None and not {"timeouts", "next_observations"} & set(arrays):
         _warn_of_unseen_ends(path, int(terminated.sum()), len(terminated))
@@ -217,12 +234,15 @@ def read(
         extras=extras,
         episode_extras=episode_extras,
         meta=meta,
+        room=room,
     )
 
 
 def _is_goal(values: Any) -> bool:
     """Tell whether what mazes record under `infos/goal` is a vector per frame."""
-    return values is not None and values.ndim == 2 and bool(np.isfinite(values).all())
+    if values is None or values.ndim != 2:
+        return False
+    return all(bool(np.isfinite(values[part]).all()) for part in pieces(values))
 
 
 def _warn_of_unseen_ends(path: str | Path, num_terminals: int, num: int) -> None:
@@ -243,8 +263,10 @@ def _episode_ends(arrays: Arrays, limit: int | None) -> np.ndarray:
     if "timeouts" in arrays:
         ends = ends | arrays["timeouts"].astype(bool)
     elif "next_observations" in arrays:
-        gap = arrays["next_observations"][:-1].astype(np.float64) - arrays["observations"][1:]
-        ends[:-1] |= np.linalg.norm(gap.reshape(len(gap), -1), axis=1) > _JUMP
+        following = arrays["observations"][1:]
+        for part in pieces(following):
+            gap = arrays["next_observations"][part].astype(np.float64) - following[part]
+            ends[part] |= np.linalg.norm(gap.reshape(len(gap), -1), axis=1) > _JUMP
     ends[-1] = True
     if "timeouts" not in arrays and limit is not None:
         ends = ends | _limit_steps(ends, limit, after_end=0, after_limit=0)
@@ -293,10 +315,10 @@ def _official_rows(
     return np.flatnonzero(keep), final | arrays["terminals"].astype(bool)
 
 
-def _official_episodes(arrays: Arrays, limit: int | None, meta: dict[str, Any]) -> EpisodeDataset:
+def _official_episodes(arrays: Arrays, limit: int | None, meta: dict[str, Any], room: Room) -> EpisodeDataset:
     """Cut the official transitions into episodes, so that `transitions()` returns exactly them."""
     rows, ends = _official_rows(arrays, False, limit)
-    official = qlearning_dataset(arrays, max_episode_steps=limit)
+    official = qlearning_dataset(arrays, max_episode_steps=limit, room=room)
     number = np.concatenate([[0], np.cumsum(ends)[:-1]])[rows]
     last = np.append(number[1:] != number[:-1], True)
     return EpisodeDataset.from_arrays(
@@ -308,6 +330,7 @@ def _official_episodes(arrays: Arrays, limit: int | None, meta: dict[str, Any]) 
         np.concatenate([[0], np.flatnonzero(last) + 1]),
         next_observations=official["next_observations"],
         meta=meta,
+        room=room,
     )
 
 

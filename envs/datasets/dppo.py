@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.npz import Arrays, check_flags, check_rows, column, peek_npz, read_npz
+from envs.datasets.npz import Arrays, check_flags, check_rows, column, peek_npz, read_npz, read_npz_into
+from envs.datasets.room import Room, pieces
 from envs.datasets.unread import tell_unread
 from policies.errors import DatasetError
 
@@ -34,7 +35,11 @@ def matches(path: str | Path) -> bool:
 
 
 def read(
-    path: str | Path, *, normalization: str | Path | None = None, scaled: bool = False
+    path: str | Path,
+    *,
+    normalization: str | Path | None = None,
+    scaled: bool = False,
+    cache: str | Path | None = None,
 ) -> EpisodeDataset:
     """Read a file of DPPO or ReinFlow: `states`, `actions` and `traj_lengths` in an npz archive.
 
@@ -42,11 +47,12 @@ def read(
         path: npz file.
         normalization: The limits that it was scaled by; None: normalization.npz in the same folder.
         scaled: Leave states and actions scaled.
+        cache: Folder for what does not fit into memory; None: that of temporary files.
 
     Raises:
         DatasetError: If the file or its limits do not hold a usable dataset; names file and key.
     """
-    arrays = read_npz(path, _REQUIRED, _FRAMES)
+    arrays, room = read_npz_into(path, _REQUIRED, _FRAMES, cache=cache)
     start = _episode_start(path, arrays)
     num = check_rows(path, arrays, "states")
     images = {"images": "pictures"} if "images" in (peek_npz(path) or ()) else {}
@@ -54,7 +60,7 @@ def read(
     meta["not_read"] = tell_unread(path, images)
     if not scaled:
         limits = read_limits(Path(path).parent / NORMALIZATION if normalization is None else normalization)
-        _unscale(arrays, limits, path)
+        _unscale(arrays, limits, path, room)
         meta["limits"] = {key: value.tolist() for key, value in limits.items()}
     last = np.zeros(num, dtype=bool)
     last[start[1:] - 1] = True
@@ -67,6 +73,7 @@ def read(
         last & ~terminated,
         start,
         meta=meta,
+        room=room,
     )
 
 
@@ -110,12 +117,14 @@ def read_limits(path: str | Path) -> Arrays:
     return limits
 
 
-def _unscale(arrays: Arrays, limits: Arrays, path: str | Path) -> None:
-    """Undo (x - min) / (max - min + 1e-6) * 2 - 1, in float64."""
+def _unscale(arrays: Arrays, limits: Arrays, path: str | Path, room: Room) -> None:
+    """Undo (x - min) / (max - min + 1e-6) * 2 - 1 in float64; the result is float32."""
     for key, what in (("states", "obs"), ("actions", "action")):
         low, high = limits[f"{what}_min"], limits[f"{what}_max"]
         if arrays[key].shape[1:] != low.shape:
             raise DatasetError(
                 f"{path}: key '{key}' must be {len(low)} wide, as its limits are; got {arrays[key].shape}."
             )
-        arrays[key] = (arrays[key].astype(np.float64) + 1) / 2 * (high - low + _MARGIN) + low
+        scaled, arrays[key] = arrays[key], room.empty(arrays[key].shape, np.float32)
+        for part in pieces(scaled):
+            arrays[key][part] = (scaled[part].astype(np.float64) + 1) / 2 * (high - low + _MARGIN) + low

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,12 +20,15 @@ from torch import Tensor
 
 from envs.datasets.checks import check_dataset, check_episode
 from envs.datasets.images import Images
+from envs.datasets.room import MEMORY, Frames, Room, pieces
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
 from policies.protocols import ChunkSpec
 
 if TYPE_CHECKING:
     from envs.datasets.windows import Windows
+
+_NUMPY = {torch.float32: np.float32, torch.int64: np.int64, torch.bool: np.bool_}
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ class EpisodeDataset:
     Args:
         images: What cameras saw in every frame, by camera; on the CPU, and read when asked for.
         meta: Plain values about the source; `source` names the file in error messages.
+        room: Where large tensors are; what is derived from them on the CPU goes there as well.
 
     Raises:
         DatasetError: If something does not fit; names the source, the key, what was expected and what was
@@ -112,6 +117,7 @@ class EpisodeDataset:
     meta: dict[str, Any] = field(default_factory=dict)
     episode_extras: dict[str, Tensor] = field(default_factory=dict)
     images: dict[str, Images] = field(default_factory=dict)
+    room: Room = field(default=MEMORY, repr=False)
 
     def __post_init__(self) -> None:
         """Check everything once, before anything is trained."""
@@ -132,59 +138,72 @@ class EpisodeDataset:
         episode_extras: Mapping[str, ArrayLike] | None = None,
         images: Mapping[str, ArrayLike | Images] | None = None,
         meta: Mapping[str, Any] | None = None,
+        room: Room = MEMORY,
     ) -> EpisodeDataset:
         """Build a dataset from arrays, converting the main keys to float32 and bool (see the class)."""
         return cls(
-            observations=_tensor(observations, torch.float32),
-            actions=_tensor(actions, torch.float32),
+            observations=_tensor(observations, torch.float32, room),
+            actions=_tensor(actions, torch.float32, room),
             rewards=_tensor(rewards, torch.float32),
             terminated=_tensor(terminated, torch.bool),
             truncated=_tensor(truncated, torch.bool),
             episode_start=_tensor(episode_start, torch.int64),
             next_observations=None
             if next_observations is None
-            else _tensor(next_observations, torch.float32),
+            else _tensor(next_observations, torch.float32, room),
             extras={key: _tensor(value) for key, value in (extras or {}).items()},
             meta=dict(meta or {}),
             episode_extras={key: _tensor(value) for key, value in (episode_extras or {}).items()},
             images={camera: Images.of(value) for camera, value in (images or {}).items()},
+            room=room,
         )
 
     @classmethod
     def from_episodes(
-        cls, episodes: Sequence[Episode], *, meta: Mapping[str, Any] | None = None
+        cls,
+        episodes: Iterable[Episode],
+        *,
+        meta: Mapping[str, Any] | None = None,
+        frames: Frames | None = None,
+        shared: bool = False,
     ) -> EpisodeDataset:
         """Concatenate episodes; `success` and `seed` become per-episode values.
+
+        Args:
+            episodes: In order; those of an iterator are let go of one by one.
+            meta: See the class.
+            frames: Collects them, without any so far; says where to.
+            shared: Keep the extra keys that all episodes have in one shape, instead of refusing others.
 
         Raises:
             DatasetError: If there is no episode, or if episodes disagree in width, extra keys or cameras.
         """
-        meta = dict(meta or {})
-        source = str(meta.get("source", "dataset"))
-        if not episodes:
-            raise DatasetError(f"{source}: expected at least one episode; got none.")
-        for number, episode in enumerate(episodes):
-            check_episode(episode, episodes[0], f"{source}, episode {number}")
-        lengths = np.array([len(episode) for episode in episodes])
-        start = np.concatenate([[0], np.cumsum(lengths)])
-        ends = {key: np.zeros(start[-1], dtype=bool) for key in ("terminated", "truncated")}
+        meta, frames = dict(meta or {}), frames or Frames(MEMORY)
+        facts = _Facts(str(meta.get("source", "dataset")), shared)
+        for episode in episodes:
+            frames.add(_rows_of(facts.noted(episode)))
+        if facts.first is None:
+            raise DatasetError(f"{facts.source}: expected at least one episode; got none.")
+        rows, start = frames.joined(), np.concatenate([[0], np.cumsum(facts.lengths)])
+        ends = {key: np.zeros(start[-1], dtype=bool) for key in facts.ends}
         for key, flags in ends.items():
-            flags[start[1:] - 1] = [getattr(episode, key) for episode in episodes]
+            flags[start[1:] - 1] = facts.ends[key]
         return cls.from_arrays(
-            np.concatenate([episode.observations[:-1] for episode in episodes]),
-            np.concatenate([episode.actions for episode in episodes]),
-            np.concatenate([episode.rewards for episode in episodes]),
+            rows["observations"],
+            rows["actions"],
+            rows["rewards"],
             ends["terminated"],
             ends["truncated"],
             start,
-            next_observations=np.concatenate([episode.observations[1:] for episode in episodes]),
-            extras={key: np.concatenate([e.extras[key] for e in episodes]) for key in episodes[0].extras},
+            next_observations=rows["next_observations"],
+            extras={key: rows[f"extras/{key}"] for key in facts.first.extras},
             episode_extras={
-                "success": np.array([episode.success for episode in episodes], dtype=bool),
-                "seed": np.array([episode.seed for episode in episodes], dtype=np.int64),
+                "success": np.array(facts.success, dtype=bool),
+                "seed": np.array(facts.seed, dtype=np.int64),
             },
-            images={key: np.concatenate([e.images[key] for e in episodes]) for key in episodes[0].images},
+            images={key: rows[f"images/{key}"] for key in facts.first.images},
             meta=meta,
+            room=frames.room,
         )
 
     @property
@@ -238,7 +257,8 @@ class EpisodeDataset:
 
     def digest(self) -> str:
         """Return the SHA-256 of all tensors and images, with names, types and shapes; not of `meta`."""
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("meta", "images")}
+        tensors = [f.name for f in fields(self) if f.name not in ("meta", "images", "room")]
+        named = {name: getattr(self, name) for name in tensors}
         for group in ("extras", "episode_extras"):
             named |= {f"{group}/{key}": value for key, value in sorted(named.pop(group).items())}
         seen = hashlib.sha256()
@@ -268,9 +288,12 @@ class EpisodeDataset:
 
     def to(self, device: torch.device | str) -> EpisodeDataset:
         """Return the dataset on another device; images stay where they are."""
-        return self._apply(
+        if torch.device(device) == self.observations.device:
+            return self
+        moved = self._apply(
             lambda value: value.to(device), lambda value: value.to(device), self.episode_start.to(device)
         )
+        return replace(moved, room=MEMORY)
 
     def select(self, episodes: Sequence[int] | Tensor) -> EpisodeDataset:
         """Return the named episodes, in the order named.
@@ -288,7 +311,9 @@ class EpisodeDataset:
         offset = torch.repeat_interleave(self.episode_start[rows] - start[:-1], lengths)
         frames = torch.arange(int(start[-1]), device=rows.device) + offset
         images = {camera: one.select(frames) for camera, one in self.images.items()}
-        return self._apply(lambda value: value[frames], lambda value: value[rows], start, images)
+        return self._apply(
+            lambda value: self.room.take(value, frames), lambda value: value[rows], start, images
+        )
 
     def split(self, valid_fraction: float = 0.1, *, seed: int = 0) -> tuple[EpisodeDataset, EpisodeDataset]:
         """Split by episode into a training and a validation set.
@@ -390,23 +415,98 @@ class EpisodeDataset:
         )
 
 
-def _tensor(values: ArrayLike, dtype: torch.dtype | None = None) -> Tensor:
+@dataclass
+class _Facts:
+    """What is known of episodes besides their frames; each is checked against the first."""
+
+    source: str
+    shared: bool
+    first: Episode | None = None
+    lengths: list[int] = field(default_factory=list)
+    ends: dict[str, list[bool]] = field(default_factory=lambda: {"terminated": [], "truncated": []})
+    success: list[bool] = field(default_factory=list)
+    seed: list[int] = field(default_factory=list)
+
+    def noted(self, episode: Episode) -> Episode:
+        """Check an episode and note its facts; returns what is kept of it."""
+        self.first = self.first or episode
+        if self.shared:
+            self.first, episode = _alike(self.first, episode), _alike(episode, self.first)
+        check_episode(episode, self.first, f"{self.source}, episode {len(self.lengths)}")
+        self.lengths.append(len(episode))
+        for key, flags in self.ends.items():
+            flags.append(getattr(episode, key))
+        self.success.append(episode.success)
+        self.seed.append(episode.seed)
+        return episode
+
+
+def _alike(episode: Episode, other: Episode) -> Episode:
+    """Return an episode with those extra keys that another has in the same shape."""
+    known = {key: np.shape(value)[1:] for key, value in other.extras.items()}
+    extras = {k: v for k, v in episode.extras.items() if k in known and np.shape(v)[1:] == known[k]}
+    return replace(episode, extras=extras)
+
+
+def _rows_of(episode: Episode) -> dict[str, np.ndarray]:
+    """Return the frames of an episode by key."""
+    rows = {
+        "observations": episode.observations[:-1],
+        "actions": episode.actions,
+        "rewards": episode.rewards,
+        "next_observations": episode.observations[1:],
+    }
+    rows |= {f"extras/{key}": value for key, value in episode.extras.items()}
+    return rows | {f"images/{camera}": value for camera, value in episode.images.items()}
+
+
+def _tensor(values: ArrayLike, dtype: torch.dtype | None = None, room: Room = MEMORY) -> Tensor:
     """Copy-free where possible; arrays that torch cannot share are copied."""
     if isinstance(values, Tensor):
         return values.to(dtype) if dtype is not None else values
     array = np.ascontiguousarray(values)
-    if not array.flags.writeable:
-        array = array.copy()
-    return torch.from_numpy(array).to(dtype or torch.from_numpy(array).dtype)
+    if dtype is not None:
+        array = room.converted(array, _NUMPY[dtype])
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """Count of rows; minimum, maximum, mean and unbiased variance (D,) of them, the last two in float64."""
+
+    count: int
+    low: Tensor
+    high: Tensor
+    mean: Tensor
+    var: Tensor
+
+    @classmethod
+    def of(cls, rows: Tensor) -> _Moments:
+        """Return the moments of rows (N, D)."""
+        wide = rows.double()
+        var = wide.var(0, correction=min(len(rows) - 1, 1))
+        return cls(len(rows), rows.min(0).values, rows.max(0).values, wide.mean(0), var)
+
+    def joined(self, other: _Moments) -> _Moments:
+        """Return the moments of the rows of both.
+
+        Source:
+            Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+            variances", 1979, equation 2.1.
+        """
+        count, gap = self.count + other.count, other.mean - self.mean
+        squares = self.var * (self.count - 1) + other.var * (other.count - 1)
+        squares = squares + gap.square() * (self.count * other.count / count)
+        mean = self.mean + gap * (other.count / count)
+        low, high = self.low.minimum(other.low), self.high.maximum(other.high)
+        return _Moments(count, low, high, mean, squares / (count - 1))
+
+    def named(self) -> dict[str, Tensor]:
+        """Return them as statistics, float32."""
+        found = {"min": self.low, "max": self.high, "mean": self.mean, "std": self.var.sqrt()}
+        return {key: value.float() for key, value in found.items()}
 
 
 def _moments(values: Tensor) -> dict[str, Tensor]:
-    wide = values.double()
-    mean = wide.mean(0)
-    moments = {
-        "min": values.min(0).values,
-        "max": values.max(0).values,
-        "mean": mean,
-        "std": wide.std(0, correction=min(len(wide) - 1, 1)),
-    }
-    return {key: value.float() for key, value in moments.items()}
+    """Return the statistics of rows (N, D), looked at piece by piece."""
+    return reduce(_Moments.joined, (_Moments.of(values[part]) for part in pieces(values))).named()

@@ -9,7 +9,7 @@ Legend: N frames, F of them asked for, H and W height and width.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from envs.datasets.hdf5 import read_hdf5
+from envs.datasets.room import Column, Room
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
 
@@ -82,7 +83,7 @@ class InHdf5:
         """Return images (F, H, W, 3).
 
         Raises:
-            DatasetError: If the file is gone or damaged.
+            DatasetError: If the file is gone or damaged, or an image cannot be decoded.
         """
         out = np.empty((len(frames), *self.image), np.uint8)
         episodes = np.searchsorted(self.start, frames, side="right") - 1
@@ -93,13 +94,67 @@ class InHdf5:
                 first, last = int(rows[0]), int(rows[-1]) + 1
                 dense = len(rows) == last - first
                 found = file[self.keys[episode]][slice(first, last) if dense else rows]
-                out[places] = found[back]
+                out[places] = self._pixels(found, rows, self.keys[episode])[back]
         return out
+
+    def _pixels(self, found: np.ndarray, rows: np.ndarray, key: str) -> np.ndarray:
+        """Return what was read as images."""
+        return found
+
+
+class EncodedInHdf5(InHdf5):
+    """The same with a PNG or JPEG file in bytes (n, L), or of different lengths (n,), for every image."""
+
+    def _pixels(self, found: np.ndarray, rows: np.ndarray, key: str) -> np.ndarray:
+        source = f"{self.path}: key '{key}'"
+        files = (np.asarray(one, np.uint8).tobytes() for one in found)
+        return np.stack([decoded(f, self.image, source, row) for f, row in zip(files, rows, strict=True)])
+
+
+class Blobs(Sequence[bytes]):
+    """Files one behind the other in one array of bytes, which may be mapped.
+
+    Args:
+        data: Their bytes.
+        start: (N,) where each begins.
+        size: (N,) how long it is.
+    """
+
+    def __init__(self, data: np.ndarray, start: np.ndarray, size: np.ndarray) -> None:
+        self._data, self._start, self._size = data, start, size
+
+    def __len__(self) -> int:
+        """Return N."""
+        return len(self._start)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a file."""
+        start = int(self._start[index])
+        return self._data[start : start + int(self._size[index])].tobytes()
+
+
+class BlobColumn:
+    """Files that come one after another."""
+
+    def __init__(self, room: Room) -> None:
+        self._bytes, self._sizes = Column(room), list[int]()
+
+    def add(self, files: Iterable[bytes]) -> None:
+        """Append files."""
+        for one in files:
+            self._bytes.add(np.frombuffer(one, np.uint8))
+            self._sizes.append(len(one))
+
+    def joined(self, order: np.ndarray | None = None) -> Blobs:
+        """Return all files, in another order if one is given."""
+        size = np.array(self._sizes, np.int64)
+        start = size.cumsum() - size
+        return Blobs(self._bytes.joined(), *((start, size) if order is None else (start[order], size[order])))
 
 
 @dataclass(frozen=True, eq=False)
 class Compressed:
-    """Images as PNG or JPEG files in memory.
+    """Images as PNG or JPEG files in memory, or in an array that is mapped.
 
     Attributes:
         files: Their bytes, N of them.
@@ -122,23 +177,27 @@ class Compressed:
         Raises:
             DatasetError: If one cannot be decoded or has another shape.
         """
-        return np.stack([self._decoded(frame) for frame in frames.tolist()])
+        return np.stack([decoded(self.files[one], self.image, self.source, one) for one in frames.tolist()])
 
-    def _decoded(self, frame: int) -> np.ndarray:
-        from PIL import Image
 
-        try:
-            with Image.open(io.BytesIO(self.files[frame])) as picture:
-                pixels = np.asarray(picture.convert("RGB"))
-        except (OSError, ValueError, SyntaxError, TypeError) as error:
-            raise DatasetError(
-                f"{self.source}: expected a PNG or JPEG image in row {frame}; decoding failed with '{error}'."
-            ) from error
-        if pixels.shape != self.image:
-            raise DatasetError(
-                f"{self.source}: images must have shape {self.image}; that of row {frame} has {pixels.shape}."
-            )
-        return pixels
+def decoded(file: bytes, image: ImageShape, source: str, row: int) -> np.ndarray:
+    """Return the pixels (H, W, 3) of a PNG or JPEG file.
+
+    Raises:
+        DatasetError: If it cannot be decoded, or they have another shape than `image`.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(file)) as picture:
+            pixels = np.asarray(picture.convert("RGB"))
+    except (OSError, ValueError, SyntaxError, TypeError) as error:
+        raise DatasetError(
+            f"{source}: expected a PNG or JPEG image in row {row}; decoding failed with '{error}'."
+        ) from error
+    if pixels.shape != image:
+        raise DatasetError(f"{source}: images must have shape {image}; that of row {row} has {pixels.shape}.")
+    return pixels
 
 
 @dataclass(frozen=True, eq=False)

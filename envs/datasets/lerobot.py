@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.images import Compressed, Images, camera_of
+from envs.datasets.images import BlobColumn, Compressed, Images, camera_of
 from envs.datasets.npz import Arrays, check_flags
+from envs.datasets.room import Frames, Room, pieces, room_for
 from envs.datasets.unread import tell_unread
 from envs.make import require
 from policies.errors import DatasetError
@@ -44,7 +45,11 @@ def matches(path: str | Path) -> bool:
 
 
 def read(
-    path: str | Path, *, obs_keys: Sequence[str] | None = None, done_is_terminal: bool = False
+    path: str | Path,
+    *,
+    obs_keys: Sequence[str] | None = None,
+    done_is_terminal: bool = False,
+    cache: str | Path | None = None,
 ) -> EpisodeDataset:
     """Read the vectors of a LeRobot dataset (v3): a folder with meta/info.json and data/*.parquet.
 
@@ -52,6 +57,7 @@ def read(
         path: The dataset's folder.
         obs_keys: Features that make up the flat state, in order; None: see the module.
         done_is_terminal: Whether `next.done` on the last frame always means that the task ended there.
+        cache: Folder for what does not fit into memory; None: that of temporary files.
 
     Raises:
         DatasetError: If it does not hold a usable dataset; names file and key.
@@ -61,7 +67,8 @@ def read(
     state = _state_keys(path, info["features"], obs_keys)
     wanted = [*state, "action", *(key for key in _SCALARS if key in info["features"]), *_INDEX]
     cameras = [key for key, one in info["features"].items() if one["dtype"] == "image"]
-    rows, files = _read_frames(path, info, wanted, cameras)
+    room = room_for(_bytes_of(path, info, wanted, cameras), path, cache=cache)
+    rows, files = _read_frames(path, info, wanted, cameras, room)
     start = _episode_start(path, rows, info)
     last = np.zeros(len(rows["action"]), dtype=bool)
     last[start[1:] - 1] = True
@@ -76,7 +83,7 @@ def read(
     unread = _unread(info["features"], [*wanted, *cameras])
     meta |= {"not_read": tell_unread(path, unread), "obs_keys": list(state)}
     return EpisodeDataset.from_arrays(
-        np.concatenate([rows[key] for key in state], axis=1),
+        _side_by_side([rows[key] for key in state], room),
         rows["action"],
         rows.get("next.reward", np.zeros(len(last))),
         terminated,
@@ -86,7 +93,27 @@ def read(
         episode_extras=episode_extras,
         images={camera_of(key): _images(path, info, key, files[key]) for key in cameras},
         meta=meta,
+        room=room,
     )
+
+
+def _bytes_of(path: str | Path, info: Mapping[str, Any], keys: Sequence[str], cameras: Sequence[str]) -> int:
+    """Return what reading takes: numbers as stored, in order, and side by side; compressed images."""
+    widths = (int(info["features"].get(key, {"shape": [1]})["shape"][0]) for key in keys)
+    numbers = 8 * 3 * sum(widths) * int(info["total_frames"])
+    files = sum(file.stat().st_size for file in Path(path).glob(DATA)) if cameras else 0
+    return numbers + 2 * files
+
+
+def _side_by_side(parts: Sequence[np.ndarray], room: Room) -> np.ndarray:
+    """Join arrays (N, ...) to (N, D), as float32."""
+    if len(parts) == 1:
+        return parts[0]
+    ends = np.cumsum([part.shape[1] for part in parts]).tolist()
+    out = room.empty((len(parts[0]), ends[-1]), np.float32)
+    for rows in pieces(out):
+        out[rows] = np.concatenate([part[rows] for part in parts], axis=1)
+    return out
 
 
 def _terminal(path: str | Path, flags: Arrays, last: np.ndarray, done_is_terminal: bool) -> np.ndarray:
@@ -169,35 +196,46 @@ def _images(path: str | Path, info: Mapping[str, Any], key: str, files: Sequence
 
 
 def _read_frames(
-    path: str | Path, info: Mapping[str, Any], keys: Sequence[str], cameras: Sequence[str]
-) -> tuple[Arrays, dict[str, list[bytes]]]:
+    path: str | Path, info: Mapping[str, Any], keys: Sequence[str], cameras: Sequence[str], room: Room
+) -> tuple[Arrays, dict[str, Sequence[bytes]]]:
     """Read columns of all data files, in the order of the frames: numbers, and the files of images."""
-    parquet = require("pyarrow.parquet", extra="lerobot")
     files = sorted(Path(path).glob(DATA))
     if not files:
         raise DatasetError(f"{path}: expected {DATA}; there is no such file. Download the dataset again.")
-    pieces: list[Arrays] = []
-    pictures: dict[str, list[bytes]] = {key: [] for key in cameras}
-    wanted = [*keys, *cameras]
+    widths = {key: int(info["features"].get(key, {"shape": [1]})["shape"][0]) for key in keys}
+    frames = Frames(room, int(info["total_frames"]))
+    blobs = {key: BlobColumn(room) for key in cameras}
     for file in files:
-        try:
-            missing = [key for key in wanted if key not in parquet.read_schema(file).names]
-            table = None if missing else parquet.read_table(file, columns=wanted)
-        except (OSError, ValueError, LookupError) as error:  # pyarrow's own derive from these
-            raise DatasetError(
-                f"{file}: expected a readable Parquet file; reading failed with '{error}'. The file is "
-                f"truncated or damaged: copy or download it again."
-            ) from error
-        if table is None:
-            raise DatasetError(f"{file}: expected the columns {wanted}; missing {missing}.")
-        widths = {key: int(info["features"].get(key, {"shape": [1]})["shape"][0]) for key in keys}
-        pieces.append({key: _column(table[key], file, key, widths[key]) for key in keys})
-        for key, found in pictures.items():
-            found += _picture_files(table[key], file, key)
-    rows = {key: np.concatenate([piece[key] for piece in pieces]) for key in keys}
+        for table in _tables(file, [*keys, *cameras]):
+            frames.add({key: _column(table[key], file, key, widths[key]) for key in keys})
+            for key, found in blobs.items():
+                found.add(_picture_files(table[key], file, key))
+    rows = frames.joined()
     order = np.argsort(rows["index"], kind="stable")
-    in_order = {key: [found[i] for i in order.tolist()] for key, found in pictures.items()}
-    return {key: value[order] for key, value in rows.items()}, in_order
+    if not (order[1:] > order[:-1]).all():
+        rows = {key: room.taken(value, order) for key, value in rows.items()}
+    return rows, {key: found.joined(order) for key, found in blobs.items()}
+
+
+def _tables(file: Path, wanted: list[str]) -> Iterator[Any]:
+    """Yield the row groups of a file.
+
+    Raises:
+        DatasetError: If it is damaged or lacks a column.
+    """
+    parquet = require("pyarrow.parquet", extra="lerobot")
+    try:
+        content = parquet.ParquetFile(file)
+        missing = [key for key in wanted if key not in content.schema_arrow.names]
+        if missing:
+            raise DatasetError(f"{file}: expected the columns {wanted}; missing {missing}.")
+        for group in range(content.num_row_groups):
+            yield content.read_row_group(group, columns=wanted)
+    except (OSError, ValueError, LookupError) as error:  # pyarrow's own derive from these
+        raise DatasetError(
+            f"{file}: expected a readable Parquet file; reading failed with '{error}'. The file is "
+            f"truncated or damaged: copy or download it again."
+        ) from error
 
 
 def _picture_files(values: Any, file: Path, key: str) -> list[bytes]:

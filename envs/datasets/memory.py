@@ -1,7 +1,7 @@
 """Whether what is about to be read fits into memory; asked before it is taken.
 
-Datasets are held in memory whole, images apart (`envs.datasets.images`). A process that takes more than there
-is does not end with an error: it is killed, or the machine stands still.
+A process that takes more than there is does not end with an error: it is killed, or the machine stands still.
+What does not fit is kept in files instead (`envs.datasets.room`), images apart (`envs.datasets.images`).
 """
 
 from __future__ import annotations
@@ -22,26 +22,35 @@ _GIBI = 2**30
 _log = logging.getLogger(__name__)
 
 
-def require_memory(needed: int, source: str | Path, advice: str = "") -> None:
-    """Refuse to read more than fits; say how much it is where it is much.
+def fits(needed: int) -> bool:
+    """Tell whether so many bytes may be taken; yes where the system does not say how many are free."""
+    free = free_memory()
+    return free is None or needed <= SHARE * free
+
+
+def tell(needed: int, source: str | Path) -> None:
+    """Say how much a reading takes where it is much."""
+    if needed >= WORTH_SAYING:
+        _log.info("%s: reading takes %.2f GiB of memory.", source, needed / _GIBI)
+
+
+def require_memory(needed: int, source: str | Path) -> None:
+    """Refuse what has to be in memory and does not fit there.
 
     Args:
-        needed: Bytes that reading takes.
+        needed: Bytes that it takes.
         source: Names the file, and where in it, in messages.
-        advice: How less of it can be read.
 
     Raises:
         DatasetError: If it is more than `SHARE` of what is free; names both.
     """
-    free = free_memory()
-    if free is not None and needed > SHARE * free:
+    if not fits(needed):
         raise DatasetError(
-            f"{source}: reading it takes {needed / _GIBI:.2f} GiB of memory; {free / _GIBI:.2f} GiB are "
-            f"free, of which {SHARE:.0%} may be taken. {f'{advice} ' if advice else ''}End other programs, "
-            f"or use a machine with more memory."
+            f"{source}: reading it takes {needed / _GIBI:.2f} GiB of memory; "
+            f"{(free_memory() or 0) / _GIBI:.2f} GiB are free, of which {SHARE:.0%} may be taken. End other "
+            f"programs, or use a machine with more memory."
         )
-    if needed >= WORTH_SAYING:
-        _log.info("%s: reading takes %.2f GiB of memory.", source, needed / _GIBI)
+    tell(needed, source)
 
 
 def free_memory() -> int | None:

@@ -14,7 +14,8 @@ Legend: T actions of an episode, and T+1 observations.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,33 @@ import numpy as np
 import torch
 
 from envs.datasets.episodes import Episode, EpisodeDataset
-from envs.datasets.images import camera_of
-from envs.datasets.minari_storage import RawEpisode, find_data, read_episodes, read_metadata
+from envs.datasets.images import (
+    BlobColumn,
+    Compressed,
+    EncodedInHdf5,
+    Images,
+    InHdf5,
+    InMemory,
+    Store,
+    camera_of,
+)
+from envs.datasets.minari_storage import (
+    BARE,
+    MAIN_FILE,
+    Pictures,
+    RawEpisode,
+    bytes_of,
+    find_data,
+    read_episodes,
+    read_metadata,
+)
 from envs.datasets.npz import check_flags, column
+from envs.datasets.room import Column, Frames, Room, room_for
 from envs.datasets.unread import tell_unread
+from policies.encoders import ImageShape
 from policies.errors import DatasetError
 
-STATE, GOAL, ACHIEVED = "observation", "desired_goal", "achieved_goal"
+STATE, GOAL, ACHIEVED = BARE, "desired_goal", "achieved_goal"
 SUCCESS = "infos/success"
 _EXTRAS = {GOAL: "goal", ACHIEVED: ACHIEVED}  # part of the observation -> extra key
 _KEPT_META = ("dataset_id", "env_spec", "algorithm_name", "ref_min_score", "ref_max_score", "minari_version")
@@ -57,7 +78,13 @@ def matches(path: str | Path) -> bool:
     return find_data(path) is not None
 
 
-def read(path: str | Path, *, obs_keys: Sequence[str] | None = None, infos: bool = True) -> EpisodeDataset:
+def read(
+    path: str | Path,
+    *,
+    obs_keys: Sequence[str] | None = None,
+    infos: bool = True,
+    cache: str | Path | None = None,
+) -> EpisodeDataset:
     """Read a Minari dataset: a folder with data/metadata.json, stored as HDF5, Arrow or Parquet.
 
     Args:
@@ -65,6 +92,7 @@ def read(path: str | Path, *, obs_keys: Sequence[str] | None = None, infos: bool
         obs_keys: Parts of the observation that make up the flat state, in order, e.g. `observation`,
             `desired_goal`; None: see the module.
         infos: Also keep the numbers under `infos` that every step of every episode has, as `infos/<key>`.
+        cache: Folder for what does not fit into memory; None: that of temporary files.
 
     Raises:
         DatasetError: If it does not hold a usable dataset; names file, episode and key.
@@ -73,20 +101,21 @@ def read(path: str | Path, *, obs_keys: Sequence[str] | None = None, infos: bool
     if folder is None:
         raise DatasetError(f"{path}: expected a Minari dataset: a folder with data/metadata.json.")
     metadata = read_metadata(folder)
-    layout: Layout | None = None
-    episodes: list[Episode] = []
-    attributes: list[Mapping[str, Any]] = []
-    own = metadata.get("burnish") or {}
-    tells_success = True
-    for raw in read_episodes(folder, metadata):
-        layout = layout or _layout(raw, metadata.get("observation_space"), obs_keys)
-        episodes.append(_episode(raw, layout, infos, own.get("extras", ())))
-        tells_success = tells_success and _success(raw) is not None
-        attributes.append(raw.attributes)
-    assert layout is not None  # there is an episode
+    space, own = metadata.get("observation_space"), metadata.get("burnish") or {}
+    room = room_for(bytes_of(folder, metadata), path, cache=cache)
+    raws = read_episodes(folder, metadata, picture_shapes(space, ""))
+    first = next(raws)
+    layout = _layout(first, space, obs_keys)
     meta = {key: metadata[key] for key in _KEPT_META if metadata.get(key) is not None}
     meta |= {"source": str(path), "format": "minari", "not_read": tell_unread(path, layout.unread)}
-    return _finished(_with_shared_extras(episodes), attributes, own, meta, tells_success)
+    notes = _Notes(own, room, {camera: [] for camera in layout.images})
+    data = EpisodeDataset.from_episodes(
+        (notes.noted(raw, layout, infos) for raw in chain([first], raws)),
+        meta={**dict(own.get("meta", {})), **meta},
+        frames=Frames(room),
+        shared=True,
+    )
+    return notes.finished(data, folder / MAIN_FILE)
 
 
 def _layout(raw: RawEpisode, space: Any, obs_keys: Sequence[str] | None) -> Layout:
@@ -98,7 +127,7 @@ def _layout(raw: RawEpisode, space: Any, obs_keys: Sequence[str] | None) -> Layo
     order = [name for name in kinds if name in parts] + [name for name in parts if name not in kinds]
     unread = {name: why for name in order if (why := kinds.get(name) or _reason(parts[name]))}
     usable = [name for name in order if name not in unread]
-    images = {camera_of(name): name for name in unread if _is_image(parts[name])}
+    images = {camera_of(name): name for name in unread if isinstance(parts[name], Pictures)}
     unread = {name: why for name, why in unread.items() if name not in images.values()}
     if obs_keys is not None:
         state = [name for key in obs_keys for name in usable if _is_below(name, key)]
@@ -144,17 +173,31 @@ def _kinds(space: Any, prefix: str) -> dict[str, str]:
     return {prefix or STATE: "pictures" if is_picture else "texts" if space.get("type") == "Text" else ""}
 
 
+def picture_shapes(space: Any, prefix: str) -> dict[str, ImageShape]:
+    """Return the shapes (H, W, 3) of the parts of a space that are images, by path."""
+    if not isinstance(space, Mapping):
+        return {}
+    inner = space.get("subspaces")
+    if isinstance(inner, list):
+        inner = dict(enumerate(inner))
+    if isinstance(inner, Mapping):
+        found: dict[str, ImageShape] = {}
+        for key, item in inner.items():
+            found |= picture_shapes(item, f"{prefix}/{key}" if prefix else str(key))
+        return found
+    shape = tuple(space.get("shape") or ())
+    is_image = space.get("dtype") == "uint8" and len(shape) == 3 and shape[2] == 3
+    return {prefix or STATE: (shape[0], shape[1], 3)} if is_image else {}
+
+
 def _reason(values: Any) -> str:
     """Say why an array cannot be part of the state; empty if it can."""
+    if isinstance(values, Pictures):
+        return "pictures"
     kind = getattr(values, "dtype", np.dtype(object))
     if kind.kind not in "biuf":
         return "texts"
     return "pictures" if kind == np.uint8 and np.ndim(values) > 2 else ""
-
-
-def _is_image(values: Any) -> bool:
-    """Tell whether an array holds RGB images in bytes, one per row."""
-    return getattr(values, "dtype", None) == np.uint8 and np.ndim(values) == 4 and np.shape(values)[3] == 3
 
 
 def _is_below(name: str, part: str) -> bool:
@@ -183,19 +226,18 @@ def _episode(raw: RawEpisode, layout: Layout, infos: bool, own: Sequence[str]) -
         truncated=ends["truncations"] or not ends["terminations"],
         success=bool(_success(raw)),
         extras=extras,
-        images={camera: _seen(raw, parts, name, num) for camera, name in layout.images.items()},
     )
 
 
-def _seen(raw: RawEpisode, parts: Mapping[str, Any], name: str, num: int) -> np.ndarray:
-    """Return what a camera saw before each action, (T, H, W, 3)."""
-    values = parts.get(name)
-    if not _is_image(values) or len(values) != num + 1:  # type: ignore[arg-type]
+def _seen(raw: RawEpisode, name: str) -> Pictures:
+    """Return what a camera saw before each action, and after the last."""
+    values, num = _leaves(raw.tree.get("observations"), "").get(name), len(raw.tree["actions"])
+    if not isinstance(values, Pictures) or values.shape[0] != num + 1:
         raise DatasetError(
             f"{raw.name}: key 'observations' must have {num + 1} images in '{name}', one more than there are "
-            f"actions; got {np.shape(values) if values is not None else 'nothing'}."
+            f"actions; got {'nothing' if values is None else getattr(values, 'shape', np.shape(values))}."
         )
-    return np.asarray(values)[:-1]
+    return values
 
 
 def _joined(raw: RawEpisode, parts: Mapping[str, Any], names: Sequence[str], num: int) -> np.ndarray:
@@ -261,36 +303,82 @@ def _infos(raw: RawEpisode, own: Sequence[str]) -> dict[str, np.ndarray]:
     }
 
 
-def _with_shared_extras(episodes: Sequence[Episode]) -> list[Episode]:
-    """Keep the extra keys that all episodes have in one shape."""
-    shapes = [{(key, value.shape[1:]) for key, value in one.extras.items()} for one in episodes]
-    shared = {key for key, _ in set.intersection(*shapes)}
-    return [
-        replace(one, extras={key: v for key, v in one.extras.items() if key in shared}) for one in episodes
-    ]
+@dataclass
+class _Notes:
+    """What is known of episodes besides their frames, noted as they pass by.
+
+    Attributes:
+        own: What a file written here says of itself.
+        room: Where images go that are not read from their file.
+        images: The images of every camera, episode by episode.
+        attributes: Those of every episode.
+        tells_success: Whether every episode says if it succeeded.
+    """
+
+    own: Mapping[str, Any]
+    room: Room
+    images: dict[str, list[Pictures]]
+    attributes: list[Mapping[str, Any]] = field(default_factory=list)
+    tells_success: bool = True
+
+    def noted(self, raw: RawEpisode, layout: Layout, infos: bool) -> Episode:
+        """Convert an episode and note what it says."""
+        episode = _episode(raw, layout, infos, self.own.get("extras", ()))
+        self.tells_success = self.tells_success and _success(raw) is not None
+        self.attributes.append(raw.attributes)
+        for camera, name in layout.images.items():
+            self.images[camera].append(_seen(raw, name))
+        return episode
+
+    def finished(self, data: EpisodeDataset, file: Path) -> EpisodeDataset:
+        """Put everything together; what the file does not say about its episodes is left open."""
+        own = self.own.get("extras", ())
+        extras = {k.removeprefix("infos/") if k in own else k: value for k, value in data.extras.items()}
+        successors = data.next_observations if self.own.get("successors_recorded", True) else None
+        start = data.episode_start.numpy()
+        images = {key: Images(_store(key, seen, file, start, self.room)) for key, seen in self.images.items()}
+        return replace(
+            data,
+            extras=extras,
+            episode_extras=self._episode_extras(data),
+            next_observations=successors,
+            images=images,
+        )
+
+    def _episode_extras(self, data: EpisodeDataset) -> dict[str, torch.Tensor]:
+        known = {"success": data.episode_extras["success"]} if self.tells_success else {}
+        seeds = [one.get("seed") for one in self.attributes]
+        if all(isinstance(seed, (int, np.integer)) and -(2**63) <= seed < 2**63 for seed in seeds):
+            known["seed"] = torch.tensor([int(seed) for seed in seeds], dtype=torch.int64)  # type: ignore[arg-type]
+        for name in (key for key in self.attributes[0] if key.startswith(OWN_ATTRIBUTE)):
+            if all(name in one for one in self.attributes):
+                values = np.stack([np.asarray(one[name]) for one in self.attributes])
+                known[name.removeprefix(OWN_ATTRIBUTE)] = torch.from_numpy(values)
+        return known
 
 
-def _finished(
-    episodes: Sequence[Episode],
-    attributes: Sequence[Mapping[str, Any]],
-    own: Mapping[str, Any],
-    meta: Mapping[str, Any],
-    tells_success: bool,
-) -> EpisodeDataset:
-    """Put the episodes together; what the file does not say about them is left open."""
-    data = EpisodeDataset.from_episodes(episodes, meta={**dict(own.get("meta", {})), **meta})
-    known = {"success": data.episode_extras["success"]} if tells_success else {}
-    seeds = [one.get("seed") for one in attributes]
-    if all(isinstance(seed, (int, np.integer)) and -(2**63) <= seed < 2**63 for seed in seeds):
-        known["seed"] = torch.tensor([int(seed) for seed in seeds], dtype=torch.int64)  # type: ignore[arg-type]
-    names = [key for key in attributes[0] if key.startswith(OWN_ATTRIBUTE)]
-    for name in names:
-        if all(name in one for one in attributes):
-            values = np.stack([np.asarray(one[name]) for one in attributes])
-            known[name.removeprefix(OWN_ATTRIBUTE)] = torch.from_numpy(values)
-    extras = {
-        key.removeprefix("infos/") if key in own.get("extras", ()) else key: value
-        for key, value in data.extras.items()
-    }
-    successors = data.next_observations if own.get("successors_recorded", True) else None
-    return replace(data, extras=extras, episode_extras=known, next_observations=successors)
+def _store(camera: str, seen: Sequence[Pictures], file: Path, start: np.ndarray, room: Room) -> Store:
+    """Return where the images of a camera are, a frame for each action.
+
+    Raises:
+        DatasetError: If the episodes' are not alike.
+    """
+    kinds = {(one.shape[1:], one.encoded, one.key is None) for one in seen}
+    if len(kinds) > 1:
+        raise DatasetError(
+            f"{file.parent}: images of camera '{camera}' must be stored in one shape and one way; got "
+            f"{sorted({one.shape[1:] for one in seen})}."
+        )
+    image, encoded = (seen[0].shape[1], seen[0].shape[2], seen[0].shape[3]), seen[0].encoded
+    if seen[0].key is not None:
+        kind = EncodedInHdf5 if encoded else InHdf5
+        return kind(file.absolute(), tuple(str(one.key) for one in seen), start, image)
+    if encoded:
+        files = BlobColumn(room)
+        for part in seen:
+            files.add(part.values[:-1])
+        return Compressed(files.joined(), image, f"{file.parent}: camera '{camera}'")
+    pixels = Column(room, int(start[-1]))
+    for part in seen:
+        pixels.add(part.values[:-1])
+    return InMemory(pixels.joined())

@@ -19,14 +19,36 @@ import h5py
 import numpy as np
 
 from envs.datasets.hdf5 import read_hdf5, read_value
-from envs.datasets.memory import require_memory
+from policies.encoders import ImageShape
 from policies.errors import BurnishError, DatasetError
 
 METADATA, MAIN_FILE = "metadata.json", "main_data.hdf5"
 _TUPLE = "_index_"  # what HDF5 files write before the number of a tuple's element
 _PER_STEP = ("actions", "rewards", "terminations", "truncations")
 
+OBSERVATIONS, BARE = "observations", "observation"
+"""The tree of observations, and what an observation is called that is no tree."""
+
 Tree = Mapping[str, Any]
+Shapes = Mapping[str, ImageShape]
+"""Shape (H, W, 3) of the images by the part of the observation."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Images of an episode, which are read later.
+
+    Attributes:
+        shape: (T+1, H, W, 3).
+        key: Their dataset in the HDF5 file; None in other storage.
+        values: Pixels (T+1, H, W, 3) or, encoded, files in bytes; None in HDF5.
+        encoded: Whether they are JPEG files.
+    """
+
+    shape: tuple[int, ...]
+    key: str | None = None
+    values: Any = None
+    encoded: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,8 +108,15 @@ def read_metadata(folder: Path) -> dict[str, Any]:
     return {**found, "total_episodes": count, "data_format": form}
 
 
-def read_episodes(folder: Path, metadata: Mapping[str, Any]) -> Iterator[RawEpisode]:
+def read_episodes(
+    folder: Path, metadata: Mapping[str, Any], pictures: Shapes | None = None
+) -> Iterator[RawEpisode]:
     """Yield the episodes by number.
+
+    Args:
+        folder: From `find_data`.
+        metadata: From `read_metadata`.
+        pictures: Parts of the observation that the environment's space says are images.
 
     Raises:
         DatasetError: If one is missing or damaged, or the storage is of an unknown kind.
@@ -95,17 +124,38 @@ def read_episodes(folder: Path, metadata: Mapping[str, Any]) -> Iterator[RawEpis
     """
     form, count = metadata["data_format"], metadata["total_episodes"]
     if form == "hdf5":
-        return _from_hdf5(folder / MAIN_FILE, count)
+        return _from_hdf5(folder / MAIN_FILE, count, pictures or {})
     if form in ("arrow", "parquet"):
-        return _from_arrow(folder, count, form)
+        return _from_arrow(folder, count, form, pictures or {})
     raise DatasetError(
         f"{folder / METADATA}: key 'data_format' must be hdf5, arrow or parquet; got '{form}'."
     )
 
 
-def _from_hdf5(path: Path, count: int) -> Iterator[RawEpisode]:
+def bytes_of(folder: Path, metadata: Mapping[str, Any]) -> int:
+    """Return what reading all episodes takes: observations twice, as such and as successors."""
+    if metadata["data_format"] != "hdf5":
+        return 2 * sum(file.stat().st_size for file in folder.glob(f"*/*.{metadata['data_format']}"))
+    sizes: list[int] = []
+    with read_hdf5(folder / MAIN_FILE) as file:
+        file.visititems(lambda name, item: sizes.append(_bytes_of(name, item)))
+    return sum(sizes)
+
+
+def _bytes_of(name: str, item: Any) -> int:
+    is_array = isinstance(item, h5py.Dataset) and item.shape and item.dtype.kind in "biuf"
+    if not is_array or _is_raw_picture(item):
+        return 0
+    stored: int = item.nbytes + (0 if item.dtype == np.float32 else 4 * item.size)
+    return 2 * stored if f"/{OBSERVATIONS}" in name else stored
+
+
+def _is_raw_picture(item: h5py.Dataset) -> bool:
+    return bool(item.dtype == np.uint8 and item.ndim == 4 and item.shape[3] == 3)
+
+
+def _from_hdf5(path: Path, count: int, pictures: Shapes) -> Iterator[RawEpisode]:
     with read_hdf5(path) as file:
-        require_memory(path.stat().st_size, path)
         names = [f"episode_{number}" for number in range(count)]
         missing = [name for name in names if not isinstance(file.get(name), h5py.Group)]
         if missing:
@@ -114,20 +164,38 @@ def _from_hdf5(path: Path, count: int) -> Iterator[RawEpisode]:
                 f"({len(missing)} in all). Copy or download the dataset again."
             )
         for name in names:
-            tree = _group_tree(file[name], f"{path}: {name}")
+            tree = _group_tree(file[name], f"{path}: {name}", "", pictures)
             yield RawEpisode(f"{path}: {name}", tree, dict(file[name].attrs))
 
 
-def _group_tree(group: h5py.Group, source: str) -> dict[str, Any]:
-    return {
-        key.removeprefix(_TUPLE): _group_tree(item, f"{source}/{key}")
-        if isinstance(item, h5py.Group)
-        else read_value(item, source, key)
-        for key, item in group.items()
-    }
+def _group_tree(group: h5py.Group, source: str, place: str, pictures: Shapes) -> dict[str, Any]:
+    """Read a group; `place` is its path in the episode."""
+    tree: dict[str, Any] = {}
+    for name, item in group.items():
+        key = name.removeprefix(_TUPLE)
+        path = f"{place}/{key}" if place else key
+        if isinstance(item, h5py.Group):
+            tree[key] = _group_tree(item, f"{source}/{name}", path, pictures)
+        else:
+            tree[key] = _pictures_of(item, pictures.get(_part(path))) or read_value(item, source, name)
+    return tree
 
 
-def _from_arrow(folder: Path, count: int, form: str) -> Iterator[RawEpisode]:
+def _part(path: str) -> str:
+    """Return which part of the observation a path in an episode is; empty if it is none."""
+    return BARE if path == OBSERVATIONS else path.partition(f"{OBSERVATIONS}/")[2]
+
+
+def _pictures_of(item: Any, image: ImageShape | None) -> Pictures | None:
+    """Return images, unread; None for what is no image."""
+    if not isinstance(item, h5py.Dataset) or not item.shape:
+        return None
+    if _is_raw_picture(item):
+        return Pictures(item.shape, item.name)
+    return None if image is None else Pictures((len(item), *image), item.name, encoded=True)
+
+
+def _from_arrow(folder: Path, count: int, form: str, pictures: Shapes) -> Iterator[RawEpisode]:
     from envs.make import require
 
     tables = require("pyarrow.dataset", extra="lerobot")
@@ -147,7 +215,21 @@ def _from_arrow(folder: Path, count: int, form: str) -> Iterator[RawEpisode]:
             ) from error
         steps = int(attributes.get("total_steps", table.num_rows - 1))
         tree |= {key: tree[key][:steps] for key in _PER_STEP if isinstance(tree.get(key), np.ndarray)}
+        tree = _with_pictures(tree, "", pictures)
         yield RawEpisode(str(place), tree, attributes)
+
+
+def _with_pictures(tree: Any, place: str, pictures: Shapes) -> Any:
+    """Return a tree in which columns of images are `Pictures`."""
+    if isinstance(tree, Mapping):
+        return {k: _with_pictures(v, f"{place}/{k}" if place else k, pictures) for k, v in tree.items()}
+    image = pictures.get(_part(place))
+    if image is None or not isinstance(tree, np.ndarray):
+        return tree
+    if tree.dtype == np.uint8 and tree.size == len(tree) * int(np.prod(image)):
+        return Pictures((len(tree), *image), values=tree.reshape(len(tree), *image))
+    is_encoded = tree.dtype == object and all(isinstance(one, bytes) for one in tree)
+    return Pictures((len(tree), *image), values=tree, encoded=True) if is_encoded else tree
 
 
 def column_of(values: Any) -> Any:

@@ -8,15 +8,17 @@ import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
-from envs.datasets.memory import require_memory
+from envs.datasets.room import Room, pieces, room_for
 from policies.errors import BurnishError, DatasetError
 
 Arrays = dict[str, np.ndarray]
 """Key -> array of real numbers."""
 
+_COPIES = 2  # of what is stored: as it is, and converted or sorted
 _UNREADABLE = (OSError, ValueError, EOFError, LookupError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
 """What numpy and zipfile raise over damaged archives and over arrays of Python objects."""
 
@@ -54,15 +56,27 @@ def _begins_like_a_zip(path: Path) -> bool:
 
 
 def read_npz(path: str | Path, required: Collection[str], optional: Collection[str] = ()) -> Arrays:
-    """Read arrays of real numbers by name, in the machine's byte order.
+    """Read arrays of real numbers by name, in the machine's byte order; see `read_npz_into`."""
+    return read_npz_into(path, required, optional)[0]
+
+
+def read_npz_into(
+    path: str | Path,
+    required: Collection[str],
+    optional: Collection[str] = (),
+    *,
+    cache: str | Path | None = None,
+) -> tuple[Arrays, Room]:
+    """Read arrays of real numbers by name, and say where there was room for them.
 
     Args:
         path: The archive.
         required: Keys that must be there.
         optional: Keys that are read if they are there.
+        cache: Folder for what does not fit into memory; None: that of temporary files.
 
     Raises:
-        DatasetError: If the file is missing or damaged, does not fit into memory, a required key is missing,
+        DatasetError: If the file is missing or damaged, there is no room for it, a required key is missing,
             or an array holds something else than real numbers; names file and key.
     """
     path = Path(path)
@@ -76,8 +90,36 @@ def read_npz(path: str | Path, required: Collection[str], optional: Collection[s
                 f"{sorted(archive.files)}."
             )
         wanted = [*required, *(key for key in optional if key in archive.files)]
-        require_memory(_unpacked(archive, wanted), path)
-        return {key: _numbers(archive[key], path, key) for key in wanted}
+        room = room_for(_COPIES * _unpacked(archive, wanted), path, cache=cache)
+        found = ((key, _spilled(archive, key, room) if room.on_disk else archive[key]) for key in wanted)
+        return {key: _numbers(value, path, key) for key, value in found}, room
+
+
+def _spilled(archive: np.lib.npyio.NpzFile, key: str, room: Room) -> np.ndarray:
+    """Copy a member out piece by piece; what is laid out or typed unusually is read whole."""
+    assert archive.zip is not None
+    name = f"{key}.npy" if f"{key}.npy" in archive.zip.namelist() else key
+    with archive.zip.open(name) as member:
+        version = np.lib.format.read_magic(member)
+        header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+        if version not in header:
+            return archive[key]
+        shape, by_columns, dtype = header[version](member)
+        if by_columns or not shape or dtype.kind not in "biuf":
+            return archive[key]
+        out = room.empty(shape, dtype)
+        for part in pieces(out):
+            size = out[part].nbytes
+            out[part] = np.frombuffer(_whole(member, size, key), dtype).reshape(out[part].shape)
+    return out
+
+
+def _whole(member: IO[bytes], size: int, key: str) -> bytes:
+    """Read so many bytes."""
+    found = member.read(size)
+    if len(found) < size:
+        raise ValueError(f"{key} ends {size - len(found)} bytes too early")
+    return found
 
 
 def _unpacked(archive: np.lib.npyio.NpzFile, keys: Collection[str]) -> int:

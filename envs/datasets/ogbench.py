@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.npz import Arrays, check_flags, check_rows, peek_npz, read_npz
+from envs.datasets.npz import Arrays, check_flags, check_rows, peek_npz, read_npz_into
+from envs.datasets.room import MEMORY, Room
 from policies.errors import DatasetError
 
 _REQUIRED = ("observations", "actions", "terminals")
@@ -40,7 +41,12 @@ def load_ogbench(path: str | Path) -> Arrays:
         DatasetError: If the file is unreadable, lacks a key, keys disagree in length, or the end of a
             recording is not flagged.
     """
-    arrays = read_npz(path, _REQUIRED, _INFOS)
+    return _load(path, None)[0]
+
+
+def _load(path: str | Path, cache: str | Path | None) -> tuple[Arrays, Room]:
+    """Return what `load_ogbench` does, and where there was room for it."""
+    arrays, room = read_npz_into(path, _REQUIRED, _INFOS, cache=cache)
     check_rows(path, arrays, "observations")
     ends = arrays["terminals"] = check_flags(path, "terminals", arrays["terminals"])
     for key in ("observations", "actions"):
@@ -52,50 +58,57 @@ def load_ogbench(path: str | Path) -> Arrays:
             f"{path}: key 'terminals' must be 1 in the last row, where the last recording ends; got 0. The "
             f"file is cut off: copy or download it again."
         )
-    return arrays
+    return arrays, room
 
 
-def regular_dataset(arrays: Arrays) -> Arrays:
+def regular_dataset(arrays: Arrays, room: Room = MEMORY) -> Arrays:
     """Reproduce OGBench's regular dataset: rows with a successor, `next_observations`, infos.
 
     Args:
         arrays: From `load_ogbench`.
+        room: Where the result goes.
 
     Returns:
         (M, ·) float32 arrays; `terminals` is 1 where the next row is the last of its recording.
     """
     ends = arrays["terminals"].astype(bool)
-    kept, following = ~ends, np.append(False, ~ends[:-1])
-    observations = arrays["observations"].astype(np.float32, copy=False)
+    kept, following = np.flatnonzero(~ends), np.flatnonzero(np.append(False, ~ends[:-1]))
     return {
-        "observations": observations[kept],
-        "actions": arrays["actions"].astype(np.float32, copy=False)[kept],
+        "observations": room.taken(arrays["observations"], kept, np.float32),
+        "actions": room.taken(arrays["actions"], kept, np.float32),
         "terminals": np.append(ends[1:], True)[kept].astype(np.float32),
-        "next_observations": observations[following],
-        **{key: arrays[key][kept] for key in _INFOS if key in arrays},
+        "next_observations": room.taken(arrays["observations"], following, np.float32),
+        **{key: room.taken(arrays[key], kept) for key in _INFOS if key in arrays},
     }
 
 
-def compact_dataset(arrays: Arrays) -> Arrays:
+def compact_dataset(arrays: Arrays, room: Room = MEMORY) -> Arrays:
     """Reproduce OGBench's compact dataset: every row, with `valids` 0 on the last of each recording.
 
     Args:
         arrays: From `load_ogbench`.
+        room: Where the result goes.
 
     Returns:
         (N, ·) float32 arrays; `terminals` is 1 on the last two rows of every recording.
     """
     ends = arrays["terminals"].astype(bool)
     return {
-        "observations": arrays["observations"].astype(np.float32, copy=False),
-        "actions": arrays["actions"].astype(np.float32, copy=False),
+        "observations": room.converted(arrays["observations"], np.float32),
+        "actions": room.converted(arrays["actions"], np.float32),
         "terminals": (ends | np.append(ends[1:], True)).astype(np.float32),
         "valids": 1 - ends.astype(np.float32),
         **{key: arrays[key] for key in _INFOS if key in arrays},
     }
 
 
-def read(path: str | Path, *, task: str | None = None, compact: bool = False) -> EpisodeDataset:
+def read(
+    path: str | Path,
+    *,
+    task: str | None = None,
+    compact: bool = False,
+    cache: str | Path | None = None,
+) -> EpisodeDataset:
     """Read an OGBench file: `observations`, `actions` and `terminals` in an npz archive.
 
     Args:
@@ -103,13 +116,15 @@ def read(path: str | Path, *, task: str | None = None, compact: bool = False) ->
         task: Name of a single task, e.g. `cube-single-play-singletask-task2-v0`: rewards and `masks` of that
             task are added; needs the extra `ogbench`. None: all rewards are 0.
         compact: Keep the last row of every recording as a frame (see the module).
+        cache: Folder for what does not fit into memory; None: that of temporary files.
 
     Raises:
         DatasetError: If the file does not hold a usable dataset; names file and key.
         MissingExtraError: If a task is named and OGBench is not installed.
     """
-    arrays = load_ogbench(path)
-    ends, rows = arrays["terminals"], compact_dataset(arrays) if compact else regular_dataset(arrays)
+    arrays, room = _load(path, cache)
+    ends = arrays["terminals"]
+    rows = compact_dataset(arrays, room) if compact else regular_dataset(arrays, room)
     last = ends if compact else rows["terminals"].astype(bool)
     _check_lengths(path, ends, compact)
     extras: dict[str, Any] = {key: rows[key] for key in _INFOS if key in rows}
@@ -130,6 +145,7 @@ def read(path: str | Path, *, task: str | None = None, compact: bool = False) ->
         next_observations=rows.get("next_observations"),
         extras=extras,
         meta={"source": str(path), "format": "ogbench", "task": task, "compact": compact},
+        room=room,
     )
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.hdf5 import peek_hdf5, read_hdf5, read_numbers, write_hdf5
 from envs.datasets.images import Images, InHdf5, camera_of
+from envs.datasets.room import Frames, room_for
 from envs.datasets.unread import tell_unread
 from policies.errors import DatasetError
 
@@ -96,7 +97,11 @@ def write_robomimic(
 
 
 def read(
-    path: str | Path, *, mask: str | None = None, obs_keys: Sequence[str] | None = None
+    path: str | Path,
+    *,
+    mask: str | None = None,
+    obs_keys: Sequence[str] | None = None,
+    cache: str | Path | None = None,
 ) -> EpisodeDataset:
     """Read a robomimic file: data/demo_<i>, with the images of its cameras where it has some.
 
@@ -105,6 +110,7 @@ def read(
         mask: Read only the demonstrations listed under mask/<mask>.
         obs_keys: Keys that make up the flat state, in order; None: the recorded layout, else the usual
             proprioception and `object`, else every vector-valued key in alphabetical order.
+        cache: Folder for what does not fit into memory; None: that of temporary files.
 
     Raises:
         DatasetError: If the file does not hold a usable dataset; names file and key.
@@ -114,18 +120,30 @@ def read(
             raise DatasetError(f"{path}: expected a group data/demo_0 (robomimic); found {sorted(file)}.")
         data, names = file["data"], _demo_names(file, path, mask)
         layout = _layout(data, names[0], path, obs_keys)
-        demos = [_read_demo(data[name], layout, f"{path}: {name}") for name in names]
-        _check_alike(demos, names, path)
+        room = room_for(_bytes_of(data, names, layout), path, cache=cache)
+        demos = _Demos(str(path), Frames(room))
+        for name in names:
+            demos.add(name, _read_demo(data[name], layout, f"{path}: {name}"))
         meta = _json_attribute(data, "meta", path) if "meta" in data.attrs else {}
         meta |= {"source": str(path), "format": "robomimic", "obs_layout": dict(layout)}
         images, unread = _images(data, names, Path(path))
         meta["not_read"] = tell_unread(path, unread)
         if "env_args" in data.attrs:
             meta["env_args"] = _json_attribute(data, "env_args", path)
-        if not data.attrs.get("successors_recorded", True):
-            for demo in demos:
-                demo.pop("next_observations", None)
-    return _assemble(demos, meta, images)
+        has_successors = bool(data.attrs.get("successors_recorded", True))
+    return demos.dataset(meta, images, has_successors)
+
+
+def _bytes_of(data: h5py.Group, names: list[str], layout: list[tuple[str, int]]) -> int:
+    """Return what reading takes: arrays as they are stored, and as float32 where they are not."""
+    total = 0
+    for name in names:
+        demo = data[name]
+        keys = ["actions", *(f"{group}/{key}" for group in ("obs", "next_obs") for key, _ in layout)]
+        keys += ["states", *(f"extras/{key}" for key in demo.get("extras", ()))]
+        found = (demo[key] for key in keys if key in demo)
+        total += sum(one.nbytes + 4 * one.size for one in found if isinstance(one, h5py.Dataset))
+    return total
 
 
 def _demo_names(file: h5py.File, path: str | Path, mask: str | None) -> list[str]:
@@ -285,25 +303,6 @@ def _flag(demo: h5py.Group, name: str, default: bool, source: str) -> bool:
     return bool(value)
 
 
-def _check_alike(demos: list[dict[str, Any]], names: list[str], path: str | Path) -> None:
-    """Refuse a demonstration whose rows are not shaped like those of the first."""
-    for demo, name in zip(demos, names, strict=True):
-        for key in ("actions", "rewards", *_shared(demos, "extras")):
-            first, rows = (d[key] if key in d else d["extras"][key] for d in (demos[0], demo))
-            if rows.shape[1:] != first.shape[1:]:
-                raise DatasetError(
-                    f"{path}: {name}: key '{key}' must have shape {(len(rows), *first.shape[1:])}, as in "
-                    f"{names[0]}; got {rows.shape}. Leave this demonstration out, or record it again."
-                )
-        for key in _shared(demos, "episode_extras"):
-            first, value = demos[0]["episode_extras"][key], demo["episode_extras"][key]
-            if value.shape != first.shape:
-                raise DatasetError(
-                    f"{path}: {name}: key 'episode_extras/{key}' must have shape {first.shape}, as in "
-                    f"{names[0]}; got {value.shape}."
-                )
-
-
 def _flat(group: h5py.Group, layout: list[tuple[str, int]], num: int, source: str) -> np.ndarray:
     """Join the parts of the observation."""
     for key, width in layout:
@@ -313,41 +312,84 @@ def _flat(group: h5py.Group, layout: list[tuple[str, int]], num: int, source: st
     return np.concatenate([read_numbers(group[key], source, key) for key, _ in layout], axis=1)
 
 
-def _assemble(
-    demos: list[dict[str, Any]], meta: dict[str, Any], images: Mapping[str, Images]
-) -> EpisodeDataset:
-    """Concatenate demonstrations; optional keys survive if every demonstration has them."""
-    lengths = [len(demo["actions"]) for demo in demos]
-    start = np.concatenate([[0], np.cumsum(lengths)])
-    if 0 in lengths:
-        raise DatasetError(
-            f"{meta['source']}: demonstration number {lengths.index(0)} is empty; expected actions."
+class _Demos:
+    """Demonstrations put together one by one; optional keys survive if every demonstration has them.
+
+    Args:
+        source: Names the file in error messages.
+        frames: Collects their frames.
+    """
+
+    def __init__(self, source: str, frames: Frames) -> None:
+        self._source, self._frames = source, frames
+        self._names: list[str] = []
+        self._lengths: list[int] = []
+        self._ends: dict[str, list[bool]] = {"terminated": [], "truncated": []}
+        self._per_episode: dict[str, list[np.ndarray]] = {}
+
+    def add(self, name: str, demo: Mapping[str, Any]) -> None:
+        """Append a demonstration.
+
+        Raises:
+            DatasetError: If its rows are not shaped like those of the first, or there are none.
+        """
+        rows = {key: demo[key] for key in ("observations", "actions", "rewards")}
+        rows |= {key: demo[key] for key in ("next_observations",) if key in demo}
+        rows |= {f"extras/{key}": value for key, value in demo["extras"].items()}
+        self._check(name, rows, demo["episode_extras"])
+        self._frames.add(rows)
+        self._names.append(name)
+        self._lengths.append(len(demo["actions"]))
+        for key, flags in self._ends.items():
+            flags.append(demo[key])
+        known = self._per_episode if len(self._names) > 1 else {key: [] for key in demo["episode_extras"]}
+        shared = {key: values for key, values in known.items() if key in demo["episode_extras"]}
+        self._per_episode = {k: [*values, demo["episode_extras"][k]] for k, values in shared.items()}
+
+    def _check(self, name: str, rows: Mapping[str, Any], per_episode: Mapping[str, Any]) -> None:
+        """Refuse an empty demonstration, and one shaped differently."""
+        if len(rows["actions"]) == 0:
+            raise DatasetError(
+                f"{self._source}: demonstration number {len(self._names)} is empty; expected actions."
+            )
+        for key, shape in self._frames.shapes.items():
+            got = np.shape(rows[key]) if key in rows else (0, *shape)
+            if got[1:] != shape:
+                raise DatasetError(
+                    f"{self._source}: {name}: key '{key.removeprefix('extras/')}' must have shape "
+                    f"{(got[0], *shape)}, as in {self._names[0]}; got {got}. Leave this demonstration out, "
+                    f"or record it again."
+                )
+        for key, values in self._per_episode.items():
+            if key in per_episode and per_episode[key].shape != values[0].shape:
+                raise DatasetError(
+                    f"{self._source}: {name}: key 'episode_extras/{key}' must have shape {values[0].shape}, "
+                    f"as in {self._names[0]}; got {per_episode[key].shape}."
+                )
+
+    def dataset(
+        self, meta: Mapping[str, Any], images: Mapping[str, Images], has_successors: bool
+    ) -> EpisodeDataset:
+        """Return all of them."""
+        rows, start = self._frames.joined(), np.concatenate([[0], np.cumsum(self._lengths)])
+        flags = {key: np.zeros(start[-1], dtype=bool) for key in self._ends}
+        for key, flag in flags.items():
+            flag[start[1:] - 1] = self._ends[key]
+        extras = {key.removeprefix("extras/"): v for key, v in rows.items() if key.startswith("extras/")}
+        return EpisodeDataset.from_arrays(
+            rows["observations"],
+            rows["actions"],
+            rows["rewards"],
+            flags["terminated"],
+            flags["truncated"],
+            start,
+            next_observations=rows.get("next_observations") if has_successors else None,
+            extras=extras,
+            episode_extras={key: np.stack(values) for key, values in self._per_episode.items()},
+            images=images,
+            meta=meta,
+            room=self._frames.room,
         )
-    flags = {key: np.zeros(start[-1], dtype=bool) for key in ("terminated", "truncated")}
-    for key, flag in flags.items():
-        flag[start[1:] - 1] = [demo[key] for demo in demos]
-    successors = all("next_observations" in demo for demo in demos)
-    join = np.concatenate
-    return EpisodeDataset.from_arrays(
-        join([demo["observations"] for demo in demos]),
-        join([demo["actions"] for demo in demos]),
-        join([demo["rewards"] for demo in demos]),
-        flags["terminated"],
-        flags["truncated"],
-        start,
-        next_observations=join([demo["next_observations"] for demo in demos]) if successors else None,
-        extras={key: join([d["extras"][key] for d in demos]) for key in _shared(demos, "extras")},
-        episode_extras={
-            key: np.stack([d["episode_extras"][key] for d in demos])
-            for key in _shared(demos, "episode_extras")
-        },
-        images=images,
-        meta=meta,
-    )
-
-
-def _shared(demos: list[dict[str, Any]], kind: str) -> list[str]:
-    return [key for key in demos[0][kind] if all(key in demo[kind] for demo in demos)]
 
 
 def _write_demo(group: h5py.Group, dataset: EpisodeDataset, number: int, parts: Mapping[str, int]) -> None:

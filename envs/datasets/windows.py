@@ -7,7 +7,8 @@ begin at the newest observation (DPPO), To-1 for chunks that begin at the oldest
 
 Every episode is stored with copies of its first and last rows around it where windows reach beyond it, so
 that each window is one contiguous stretch of memory: row r of `as_strided(x, (M-T+1, T*d), (d, 1))` is the
-window starting at r, without any copy until a batch is gathered.
+window starting at r, without any copy until a batch is gathered (`_Laid`). Arrays that are mapped from files
+(`envs.datasets.room`) are not copied: their rows are looked up one by one (`_Looked`), with the same numbers.
 """
 
 from __future__ import annotations
@@ -80,20 +81,11 @@ class Windows:
         self.obs_dim = dataset.obs_dim
         self._images = dataset.with_cameras(cameras).images
         self._index(dataset, pad_end)
-        history, before = chunk.obs_steps - 1, chunk.action_start
+        kind = _Looked if dataset.room.on_disk else _Laid
         behind = chunk.horizon - 1 if pad_end else 0
-        obs, _ = _padded(dataset, dataset.observations, history, 0)
-        action, real = _padded(dataset, dataset.actions, before, behind)
-        self._obs = _rows(obs, chunk.obs_steps)
-        self._action = _rows(action, chunk.horizon)
-        self._real = None if real is None else _rows(real.unsqueeze(1), chunk.horizon)
-        self._all_real = torch.ones(1, chunk.horizon, dtype=torch.bool, device=action.device)
-        # Frame i of episode e is row i + e*(copies per episode) + (copies before) of a padded store; a
-        # window starts as many rows earlier as there are copies before the episode.
-        episode = self._episode[self.frames]
-        self._obs_row = (self.frames + episode * history).int()
-        same = history == before + behind
-        self._action_row = self._obs_row if same else (self.frames + episode * (before + behind)).int()
+        frames = (dataset, self.frames, self._episode[self.frames])
+        self._obs = kind(*frames, dataset.observations, chunk.obs_steps, chunk.obs_steps - 1, 0)
+        self._action = kind(*frames, dataset.actions, chunk.horizon, chunk.action_start, behind)
         del self._episode
 
     @property
@@ -104,7 +96,7 @@ class Windows:
     @property
     def device(self) -> torch.device:
         """Where the windows live."""
-        return self._obs.device
+        return self.frames.device
 
     def __len__(self) -> int:
         """Return the number of windows."""
@@ -112,17 +104,10 @@ class Windows:
 
     def gather(self, index: Tensor) -> Batch:
         """Return the windows `index` (B,), integers in 0..W-1 on the windows' device."""
-        rows = obs_rows = self._action_row.index_select(0, index)
-        if self._obs_row is not self._action_row:
-            obs_rows = self._obs_row.index_select(0, index)
-        if self._real is None:
-            mask = self._all_real.expand(len(index), -1)
-        else:
-            mask = self._real.index_select(0, rows)
         return Batch(
-            obs=self._obs.index_select(0, obs_rows).view(-1, self.chunk.obs_steps, self.obs_dim),
-            action=self._action.index_select(0, rows).view(-1, *self.chunk.shape),
-            mask=mask,
+            obs=self._obs.rows(index),
+            action=self._action.rows(index),
+            mask=self._action.real(index),
             images=self._gather_images(index),
         )
 
@@ -168,6 +153,83 @@ class Windows:
                 dataset.num_episodes,
                 self.chunk.horizon,
             )
+
+
+class _Laid:
+    """Stretches of rows of an array, laid out so that each is contiguous.
+
+    Args:
+        dataset: Whose episodes.
+        frames: (W,) frame of every window.
+        episode: (W,) its episode.
+        values: (N, d).
+        steps: T, rows of a stretch.
+        before: Rows that it begins before its frame.
+        behind: Rows that it may reach behind an episode.
+    """
+
+    def __init__(
+        self,
+        dataset: EpisodeDataset,
+        frames: Tensor,
+        episode: Tensor,
+        values: Tensor,
+        steps: int,
+        before: int,
+        behind: int,
+    ) -> None:
+        self._shape = (steps, values.shape[1])
+        rows, real = _padded(dataset, values, before, behind)
+        self._rows = _rows(rows, steps)
+        self._real = None if real is None else _rows(real.unsqueeze(1), steps)
+        self._all_real = torch.ones(1, steps, dtype=torch.bool, device=rows.device)
+        # Frame i of episode e is row i + e*(copies per episode) + (copies before) of a padded store; a
+        # window starts as many rows earlier as there are copies before the episode.
+        self._row = (frames + episode * (before + behind)).int()
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Return the stretches (B, T, d) of windows (B,)."""
+        return self._rows.index_select(0, self._row.index_select(0, index)).view(-1, *self._shape)
+
+    def real(self, index: Tensor) -> Tensor:
+        """Tell which rows (B, T) of the stretches of windows (B,) are no copies."""
+        if self._real is None:
+            return self._all_real.expand(len(index), -1)
+        return self._real.index_select(0, self._row.index_select(0, index))
+
+
+class _Looked:
+    """The same stretches, row by row from where they are; see `_Laid`."""
+
+    def __init__(
+        self,
+        dataset: EpisodeDataset,
+        frames: Tensor,
+        episode: Tensor,
+        values: Tensor,
+        steps: int,
+        before: int,
+        behind: int,
+    ) -> None:
+        self._values, self._frames, self._episode = values, frames, episode
+        self._start = dataset.episode_start
+        self._offset = torch.arange(steps, device=frames.device) - before
+
+    def rows(self, index: Tensor) -> Tensor:
+        """Return the stretches (B, T, d) of windows (B,)."""
+        return self._values[self._frame(index)[0]]
+
+    def real(self, index: Tensor) -> Tensor:
+        """Tell which rows (B, T) of the stretches of windows (B,) are no copies."""
+        inside, wanted = self._frame(index)
+        return inside == wanted
+
+    def _frame(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the frames (B, T) of windows, and those that would be if episodes had no ends."""
+        episode = self._episode[index]
+        first, last = self._start[episode, None], self._start[episode + 1, None] - 1
+        wanted = self._frames[index, None] + self._offset
+        return torch.minimum(torch.maximum(wanted, first), last), wanted
 
 
 def _padded(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -60,13 +61,27 @@ class Discounting:
         Shapes:
             rewards: (B, Ta). length: (B,) executed steps. terminated, truncated: (B,), 1 or 0.
         """
-        step = torch.arange(rewards.shape[1], device=rewards.device, dtype=rewards.dtype)
-        executed = step < length[:, None]
-        worth = (self.scale * rewards + self.shift) * executed
-        if self.paper_compat:
-            over = torch.maximum(terminated, truncated)
-            return worth.sum(dim=1), self.gamma * (1 - over)
-        return (worth * self.gamma**step).sum(dim=1), self.gamma**length * (1 - terminated)
+        steps = rewards.shape[1]
+        table = _worth(self, steps, rewards.device, rewards.dtype).index_select(0, length.long())
+        weight, bonus, later = table.split([steps, 1, 1], dim=1)
+        over = torch.maximum(terminated, truncated) if self.paper_compat else terminated
+        reward = (rewards * weight).sum(dim=1) + bonus.squeeze(1)
+        return reward, later.squeeze(1) * (1 - over)
+
+
+@cache
+def _worth(rule: Discounting, steps: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return, for l = 0 ... Ta executed steps, what follows from it alone (Ta + 1, Ta + 2).
+
+    The first Ta columns are the factors of the rewards, 0 beyond l; then what the shifts add up to; then the
+    discount of what comes after the chunk.
+    """
+    step, length = torch.arange(steps), torch.arange(steps + 1)[:, None]
+    inner = 1.0 if rule.paper_compat else rule.gamma
+    weight = (inner ** step.double()) * (step < length)
+    later = torch.full_like(weight[:, :1], rule.gamma) if rule.paper_compat else rule.gamma ** length.double()
+    columns = [rule.scale * weight, rule.shift * weight.sum(dim=1, keepdim=True), later]
+    return torch.cat(columns, dim=1).to(device, dtype)
 
 
 class Replay:

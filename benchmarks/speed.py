@@ -25,6 +25,7 @@ from benchmarks.cases_acting import exported, rollout, sampling, transformer, un
 from benchmarks.cases_flows import flow, reinflow
 from benchmarks.cases_learning import cloning, gather, iteration, update
 from benchmarks.cases_offline import neighbours, offline
+from benchmarks.cases_offpolicy import replay, steered
 from benchmarks.timing import Figure
 
 CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
@@ -43,6 +44,8 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
         iteration,
         offline,
         neighbours,
+        replay,
+        steered,
     )
 }
 
@@ -68,7 +71,9 @@ def main() -> int:
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], help=f"of {', '.join(CASES)}; default: all")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=2, help="gradient threads of both sides")
-    parser.add_argument("--rows", type=int, default=1_000_000, help="of the data of offline learning")
+    parser.add_argument(
+        "--rows", type=int, default=1_000_000, help="of the data of offline learning, and of a replay"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gate", action="store_true")
     options = parser.parse_args()

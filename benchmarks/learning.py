@@ -426,9 +426,10 @@ def _modes(algo: str, content: dict[str, Any]) -> str:
         modes, success = (np.array(content[when][k]) for k in ("mode", "success"))
         return len(set(modes[(success > 0) & (modes >= 0)].tolist()))
 
+    before = f"{count('before')} before, " if "before" in content else ""
     return (
-        f"- {algo}, seed {content['seed']}: distinct ways among successful episodes "
-        f"{count('before')} before, {count('after')} after."
+        f"- {algo}, seed {content['seed']}: distinct ways among successful episodes {before}"
+        f"{count('after')} after."
     )
 
 

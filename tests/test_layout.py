@@ -26,7 +26,7 @@ MAY_IMPORT = {
 NOT_OURS = {"tests", "benchmarks"}
 EXTRAS = {
     *("onnx", "onnxscript", "onnxruntime", "tensorboard", "ogbench", "dm_control", "gymnasium_robotics"),
-    *("robosuite", "robomimic", "d4rl", "gym", "pyarrow", "minari", "pytest", "hypothesis"),
+    *("robosuite", "robomimic", "d4rl", "gym", "pyarrow", "av", "minari", "pytest", "hypothesis"),
     *("zmq", "msgpack"),
 }
 """Packages of the extras: imported where they are used, never at the top of a module."""

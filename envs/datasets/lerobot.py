@@ -7,8 +7,9 @@ action is `action`. Rewards (`next.reward`) are 0 where none are stored. Recorde
 frame whatever the reason, also when the time was up: an episode counts as terminated only if its last frame
 has `next.success` as well, any other as truncated, unless `done_is_terminal` says that the flag is meant.
 Successors are not stored: the last frame of an episode is a transition only if it terminated. Images in the
-Parquet files (features of type `image`, PNG or JPEG) stay compressed until somebody looks at them; a camera
-is called what its feature is without `observation.images.`. Videos are not read, and named in a warning.
+Parquet files (features of type `image`, PNG or JPEG) stay compressed until somebody looks at them, and frames
+of videos are decoded then (extra `video`); a camera is called what its feature is without
+`observation.images.`.
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from envs.datasets.images import BlobColumn, Compressed, Images, camera_of
 from envs.datasets.npz import Arrays, check_flags
 from envs.datasets.room import Frames, Room, pieces, room_for
 from envs.datasets.unread import tell_unread
+from envs.datasets.videos import InVideos
 from envs.make import require
+from policies.encoders import ImageShape
 from policies.errors import DatasetError
 
 INFO, TASKS, DATA = "meta/info.json", "meta/tasks.parquet", "data/chunk-*/file-*.parquet"
+EPISODES = "meta/episodes/chunk-*/file-*.parquet"
+VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 _STATE = ("observation.state", "observation.environment_state")
 DONE, SUCCESS = "next.done", "next.success"
 _SCALARS = ("next.reward", DONE, SUCCESS, "timestamp", "task_index")
@@ -80,7 +85,9 @@ def read(
         episode_extras["success"] = np.logical_or.reduceat(flags[SUCCESS], start[:-1])
     meta = {key: info[key] for key in _KEPT_META if info.get(key) is not None}
     meta |= {"source": str(path), "format": "lerobot", "tasks": _read_tasks(path)}
-    unread = _unread(info["features"], [*wanted, *cameras])
+    images = {camera_of(key): _images(path, info, key, files[key]) for key in cameras}
+    filmed, lacking = _filmed(path, info, rows)
+    unread = _unread(info["features"], [*wanted, *cameras, *filmed], lacking)
     meta |= {"not_read": tell_unread(path, unread), "obs_keys": list(state)}
     return EpisodeDataset.from_arrays(
         _side_by_side([rows[key] for key in state], room),
@@ -91,7 +98,7 @@ def read(
         start,
         extras=extras,
         episode_extras=episode_extras,
-        images={camera_of(key): _images(path, info, key, files[key]) for key in cameras},
+        images=images | {camera_of(key): one for key, one in filmed.items()},
         meta=meta,
         room=room,
     )
@@ -172,16 +179,18 @@ def _state_keys(
     if missing or not keys:
         raise DatasetError(
             f"{Path(path) / INFO}: expected the vector-valued features {missing or 'observation.state'}; "
-            f"found {vectors}. Videos are not read."
+            f"found {vectors}. Images do not make up a state."
         )
     return tuple(keys)
 
 
-def _unread(features: Mapping[str, Any], read_keys: Sequence[str]) -> dict[str, str]:
+def _unread(
+    features: Mapping[str, Any], read_keys: Sequence[str], lacking: Mapping[str, str]
+) -> dict[str, str]:
     """Return the observations that are left out, and why."""
-    reasons = {"video": "videos", "image": "pictures", "string": "texts"}
+    reasons = {"image": "pictures", "string": "texts"}
     return {
-        key: reasons.get(str(feature["dtype"]), "choose it by obs_keys")
+        key: lacking.get(key) or reasons.get(str(feature["dtype"]), "choose it by obs_keys")
         for key, feature in features.items()
         if key not in read_keys and key.startswith("observation.")
     }
@@ -189,10 +198,82 @@ def _unread(features: Mapping[str, Any], read_keys: Sequence[str]) -> dict[str, 
 
 def _images(path: str | Path, info: Mapping[str, Any], key: str, files: Sequence[bytes]) -> Images:
     """Return the images of a feature, compressed."""
-    shape = tuple(int(size) for size in info["features"][key]["shape"])
+    return Images(Compressed(files, _image_shape(info["features"][key]), f"{path}: column '{key}'"))
+
+
+def _image_shape(feature: Mapping[str, Any]) -> ImageShape:
+    shape = tuple(int(size) for size in feature["shape"])
     if len(shape) == 3 and shape[0] == 3 != shape[2]:
         shape = (*shape[1:], shape[0])  # described with colours first
-    return Images(Compressed(files, (shape[0], shape[1], shape[2]), f"{path}: column '{key}'"))
+    return shape[0], shape[1], shape[2]
+
+
+def _filmed(
+    path: str | Path, info: Mapping[str, Any], rows: Arrays
+) -> tuple[dict[str, Images], dict[str, str]]:
+    """Return the images of videos by feature, and why those of other videos are not read."""
+    features = {key: one for key, one in info["features"].items() if one["dtype"] == "video"}
+    table = _episode_table(path) if features else {}
+    found: dict[str, Images] = {}
+    lacking: dict[str, str] = {}
+    for key, feature in features.items():
+        places = [f"videos/{key}/{name}" for name in ("chunk_index", "file_index", "from_timestamp")]
+        if "timestamp" not in rows or not info.get("fps") or any(place not in table for place in places):
+            lacking[key] = f"videos whose times are not told: {EPISODES} lack columns, or frames a timestamp"
+            continue
+        chunk, file, begin = (table[place] for place in places)
+        files = _video_files(path, info, key, chunk, file)
+        if missing := {one for one in files if not one.is_file()}:
+            lacking[key] = f"videos, of which {len(missing)} files are missing"
+            continue
+        row = {number: i for i, number in enumerate(table["episode_index"])}
+        episode = np.array([row[number] for number in rows["episode_index"].tolist()])
+        times = np.array(begin, np.float64)[episode] + rows["timestamp"].reshape(-1)
+        found[key] = Images(InVideos(files, episode, times, float(info["fps"]), _image_shape(feature)))
+    return found, lacking
+
+
+def _video_files(
+    path: str | Path, info: Mapping[str, Any], key: str, chunks: Sequence[int], numbers: Sequence[int]
+) -> tuple[Path, ...]:
+    """Return the video of every episode.
+
+    Raises:
+        DatasetError: If `video_path` is no pattern for them.
+    """
+    pattern, root = str(info.get("video_path") or VIDEO), Path(path).absolute()
+    pairs = zip(chunks, numbers, strict=True)
+    try:
+        names = [pattern.format(video_key=key, chunk_index=c, file_index=number) for c, number in pairs]
+    except (LookupError, ValueError) as error:
+        raise DatasetError(
+            f"{Path(path) / INFO}: key 'video_path' must be a pattern such as {VIDEO}; got '{pattern}' "
+            f"({error})."
+        ) from error
+    return tuple(root / name for name in names)
+
+
+def _episode_table(path: str | Path) -> dict[str, list[Any]]:
+    """Return the columns of the tables of episodes; none where there are no such tables.
+
+    Raises:
+        DatasetError: If one is damaged.
+    """
+    parquet = require("pyarrow.parquet", extra="lerobot")
+    columns: dict[str, list[Any]] = {}
+    for file in sorted(Path(path).glob(EPISODES)):
+        try:
+            names = parquet.read_schema(file).names
+            wanted = [name for name in names if name == "episode_index" or name.startswith("videos/")]
+            found = parquet.read_table(file, columns=wanted).to_pydict()
+        except (OSError, ValueError, LookupError) as error:
+            raise DatasetError(
+                f"{file}: expected a readable table of episodes; reading failed with '{error}'. Copy or "
+                f"download it again."
+            ) from error
+        for name, values in found.items():
+            columns.setdefault(name, []).extend(values)
+    return columns
 
 
 def _read_frames(

@@ -3,10 +3,11 @@
 The flat state is what the environment's observation is made of, in the order of its space. Of an
 observation with `desired_goal` (mazes, the kitchen, Fetch) it is the part `observation`; `desired_goal`
 becomes the extra key `goal` of every frame, and `achieved_goal` an extra key of that name. Images
-(T+1, H, W, 3) uint8 beside numbers become those of a camera; other pictures and texts are not read, and named
-in a warning. Terminations and truncations are what the file says; an episode
-that ends with neither was cut, which is a truncation. An episode that sets `infos/success` in any row is a
-success; of T+1 rows the first is the reset's, and row t+1 says what step t led to.
+(T+1, H, W, 3) beside numbers become those of a camera, as bytes or as the JPEG files that Minari makes of
+those from 32 pixels on; other pictures and texts are not read, and named in a warning. Terminations and
+truncations are what the file says; an episode that ends with neither was cut, which is a truncation. An
+episode that sets `infos/success` in any row is a success; of T+1 rows the first is the reset's, and row t+1
+says what step t led to.
 
 Legend: T actions of an episode, and T+1 observations.
 """

@@ -40,6 +40,7 @@ _GYM_TYPE = 2  # robomimic's number for gym-like environments
 _LOW_DIM = [f"robot{i}_{part}" for i in (0, 1) for part in ("eef_pos", "eef_quat", "gripper_qpos")] + [
     "object"
 ]
+MODEL = "model_file"  # attribute of demonstrations of robosuite
 _OWN_META = ("source", "format", "env_args", "obs_layout", "not_read")
 
 
@@ -132,6 +133,36 @@ def read(
             meta["env_args"] = _json_attribute(data, "env_args", path)
         has_successors = bool(data.attrs.get("successors_recorded", True))
     return demos.dataset(meta, images, has_successors)
+
+
+def read_models(path: str | Path, *, mask: str | None = None) -> list[str | None]:
+    """Return the MuJoCo model (MJCF) that each demonstration was recorded in, in the order of `read`.
+
+    Args:
+        path: HDF5 file.
+        mask: Only those of the demonstrations listed under mask/<mask>.
+
+    Returns:
+        One text per demonstration; None where none is recorded.
+
+    Raises:
+        DatasetError: If the file is unreadable, or a model is no text; names file and demonstration.
+    """
+    with read_hdf5(path) as file:
+        if not _has_demos(file):
+            raise DatasetError(f"{path}: expected a group data/demo_0 (robomimic); found {sorted(file)}.")
+        names = _demo_names(file, path, mask)
+        return [_model(file["data"][name].attrs.get(MODEL), f"{path}: {name}") for name in names]
+
+
+def _model(text: Any, source: str) -> str | None:
+    if isinstance(text, bytes):
+        text = text.decode(errors="replace")
+    if text is not None and not (isinstance(text, str) and text.lstrip().startswith("<")):
+        raise DatasetError(
+            f"{source}: attribute '{MODEL}' must be an MJCF document; got {str(text)[:40]!r}. Remove it."
+        )
+    return text
 
 
 def _bytes_of(data: h5py.Group, names: list[str], layout: list[tuple[str, int]]) -> int:

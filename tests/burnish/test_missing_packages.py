@@ -55,7 +55,7 @@ shown.write(json.dumps({"envs": envs, "findings": findings, "codes": codes}))
 
 COMMANDS = ("doctor --no-render", "list algos", "list datasets", "list experiments", "list processes")
 OPTIONAL = (
-    "ogbench", "dm_control", "gymnasium_robotics", "envpool", "metaworld", "robosuite", "pyarrow",
+    "ogbench", "dm_control", "gymnasium_robotics", "envpool", "metaworld", "robosuite", "pyarrow", "av",
     "onnx", "onnxscript", "onnxruntime", "tensorboard",
 )  # fmt: skip
 EXTRA_OF = {
@@ -109,6 +109,7 @@ def test_the_doctor_names_every_extra_that_is_not_complete(told_without: Any) ->
         "envpool",
         "robosuite",
         "lerobot",
+        "video",
     ):
         is_good, detail = findings[f"extra {extra}"]
         assert not is_good and detail.endswith(f": pip install 'burnish[{extra}]'"), (extra, detail)

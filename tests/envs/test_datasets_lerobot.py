@@ -109,7 +109,7 @@ def test_vectors_of_all_files_become_episodes(tmp_path, caplog, fixed):
 def test_what_is_left_out_is_named(tmp_path, caplog):
     data = read_dataset(write(tmp_path / "so100"))
     assert data.meta["not_read"] == ["observation.effort", "observation.images.top"]
-    assert "observation.images.top (videos)" in caplog.text
+    assert "observation.images.top (videos whose times are not told" in caplog.text
     assert "observation.effort (choose it by obs_keys)" in caplog.text
 
 
@@ -191,7 +191,7 @@ def test_one_number_is_a_vector_too(tmp_path):
         ({"features": {"action": None}}, r"expected the vector-valued features \['action'\]; found"),
         (
             {"features": dict.fromkeys(key for key in FEATURES if key.startswith("observation.")) | CAMERA},
-            "expected the vector-valued features observation.state; found .*Videos are not read",
+            "expected the vector-valued features observation.state; found .*Images do not make up a state",
         ),
         ({"action": np.zeros((NUM, 3), np.float32)}, "column 'action' must have 2 numbers in each of its 5"),
         ({"action": np.full((NUM, 2), np.nan)}, "'actions' must be finite"),

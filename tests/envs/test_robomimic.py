@@ -13,6 +13,7 @@ from envs.datasets import (
     read_robomimic,
     write_robomimic,
 )
+from envs.datasets.robomimic import read_models
 from policies.errors import DatasetError
 from policies.protocols import ChunkSpec
 
@@ -199,6 +200,25 @@ def test_a_damaged_structure_names_what_it_should_be(tmp_path, dataset, spoil, m
         spoil(file)
     with pytest.raises(DatasetError, match=r"bad\.hdf5: .*" + message):
         read_dataset(tmp_path / "bad.hdf5")
+
+
+def test_models_of_demonstrations_are_read_in_the_order_of_the_data(tmp_path, dataset):
+    path = tmp_path / "demo.hdf5"
+    write_robomimic(path, dataset, valid_fraction=0.5)
+    assert read_models(path) == [None] * dataset.num_episodes
+    texts = [f'<mujoco model="{number}"/>' for number in range(dataset.num_episodes)]
+    with h5py.File(path, "a") as file:
+        for number, text in enumerate(texts):
+            file[f"data/demo_{number}"].attrs["model_file"] = text
+        chosen = sorted(int(name.decode().removeprefix("demo_")) for name in file["mask/valid"])
+    assert read_models(path) == texts
+    assert read_models(path, mask="valid") == [texts[number] for number in chosen]
+    with h5py.File(path, "a") as file:
+        file["data/demo_1"].attrs["model_file"] = 3
+    with pytest.raises(
+        DatasetError, match=r"demo_1: attribute 'model_file' must be an MJCF document; got '3'"
+    ):
+        read_models(path)
 
 
 def test_a_group_among_the_observations_is_passed_over(tmp_path, dataset):

@@ -290,3 +290,25 @@ def test_targets_of_entropy_count_the_entries_of_an_executed_chunk() -> None:
     assert SacConfig().rules(8).target_entropy == -8
     assert RlpdConfig().rules(8).target_entropy == -4
     assert dataclasses.replace(SacConfig(), target_entropy=1.5).rules(8).target_entropy == 1.5
+
+
+def test_a_point_is_driven_to_its_goal_after_a_few_hundred_steps() -> None:
+    """From nothing: the untrained policy ends as far away as it began, the trained one at the goal."""
+    run = start(
+        setup={"policy": shape(), "env": PointEnv(limit=12)}, total_steps=900, warmup_steps=200,
+        block_steps=300, updates_per_step=1.0, batch_size=64, critic_dims=(32, 32), init_alpha=0.05,
+        actor_lr=3e-3, critic_lr=3e-3, tau=0.02, gamma=0.9,
+    )  # fmt: skip
+    before = final_distance(run)
+    while run.progress < run.total:
+        run.advance()
+    assert before > 0.6 and final_distance(run) < 0.2
+    run.close()
+
+
+def final_distance(run: OffPolicyRun) -> float:
+    """Return how far from the goal the shipped policy ends, on average over starts."""
+    place = torch.rand(50, 1, 2, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    for _ in range(12):
+        place = place + 0.2 * run.snapshot().act(place).clamp(-1, 1)
+    return float((place[:, 0] - torch.tensor([0.5, 0.0])).norm(dim=1).mean())

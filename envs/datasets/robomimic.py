@@ -167,14 +167,17 @@ def _model(text: Any, source: str) -> str | None:
 
 def _bytes_of(data: h5py.Group, names: list[str], layout: list[tuple[str, int]]) -> int:
     """Return what reading takes: arrays as they are stored, and as float32 where they are not."""
-    total = 0
+    wanted = {"actions", "states", *(f"{group}/{key}" for group in ("obs", "next_obs") for key, _ in layout)}
+    sizes = [0]
+
+    def see(key: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset) and (key in wanted or key.startswith("extras/")):
+            sizes.append(item.nbytes + 4 * (item.size or 0))
+
     for name in names:
-        demo = data[name]
-        keys = ["actions", *(f"{group}/{key}" for group in ("obs", "next_obs") for key, _ in layout)]
-        keys += ["states", *(f"extras/{key}" for key in demo.get("extras", ()))]
-        found = (demo[key] for key in keys if key in demo)
-        total += sum(one.nbytes + 4 * one.size for one in found if isinstance(one, h5py.Dataset))
-    return total
+        if isinstance(data[name], h5py.Group):  # others are refused when they are read
+            data[name].visititems(see)
+    return sum(sizes)
 
 
 def _demo_names(file: h5py.File, path: str | Path, mask: str | None) -> list[str]:

@@ -147,8 +147,8 @@ def act(env: EnvConfig, folder: Path, episodes: int, python: str) -> dict[str, A
     return totals
 
 
-def measure(found: Located, title: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Compare a policy with its exports; returns what is kept."""
+def measure(found: Located, options: argparse.Namespace, *, title: str = "", live: int = 0) -> dict[str, Any]:
+    """Compare a policy with its exports and act for some episodes in real time; returns what is kept."""
     policy, env = found.load(), task_of(found)
     settings = {"episodes": options.episodes, "num_envs": 25}
     own = evaluate(policy, env, **settings)
@@ -176,8 +176,8 @@ def measure(found: Located, title: str, options: argparse.Namespace) -> dict[str
                 "latency": report.latency,
             }
             print(f"{content['what']}, graph={graph}: {compare(own, played)}", flush=True)
-        if options.live:
-            content["act"] = act(env, Path(place) / GRAPHS[0], options.live, options.python)
+        if live:
+            content["act"] = act(env, Path(place) / GRAPHS[0], live, options.python)
     return content
 
 
@@ -189,7 +189,7 @@ def clone_all(task: str, options: argparse.Namespace) -> None:
         budget = {"steps": options.steps, "lr": lr, "batch_size": families.BATCH, "validation_fraction": 0.0}
         place = options.root / task / process
         families.clone(task, (f"process={process}",), demos, place, seed=0, budget=budget)
-        content = measure(locate(str(place)), process, options)
+        content = measure(locate(str(place)), options, title=process)
         print(f"written: {pages.keep('exported', f'{task}-{process}', content)}", flush=True)
 
 
@@ -297,7 +297,8 @@ def main() -> int:
     torch.set_num_threads(1)
     for text in () if options.report else options.tasks:
         task, _, path = text.partition("=")
-        print(f"written: {pages.keep('exported', task, measure(locate(path), '', options))}", flush=True)
+        content = measure(locate(path), options, live=options.live)
+        print(f"written: {pages.keep('exported', task, content)}", flush=True)
     for task in () if options.report else options.clone:
         clone_all(task, options)
     print(f"written: {report()}")

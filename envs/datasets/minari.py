@@ -41,6 +41,7 @@ from envs.datasets.minari_storage import (
     RawEpisode,
     bytes_of,
     find_data,
+    num_frames,
     read_episodes,
     read_metadata,
 )
@@ -113,7 +114,7 @@ def read(
     data = EpisodeDataset.from_episodes(
         (notes.noted(raw, layout, infos) for raw in chain([first], raws)),
         meta={**dict(own.get("meta", {})), **meta},
-        frames=Frames(room),
+        frames=Frames(room, num_frames(folder, metadata)),
         shared=True,
     )
     return notes.finished(data, folder / MAIN_FILE)

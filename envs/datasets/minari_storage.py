@@ -142,6 +142,16 @@ def bytes_of(folder: Path, metadata: Mapping[str, Any]) -> int:
     return sum(sizes)
 
 
+def num_frames(folder: Path, metadata: Mapping[str, Any]) -> int:
+    """Return how many actions there are; 0 where only reading tells."""
+    if metadata["data_format"] != "hdf5":
+        return 0
+    with read_hdf5(folder / MAIN_FILE) as file:
+        groups = (one for one in file.values() if isinstance(one, h5py.Group))
+        actions = (group.get("actions") for group in groups)
+        return sum(len(one) for one in actions if isinstance(one, h5py.Dataset) and one.shape)
+
+
 def _bytes_of(name: str, item: Any) -> int:
     is_array = isinstance(item, h5py.Dataset) and item.shape and item.dtype.kind in "biuf"
     if not is_array or _is_raw_picture(item):

@@ -122,7 +122,7 @@ def read(
         data, names = file["data"], _demo_names(file, path, mask)
         layout = _layout(data, names[0], path, obs_keys)
         room = room_for(_bytes_of(data, names, layout), path, cache=cache)
-        demos = _Demos(str(path), Frames(room))
+        demos = _Demos(str(path), Frames(room, _num_frames(data, names)))
         for name in names:
             demos.add(name, _read_demo(data[name], layout, f"{path}: {name}"))
         meta = _json_attribute(data, "meta", path) if "meta" in data.attrs else {}
@@ -178,6 +178,13 @@ def _bytes_of(data: h5py.Group, names: list[str], layout: list[tuple[str, int]])
         if isinstance(data[name], h5py.Group):  # others are refused when they are read
             data[name].visititems(see)
     return sum(sizes)
+
+
+def _num_frames(data: h5py.Group, names: list[str]) -> int:
+    """Return how many actions there are."""
+    groups = (data[name] for name in names if isinstance(data[name], h5py.Group))
+    actions = (group.get("actions") for group in groups)
+    return sum(len(one) for one in actions if isinstance(one, h5py.Dataset) and one.shape)
 
 
 def _demo_names(file: h5py.File, path: str | Path, mask: str | None) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 
 from algos.base import Setup
 from algos.bc import BcConfig
+from algos.transitions import Rewarding, tabulate
 from envs.datasets import (
     Episode,
     EpisodeDataset,
@@ -27,7 +28,7 @@ from envs.datasets import (
 )
 from envs.datasets.room import Column, Disk, Room
 from policies.errors import DatasetError
-from policies.policy import PolicyConfig
+from policies.policy import PolicyConfig, build_policy
 from policies.protocols import ChunkSpec
 
 LENGTHS = (40, 7, 33)
@@ -192,6 +193,17 @@ def test_cloning_from_files_is_cloning_from_memory(
     (ours, loss), (theirs, other) = weights
     assert torch.equal(loss, other)
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_a_table_of_transitions_that_does_not_fit_is_refused(
+    tmp_path: Path, data: EpisodeDataset, crowded: None
+) -> None:
+    outside = read_dataset(d4rl(tmp_path, replace(data, extras={})))
+    policy = build_policy(PolicyConfig(), obs_dim=6, action_dim=2, statistics=outside.statistics())
+    with pytest.raises(
+        DatasetError, match=r"a.hdf5, as a table of transitions: reading it takes .* of memory"
+    ):
+        tabulate(outside, policy, Rewarding())
 
 
 def test_statistics_do_not_depend_on_where_arrays_are_and_are_those_of_all_rows(

@@ -157,10 +157,10 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def pieces(values: np.ndarray | Tensor) -> Iterator[slice]:
-    """Yield ranges of rows that together are all rows of an array, each of some `PIECE` bytes."""
+def pieces(values: np.ndarray | Tensor, at_once: int | None = None) -> Iterator[slice]:
+    """Yield ranges of rows that together are all rows of an array, each of some bytes; None: `PIECE`."""
     size = values.nbytes // max(len(values), 1)
-    step = max(PIECE // max(size, 1), 1)
+    step = max((at_once or PIECE) // max(size, 1), 1)
     for first in range(0, len(values), step):
         yield slice(first, min(first + step, len(values)))
 

@@ -19,6 +19,7 @@ from algos.transitions import Rewarding, tabulate
 from envs.datasets import (
     Episode,
     EpisodeDataset,
+    episodes,
     memory,
     read_dataset,
     room,
@@ -56,6 +57,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave no memory, and work in pieces of a few rows."""
     monkeypatch.setattr(memory, "free_memory", lambda: 100)
     monkeypatch.setattr(room, "PIECE", 256)
+    monkeypatch.setattr(episodes, "_AT_ONCE", 256)
 
 
 def d4rl(path: Path, data: EpisodeDataset) -> Path:

@@ -28,9 +28,7 @@ from policies.protocols import ChunkSpec
 if TYPE_CHECKING:
     from envs.datasets.windows import Windows
 
-_AT_ONCE = (
-    2**22
-)  # bytes whose statistics are taken in one go; with larger pieces it takes three times as long
+_AT_ONCE = 2**22  # bytes whose statistics are taken in one go; larger pieces take three times as long
 _NUMPY = {torch.float32: np.float32, torch.int64: np.int64, torch.bool: np.bool_}
 
 

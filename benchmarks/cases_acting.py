@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import gymnasium
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks import peers
 from benchmarks.sides import (
@@ -29,8 +30,12 @@ from benchmarks.sides import (
 from benchmarks.timing import Figure, interleave
 from envs.make import env as make_env
 from envs.rollout import RolloutPool
+from policies.denoising import DenoisingPolicy
 from policies.export import export_onnx
-from policies.export_graph import open_session
+from policies.processes.diffusion import VPDiffusion
+from policies.processes.flow import RectifiedFlow
+from policies.runner import Runner
+from policies.samplers import DDPM, Euler
 
 
 def sampling(options: argparse.Namespace) -> Iterator[Figure]:
@@ -75,7 +80,7 @@ def unet(options: argparse.Namespace) -> Iterator[Figure]:
 
 def transformer(options: argparse.Namespace) -> Iterator[Figure]:
     """Ten Euler steps of a small diffusion transformer, one thread, against the plain network in a loop."""
-    plain, policy = small_dit()
+    plain, policy = small_dit(RectifiedFlow(), Euler(steps=10))
     scale = policy.process.time_scale
     for batch, floor in ((1, 1.2), (40, 1.0)):
         generator = torch.Generator().manual_seed(batch)
@@ -91,29 +96,51 @@ def transformer(options: argparse.Namespace) -> Iterator[Figure]:
 
 
 def exported(options: argparse.Namespace) -> Iterator[Figure]:
-    """The exported graph at batch 1, one thread."""
-    net, schedule = plain_nets()[0], peers.scheduler(LEVELS)
-    policy = our_policy(net, noise_clip=None)
-    state = torch.randn(1, OBS, generator=torch.Generator().manual_seed(1))
+    """Exported policies at batch 1, one thread, against a diffusers scheduler in an eager loop.
+
+    One graph holds all steps of the small network, which is how it is fastest; the large ones are exported
+    step by step, as one graph of theirs takes minutes to trace.
+    """
+    net, ddpm = plain_nets()[0], peers.scheduler(LEVELS)
+    yield _exported(options, "MLP, exported", our_policy(net, noise_clip=None), net, ddpm, floor=9.0)
+    plain, policy = small_dit(VPDiffusion(num_levels=LEVELS), DDPM(noise_clip=None))
+    yield _exported(options, "transformer, exported", policy, plain, ddpm, graph="step")
+    convolutional, policy = push_t()
+    yield _exported(options, "U-Net, exported", policy, convolutional, peers.ddim_scheduler(), graph="step")
+
+
+def _exported(
+    options: argparse.Namespace,
+    case: str,
+    policy: DenoisingPolicy,
+    plain: Any,
+    schedule: Any,
+    *,
+    graph: str = "whole",
+    floor: float = 0.0,  # 0: none is asked for
+) -> Figure:
+    """Compare the runner of an exported folder with the plain network in a loop, and time both."""
+    is_tape = not policy.table.is_deterministic
+    generator, size = torch.Generator().manual_seed(1), (1, policy.chunk.obs_steps, policy.obs_dim)
+    obs = torch.rand(size, generator=generator) * 2 - 1
+    state, start = obs.flatten(1), torch.randn(1, *plain.chunk, generator=generator)
+    noise = tape(1, 1, last=False, chunk=plain.chunk) if is_tape else start
     with tempfile.TemporaryDirectory() as folder:
-        export_onnx(policy, folder, latency_batches=())
-        session = open_session(Path(folder) / "policy.onnx")
-    rng = np.random.default_rng(0)
-    obs = state.unsqueeze(1).numpy()
+        export_onnx(policy, folder, graph=graph, latency_batches=())
+        runner = Runner(folder)
 
-    def run() -> np.ndarray:
-        noise = rng.standard_normal((1, LEVELS + 1, *CHUNK), dtype=np.float32)
-        return session.run(None, {"observation": obs, "noise": noise})[0]
+    def run(noise: np.ndarray | None = None) -> np.ndarray:
+        drawn = runner.draw_noise(1) if noise is None else noise
+        return runner.predict({"observation": obs.numpy(), "noise": drawn}).action
 
-    expected = peers.diffusers_sample(net, schedule, state, torch.Generator().manual_seed(1))
-    feed = {"observation": obs, "noise": tape(1, 1, last=False).numpy()}
-    require_close("exported", session.run(None, feed)[0], expected, 2e-5)
-    generator = torch.Generator().manual_seed(2)
-    peer = lambda: peers.diffusers_sample(net, schedule, state, generator)  # noqa: E731
+    def peer(seed: int = 2) -> Tensor:
+        if is_tape:
+            return peers.diffusers_sample(plain, schedule, state, torch.Generator().manual_seed(seed))
+        return peers.diffusers_ddim(plain, schedule, state, start)
+
+    require_close(case, run(noise.numpy()), peer(1), 5e-5)
     times = interleave({"ours": run, "peer": peer}, rounds=options.rounds, slot_s=0.1)
-    yield Figure(
-        "sample, batch 1, exported", "onnxruntime", "diffusers loop", times["ours"], times["peer"], 9.0
-    )
+    return Figure(f"{case}, batch 1", "onnxruntime", "diffusers loop", times["ours"], times["peer"], floor)
 
 
 def check_engine(chunks: int = 100) -> None:

@@ -18,8 +18,7 @@ from policies.backbones.unet1d import Unet1dConfig
 from policies.denoising import DenoisingPolicy
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
-from policies.processes.flow import RectifiedFlow
-from policies.samplers import DDIM, DDPM, Euler
+from policies.samplers import DDIM, DDPM
 
 OBS, CHUNK, LEVELS, FT, ENVS = 11, (4, 3), 20, 10, 40
 """Observation, action chunk, denoising steps, tuned ones, environments: DPPO's sizes on Hopper."""
@@ -94,14 +93,14 @@ def push_t() -> tuple[peers.PlainUnet, DenoisingPolicy]:
     return plain.eval(), policy.eval()
 
 
-def small_dit() -> tuple[peers.PlainDit, DenoisingPolicy]:
-    """Return the plain transformer and our flow policy with its weights: 16 actions, 6 blocks, 256 wide."""
+def small_dit(process: Any, sampler: Any) -> tuple[peers.PlainDit, DenoisingPolicy]:
+    """Return the plain transformer and our policy with its weights: 16 actions, 6 blocks, 256 wide."""
     width, depth, heads, time_dim, obs_dim, chunk = 256, 6, 4, 64, 46, (16, 7)
     torch.manual_seed(0)
     plain = peers.PlainDit(chunk, obs_dim, width, depth, heads, time_dim)
     config = PolicyConfig(
-        process=RectifiedFlow(),
-        sampler=Euler(steps=10),
+        process=process,
+        sampler=sampler,
         backbone=TransformerConfig(width=width, depth=depth, heads=heads, time_dim=time_dim),
         horizon=chunk[0],
         act_steps=chunk[0],
@@ -143,11 +142,11 @@ def _copy_dit(plain: peers.PlainDit, ours: Any) -> None:
         ours.modulation.cond.weight.copy_(whole[:, time_dim:])
 
 
-def tape(batch: int, seed: int, *, last: bool) -> Tensor:
+def tape(batch: int, seed: int, *, last: bool, chunk: tuple[int, int] = CHUNK) -> Tensor:
     """Return the noise that a peer draws from a generator with this seed, as a tape (B, K+1, Th, Da)."""
     generator = torch.Generator().manual_seed(seed)
-    draws = [torch.randn((batch, *CHUNK), generator=generator) for _ in range(LEVELS + last)]
-    return torch.stack(draws if last else [*draws, torch.zeros(batch, *CHUNK)], dim=1)
+    draws = [torch.randn((batch, *chunk), generator=generator) for _ in range(LEVELS + last)]
+    return torch.stack(draws if last else [*draws, torch.zeros(batch, *chunk)], dim=1)
 
 
 def require_close(what: str, ours: Any, theirs: Any, tolerance: float) -> None:

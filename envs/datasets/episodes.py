@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +19,8 @@ from torch import Tensor
 
 from envs.datasets.checks import check_dataset, check_episode
 from envs.datasets.images import Images
-from envs.datasets.room import MEMORY, Frames, Room, pieces
+from envs.datasets.moments import moments
+from envs.datasets.room import MEMORY, Frames, Room
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
 from policies.protocols import ChunkSpec
@@ -28,7 +28,6 @@ from policies.protocols import ChunkSpec
 if TYPE_CHECKING:
     from envs.datasets.windows import Windows
 
-_AT_ONCE = 2**22  # bytes whose statistics are taken in one go; larger pieces take three times as long
 _NUMPY = {torch.float32: np.float32, torch.int64: np.int64, torch.bool: np.bool_}
 
 
@@ -344,7 +343,7 @@ class EpisodeDataset:
         keys = {"state": self.observations, "action": self.actions}
         if "goal" in self.extras:
             keys["goal"] = self.extras["goal"]
-        return {key: _moments(value) for key, value in keys.items()}
+        return {key: moments(value) for key, value in keys.items()}
 
     def returns_to_go(self, discount: float = 1.0) -> Tensor:
         """Return the discounted sum of rewards from every frame to the end of its episode, (N,) float32."""
@@ -469,45 +468,3 @@ def _tensor(values: ArrayLike, dtype: torch.dtype | None = None, room: Room = ME
     if dtype is not None:
         array = room.converted(array, _NUMPY[dtype])
     return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-@dataclass(frozen=True)
-class _Moments:
-    """Count of rows; minimum, maximum, mean and unbiased variance (D,) of them, the last two in float64."""
-
-    count: int
-    low: Tensor
-    high: Tensor
-    mean: Tensor
-    var: Tensor
-
-    @classmethod
-    def of(cls, rows: Tensor) -> _Moments:
-        """Return the moments of rows (N, D)."""
-        wide = rows.double()
-        var = wide.var(0, correction=min(len(rows) - 1, 1))
-        return cls(len(rows), rows.min(0).values, rows.max(0).values, wide.mean(0), var)
-
-    def joined(self, other: _Moments) -> _Moments:
-        """Return the moments of the rows of both.
-
-        Source:
-            Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
-            variances", 1979, equation 2.1.
-        """
-        count, gap = self.count + other.count, other.mean - self.mean
-        squares = self.var * (self.count - 1) + other.var * (other.count - 1)
-        squares = squares + gap.square() * (self.count * other.count / count)
-        mean = self.mean + gap * (other.count / count)
-        low, high = self.low.minimum(other.low), self.high.maximum(other.high)
-        return _Moments(count, low, high, mean, squares / (count - 1))
-
-    def named(self) -> dict[str, Tensor]:
-        """Return them as statistics, float32."""
-        found = {"min": self.low, "max": self.high, "mean": self.mean, "std": self.var.sqrt()}
-        return {key: value.float() for key, value in found.items()}
-
-
-def _moments(values: Tensor) -> dict[str, Tensor]:
-    """Return the statistics of rows (N, D), looked at piece by piece."""
-    return reduce(_Moments.joined, (_Moments.of(values[part]) for part in pieces(values, _AT_ONCE))).named()

@@ -14,7 +14,7 @@ Legend: T actions of an episode, and T+1 observations.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -159,37 +159,39 @@ def _leaves(tree: Any, prefix: str) -> dict[str, Any]:
     return found
 
 
-def _kinds(space: Any, prefix: str) -> dict[str, str]:
-    """Return the parts of a space by path, in its order, with the reason why one is not read, if any."""
+def _parts(space: Any, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the parts of a space that have none themselves, by path and in its order."""
     if not isinstance(space, Mapping):
-        return {}
+        return
     inner = space.get("subspaces")
     if isinstance(inner, list):
         inner = dict(enumerate(inner))
-    if isinstance(inner, Mapping):
-        found: dict[str, str] = {}
-        for key, item in inner.items():
-            found |= _kinds(item, f"{prefix}/{key}" if prefix else str(key))
-        return found
-    is_picture = space.get("dtype") == "uint8" and len(space.get("shape", ())) == 3
-    return {prefix or STATE: "pictures" if is_picture else "texts" if space.get("type") == "Text" else ""}
+    if not isinstance(inner, Mapping):
+        yield prefix or STATE, space
+        return
+    for key, item in inner.items():
+        yield from _parts(item, f"{prefix}/{key}" if prefix else str(key))
+
+
+def _kinds(space: Any, prefix: str) -> dict[str, str]:
+    """Return the parts of a space by path, in its order, with the reason why one is not read, if any."""
+    return {path: _kind(part) for path, part in _parts(space, prefix)}
+
+
+def _kind(part: Mapping[str, Any]) -> str:
+    if part.get("dtype") == "uint8" and len(part.get("shape", ())) == 3:
+        return "pictures"
+    return "texts" if part.get("type") == "Text" else ""
 
 
 def picture_shapes(space: Any, prefix: str) -> dict[str, ImageShape]:
     """Return the shapes (H, W, 3) of the parts of a space that are images, by path."""
-    if not isinstance(space, Mapping):
-        return {}
-    inner = space.get("subspaces")
-    if isinstance(inner, list):
-        inner = dict(enumerate(inner))
-    if isinstance(inner, Mapping):
-        found: dict[str, ImageShape] = {}
-        for key, item in inner.items():
-            found |= picture_shapes(item, f"{prefix}/{key}" if prefix else str(key))
-        return found
-    shape = tuple(space.get("shape") or ())
-    is_image = space.get("dtype") == "uint8" and len(shape) == 3 and shape[2] == 3
-    return {prefix or STATE: (shape[0], shape[1], 3)} if is_image else {}
+    found: dict[str, ImageShape] = {}
+    for path, part in _parts(space, prefix):
+        shape = tuple(part.get("shape") or ())
+        if part.get("dtype") == "uint8" and len(shape) == 3 and shape[2] == 3:
+            found[path] = (shape[0], shape[1], 3)
+    return found
 
 
 def _reason(values: Any) -> str:

@@ -19,8 +19,8 @@ from algos.transitions import Rewarding, tabulate
 from envs.datasets import (
     Episode,
     EpisodeDataset,
-    episodes,
     memory,
+    moments,
     read_dataset,
     room,
     write_d4rl,
@@ -57,7 +57,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave no memory, and work in pieces of a few rows."""
     monkeypatch.setattr(memory, "free_memory", lambda: 100)
     monkeypatch.setattr(room, "PIECE", 256)
-    monkeypatch.setattr(episodes, "_AT_ONCE", 256)
+    monkeypatch.setattr(moments, "_AT_ONCE", 256)
 
 
 def d4rl(path: Path, data: EpisodeDataset) -> Path:

@@ -1,0 +1,126 @@
+"""What the learning studies run: tasks, where demonstrations come from, and an experiment per algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Study:
+    """One task: where its demonstrations come from and which experiments are run on it."""
+
+    env: str
+    demonstrations: int | None  # recorded per seed; None: a dataset file is given
+    bases: dict[str, str]  # name of a run -> experiment that clones its initial policy; without: from nothing
+    tuned: dict[str, str]  # name of a run -> experiment that trains it, and overrides after blanks
+    quantity: str  # success | return
+    origin: str = ""  # where the dataset file comes from
+
+
+STUDIES = {
+    "avoid": Study(
+        "avoid",
+        20,
+        {
+            "dppo": "avoid_bc",
+            "ppo": "avoid_gaussian_bc",
+            "reinflow-r": "avoid_flow_bc",
+            "reinflow-s": "avoid_shortcut_bc",
+            "fpo": "avoid_flow_bc",
+            "fpo++": "avoid_flow_bc",
+            "policyflow": "avoid_flow_bc",
+            "dsrl": "avoid_flow_bc",
+            "dsrl-sac": "avoid_flow_bc",
+        },
+        {
+            "dppo": "avoid_dppo",
+            "ppo": "avoid_ppo",
+            "reinflow-r": "avoid_reinflow",
+            "reinflow-s": "avoid_reinflow",
+            "fpo": "avoid_fpo",
+            "fpo++": "avoid_fpo_plus",
+            "policyflow": "avoid_policyflow",
+            "dsrl": "avoid_dsrl",
+            "dsrl-sac": "avoid_dsrl algo.variant=sac",
+            "rlpd": "avoid_rlpd",
+        },
+        "success",
+    ),
+    "hopper": Study(
+        "hopper",
+        None,
+        {
+            "dppo": "hopper_study_bc",
+            "ppo": "hopper_study_gaussian_bc",
+            "reinflow-r": "hopper_study_flow_bc",
+            "reinflow-s": "hopper_study_shortcut_bc",
+            "fpo++": "hopper_study_flow_bc",
+            "dsrl": "hopper_study_flow_bc",
+            "dsrl-sac": "hopper_study_flow_bc",
+        },
+        {
+            "dppo": "hopper_study_dppo",
+            "ppo": "hopper_study_ppo",
+            "reinflow-r": "hopper_study_reinflow",
+            "reinflow-s": "hopper_study_reinflow",
+            "fpo++": "hopper_study_fpo_plus",
+            "dsrl": "hopper_study_dsrl",
+            "dsrl-sac": "hopper_study_dsrl algo.variant=sac",
+            "rlpd": "hopper_rlpd",
+        },
+        "return",
+        "It was recorded in Hopper-v5 from the stochastic SAC actor of a public agent zoo, in D4RL's layout; "
+        "the file is not part of this project. Another Hopper-v5 file of medium quality serves as well.",
+    ),
+    "cube-single": Study(
+        "cube-single",
+        9,
+        {
+            "dppo": "cube_single_bc",
+            "ppo": "cube_single_gaussian_bc",
+            "reinflow-r": "cube_single_flow_bc",
+            "reinflow-s": "cube_single_shortcut_bc",
+            "fpo++": "cube_single_flow_bc",
+            "dsrl": "cube_single_flow_bc",
+            "dsrl-sac": "cube_single_flow_bc",
+        },
+        {
+            "dppo": "cube_single_dppo",
+            "ppo": "cube_single_ppo",
+            "reinflow-r": "cube_single_reinflow",
+            "reinflow-s": "cube_single_reinflow",
+            "fpo++": "cube_single_fpo_plus",
+            "dsrl": "cube_single_dsrl",
+            "dsrl-sac": "cube_single_dsrl algo.variant=sac",
+            "rlpd": "cube_single_rlpd",
+        },
+        "success",
+    ),
+    "hopper-from-nothing": Study(
+        "hopper", None, {}, {"ppo": "hopper_actor", "fpo": "hopper_fpo_actor"}, "return"
+    ),
+    "lift": Study(
+        "lift",
+        4,
+        {
+            "dppo": "lift_study_bc",
+            "ppo": "lift_study_gaussian_bc",
+            "reinflow-r": "lift_study_flow_bc",
+            "reinflow-s": "lift_study_shortcut_bc",
+            "fpo++": "lift_study_flow_bc",
+            "dsrl": "lift_study_flow_bc",
+            "dsrl-sac": "lift_study_flow_bc",
+        },
+        {
+            "dppo": "lift_study_dppo",
+            "ppo": "lift_study_ppo",
+            "reinflow-r": "lift_study_reinflow",
+            "reinflow-s": "lift_study_reinflow",
+            "fpo++": "lift_study_fpo_plus",
+            "dsrl": "lift_study_dsrl",
+            "dsrl-sac": "lift_study_dsrl algo.variant=sac",
+            "rlpd": "lift_study_rlpd",
+        },
+        "success",
+    ),
+}

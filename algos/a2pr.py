@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 from algos.base import Setup
 from algos.constrained_td3 import Actor, Backup, ConstrainedTd3Config, Draws, Quantities, Regulariser
+from algos.offline import precision
 from algos.optim import restore_optimizer
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate
@@ -55,9 +57,9 @@ class ActionVae(nn.Module):
     def forward(self, cond: Tensor, action: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return reconstructions (B, A), means and deviations (B, 2A) for noise (B, 2A)."""
         hidden = self.encoder(torch.cat([cond, action], dim=1))
-        mean, std = self.mean(hidden), self.log_std(hidden).clamp(-4, 15).exp()
+        mean, std = self.mean(hidden).to(noise), self.log_std(hidden).to(noise).clamp(-4, 15).exp()
         latent = mean + std * noise
-        decoded = torch.tanh(self.outlet(self.decoder(torch.cat([cond, latent], dim=1))))
+        decoded = torch.tanh(self.outlet(self.decoder(torch.cat([cond, latent], dim=1)))).to(noise)
         return self.limit * decoded, mean, std
 
 
@@ -80,6 +82,7 @@ class AdvantageGuide(Regulariser):
         vae_weight: w_vae.
         value_lr: Adam, of V.
         vae_lr: Adam, of the auto-encoder.
+        autocast: See `OfflineConfig`.
     """
 
     def __init__(
@@ -91,7 +94,9 @@ class AdvantageGuide(Regulariser):
         vae_weight: float = 1.0,
         value_lr: float = 3e-4,
         vae_lr: float = 1e-3,
+        autocast: str | None = None,
     ) -> None:
+        self._autocast = autocast
         self.vae, self.value, self.weight, self.vae_weight = vae, value, weight, vae_weight
         self.value_optimizer = torch.optim.Adam(value.parameters(), lr=value_lr, fused=True)
         self.vae_optimizer = torch.optim.Adam(vae.parameters(), lr=vae_lr, fused=True)
@@ -110,15 +115,18 @@ class AdvantageGuide(Regulariser):
     def learn(self, batch: Batch, backup: Backup, critic: Ensemble, draws: Draws) -> Quantities:
         """Move the value, then the auto-encoder."""
         with torch.no_grad():
-            fresh = aggregate(critic(batch.next_cond, backup.next_action), "min")
+            with self._precision():
+                fresh = aggregate(critic(batch.next_cond, backup.next_action), "min")
+                self._data_value = critic(batch.cond, batch.action, members=1)[0]
             aim = torch.minimum(backup.target, torch.addcmul(batch.reward, batch.discount, fresh))
-            self._data_value = critic(batch.cond, batch.action, members=1)[0]
-        value = self._value_of(batch.cond)
+        with self._precision():
+            value = self._value_of(batch.cond)
         value_loss = (value - aim).square().mean()
         _descend(self.value_optimizer, value_loss)
         self._before = value.detach()
         keep = (self._data_value > self._before).to(value.dtype)
-        rebuilt, mean, std = self.vae(batch.cond, batch.action, draws["vae_data"])
+        with self._precision():
+            rebuilt, mean, std = self.vae(batch.cond, batch.action, draws["vae_data"])
         error = (self.vae_weight * keep[:, None] * (rebuilt - batch.action).square()).mean()
         vae_loss = error + 0.5 * divergence(mean, std)
         _descend(self.vae_optimizer, vae_loss)
@@ -133,9 +141,11 @@ class AdvantageGuide(Regulariser):
     ) -> tuple[Tensor, Quantities]:
         """See `Regulariser`."""
         assert self._before is not None and self._data_value is not None, "learn comes before penalty"
-        rebuilt = self.vae(batch.cond, action, draws["vae_policy"])[0]
+        with self._precision():
+            rebuilt = self.vae(batch.cond, action, draws["vae_policy"])[0]
+            with torch.no_grad():
+                promise = critic(batch.cond, rebuilt, members=1)[0]
         with torch.no_grad():
-            promise = critic(batch.cond, rebuilt, members=1)[0]
             value, data = self._before, self._data_value
             follows = promise - value >= data - value
             weight = self.weight * ((promise >= value) | (data > value)).to(value.dtype)
@@ -145,6 +155,9 @@ class AdvantageGuide(Regulariser):
             "guide/followed_fraction": follows.to(value.dtype).mean(),
             "guide/active_fraction": (weight > 0).to(value.dtype).mean(),
         }
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return precision(self._autocast, self.vae.outlet.weight.device)
 
     def _value_of(self, cond: Tensor) -> Tensor:
         return self.value(cond, cond.new_zeros(len(cond), 0))[0]
@@ -214,4 +227,5 @@ class A2prConfig(ConstrainedTd3Config):
             vae_weight=self.vae_weight,
             value_lr=self.value_lr,
             vae_lr=self.vae_lr,
+            autocast=self.autocast,
         )

@@ -22,7 +22,7 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from algos.base import Setup
-from algos.offline import OfflineConfig
+from algos.offline import OfflineConfig, precision
 from algos.optim import restore_optimizer
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
@@ -172,9 +172,7 @@ class Td3Learner:
 
     def _precision(self) -> AbstractContextManager[Any]:
         """Return what the networks are evaluated in."""
-        if self.rules.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.policy.device.type, dtype=getattr(torch, self.rules.autocast))
+        return precision(self.rules.autocast, self.policy.device)
 
     @torch.no_grad()
     def backup(self, batch: Batch, draws: Draws) -> Backup:
@@ -185,7 +183,7 @@ class Td3Learner:
         with self._precision():
             action = self.target_actor(batch.next_cond, draws["next_start"], grad=False)
             action = (action + noise).clamp_(-limit, limit)
-            value = aggregate(self.target_critic(batch.next_cond, action), "min").to(batch.reward)
+            value = aggregate(self.target_critic(batch.next_cond, action), "min")
         cost = self.regulariser.next_penalty(batch, action)
         if cost is not None:
             value = value - cost
@@ -194,7 +192,7 @@ class Td3Learner:
     def _move_critic(self, batch: Batch, draws: Draws) -> tuple[Backup, Quantities]:
         backup = self.backup(batch, draws)
         with self._precision():
-            values = self.critic(batch.cond, batch.action).to(batch.reward)
+            values = self.critic(batch.cond, batch.action)
         loss = len(values) * F.mse_loss(values, backup.target.expand_as(values))
         self.critic_optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -205,7 +203,7 @@ class Td3Learner:
     def _move_actor(self, batch: Batch, draws: Draws) -> Quantities:
         with self._precision():
             action = self.actor(batch.cond, draws["start"]).to(batch.action)
-            value = self.actor_value(batch, action).to(batch.reward)
+            value = self.actor_value(batch, action)
         scale = self.rules.alpha / value.detach().abs().mean()
         climb = -scale * value.mean()
         penalty, out = self.regulariser.penalty(batch, action, self.critic, draws)
@@ -261,7 +259,6 @@ class ConstrainedTd3Config(OfflineConfig):
     policy_noise: float = 0.2  # deviation of the noise on next actions, normalised units
     noise_clip: float = 0.5  # largest magnitude of that noise
     policy_every: int = 2  # steps of the critic per step of the actor and the targets
-    autocast: str | None = None  # bfloat16: products of actor and critics in that type; null: float32 as ever
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -269,7 +266,6 @@ class ConstrainedTd3Config(OfflineConfig):
         for name in ("alpha", "policy_noise", "noise_clip"):
             self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more and finite")
         self._require("policy_every", self.policy_every >= 1, "at least 1")
-        self._require("autocast", self.autocast in (None, "bfloat16"), "bfloat16 or null")
 
     def rules(self) -> Td3Rules:
         """Return the constants of the learner."""

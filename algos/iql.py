@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 
 from algos.base import Setup
-from algos.offline import ChunkLoss, OfflineConfig, plain_actor
+from algos.offline import ChunkLoss, OfflineConfig, plain_actor, precision
 from algos.optim import restore_optimizer
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
@@ -67,12 +68,15 @@ class IqlLearner:
     def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Take a step of value, critics and policy."""
         self.steps += 1
-        with torch.no_grad():
+        with torch.no_grad(), self._precision():
             best = aggregate(self.target_critic(batch.cond, batch.action), "min")
-            target = torch.addcmul(batch.reward, batch.discount, self._value_of(batch.next_cond))
-        u = best - self._value_of(batch.cond)
+            following = self._value_of(batch.next_cond)
+        target = torch.addcmul(batch.reward, batch.discount, following)
+        with self._precision():
+            u = best - self._value_of(batch.cond)
         out = {"value/loss": self._descend(self.value_optimizer, expectile_loss(u, self.config.expectile))}
-        values = self.critic(batch.cond, batch.action)
+        with self._precision():
+            values = self.critic(batch.cond, batch.action)
         out["critic/loss"] = self._descend(self.critic_optimizer, (values - target).square().mean())
         polyak(self.target_critic, self.critic, self.config.tau)
         u = u.detach()
@@ -88,10 +92,14 @@ class IqlLearner:
 
     def _misfit(self, batch: Batch, draws: Mapping[str, Tensor]) -> Tensor:
         """Return the negative log-likelihood (B,) of recorded chunks, or the matching loss."""
-        loss = self._cloning(batch, draws) * batch.real
+        with self._precision():
+            loss = self._cloning(batch, draws).to(batch.real) * batch.real
         if isinstance(self.policy, GaussianPolicy):
             return self.policy.chunk.action_dim * loss.sum(dim=1)
         return loss.sum(dim=1) / batch.real.sum(dim=1)
+
+    def _precision(self) -> AbstractContextManager[Any]:
+        return precision(self.config.autocast, self.policy.device)
 
     def _value_of(self, cond: Tensor) -> Tensor:
         return self.value(cond, cond.new_zeros(len(cond), 0))[0]

@@ -10,6 +10,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -83,9 +84,11 @@ class OfflineConfig:
     hidden_dims: tuple[int, ...] = (256, 256)  # of a new actor; ReLU
     critic_dims: tuple[int, ...] = (256, 256)  # hidden widths of a critic; ReLU
     block_steps: int = 1000  # gradient steps between two reports
+    autocast: str | None = None  # bfloat16: hidden layers are multiplied in that type; null: float32 as ever
 
     def __post_init__(self) -> None:
         """Check the ranges."""
+        self._require("autocast", self.autocast in (None, "bfloat16"), "bfloat16 or null")
         for name in ("steps", "batch_size", "block_steps"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
         self._require("gamma", 0 <= self.gamma <= 1, "in [0, 1]")
@@ -174,6 +177,11 @@ def _state_statistics(dataset: EpisodeDataset) -> dict[str, Tensor]:
     std = states.std(dim=0, correction=0) + STD_MARGIN
     moments = {"mean": states.mean(dim=0), "std": std, "min": states.amin(0), "max": states.amax(0)}
     return {name: value.float() for name, value in moments.items()}
+
+
+def precision(autocast: str | None, device: torch.device) -> AbstractContextManager[Any]:
+    """Return what networks are evaluated in; see `OfflineConfig.autocast`."""
+    return nullcontext() if autocast is None else torch.autocast(device.type, dtype=getattr(torch, autocast))
 
 
 class Budget(Protocol):

@@ -20,7 +20,7 @@ from algos.constrained_td3 import (
     Quantities,
     Regulariser,
 )
-from algos.offline import ChunkLoss
+from algos.offline import ChunkLoss, precision
 from algos.transitions import Batch, TransitionTable
 from algos.validation import masked_mean
 from policies.ensembles import Ensemble
@@ -41,12 +41,16 @@ class OwnAction(Regulariser):
 class OwnLikelihood(Regulariser):
     """The matching loss of a policy that samples, at the recorded chunks.
 
+    Args:
+        policy: In training.
+        autocast: See `OfflineConfig`.
+
     Raises:
         CapabilityError: If the policy has no matching loss.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        self._cloning = ChunkLoss(policy)
+    def __init__(self, policy: Policy, autocast: str | None = None) -> None:
+        self._cloning, self._autocast = ChunkLoss(policy), autocast
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Draw times and noise."""
@@ -56,7 +60,9 @@ class OwnLikelihood(Regulariser):
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
         """See `Regulariser`."""
-        return masked_mean(self._cloning(batch, draws), batch.real), {}
+        with precision(self._autocast, batch.plan.device):
+            loss = self._cloning(batch, draws)
+        return masked_mean(loss.to(batch.real), batch.real), {}
 
 
 @register("algo", "td3_bc")
@@ -70,4 +76,4 @@ class Td3BcConfig(ConstrainedTd3Config):
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> Regulariser:
         """Return the distance from recorded actions, or from recorded chunks by their matching loss."""
-        return OwnLikelihood(actor.policy) if actor.policy.noise_sensitive else OwnAction()
+        return OwnLikelihood(actor.policy, self.autocast) if actor.policy.noise_sensitive else OwnAction()

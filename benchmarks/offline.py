@@ -5,10 +5,12 @@
     python -m benchmarks.offline hopper-medium --dataset FILE --algos flow+prdc     tunes a cloned flow
     python -m benchmarks.offline hopper-medium --report         table and curve from what is there
 
-Settings are those of the experiments `<task>_<algorithm>`; `bc` is TD3+BC with `algo.alpha=0`. Each run
-leaves one JSON file in docs/results/offline/: episodes of the last checkpoint, of the one that evaluated best
-on the way, of the corrected policy (`algo=cdsa`), and of both with noise on the actions; a run whose file is
-there is not repeated.
+Settings are those of the experiments `<task>_<algorithm>`; `bc` is TD3+BC with `algo.alpha=0`, as many steps
+of the actor and none of the critic in between. Each run leaves one JSON file in docs/results/offline/:
+episodes of the last checkpoint, of the one that evaluated best on the way, of the corrected policy
+(`algo=cdsa`), and of both with noise on the actions; a run whose file is there is not repeated. Actors that
+are made from nothing see states alike and share the correction of their seed, which knows no policy.
+Gaussians act by their mean.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from burnish.config import scan_parts
 from envs.evaluation import Evaluation, evaluate
 from envs.statistics import Interval, bootstrap_iqm, conditional_value_at_risk
 from policies.correction import Perturbation
+from policies.gaussian import GaussianPolicy
 from policies.policy import Policy
 from policies.registry import lookup
 
@@ -70,11 +73,19 @@ def dataset_of(name: str, given: str | None, root: Path) -> Path:
     return path
 
 
-def settings_of(task: str, algo: str) -> list[str]:
+def settings_of(task: str, algo: str, options: argparse.Namespace) -> list[str]:
     """Return the overrides that choose an algorithm by its published settings."""
+    more = [] if options.autocast is None else [f"algo.autocast={options.autocast}"]
     if algo == "bc":
-        return [f"experiment={task}_td3_bc", "algo.alpha=0.0"]
-    return [f"experiment={task}_{algo}"]
+        half = options.steps // 2
+        return [
+            f"experiment={task}_td3_bc",
+            "algo.alpha=0.0",
+            "algo.policy_every=1",
+            f"algo.steps={half}",
+            *more,
+        ]
+    return [f"experiment={task}_{algo}", f"algo.steps={options.steps}", *more, *options.set]
 
 
 def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Path:
@@ -90,16 +101,16 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
         cloned = options.root / name / f"{base}-seed{seed}"
         trained(cloned, f"experiment={task}_{BASES[base]}", **values)
         start["init"] = str(cloned)
-    steps = f"algo.steps={options.steps}"
-    run = trained(place, *settings_of(task, tuner), steps, episodes=10, **values, **start)
+    settings = settings_of(task, tuner, options)
+    run = trained(place, *settings, episodes=10, **values, **start)
     corrected = trained(
-        place.with_name(f"{place.name}-cdsa"), "algo=cdsa", f"env={task}", f"algo.steps={options.cdsa_steps}",
-        init=str(place), **values,
+        place.with_name(f"{algo if base else 'actor'}-seed{seed}-cdsa"), "algo=cdsa", f"env={task}",
+        f"algo.steps={options.cdsa_steps}", init=str(place), **values,
     )  # fmt: skip
     found = evaluations(task, run, corrected, options)
     content = {
         "data": name, "algo": algo, "seed": seed, "steps": options.steps, "std": options.std,
-        "cdsa_steps": options.cdsa_steps, "dataset": describe_dataset(file),
+        "settings": settings, "cdsa_steps": options.cdsa_steps, "dataset": describe_dataset(file),
         "evaluations": {key: episode_columns(one) for key, one in found.items()},
         "best_step": best_step(run.directory.metrics_path), "protocol": found["last"].protocol,
         "curve": list(curve(run.directory.metrics_path)), "wall_s": busy(run.directory.metrics_path),
@@ -114,22 +125,27 @@ def evaluations(
     task: str, run: burnish.api.Run, corrected: burnish.api.Run, options: argparse.Namespace
 ) -> dict[str, Evaluation]:
     """Play the same episodes with every variant of a policy."""
-    places = {"last": run, "corrected": corrected}
-    policies = {key: _policy(one.directory.path, "last") for key, one in places.items()}
+    policies: dict[str, Policy] = {"last": _policy(run.directory.path, "last")}
+    both: Any = _policy(corrected.directory.path, "last")
+    both.base = policies["last"]
+    policies["corrected"] = both
     step = best_step(run.directory.metrics_path)
     if step is not None and step != run.directory.latest():
         policies["best"] = _policy(run.directory.path, str(step))
     if not policies["last"].noise_sensitive:
         noise = Perturbation(options.std)
         policies["perturbed"] = noise.wrap(policies["last"])
-        both: Any = copy.deepcopy(policies["corrected"])
+        both = copy.deepcopy(both)
         both.base = noise.wrap(both.base)  # first the noise, then the correction
         policies["perturbed, corrected"] = both
     env = lookup("env", task)()
     return {
-        key: evaluate(policy, env, episodes=options.episodes, num_workers=options.workers)
+        key: evaluate(
+            policy, env, episodes=options.episodes, num_workers=options.workers,
+            sampling_noise="zero" if isinstance(policies["last"], GaussianPolicy) else "random",
+        )
         for key, policy in policies.items()
-    }
+    }  # fmt: skip
 
 
 def _policy(run: Path, checkpoint: str) -> Policy:
@@ -262,6 +278,8 @@ def main() -> int:
     parser.add_argument("--algos", default="bc,td3_bc,iql,prdc,a2pr")
     parser.add_argument("--seeds", default="0")
     parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--autocast", choices=["bfloat16"], help="number type of the algorithms' products")
+    parser.add_argument("--set", nargs="*", default=[], help="more overrides of the algorithms, written down")
     parser.add_argument("--cdsa-steps", type=int, default=10_000)
     parser.add_argument("--episodes", type=int, default=EPISODES)
     parser.add_argument("--std", type=float, default=0.3, help="of the noise on perturbed actions")

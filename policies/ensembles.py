@@ -7,8 +7,10 @@ stacked, (E, in, out), and all members are evaluated by one batched product.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +51,8 @@ class EnsembleConfig:
 class Ensemble(nn.Module):
     """E networks from (B, in) to one number each.
 
-    Members are initialised one by one as PyTorch initialises linear layers.
+    Members are initialised one by one as PyTorch initialises linear layers. Under autocast the last layer
+    keeps the type of its weights: values of hundreds need more than the eight bits of bfloat16.
     """
 
     def __init__(self, config: EnsembleConfig, in_dim: int) -> None:
@@ -91,23 +94,26 @@ class Ensemble(nn.Module):
 
     def _evaluate(self, h: Tensor, count: int, frozen: bool) -> Tensor:
         last = len(self.weight) - 1
-        for i in range(last + 1):
-            h = torch.baddbmm(
-                self._part(self.bias, i, count, frozen), h, self._part(self.weight, i, count, frozen)
-            )
-            if i < last:
-                h = self._activated(h, i, count, frozen)
-        return h.squeeze(-1)
+        for i in range(last):
+            bias, weight = (self._part(part, i, count, frozen) for part in (self.bias, self.weight))
+            h = self._activated(torch.baddbmm(bias, h, weight), i, count, frozen)
+        bias, weight = (self._part(part, last, count, frozen) for part in (self.bias, self.weight))
+        with _full_precision(h, weight):
+            return torch.baddbmm(bias, h.to(weight.dtype), weight).squeeze(-1)
 
     def _evaluate_first(self, h: Tensor, frozen: bool) -> Tensor:
         """Evaluate the first member by plain products."""
         last = len(self.weight) - 1
-        for i in range(last + 1):
-            weight, bias = self._part(self.weight, i, 1, frozen)[0], self._part(self.bias, i, 1, frozen)[0, 0]
-            h = torch.addmm(bias, h, weight)
-            if i < last:
-                h = self._activated(h, i, 1, frozen)
-        return h.t()
+        for i in range(last):
+            bias, weight = self._first(i, frozen)
+            h = self._activated(torch.addmm(bias, h, weight), i, 1, frozen)
+        bias, weight = self._first(last, frozen)
+        with _full_precision(h, weight):
+            return torch.addmm(bias, h.to(weight.dtype), weight).t()
+
+    def _first(self, layer: int, frozen: bool) -> tuple[Tensor, Tensor]:
+        bias, weight = (self._part(part, layer, 1, frozen)[0] for part in (self.bias, self.weight))
+        return bias[0], weight
 
     def _activated(self, h: Tensor, layer: int, count: int, frozen: bool) -> Tensor:
         if not self.config.layer_norm:
@@ -147,6 +153,11 @@ class Ensemble(nn.Module):
         for layer, scale, shift in zip(layers, self.scale, self.shift, strict=False):
             layer |= {"scale": scale[member, 0], "shift": shift[member, 0]}
         return layers
+
+
+def _full_precision(h: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
+    """Return what a product in the type of its weights is computed in."""
+    return nullcontext() if h.dtype == weight.dtype else torch.autocast(h.device.type, enabled=False)
 
 
 def aggregate(values: Tensor, how: str, *, subset: Tensor | None = None, pessimism: float = 0.5) -> Tensor:

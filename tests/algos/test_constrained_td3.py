@@ -254,8 +254,9 @@ def test_no_probe_where_every_recording_is_cut_short() -> None:
     assert "critic/overestimation" not in run.advance()
 
 
-def test_half_precision_changes_steps_by_its_rounding_only() -> None:
-    runs = [run_of(Td3BcConfig(steps=20, autocast=kind, **SIZES)) for kind in (None, "bfloat16")]
+@pytest.mark.parametrize("config", [Td3BcConfig, A2prConfig, IqlConfig])
+def test_half_precision_changes_steps_by_its_rounding_only(config: Any) -> None:
+    runs = [run_of(small(config, steps=20, autocast=kind)) for kind in (None, "bfloat16")]
     before = weights(runs[0].learner.policy)
     for run in runs:
         for _ in range(2):
@@ -265,5 +266,22 @@ def test_half_precision_changes_steps_by_its_rounding_only() -> None:
     # Two steps of Adam move an entry by 3e-4 at most; signs of nearly all gradients must agree.
     moved, other = exact - before, rough - before
     assert torch.nn.functional.cosine_similarity(moved, other, dim=0) > 0.8
+
+
+def test_half_precision_is_named() -> None:
     with pytest.raises(ConfigError, match=r"algo\.autocast must be bfloat16 or null; got half"):
         Td3BcConfig(autocast="half")
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_values_of_hundreds_keep_their_digits_in_half_precision(members: int) -> None:
+    torch.manual_seed(0)
+    critic = EnsembleConfig().build(8, 3)
+    with torch.no_grad():
+        critic.bias[-1] += 300.0  # numbers of eight bits are 2 apart here
+        cond, action = torch.randn(64, 8), torch.randn(64, 3)
+        exact = critic(cond, action, members=members)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rough = critic(cond, action, members=members)
+    assert rough.dtype == torch.float32
+    torch.testing.assert_close(rough, exact, rtol=0, atol=5e-3)

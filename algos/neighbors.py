@@ -6,10 +6,11 @@ row j is d_j^2 = beta^2 |s - s_j|^2 + |p - a_j|^2, states being standardised.
 Three exact ways: a tree over [beta s, a]; brute force, for accelerators; and lists. A query's state is that
 of a row i, so the rows nearest to s_i can be listed once, with their distances r_ij in ascending order. With
 b the smallest d among the first k, every row that is not listed is at least beta r_ik away, so b <= beta r_ik
-certifies that the best listed row is the nearest of all. Only what is not certified is looked up in the tree.
-Lists serve every beta, and are made when a row is asked for the first time.
+certifies that the best listed row is the nearest of all. Only what is not certified is looked for among all
+rows, no further away than b: `algos.boxes`. Lists serve every beta, and are made when a row is asked for the
+first time.
 
-Source: PRDC, arXiv 2306.06569, whose tree this is; the lists and the certificate are ours.
+Source: PRDC, arXiv 2306.06569, whose tree this is; lists, certificate and boxes are ours.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from scipy.spatial import KDTree
 from torch import Tensor
 
+from algos.boxes import BoxTree
 from policies.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -92,12 +94,12 @@ class BruteSearch:
 
     def __init__(self, state: Tensor, action: Tensor, beta: float) -> None:
         self._beta = beta
-        self._data = torch.cat([beta * state, action], dim=1)
+        self._data = _scaled(state, action, beta)
         self._square = self._data.square().sum(dim=1)
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
         """See `Search`."""
-        query = torch.cat([self._beta * state, action], dim=1)
+        query = _scaled(state, action, self._beta)
         best, index = None, None
         for start in range(0, len(self._data), _TILE):
             tile = slice(start, start + _TILE)
@@ -113,9 +115,9 @@ class BruteSearch:
 
 
 class ListSearch:
-    """Lists of neighbouring states with a certificate, and a tree for what they do not certify.
+    """Lists of neighbouring states with a certificate, and a tree of boxes for what they do not certify.
 
-    Memory is 8 k M bytes; see `list_bytes`.
+    Lists take 8 k M bytes; see `list_bytes`.
 
     Args:
         state: (M, C). action: (M, A).
@@ -132,7 +134,7 @@ class ListSearch:
         self._whole = self._length == m  # every row is listed: nothing can be nearer
         self._state, self._action = state, action
         self._states = KDTree(state.double().cpu().numpy(), balanced_tree=False, compact_nodes=True)
-        self._fallback = TreeSearch(state, action, beta) if exact else None
+        self._boxes = BoxTree(_scaled(state, action, beta)) if exact else None
         self._near = torch.zeros(m, self._length, dtype=torch.int32)
         self._square = torch.zeros(m, self._length)  # beta^2 r^2
         self._listed = torch.zeros(m, dtype=torch.bool)
@@ -163,11 +165,11 @@ class ListSearch:
         best, place = cost.min(dim=1)
         index = near.gather(1, place[:, None]).squeeze(1).long()
         certified = best <= square[:, -1] * (1 - _SLACK) if not self._whole else torch.ones_like(best).bool()
-        if self._fallback is not None:
+        if self._boxes is not None:
             open_ = (~certified).nonzero().squeeze(1)
             if len(open_):
-                found = self._fallback.nearest(row[open_], state[open_], action[open_])
-                index[open_] = found.row
+                query = _scaled(state[open_], action[open_], self._beta)
+                index[open_] = self._boxes.nearest(query, index[open_], best[open_])[0]
         return Nearest(index, certified)
 
 
@@ -182,7 +184,7 @@ def build_search(
     """Return a search over rows.
 
     Args:
-        how: `lists`, `tree`, `brute`, `approximate` (lists without the tree), or `auto`: brute force on an
+        how: `lists`, `tree`, `brute`, `approximate` (lists alone), or `auto`: brute force on an
             accelerator, lists on a CPU.
         state: (M, C).
         action: (M, A).
@@ -208,6 +210,10 @@ def build_search(
     return ListSearch(state, action, beta, length=length, exact=how == "lists")
 
 
-def _keys(state: Tensor, action: Tensor, beta: float) -> np.ndarray:
+def _scaled(state: Tensor, action: Tensor, beta: float) -> Tensor:
     """Return [beta s, a] (M, C + A), computed in the type of the data as the released code does."""
-    return torch.cat([beta * state, action], dim=1).detach().cpu().numpy()
+    return torch.cat([beta * state, action], dim=1).detach()
+
+
+def _keys(state: Tensor, action: Tensor, beta: float) -> np.ndarray:
+    return _scaled(state, action, beta).cpu().numpy()

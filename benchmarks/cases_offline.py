@@ -1,6 +1,7 @@
 """Cases of learning from a fixed dataset: a TD3+BC step, a PRDC step with its neighbours, a gather.
 
-Data are synthetic: states near a manifold of five dimensions, actions a smooth function of them with noise.
+Data are synthetic: states near a manifold of five dimensions, actions a smooth function of them with noise;
+or those of a file (`--dataset`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from algos.td3_bc import Td3BcConfig
 from benchmarks.peers_offline import PlainPrdc, PlainTd3Bc
 from benchmarks.sides import require_close
 from benchmarks.timing import Figure, interleave
+from envs.datasets import read_dataset
 from envs.datasets.episodes import EpisodeDataset
 
 STATE, ACTION, BATCH, BLOCK = 11, 3, 256, 10
@@ -38,8 +40,13 @@ def synthetic_dataset(rows: int, seed: int = 0) -> EpisodeDataset:
     starts, flags = torch.arange(0, rows + 1, 1000), torch.zeros(rows, dtype=torch.bool)
     ends = flags.clone()
     ends[starts[1:] - 1] = True
-    rewards = torch.randn(rows, generator=generator)
+    rewards = 1 + states @ torch.randn(STATE, generator=generator) / STATE**0.5  # alive, and some progress
     return EpisodeDataset(states, actions.clamp(-1, 1), rewards, flags, ends, starts)
+
+
+def dataset_of(options: argparse.Namespace) -> EpisodeDataset:
+    """Return the file that is asked for, or synthetic data."""
+    return synthetic_dataset(options.rows) if options.dataset is None else read_dataset(options.dataset)
 
 
 def arrays_of(run: OfflineRun) -> dict[str, np.ndarray]:
@@ -122,15 +129,22 @@ def theirs_of(peer: PlainTd3Bc, pool: Tensor) -> Callable[[], None]:
     return block
 
 
-def timed(options: argparse.Namespace, blocks: dict[str, Callable[[], None]]) -> dict[str, float]:
-    """Return seconds per step."""
-    found = interleave(blocks, rounds=options.rounds, slot_s=0.2)
+def timed(options: argparse.Namespace, blocks: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Return CPU seconds per step."""
+    found = in_turns(options, blocks, slot_s=0.2)
     return {name: seconds / BLOCK for name, seconds in found.items()}
+
+
+def in_turns(
+    options: argparse.Namespace, blocks: dict[str, Callable[[], object]], slot_s: float = 0.05
+) -> dict[str, float]:
+    """Return CPU seconds per call; all of this is the work of one thread."""
+    return interleave(blocks, rounds=options.rounds, slot_s=slot_s, clock=time.process_time)
 
 
 def offline(options: argparse.Namespace) -> Iterator[Figure]:
     """A gradient step of TD3+BC at batch 256, in float32 and bfloat16; a gather."""
-    setup = Setup(dataset=synthetic_dataset(options.rows), seed=0)
+    setup = Setup(dataset=dataset_of(options), seed=0)
     run, half = (Td3BcConfig(steps=10**9, autocast=kind).build(setup) for kind in (None, "bfloat16"))
     arrays = arrays_of(run)
     peer, pool = PlainTd3Bc(arrays), torch.arange(len(run.table))
@@ -145,50 +159,69 @@ def offline(options: argparse.Namespace) -> Iterator[Figure]:
     require_close("gather", mine.cond, theirs["state"], 0.0)
     require_close("gather", mine.reward, theirs["reward"][:, 0], 0.0)
     numbers = row.numpy()
-    times = interleave(
-        {"ours": lambda: run.table.gather(row), "peer": lambda: peer.batch(numbers)}, rounds=options.rounds
-    )
+    times = in_turns(options, {"ours": lambda: run.table.gather(row), "peer": lambda: peer.batch(numbers)})
     yield Figure("gather 256 transitions", "one matrix", "five arrays", times["ours"], times["peer"], 1.5)
 
 
 def neighbours(options: argparse.Namespace) -> Iterator[Figure]:
-    """The nearest rows of 256 queries and a PRDC step near the data, lists made; against a tree and TD3."""
-    setup = Setup(dataset=synthetic_dataset(options.rows), seed=0)
+    """PRDC with its lists made: searches and steps of a fresh actor and of one near the data."""
+    setup = Setup(dataset=dataset_of(options), seed=0)
     run, plain = PrdcConfig(steps=10**9).build(setup), Td3BcConfig(steps=10**9).build(setup)
-    near_the_data(run)
-    pool = torch.randperm(len(run.table), generator=torch.Generator().manual_seed(5))[:POOL]
-    regulariser = learner_of(run).regulariser
+    learner, peer = learner_of(run), PlainPrdc(arrays_of(run))
+    regulariser = learner.regulariser
     assert isinstance(regulariser, NearestRow) and isinstance(regulariser.search, ListSearch)
+    search = regulariser.search
+    pool = torch.randperm(len(run.table), generator=torch.Generator().manual_seed(5))[:POOL]
     start = time.perf_counter()
-    regulariser.search.make_lists(pool)
-    per_row = (time.perf_counter() - start) / POOL
+    search.make_lists(pool)
+    per_row = (time.perf_counter() - start) / len(pool)
     print(f"lists of 64 neighbours among {len(run.table):,} rows: {1e3 * per_row:.3f} ms per row, once")
-    peer = PlainPrdc(arrays_of(run))
-    yield search_alone(options, run, regulariser.search, peer, pool)
     same_weights(run, peer)
-    learner = learner_of(run)
-    learner.target_actor.policy.load_state_dict(learner.policy.state_dict())
     require_equal_steps(run, peer, pool)
-    blocks = {"ours": ours_of(run, pool), "tree": theirs_of(peer, pool), "td3_bc": ours_of(plain, pool)}
-    times = timed(options, blocks)
-    yield Figure("PRDC step near the data", "lists", "a tree per step", times["ours"], times["tree"], 1.2)
-    yield Figure("PRDC step near the data", "lists", "our TD3+BC step", times["ours"], times["td3_bc"], 0.67)
+    far = 4.0 if options.dataset is None else 1.1  # what a tree costs depends on how many rows it has
+    for place, floor in (("a fresh actor", far), ("near the data", 1.1)):
+        if place == "near the data":
+            near_the_data(run)
+            same_weights(run, peer)
+        stand_still(learner, peer)
+        yield search_alone(options, run, search, peer, pool, place)
+        blocks = {"ours": ours_of(run, pool), "tree": theirs_of(peer, pool), "td3_bc": ours_of(plain, pool)}
+        times = timed(options, blocks)
+        yield Figure(f"PRDC step, {place}", "lists", "a tree per step", times["ours"], times["tree"], floor)
+    yield Figure(f"PRDC step, {place}", "lists", "our TD3+BC step", times["ours"], times["td3_bc"], 0.67)
+
+
+def stand_still(learner: Td3Learner, peer: PlainTd3Bc) -> None:
+    """Let steps cost what they cost and change nothing, so that actors stay where they are timed."""
+    for optimizer in (
+        learner.actor_optimizer, learner.critic_optimizer, peer.actor_optimizer, peer.critic_optimizer,
+    ):  # fmt: skip
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
 
 
 def search_alone(
-    options: argparse.Namespace, run: OfflineRun, search: ListSearch, peer: PlainPrdc, pool: Tensor
+    options: argparse.Namespace,
+    run: OfflineRun,
+    search: ListSearch,
+    peer: PlainPrdc,
+    pool: Tensor,
+    place: str,
 ) -> Figure:
-    """Time the search for actions that are 0.2 away from recorded ones in every entry."""
-    batch = run.table.gather(pool[:BATCH])
-    noise = torch.randn(BATCH, ACTION, generator=torch.Generator().manual_seed(6))
-    action, key = (batch.action + 0.2 * noise).clamp(-1, 1), {"state": batch.cond}
-    ours = run.table.action[search.nearest(batch.row, batch.cond, action).row]
-    require_close("nearest actions", ours, peer.aim(key, action), 1e-6)
-    found = interleave(
+    """Time the search for the actions of the actor."""
+    batch, actor = run.table.gather(pool[:BATCH]), learner_of(run).actor
+    action = actor(batch.cond, actor.draw(BATCH, torch.Generator().manual_seed(6)), grad=False).detach()
+    key = {"state": batch.cond}
+    found = search.nearest(batch.row, batch.cond, action)
+    require_close("nearest actions", run.table.action[found.row], peer.aim(key, action), 1e-6)
+    share, own = found.certified.float().mean(), (found.row == batch.row).float().mean()
+    print(f"{place}: {share:.0%} certified by their lists, {own:.0%} are nearest to their own row")
+    times = in_turns(
+        options,
         {
             "ours": lambda: search.nearest(batch.row, batch.cond, action),
             "tree": lambda: peer.aim(key, action),
         },
-        rounds=options.rounds,
     )
-    return Figure("nearest rows of 256", "lists", "scipy's tree", found["ours"], found["tree"], 4.0)
+    name, floor = f"nearest rows of 256, {place}", 4.0 if place == "a fresh actor" else 2.0
+    return Figure(name, "lists", "scipy's tree", times["ours"], times["tree"], floor)

@@ -74,19 +74,20 @@ def main() -> int:
     parser.add_argument(
         "--rows", type=int, default=1_000_000, help="of the data of offline learning, and of a replay"
     )
+    parser.add_argument("--dataset", type=Path, help="a file in place of synthetic data of offline learning")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gate", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"load average {os.getloadavg()[0]:.1f}", flush=True)
-    print(f"{'case':<28}{'ours':>12}{'peer':>12}{'ratio':>8}{'floor':>7}  against", flush=True)
+    print(f"{'case':<36}{'ours':>12}{'peer':>12}{'ratio':>8}{'floor':>7}  against", flush=True)
     figures: list[Figure] = []
     for name in options.cases or CASES:
         for figure in CASES[name](options):
             figures.append(figure)
             verdict = "" if figure.ok else "  MISSED"
             print(
-                f"{figure.case:<28}{1e3 * figure.ours_s:>9.3f} ms{1e3 * figure.peer_s:>9.3f} ms"
+                f"{figure.case:<36}{1e3 * figure.ours_s:>9.3f} ms{1e3 * figure.peer_s:>9.3f} ms"
                 f"{figure.ratio:>8.2f}{figure.floor:>7.1f}  {figure.peer}{verdict}",
                 flush=True,
             )

@@ -1,7 +1,8 @@
 """Several networks of one shape as one: action values, and what is made of their disagreement.
 
 Legend: E members, B batch, C condition width, A width of a flattened chunk. The weights of a layer are
-stacked, (E, in, out), and all members are evaluated by one batched product.
+stacked, (E, in, out), and all members are evaluated by one batched product; where products are large on a
+CPU, one after the other.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from policies.activations import ACTIVATIONS, check_activation
 from policies.errors import ConfigError
 
 AGGREGATES = ("min", "mean", "subset_min", "mean_std")
+_LARGE = 32_768  # rows times width
 
 
 @dataclass(frozen=True)
@@ -88,45 +90,55 @@ class Ensemble(nn.Module):
         """
         x = torch.cat([cond, action], dim=1)
         count = self.members if members is None else members
-        if count == 1:
-            return self._evaluate_first(x, frozen)
-        return self._evaluate(x.expand(count, *x.shape), count, frozen)
+        if count == 1 or self._large(x):
+            return self._evaluate_each(x, count, frozen)
+        return self._evaluate_together(x.expand(count, *x.shape), count, frozen)
 
-    def _evaluate(self, h: Tensor, count: int, frozen: bool) -> Tensor:
-        last = len(self.weight) - 1
+    def _large(self, x: Tensor) -> bool:
+        """Return whether products are so large that a CPU is faster with one after the other."""
+        return x.device.type == "cpu" and len(x) * min(self.config.hidden_dims) >= _LARGE
+
+    def _evaluate_together(self, h: Tensor, count: int, frozen: bool) -> Tensor:
+        """Evaluate (count, B, in) by one batched product per layer."""
+        parts = (self.weight, self.bias, self.scale, self.shift)
+        weight, bias, scale, shift = (self._stacks(part, count, frozen) for part in parts)
+        return self._evaluate(torch.baddbmm, h, weight, bias, scale, shift)
+
+    def _evaluate_each(self, x: Tensor, count: int, frozen: bool) -> Tensor:
+        """Evaluate (B, in) by plain products, one member after the other."""
+        parts = (self.weight, self.bias, self.scale, self.shift)
+        stacks = ([stack.unbind(0) for stack in self._stacks(part, count, frozen)] for part in parts)
+        weight, bias, scale, shift = stacks
+        return torch.stack(
+            [
+                self._evaluate(
+                    torch.addmm, x, *([layer[e] for layer in part] for part in (weight, bias, scale, shift))
+                )
+                for e in range(count)
+            ]
+        )
+
+    def _evaluate(
+        self,
+        product: Any,
+        h: Tensor,
+        weight: list[Tensor],
+        bias: list[Tensor],
+        scale: list[Tensor],
+        shift: list[Tensor],
+    ) -> Tensor:
+        last = len(weight) - 1
         for i in range(last):
-            bias, weight = (self._part(part, i, count, frozen) for part in (self.bias, self.weight))
-            h = self._activated(torch.baddbmm(bias, h, weight), i, count, frozen)
-        bias, weight = (self._part(part, last, count, frozen) for part in (self.bias, self.weight))
-        with _full_precision(h, weight):
-            return torch.baddbmm(bias, h.to(weight.dtype), weight).squeeze(-1)
+            h = product(bias[i], h, weight[i])
+            if scale:
+                h = torch.addcmul(shift[i], F.layer_norm(h, h.shape[-1:]), scale[i])
+            h = self.activate_(h)
+        with _full_precision(h, weight[last]):
+            return product(bias[last], h.to(weight[last].dtype), weight[last]).squeeze(-1)
 
-    def _evaluate_first(self, h: Tensor, frozen: bool) -> Tensor:
-        """Evaluate the first member by plain products."""
-        last = len(self.weight) - 1
-        for i in range(last):
-            bias, weight = self._first(i, frozen)
-            h = self._activated(torch.addmm(bias, h, weight), i, 1, frozen)
-        bias, weight = self._first(last, frozen)
-        with _full_precision(h, weight):
-            return torch.addmm(bias, h.to(weight.dtype), weight).t()
-
-    def _first(self, layer: int, frozen: bool) -> tuple[Tensor, Tensor]:
-        bias, weight = (self._part(part, layer, 1, frozen)[0] for part in (self.bias, self.weight))
-        return bias[0], weight
-
-    def _activated(self, h: Tensor, layer: int, count: int, frozen: bool) -> Tensor:
-        if not self.config.layer_norm:
-            return self.activate_(h)
-        scale, shift = (self._part(part, layer, count, frozen) for part in (self.scale, self.shift))
-        if h.dim() == 2:
-            scale, shift = scale[0], shift[0]
-        return self.activate_(torch.addcmul(shift, F.layer_norm(h, h.shape[-1:]), scale))
-
-    def _part(self, parts: nn.ParameterList, layer: int, count: int, frozen: bool) -> Tensor:
-        weight: Tensor = parts[layer]
-        weight = weight if count == self.members else weight[:count]
-        return weight.detach() if frozen else weight
+    def _stacks(self, parts: nn.ParameterList, count: int, frozen: bool) -> list[Tensor]:
+        stacks = (part if count == self.members else part[:count] for part in parts)
+        return [stack.detach() if frozen else stack for stack in stacks]
 
     @torch.no_grad()
     def load_members(self, members: Sequence[Sequence[Mapping[str, Tensor]]]) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from algos.boxes import BoxTree
 from algos.neighbors import BruteSearch, ListSearch, Search, TreeSearch, build_search, list_bytes
 from policies.errors import ConfigError
 
@@ -60,7 +61,7 @@ def test_every_way_is_exact(m: int, seed: int, copies: int, length: int, beta: f
 
 
 def test_copies_of_a_state_do_not_fool_a_short_list() -> None:
-    """More copies than a list is long: its last distance is zero, and only the tree knows the best copy."""
+    """More copies than a list is long: its last distance is zero, and only a look at all rows knows the best copy."""
     state, action = table(64, 3, copies=40)
     action[-40:] = torch.linspace(-1, 1, 40)[:, None]
     row, query = torch.full((5,), 63), torch.linspace(-1, 1, 5)[:, None].expand(5, 2).contiguous()
@@ -81,6 +82,41 @@ def test_a_certificate_is_never_wrong_and_mostly_given_near_the_data() -> None:
     certified = found.certified
     torch.testing.assert_close(chosen[certified], all_costs.amin(1)[certified], rtol=1e-5, atol=1e-6)
     assert certified.float().mean() > 0.9
+
+
+@pytest.mark.parametrize("m", [1, 5, 31, 32, 33, 700, 5000])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
+def test_boxes_find_the_nearest_row_whatever_row_they_start_from(m: int, spread: float) -> None:
+    generator = torch.Generator().manual_seed(m)
+    rows = torch.randn(m, 6, generator=generator)
+    rows[m // 2 :] *= 0.01  # a dense corner
+    query = rows[torch.randint(m, (40,), generator=generator)] + spread * torch.randn(
+        40, 6, generator=generator
+    )
+    start = torch.randint(m, (40,), generator=generator)
+    square = (query - rows[start]).square().sum(1)
+    found, distance = BoxTree(rows).nearest(query, start, square)
+    every = (query.double()[:, None] - rows.double()).square().sum(2)
+    chosen = every.gather(1, found[:, None]).squeeze(1)
+    torch.testing.assert_close(chosen, every.amin(1), rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(distance.double(), chosen, rtol=1e-5, atol=1e-9)
+
+
+def test_boxes_compare_leaves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(1000, 4, generator=torch.Generator().manual_seed(0))
+    query, start = rows[:200].flip(0) + 0.1, torch.full((200,), 999)
+    tree, square = BoxTree(rows), (rows[:200].flip(0) + 0.1 - rows[999]).square().sum(1)
+    whole = tree.nearest(query, start, square)
+    monkeypatch.setattr("algos.boxes._AT_ONCE", 3)
+    for one, other in zip(tree.nearest(query, start, square), whole, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_start_that_cannot_be_beaten_is_kept() -> None:
+    rows = torch.randn(1, 4).expand(70, 4).contiguous()  # copies of one row
+    start = torch.arange(70)
+    found, square = BoxTree(rows).nearest(rows, start, torch.zeros(70))
+    assert torch.equal(found, start) and not square.any()
 
 
 def test_lists_are_made_for_the_rows_that_are_asked_only() -> None:

@@ -61,7 +61,7 @@ def test_every_way_is_exact(m: int, seed: int, copies: int, length: int, beta: f
 
 
 def test_copies_of_a_state_do_not_fool_a_short_list() -> None:
-    """More copies than a list is long: its last distance is zero, and only a look at all rows finds the best."""
+    """More copies than a list is long: its last distance is 0, and only a look at all rows finds the best."""
     state, action = table(64, 3, copies=40)
     action[-40:] = torch.linspace(-1, 1, 40)[:, None]
     row, query = torch.full((5,), 63), torch.linspace(-1, 1, 5)[:, None].expand(5, 2).contiguous()

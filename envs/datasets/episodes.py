@@ -19,8 +19,8 @@ from torch import Tensor
 
 from envs.datasets.checks import check_dataset, check_episode
 from envs.datasets.images import Images
-from envs.datasets.moments import moments
 from envs.datasets.room import MEMORY, Frames, Room
+from envs.datasets.statistics_cache import statistics_of
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
 from policies.protocols import ChunkSpec
@@ -339,11 +339,12 @@ class EpisodeDataset:
         """Return `min`, `max`, `mean` and `std` of `state` (Do,), `action` (Da,) and, where recorded, `goal`.
 
         Over real frames only, accumulated in float64 and returned as float32; `std` is the unbiased one.
+        Those of large arrays are kept in a file (`envs.datasets.statistics_cache`).
         """
         keys = {"state": self.observations, "action": self.actions}
         if "goal" in self.extras:
             keys["goal"] = self.extras["goal"]
-        return {key: moments(value) for key, value in keys.items()}
+        return statistics_of(keys)
 
     def returns_to_go(self, discount: float = 1.0) -> Tensor:
         """Return the discounted sum of rewards from every frame to the end of its episode, (N,) float32."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -111,14 +111,14 @@ def flow_policy(net: nn.Module) -> DenoisingPolicy:
     return policy.eval()
 
 
-def both_sides(options: argparse.Namespace) -> tuple[OnPolicy, ReinFlowStyle]:
+def both_sides() -> tuple[OnPolicy, ReinFlowStyle]:
     """Return our ReinFlow on Hopper and the peer, with equal weights."""
     _, tuned, critic = copy.deepcopy(plain_nets())
     torch.manual_seed(1)
     peer = ReinFlowStyle(tuned, critic)
     noise = NoiseConfig(hidden_dims=(HIDDEN, HIDDEN))
     config = ReinFlowConfig(num_envs=1, steps_per_iteration=1, denoising_steps=STEPS, noise=noise)
-    setup = Setup(env=make_env("hopper"), init=flow_policy(tuned), num_workers=0, num_threads=options.threads)
+    setup = Setup(env=make_env("hopper"), init=flow_policy(tuned), num_workers=0, num_threads=1)
     run = config.build(setup)
     copy_trunk(critic, run.learner.critic)
     layers = run.ratio.noise.layers  # type: ignore[attr-defined]
@@ -160,12 +160,13 @@ def flow(options: argparse.Namespace) -> Iterator[Figure]:
 
 def reinflow(options: argparse.Namespace) -> Iterator[Figure]:
     """ReinFlow's exploring steps with their densities, and its update, as against their usual form."""
-    run, peer = both_sides(options)
+    run, peer = both_sides()
     yield _exploring(run, peer, options)
     run.close()
     for rows, floor in ((64, 2.0), (1000, 1.6)):
-        run, peer = both_sides(options)
-        yield _updating(run, peer, rows, floor, options)
+        run, peer = both_sides()
+        yield _scoring(run, peer, rows, floor, options)
+        yield _updating(run, peer, rows, 1.5, options)
         run.close()
 
 
@@ -194,6 +195,31 @@ def _exploring(run: OnPolicy, peer: ReinFlowStyle, options: argparse.Namespace) 
     )
 
 
+def _scoring(
+    run: OnPolicy, peer: ReinFlowStyle, rows: int, floor: float, options: argparse.Namespace
+) -> Figure:
+    """Time the densities of chains with their gradients, one thread."""
+    generator, ratio = torch.Generator().manual_seed(3), cast(Any, run.ratio)
+    state = 0.5 * torch.randn(rows, OBS, generator=generator)
+    _, record = ratio.act({"state": state.unsqueeze(1)}, generator)
+    cond, chain = run.policy.encode({"state": state.unsqueeze(1)}), record["chain"]
+
+    def ours() -> Tensor:
+        density: Tensor = ratio.reduce(ratio.log_prob(cond, chain)[0], chain)
+        density.mean().backward()
+        return density.detach()
+
+    def theirs() -> Tensor:
+        density = peer.log_prob(state, chain)[0]
+        density.mean().backward()
+        return density.detach()
+
+    require_close("density of chains", ours(), theirs(), 2e-5)
+    times = interleave({"ours": ours, "peer": theirs}, rounds=options.rounds, slot_s=0.1)
+    name = f"densities of {rows:,} chains"
+    return Figure(name, "one evaluation", "usual style", times["ours"], times["peer"], floor)
+
+
 def _updating(
     run: OnPolicy, peer: ReinFlowStyle, rows: int, floor: float, options: argparse.Namespace
 ) -> Figure:
@@ -207,7 +233,6 @@ def _updating(
     index = torch.arange(rows)
     batch = (state, record["chain"], record["log_prob"], advantage, returns)
     _check_gradients(run, peer, experience, index, batch)
-    torch.set_num_threads(options.threads)
     times = interleave(
         {
             "ours": lambda: run.learner.step(experience, index, draws=run.draws, train_actor=True),
@@ -216,10 +241,9 @@ def _updating(
         rounds=max(3, options.rounds // 2),
         slot_s=0.1,
     )
-    torch.set_num_threads(1)
     return Figure(
         f"ReinFlow update, {rows:,} chains",
-        f"{options.threads} threads",
+        "one thread",
         "usual style",
         times["ours"],
         times["peer"],

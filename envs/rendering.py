@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +24,7 @@ if TYPE_CHECKING:
 class OffscreenRenderer:
     """Renders one model without a window; use as a context manager.
 
-    Headless machines need no setting: EGL (a GPU or Mesa's software rasteriser) is tried first, and
-    `MUJOCO_GL` decides if it is set.
+    Headless machines need no setting: see `gl_backends`.
 
     Args:
         model: The compiled model.
@@ -106,6 +107,28 @@ def _buffers_for(model: mujoco.MjModel, width: int, height: int, shadows: bool) 
         size.offwidth, size.offheight, quality.shadowsize = before
 
 
+def gl_backends() -> tuple[str, ...]:
+    """Name the kinds of GL context to try here, in order.
+
+    `MUJOCO_GL` decides if it is set. Otherwise EGL (a GPU, or Mesa's software rasteriser) comes first; where
+    its library is missing and OSMesa's is there, a screen, then OSMesa. This is decided before anything is
+    loaded, because PyOpenGL serves one of the two per process.
+    """
+    chosen = os.environ.get("MUJOCO_GL", "").lower().strip()
+    if sys.platform != "linux":
+        return ("cgl",) if sys.platform == "darwin" else ("glfw",)
+    if chosen in ("egl", "osmesa", "glfw"):
+        return (chosen,)
+    is_software_only = not has_library("EGL") and has_library("OSMesa")
+    return ("glfw", "osmesa") if is_software_only else ("egl", "glfw")
+
+
+@cache
+def has_library(name: str) -> bool:
+    """Tell whether a shared library is installed, by its name without `lib`."""
+    return ctypes.util.find_library(name) is not None
+
+
 def require_gl() -> None:
     """Refuse to go on where nothing can be drawn.
 
@@ -175,12 +198,8 @@ def _view(model: mujoco.MjModel, camera: str | None) -> mujoco.MjvCamera:
 
 def _gl_context(width: int, height: int) -> Any:
     """Make the first GL context that works here."""
-    chosen = os.environ.get("MUJOCO_GL", "").lower().strip()
-    backends = [chosen] if chosen in ("egl", "osmesa", "glfw") else ["egl", "glfw"]
-    if sys.platform != "linux":
-        backends = ["cgl"] if sys.platform == "darwin" else ["glfw"]
     reasons = []
-    for backend in backends:
+    for backend in gl_backends():
         if backend == "glfw" and sys.platform == "linux" and not os.environ.get("DISPLAY"):
             reasons.append("glfw: no display")
             continue
@@ -190,5 +209,5 @@ def _gl_context(width: int, height: int) -> Any:
             reasons.append(f"{backend}: {type(error).__name__} {error}")
     raise MissingExtraError(
         f"rendering needs a GL stack; none works here ({'; '.join(reasons)}). On Debian install libegl1 and "
-        "libgl1-mesa-dri (EGL, no display needed), or libosmesa6 and set MUJOCO_GL=osmesa."
+        "libgl1-mesa-dri (EGL, no display needed), or libosmesa6 (OSMesa, in software)."
     )

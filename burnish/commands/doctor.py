@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes.util
 import importlib.util
 import os
 import platform
@@ -20,6 +19,7 @@ from packaging.requirements import Requirement
 import burnish
 from burnish.console import output, table
 from envs.make import SECOND_STEP, second_command
+from envs.rendering import gl_backends, has_library
 
 OURS = ("burnish", "policies", "algos", "envs", "configs", "assets")
 GL_BACKENDS = ("egl", "osmesa", "glfw")
@@ -177,16 +177,24 @@ def _rendering() -> Iterator[Finding]:
     for backend, (works, detail) in tried.items():
         yield Finding(f"rendering {backend}", works, detail)
     working = [backend for backend, (works, _) in tried.items() if works]
-    usable = [backend for backend in working if chosen or backend != "osmesa"]
+    usable = working if chosen else [backend for backend in gl_backends() if backend in working]
     if usable:
-        why = "MUJOCO_GL says so" if chosen else "MUJOCO_GL is not set, and it is the first that works"
+        why = "MUJOCO_GL says so" if chosen else _why_by_itself(usable[0])
         yield Finding("pictures", True, f"drawn by {usable[0]}: {why}")
     elif working:
-        yield Finding("pictures", False, "only OSMesa works, which has to be asked for: set MUJOCO_GL=osmesa")
+        hint = "only OSMesa works, and libEGL comes before it: set MUJOCO_GL=osmesa"
+        yield Finding("pictures", False, hint)
     else:
         hint = "none works: reports leave pictures of MuJoCo scenes out; "
         hint += "unset MUJOCO_GL to try all" if chosen else "install libegl1 or libosmesa6"
         yield Finding("pictures", False, hint)
+
+
+def _why_by_itself(backend: str) -> str:
+    """Say why a backend is taken where none was asked for."""
+    if backend == "osmesa":
+        return "MUJOCO_GL is not set, libEGL is not installed and libOSMesa is"
+    return "MUJOCO_GL is not set, and it is the first that works"
 
 
 def _try_renderer(backend: str) -> tuple[bool, str]:
@@ -211,7 +219,7 @@ def _try_renderer(backend: str) -> tuple[bool, str]:
 def _missing_for(backend: str) -> str | None:
     """Return what a backend that failed lacks on this machine; None where that is not known."""
     library, package = GL_LIBRARIES.get(backend, ("", ""))
-    if library and ctypes.util.find_library(library) is None:
+    if library and not has_library(library):
         return f"lib{library} is not installed ({package})"
     if backend == "glfw" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         return "it needs a screen, and neither DISPLAY nor WAYLAND_DISPLAY is set"

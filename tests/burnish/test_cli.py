@@ -18,6 +18,7 @@ from burnish.commands.list import availability
 from burnish.commands.list import main as list_command
 from burnish.config import GROUPS
 from burnish.overrides import groups_of, keys_of
+from envs import rendering
 
 
 def _run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -249,7 +250,7 @@ def test_doctor_says_in_words_why_a_renderer_is_not_usable(monkeypatch: pytest.M
         return subprocess.CompletedProcess([], 1, "", "AttributeError: 'NoneType' has no 'glGetError'")
 
     monkeypatch.setattr(doctor_command.subprocess, "run", fails)
-    monkeypatch.setattr(doctor_command.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setattr(doctor_command, "has_library", lambda name: False)
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     monkeypatch.delenv("MUJOCO_GL", raising=False)
@@ -261,19 +262,27 @@ def test_doctor_says_in_words_why_a_renderer_is_not_usable(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("working", "chosen", "good", "words"),
+    ("working", "libraries", "chosen", "good", "words"),
     [
-        ({"egl", "osmesa"}, None, True, "drawn by egl: MUJOCO_GL is not set, and it is the first that works"),
-        ({"osmesa", "glfw"}, None, True, "drawn by glfw"),
-        ({"osmesa"}, None, False, "set MUJOCO_GL=osmesa"),
-        ({"osmesa"}, "osmesa", True, "drawn by osmesa: MUJOCO_GL says so"),
-        ({"egl"}, "osmesa", False, "unset MUJOCO_GL to try all"),
+        ({"egl", "osmesa"}, ("EGL", "OSMesa"), None, True, "drawn by egl: MUJOCO_GL is not set, and"),
+        ({"osmesa", "glfw"}, ("EGL", "OSMesa"), None, True, "drawn by glfw"),
+        ({"osmesa", "glfw"}, ("OSMesa",), None, True, "drawn by glfw"),
+        ({"osmesa"}, ("OSMesa",), None, True, "drawn by osmesa: MUJOCO_GL is not set, libEGL is not"),
+        ({"osmesa"}, ("EGL", "OSMesa"), None, False, "set MUJOCO_GL=osmesa"),
+        ({"osmesa"}, ("EGL", "OSMesa"), "osmesa", True, "drawn by osmesa: MUJOCO_GL says so"),
+        ({"egl"}, ("EGL",), "osmesa", False, "unset MUJOCO_GL to try all"),
     ],
 )
 def test_doctor_says_which_renderer_is_taken_and_why(
-    working: set[str], chosen: str | None, good: bool, words: str, monkeypatch: pytest.MonkeyPatch
+    working: set[str],
+    libraries: tuple[str, ...],
+    chosen: str | None,
+    good: bool,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doctor_command, "_try_renderer", lambda name: (name in working, "on llvmpipe"))
+    monkeypatch.setattr(rendering, "has_library", lambda name: name in libraries)
     monkeypatch.delenv("MUJOCO_GL", raising=False)
     if chosen:
         monkeypatch.setenv("MUJOCO_GL", chosen)

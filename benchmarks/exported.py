@@ -280,6 +280,7 @@ def _live(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def main() -> int:
     """Measure what is asked for and write the page."""
+    register_configs()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -293,7 +294,6 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=Path("runs/exported"), help="where clones are kept")
     parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
-    register_configs()
     torch.set_num_threads(1)
     for text in () if options.report else options.tasks:
         task, _, path = text.partition("=")

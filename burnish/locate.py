@@ -11,7 +11,8 @@ from typing import Any
 from algos.state import RunDirectory
 from policies import folder
 from policies.errors import CheckpointError, ConfigError
-from policies.exported import ExportedPolicy, is_exported
+from policies.export_signature import is_exported, read_signature
+from policies.exported import ExportedPolicy
 from policies.folder import CONFIG as POLICY_CONFIG
 from policies.folder import read_config, where_it_was_left
 from policies.hub import PREFIX, fetch, is_on_hub
@@ -45,17 +46,23 @@ class Located:
         return facts if isinstance(facts, dict) else {}
 
 
+@dataclass(frozen=True)
 class LocatedExport(Located):
-    """A folder that `burnish export` wrote."""
+    """A folder that `burnish export` wrote.
+
+    Attributes:
+        trust: Whether it may be of `format=torch`, which can execute code of its maker.
+    """
+
+    trust: bool = False
 
     def load(self) -> Any:
         """Open the exported policy."""
-        return ExportedPolicy(self.path)
+        return ExportedPolicy(self.path, self.trust)
 
     def provenance(self) -> Mapping[str, Any]:
         """Facts stored with the policy that was exported."""
-        facts = ExportedPolicy(self.path).signature.get("provenance")
-        return facts if isinstance(facts, dict) else {}
+        return read_signature(self.path).provenance
 
 
 def load_policy(policy: str | os.PathLike[str]) -> Policy:
@@ -101,9 +108,9 @@ def _check_parents(target: Path, key: str) -> None:
         raise ConfigError(f"{key}={target} cannot be written: {parent} is a file, not a folder.")
 
 
-def locate_actor(path: str | os.PathLike[str], key: str = "policy") -> Located:
-    """Find what can be evaluated: a policy, or an exported folder; see `locate`."""
-    return LocatedExport(Path(path)) if is_exported(Path(path)) else locate(path, key)
+def locate_actor(path: str | os.PathLike[str], key: str = "policy", *, trust: bool = False) -> Located:
+    """Find what can be evaluated: a policy, or an exported folder; see `locate` and `LocatedExport`."""
+    return LocatedExport(Path(path), trust=trust) if is_exported(Path(path)) else locate(path, key)
 
 
 def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:

@@ -53,7 +53,10 @@ policy = torch.export.load("policy.pt2").module()
 sample = {name: torch.from_numpy(value) for name, value in np.load("sample.npz").items()}
 expected = sample.pop("action")
 action, plan = policy(sample)                # equals expected
-```"""
+```
+
+Opening a `.pt2` file can execute code of whoever made it: PyTorch reads parts of it as pickles, and
+`policy.aot.pt2` is machine code. Open those that you trust; `format=onnx` executes nothing."""
 
 _PACKAGE = """`policy.aot.pt2` is the same program, compiled for this kind of machine:
 

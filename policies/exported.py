@@ -1,21 +1,25 @@
-"""An exported folder as something that an evaluation can play: the runner's numbers, not the policy's."""
+"""An exported folder as something that an evaluation can play: the runner's numbers, not the policy's.
+
+A folder of ONNX graphs executes no code of its maker. A program of `torch.export` does: PyTorch reads parts
+of a .pt2 file as pickles. So a folder of `format=torch` is opened only where its maker is trusted.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from policies.errors import CheckpointError
+from policies.errors import BurnishError, ExportError
 from policies.export_folder import PROGRAM
 from policies.export_graph import arrays_of
+from policies.export_signature import Signature, read_signature
 from policies.export_torch import load_program
-from policies.protocols import ChunkSpec
-from policies.runner import SIGNATURE, Runner
+from policies.runner import Array, Runner
 
 
 class ExportedPolicy:
@@ -23,36 +27,50 @@ class ExportedPolicy:
 
     Args:
         folder: What `burnish export` wrote.
+        trust: Whether a file that may hold code, `format=torch`, is opened.
 
     Raises:
-        CheckpointError: If it did not.
+        CheckpointError: If it is no exported folder.
+        ExportError: If its signature lies, it needs trust, or it cannot be run.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        if not is_exported(self.folder):
-            raise CheckpointError(f"{folder} is no exported policy: it holds no {SIGNATURE}.")
-        self.signature: dict[str, Any] = json.loads((self.folder / SIGNATURE).read_text())
-        facts, inputs = self.signature, self.signature["inputs"]
-        width = facts["outputs"]["action"]["shape"][-1]
-        sizes = (facts["horizon"], facts["act_steps"], facts["obs_steps"], facts["action_start"])
-        self.chunk = ChunkSpec(width, *sizes)
-        self.obs_dim: int = inputs["observation"]["shape"][-1]
-        self.goal_dim: int = inputs["goal"]["shape"][-1] if "goal" in inputs else 0
-        self.noise_shape = tuple(inputs["noise"]["shape"][1:])
-        self._open()
+    def __init__(self, folder: str | Path, trust: bool = False) -> None:
+        self.folder, self.trust = Path(folder), trust
+        self.description = read_signature(self.folder)
+        self.signature: Mapping[str, Any] = self.description.facts
+        self.chunk, self.noise_shape = self.description.chunk, self.description.noise_shape
+        self.obs_dim, self.goal_dim = self.description.obs_dim, self.description.goal_dim
+        refuse_to_run_code(self.folder, self.description, trust=trust)
+        try:
+            self._open()
+            found = self._run(_example(self.description))[0]
+        except BurnishError:
+            raise
+        except Exception as error:  # runtimes raise classes of their own
+            raise ExportError(f"{self.folder} cannot be run: {str(error)[:500]}") from None
+        if found.shape != (1, *self.description.action.shape):
+            raise ExportError(
+                f"{self.folder} must give actions (1, *{self.description.action.shape}) by its signature; it "
+                f"gives {found.shape}. Export the policy again."
+            )
 
-    def __reduce__(self) -> tuple[type[ExportedPolicy], tuple[Path]]:
+    def __reduce__(self) -> tuple[type[ExportedPolicy], tuple[Path, bool]]:
         """Send the place, not the opened files: workers open them themselves."""
-        return ExportedPolicy, (self.folder,)
+        return ExportedPolicy, (self.folder, self.trust)
 
     def _open(self) -> None:
         self._program: Any = None
         self._runner: Any = None
-        if self.signature["format"] == "torch":
+        if self.description.format == "torch":
             self._program = load_program(self.folder / PROGRAM)
         else:
             self._runner = Runner(self.folder)
+
+    def _run(self, inputs: Mapping[str, Tensor]) -> list[Array]:
+        found: list[Array] = (
+            self._program(inputs) if self._program else list(self._runner.predict(arrays_of(inputs)))
+        )
+        return found
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Draw noise (n, *noise_shape), the same that the policy draws."""
@@ -67,11 +85,25 @@ class ExportedPolicy:
         inputs["observation"] = inputs.pop("state").float()
         if noise is None:
             noise = self.sample_noise(len(inputs["observation"]), generator=generator)
-        inputs = {"noise": noise.float(), **inputs}
-        found = self._program(inputs) if self._program else self._runner.predict(arrays_of(inputs))
-        return torch.from_numpy(found[0])
+        return torch.from_numpy(self._run({"noise": noise.float(), **inputs})[0])
 
 
-def is_exported(folder: Path) -> bool:
-    """Tell whether a folder is one that `burnish export` wrote."""
-    return (folder / SIGNATURE).is_file()
+def refuse_to_run_code(folder: Path, signature: Signature, *, trust: bool) -> None:
+    """Refuse a folder that can execute what its maker likes, unless told to.
+
+    Raises:
+        ExportError: If it is one, and not trusted.
+    """
+    if signature.format == "torch" and not trust:
+        raise ExportError(
+            f"{folder / PROGRAM} is not opened: files of format=torch can execute code of whoever made them, "
+            "and policy folders are expected not to; got trust=false. Say trust=true if you made it or trust "
+            "who did; otherwise ask for format=onnx, which executes nothing."
+        )
+
+
+def _example(signature: Signature) -> dict[str, Tensor]:
+    """Return inputs of a batch of one, of zeros."""
+    rows = {name: np.zeros((1, *one.shape), one.dtype) for name, one in signature.inputs.items()}
+    noise = np.zeros((1, *signature.noise_shape), np.float32)
+    return {name: torch.from_numpy(value) for name, value in {**rows, "noise": noise}.items()}

@@ -13,13 +13,10 @@ from typing import Any
 import torch
 
 from policies.checksums import sha256
-from policies.errors import BurnishError, ExportError
 from policies.export_folder import MODELS, Surroundings
 from policies.exported import ExportedPolicy
 from policies.history import Array
 from policies.policy import Policy
-from policies.runner import SIGNATURE
-from policies.strict_json import read_json
 from policies.wire import Feature, Schema
 
 STATE = "observation"
@@ -68,59 +65,28 @@ class ServedFolder:
 
     Args:
         directory: What `burnish export` wrote.
+        trust: Whether a file that may hold code, `format=torch`, is opened.
 
     Raises:
-        ExportError: If the folder is none, incomplete, or cannot be run.
+        CheckpointError: If the folder is none.
+        ExportError: If it is incomplete, needs trust, or cannot be run.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(self, directory: str | Path, *, trust: bool = False) -> None:
         folder = Path(directory)
-        facts = read_signature(folder)
+        self._policy = ExportedPolicy(folder, trust)
         models = [folder / name for name in MODELS if (folder / name).is_file()]
         fingerprint = hashlib.sha256("".join(map(sha256, models)).encode()).hexdigest()
-        self.schema, self.noise_shape = _schema(folder, facts, fingerprint)
-        try:
-            self._policy = ExportedPolicy(folder)
-        except BurnishError:
-            raise
-        except Exception as error:  # runtimes raise classes of their own
-            raise ExportError(f"{folder} cannot be run: {error}") from None
+        facts = self._policy.description
+        own = (facts.task, facts.control_hz, facts.low, facts.high)
+        self.schema = Schema(facts.inputs, facts.action, facts.chunk.obs_steps, *own, fingerprint)
+        self.noise_shape = facts.noise_shape
 
     def decide(self, inputs: Mapping[str, Array], noise: Array) -> Array:
         """Map inputs (B, ...) and noise (B, *noise_shape) to actions (B, Ta, Da), physical."""
         obs = {"state" if name == STATE else name: value for name, value in inputs.items()}
         actions: Array = self._policy.act(obs, noise=torch.from_numpy(noise)).numpy()
         return actions
-
-
-def read_signature(folder: Path) -> dict[str, Any]:
-    """Return signature.json of an exported folder.
-
-    Raises:
-        ExportError: If there is none, or it cannot be read.
-    """
-    try:
-        return read_json(folder / SIGNATURE)
-    except (OSError, ValueError) as error:
-        raise ExportError(f"{folder} is no exported folder: {error}") from None
-
-
-def _schema(folder: Path, facts: Mapping[str, Any], policy: str) -> tuple[Schema, tuple[int, ...]]:
-    """Return what an exported folder takes and gives, and the shape of a row of its noise."""
-    try:
-        rows = {name: _row(one) for name, one in facts["inputs"].items()}
-        action = facts["outputs"]["action"]
-        noise = rows.pop("noise").shape
-        low, high = _floats(action.get("low")), _floats(action.get("high"))
-        own = (facts["obs_steps"], facts.get("task"), facts.get("control_hz"))
-        return Schema(rows, _row(action), *own, low, high, policy), noise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ExportError(f"{folder / SIGNATURE} does not describe a policy: {error!r}.") from None
-
-
-def _row(feature: Mapping[str, Any]) -> Feature:
-    """Read a feature without its batch."""
-    return Feature(tuple(int(n) for n in feature["shape"][1:]), str(feature["dtype"]))
 
 
 def _floats(values: Any) -> tuple[float, ...] | None:

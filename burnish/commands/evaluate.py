@@ -36,6 +36,7 @@ class EvalConfig(EvaluationSettings):
         None  # a run (its last checkpoint), a checkpoint, a policy directory, or an exported folder
     )
     versus: str | None = None  # a second policy: same episodes, paired difference policy - versus
+    trust: bool = False  # open exported folders of format=torch, which can execute code of their maker
     env: Any = None  # null: the task that the policy was made for
     num_workers: int = 2  # rollout processes; 0: this process; never changes a number
     out: str | None = (
@@ -125,8 +126,8 @@ def evaluate(config: EvalConfig) -> Result:
         raise ConfigError(f"{given[0]} belongs to compose=[a,b]; a single policy has no use for it.")
     if config.out is not None:
         check_file_to_write(config.out)
-    mine = locate_actor(config.policy, "policy")
-    other = None if config.versus is None else locate_actor(config.versus, "versus")
+    mine = locate_actor(config.policy, "policy", trust=config.trust)
+    other = None if config.versus is None else locate_actor(config.versus, "versus", trust=config.trust)
     env = config.env if config.env is not None else task_of(mine, " Give env=<name>.")
     evaluation = _play(mine, env, config)
     versus = None if other is None else _play(other, env, config)

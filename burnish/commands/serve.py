@@ -18,7 +18,7 @@ from envs.evaluation_protocol import with_steps
 from policies.checksums import sha256
 from policies.curve import make_keys
 from policies.errors import ConfigError
-from policies.exported import is_exported
+from policies.export_signature import is_exported
 from policies.folder import WEIGHTS
 from policies.policy import Policy
 from policies.serve import ServedFolder, ServedPolicy
@@ -33,6 +33,7 @@ class ServeConfig(ServerSettings):
     """What `burnish serve` does."""
 
     policy: str | None = None  # a run (its last checkpoint), a checkpoint, a policy directory, or an export
+    trust: bool = False  # open an exported folder of format=torch, which can execute code of its maker
     steps: int | None = None  # denoising steps; null: the policy's own
     device: str = "cpu"  # where the policy decides, e.g. cuda
     metrics_port: int | None = None  # of http://127.0.0.1:<port>/metrics; 0: any that is free; null: none
@@ -82,7 +83,7 @@ def served_by(config: ServeConfig) -> Served:
             raise ConfigError(
                 "an exported folder has its steps inside and runs on the CPU; leave steps and device out."
             )
-        return ServedFolder(config.policy)
+        return ServedFolder(config.policy, trust=config.trust)
     found = locate(config.policy)
     policy = cast(Policy, with_steps(found.load(), config.steps)).to(config.device)
     return ServedPolicy(policy, surroundings_of(found), weights_of(found.path))

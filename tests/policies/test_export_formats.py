@@ -151,7 +151,7 @@ def test_a_program_gives_the_actions_of_the_policy_at_any_batch(name: str, tmp_p
     expected = sample.pop("action")
     torch.testing.assert_close(program(sample)[0], expected)
     exported, noise = (
-        ExportedPolicy(tmp_path),
+        ExportedPolicy(tmp_path, trust=True),
         policy.sample_noise(5, generator=torch.Generator().manual_seed(0)),
     )
     obs = {

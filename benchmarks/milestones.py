@@ -40,24 +40,33 @@ def reached(
     return int(point["step"]), point.get("wall_s")
 
 
+def value_at(curve: Sequence[Mapping[str, float]], quantity: str, step: int) -> float:
+    """Return the smoothed curve at its last point up to a step."""
+    values = [point[quantity] for point in curve if point["step"] <= step]
+    return float(np.mean(values[-WINDOW:]))
+
+
 def milestones(name: str, quantity: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
     """Yield the lines of a table: an algorithm per row, its seeds in order in every cell."""
     levels = LEVELS.get(name, ())
     if not levels:
         return
-    shown = [f"{100 * level:.0f} %" if quantity == "success" else f"{level:.0f}" for level in levels]
+    shown = [_shown(level, quantity) for level in levels]
+    common = min(int(run["curve"][-1]["step"]) for runs in found.values() for run in runs)
     heads = [f"{what} to {level}" for level in shown for what in ("steps", "minutes")]
     yield (
         f"Until the training {quantity}, with exploration noise and over {WINDOW} iterations, first "
         "reaches a level; one number per seed, – where it never does, no minutes where none were recorded. "
-        "Steps per second: executed control steps over collecting and updating."
+        f"Steps per second: executed control steps over collecting and updating. At {common:,} steps: the "
+        f"same smoothed {quantity}, after as many steps as every run took."
     )
     yield ""
-    yield f"| algorithm | steps/s | {' | '.join(heads)} |"
-    yield "|---" * (2 + len(heads)) + "|"
+    yield f"| algorithm | steps/s | at {common:,} steps | {' | '.join(heads)} |"
+    yield "|---" * (3 + len(heads)) + "|"
     for algo, runs in found.items():
         rates = (run["curve"][-1]["step"] / run["wall"]["tune_s"] for run in runs)
-        cells = [_joined(f"{rate:,.0f}" for rate in rates)]
+        values = (value_at(run["curve"], quantity, common) for run in runs)
+        cells = [_joined(f"{rate:,.0f}" for rate in rates), _joined(_shown(v, quantity) for v in values)]
         for level in levels:
             marks = [reached(run["curve"], quantity, level) for run in runs]
             cells += [_joined("–" if mark is None else f"{mark[0]:,}" for mark in marks)]
@@ -65,6 +74,10 @@ def milestones(name: str, quantity: str, found: Mapping[str, Sequence[Mapping[st
             known = any(wall is not None for wall in walls)
             cells += [_joined("–" if wall is None else f"{wall / 60:.1f}" for wall in walls) if known else ""]
         yield f"| {algo} | {' | '.join(cells)} |"
+
+
+def _shown(value: float, quantity: str) -> str:
+    return f"{100 * value:.0f} %" if quantity == "success" else f"{value:.0f}"
 
 
 def _joined(cells: Iterator[str]) -> str:

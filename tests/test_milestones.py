@@ -26,6 +26,9 @@ def test_the_table_leaves_out_minutes_that_nobody_recorded() -> None:
 
     found = {"timed": [run([1.0] * 5, True), run([0.0] * 5, True)], "untimed": [run([1.0] * 5, False)]}
     *_, timed, untimed = milestones("cube-single", "success", found)
-    assert timed == "| timed | 10 / 10 | 50 / – | 5.0 / – | 50 / – | 5.0 / – |"
-    assert untimed == "| untimed | 10 | 50 |  | 50 |  |"
+    assert timed == "| timed | 10 / 10 | 100 % / 0 % | 50 / – | 5.0 / – | 50 / – | 5.0 / – |"
+    assert untimed == "| untimed | 10 | 100 % | 50 |  | 50 |  |"
+    longer = {"a": [run([0.0] * 5 + [1.0] * 5, True)], "b": [run([0.5] * 6, True)]}
+    _, _, head, _, first, second = milestones("cube-single", "success", longer)
+    assert "at 60 steps" in head and "| 20 % |" in first and "| 50 % |" in second
     assert not list(milestones("unknown", "success", found))

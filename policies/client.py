@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from policies.curve import read_keys, read_public_key
-from policies.errors import ServingError
+from policies.errors import ConfigError, ServingError
 from policies.history import Array, Arrays, ChunkActor
 from policies.wire import PORT, VERSION, Schema, from_wire, pack, require, to_wire, unpack
 
@@ -41,7 +41,7 @@ class Client:
 
     Raises:
         MissingExtraError: If pyzmq or msgpack is not installed.
-        ConfigError: If keys cannot be read.
+        ConfigError: If one key is given without the other, or they cannot be read.
     """
 
     def __init__(
@@ -53,6 +53,12 @@ class Client:
         secret_key: str | Path | None = None,
         server_key: str | Path | None = None,
     ) -> None:
+        if (secret_key is None) != (server_key is None):
+            given = "server_key" if secret_key is None else "secret_key"
+            raise ConfigError(
+                f"an encrypted connection needs secret_key and server_key; got {given} alone. Give the other "
+                "one too, or neither for a server without keys."
+            )
         self._zmq: Any = require("zmq")
         require("msgpack")
         self.endpoint, self._timeout_s, self._retries = endpoint, timeout_s, retries
@@ -161,7 +167,11 @@ class Client:
         self._schema, self._fingerprint = schema, str(answer.get("fingerprint"))
 
     def _attempt(self, frame: bytes) -> dict[str, Any] | None:
-        """Send once and wait; None: no answer in time."""
+        """Send once and wait; None: no answer in time.
+
+        Raises:
+            ServingError: `version`, if the server speaks another one.
+        """
         end = time.monotonic() + self._timeout_s
         socket = self._connected()
         if not socket.poll(_left_ms(end), self._zmq.POLLOUT):
@@ -169,9 +179,18 @@ class Client:
         socket.send(frame)
         while socket.poll(_left_ms(end)):
             answer = unpack(socket.recv())
-            if answer.get("v") == VERSION and answer.get("id") in (self._id, None):
+            if answer.get("v") != VERSION:
+                raise self._other_version(answer.get("v"))
+            if answer.get("id") in (self._id, None):
                 return answer  # others are late answers to earlier questions
         return None
+
+    def _other_version(self, found: Any) -> ServingError:
+        return ServingError(
+            "version",
+            f"{self.endpoint} must speak version {VERSION} of the protocol, as this client; it speaks "
+            f"{str(found)[:20]}. Install the same release of burnish on both sides.",
+        )
 
     def _connected(self) -> Any:
         if self._socket is None:
@@ -200,6 +219,7 @@ class RemotePolicy(ChunkActor):
         act_steps: How many actions of a chunk are executed; None: all of them.
         seed: Of the noise.
         is_clipped: Whether actions are cut off at the limits of the task, where the server knows them.
+        max_jump: Largest change from one command to the next, in the units of the action; None: any.
 
     Raises:
         ServingError: If the server cannot be reached.
@@ -212,12 +232,19 @@ class RemotePolicy(ChunkActor):
         act_steps: int | None = None,
         seed: int = 0,
         is_clipped: bool = True,
+        max_jump: float | None = None,
     ) -> None:
         self.client = Client(client) if isinstance(client, str) else client
         self.schema = self.client.schema
         low, high = (self.schema.action_low, self.schema.action_high) if is_clipped else (None, None)
         super().__init__(
-            self.client.decide, self.schema.obs_steps, act_steps=act_steps, seed=seed, low=low, high=high
+            self.client.decide,
+            self.schema.obs_steps,
+            act_steps=act_steps,
+            seed=seed,
+            low=low,
+            high=high,
+            max_jump=max_jump,
         )
 
     def act(self, obs: Any) -> Array:

@@ -79,12 +79,14 @@ class _Lane:
     Attributes:
         track: Plans that have arrived.
         plan: The newest one, normalised (Th, Da); None: nothing was decided.
+        is_sound: Whether that plan is finite, so that the next one may take something over from it.
         begun: Step of its observation.
         arrives: Step at which it is delivered.
     """
 
     track: Track
     plan: Tensor | None = None
+    is_sound: bool = True
     begun: int = 0
     arrives: int = 0
 
@@ -182,10 +184,11 @@ class Executor:
         return self._lanes[lane]
 
     def _decide(self, obs: Any, noise: Tensor, rows: Sequence[int], chosen: Sequence[_Lane]) -> None:
-        """Plan for lanes that all have a plan of the same age, or none."""
+        """Plan for lanes that all have a plan of the same age, or none, or one that is not finite."""
         lanes = [chosen[i] for i in rows]
         is_first = lanes[0].plan is None
-        previous = None if is_first else torch.stack([lane.plan for lane in lanes if lane.plan is not None])
+        known = [lane.plan for lane in lanes if lane.plan is not None and lane.is_sound]
+        previous = torch.stack(known) if known else None
         elapsed = lanes[0].track.step - lanes[0].begun
         plans, calls = self._plan(obs, noise, previous, elapsed)
         for i, lane, plan in zip(rows, lanes, plans, strict=True):
@@ -212,7 +215,9 @@ class Executor:
         if lane.track.is_pending and lane.plan is not None and lane.track.step >= lane.arrives:
             rows = lane.plan[None, self._start :]
             speak = self._policy.physical if self._replanner is None else self._replanner.physical
-            lane.track.deliver(speak(rows)[0].float().cpu().numpy())
+            plan = speak(rows)[0].float().cpu().numpy()
+            lane.is_sound = bool(np.isfinite(plan).all())
+            lane.track.deliver(plan)
 
 
 def rows_of(chunk: ChunkSpec) -> int:
@@ -266,9 +271,10 @@ def committed(rows: int, elapsed: int, latency: int, *, start: int = 0) -> Tenso
 
 
 def _alike(due: Sequence[int], lanes: Sequence[_Lane]) -> list[list[int]]:
-    """Group rows whose lanes decide for the first time, or the same number of steps after the last."""
-    groups: dict[int | None, list[int]] = {}
+    """Group rows whose lanes decide for the first time, or equally long after plans that are as sound."""
+    groups: dict[tuple[int | None, bool], list[int]] = {}
     for i in due:
         lane = lanes[i]
-        groups.setdefault(None if lane.plan is None else lane.track.step - lane.begun, []).append(i)
+        age = None if lane.plan is None else lane.track.step - lane.begun
+        groups.setdefault((age, lane.is_sound), []).append(i)
     return list(groups.values())

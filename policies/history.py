@@ -39,6 +39,7 @@ class ChunkActor:
         seed: Of the noise.
         low: Smallest action (Da,), physical; None: actions are not cut off.
         high: Largest action (Da,).
+        max_jump: Largest change from one command to the next, see `policies.runner.Limits`; None: any.
 
     Attributes:
         decisions: How many there were in this episode.
@@ -53,7 +54,10 @@ class ChunkActor:
         seed: int = 0,
         low: Any = None,
         high: Any = None,
+        max_jump: float | None = None,
     ) -> None:
+        if max_jump is not None and not max_jump > 0:
+            raise ConfigError(f"max_jump must be positive, or None; got {max_jump}.")
         if act_steps is not None and act_steps < 1:
             raise ConfigError(f"act_steps must be at least 1, or None; got {act_steps}.")
         if seed < 0:
@@ -61,7 +65,7 @@ class ChunkActor:
         self.decisions = 0
         self._decide, self._history = decide, History(obs_steps)
         low, high = (None if side is None else np.asarray(side, np.float32) for side in (low, high))
-        self._track = Track(act_steps, limits=Limits(low, high))
+        self._track = Track(act_steps, limits=Limits(low, high, max_jump))
         self._seed, self._episode = seed, -1
 
     def reset(self) -> None:
@@ -69,6 +73,11 @@ class ChunkActor:
         self._history.reset()
         self._track.reset()
         self._episode, self.decisions = self._episode + 1, 0
+
+    @property
+    def limited(self) -> int:
+        """Steps of this episode whose action the limits changed."""
+        return self._track.limited
 
     @property
     def waiting(self) -> int:

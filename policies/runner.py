@@ -61,9 +61,9 @@ class Limits:
     Attributes:
         low: Smallest action, (Da,); None: no limit.
         high: Largest action, (Da,); None: no limit.
-        max_jump: Largest change from one control step to the next, per action entry, in its units: for
-            commands of position it bounds the speed, of velocity the acceleration, of force the jerk's
-            cause. None: no limit.
+        max_jump: Largest change from one control step to the next, per action entry, in its units. Times
+            the control rate it bounds the speed of commanded positions, the acceleration of commanded
+            velocities, the rate of commanded forces. None: no limit.
     """
 
     low: Array | None = None
@@ -76,7 +76,20 @@ class Limits:
             raise ValueError(f"max_jump must be positive, or None; got {self.max_jump}.")
 
     def apply(self, action: Array, last: Array | None) -> Array:
-        """Return the command (Da,) for an action, after the command before it (None: it is the first)."""
+        """Return the command (Da,) for an action, after the command before it (None: it is the first).
+
+        An action that is not finite says nothing: the command before it is held.
+
+        Raises:
+            ValueError: If the first action is not finite, for there is nothing to hold.
+        """
+        if not np.isfinite(action).all():
+            if last is None:
+                raise ValueError(
+                    f"the first action of an episode must be finite; got {action}. Nothing was commanded: "
+                    "look at the observation, and at the policy that decided."
+                )
+            return last
         low = -np.inf if self.low is None else self.low
         high = np.inf if self.high is None else self.high
         if self.max_jump is not None and last is not None:
@@ -105,6 +118,7 @@ class Track:
         step: Control steps so far.
         starved: Steps for which no plan had a row left: the last row was held.
         limited: Steps whose action the limits changed.
+        not_finite: Steps whose action was NaN or infinite: the last command was held.
     """
 
     def __init__(
@@ -125,7 +139,7 @@ class Track:
 
     def reset(self) -> None:
         """Begin an episode."""
-        self.step = self.starved = self.limited = 0
+        self.step = self.starved = self.limited = self.not_finite = 0
         self.begun: int | None = None
         self.is_pending = False
         self._lasts = 0  # steps from the observation of the newest plan to the next decision
@@ -166,12 +180,18 @@ class Track:
         self.is_pending = False
 
     def next(self) -> Array:
-        """Return the command (Da,) of this step and go on to the next."""
+        """Return the command (Da,) of this step and go on to the next.
+
+        Raises:
+            ValueError: If there is no plan, or the first action of all is not finite.
+        """
         if not self._plans:
             raise ValueError("there is no plan to execute yet; deliver one before the first step.")
         wanted = self._row()
         command = self.limits.apply(wanted, self._last)
-        self.limited += bool((command != wanted).any())
+        is_finite = bool(np.isfinite(wanted).all())
+        self.not_finite += not is_finite
+        self.limited += is_finite and bool((command != wanted).any())
         self._last = command
         self.step += 1
         return command
@@ -463,19 +483,22 @@ class RateReport:
         steps: Ticks at which a command was sent.
         late: Ticks that began more than a tenth of a period after their time.
         starved: Ticks for which no plan had a row left.
+        not_finite: Ticks whose action was NaN or infinite: the last command was sent again.
         decision_s: How long every decision took, until its plan was in use.
     """
 
     steps: int = 0
     late: int = 0
     starved: int = 0
+    not_finite: int = 0
     decision_s: list[float] = field(default_factory=list)
 
     def __str__(self) -> str:
         """Say it in one line."""
         times = 1e3 * np.percentile(self.decision_s or [0.0], (50, 99, 100))
         return (
-            f"{self.steps} steps, {self.late} late, {self.starved} without a plan; decisions took "
+            f"{self.steps} steps, {self.late} late, {self.starved} without a plan, {self.not_finite} without "
+            f"finite numbers; decisions took "
             f"{times[0]:.1f} ms (median), {times[1]:.1f} ms (99 %), {times[2]:.1f} ms (longest)"
         )
 
@@ -495,7 +518,8 @@ def run_at_rate(
 
     A plan is used from the tick after its observation on, at the earliest. What is executed until then are
     the rows that the plan before has left: a decision of d ticks must begin d ticks before they end. Where
-    none is left the last row is held, which is counted, and warned of where it is sure to happen.
+    none is left the last row is held, which is counted, and warned of where it is sure to happen. So is the
+    last command where an action is not finite; before the first command that is an error.
 
     Args:
         decide: Observation -> plan (R, Da); it may take longer than a tick.
@@ -529,7 +553,7 @@ def run_at_rate(
             late_s = clock() - (start + report.steps / hz)
             report.late += late_s > 0.1 / hz
             sleep(max(0.0, -late_s))
-    report.starved = track.starved
+    report.starved, report.not_finite = track.starved, track.not_finite
     return report
 
 

@@ -294,6 +294,29 @@ def test_commands_keep_to_limits_and_the_network_is_asked_where_it_decides() -> 
     assert executor.track(0).limited > 0
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_plan_that_is_not_finite_is_held_through_and_forgotten(mode: str) -> None:
+    """Lane 1 sees NaN once; later plans take nothing over from that, and lane 0 does not notice."""
+    policy, other = policy_of("ddim"), Executor(policy_of("ddim"), MODES[mode])
+    executor, got = Executor(policy, MODES[mode]), []
+    noise = [executor.sample_noise(2, generator=torch.Generator().manual_seed(s)) for s in range(12)]
+    for step in range(12):
+        obs = observations(2, seed=step)
+        alone = other.act(obs[:1], noise=noise[step][:1])
+        if step == 2:
+            obs[1] = torch.nan
+        got.append(executor.act(obs, noise=noise[step]))
+        torch.testing.assert_close(got[-1][:1], alone)
+    actions, held = torch.stack(got)[:, 1], executor.track(1).not_finite
+    assert actions.isfinite().all() and 1 <= held <= 5
+    assert (actions[1:] == actions[:-1]).all(dim=1).sum() >= held and executor.track(0).not_finite == 0
+
+
+def test_a_first_plan_that_is_not_finite_commands_nothing() -> None:
+    with pytest.raises(ValueError, match="the first action of an episode must be finite"):
+        Executor(policy_of("flow"), Execution()).act(observations(1) * torch.nan)
+
+
 def test_a_decision_depends_on_its_noise_only() -> None:
     def act(seed: int) -> Tensor:
         executor = Executor(policy_of("ddpm"), Execution(act_steps=1, warm_start=WarmStart(levels=(2, 0))))

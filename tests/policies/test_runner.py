@@ -246,6 +246,29 @@ def test_commands_keep_to_the_box_and_change_by_no_more_than_the_jump() -> None:
     assert track.limited == 4
 
 
+def test_an_action_that_is_not_finite_holds_the_last_command_and_is_counted() -> None:
+    """What follows goes on from the command that was held, within its jump."""
+    track = Track(6, limits=Limits(np.array([-1.0, -1.0]), np.array([1.0, 1.0]), max_jump=0.5))
+    track.begin()
+    rows = [[0.1, 0.2], [np.nan, 0.3], [np.inf, 0.3], [0.3, -np.inf], [9.0, 0.3], [0.5, 0.3]]
+    track.deliver(np.array(rows))
+    got = np.stack([track.next() for _ in rows])
+    np.testing.assert_allclose(got, [[0.1, 0.2]] * 4 + [[0.6, 0.3], [0.5, 0.3]])
+    assert (track.not_finite, track.limited, track.starved) == (3, 1, 0)
+    track.reset()
+    assert track.not_finite == 0
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_before_there_is_a_command_to_hold_an_action_that_is_not_finite_is_refused(bad: float) -> None:
+    track = Track(1)
+    track.begin()
+    track.deliver(np.array([[bad]]))
+    with pytest.raises(ValueError, match=r"the first action of an episode must be finite; got .*Nothing was"):
+        track.next()
+    assert track.step == 0
+
+
 class Machine:
     """A robot, a clock and a computer whose decisions take as long as they are told to."""
 
@@ -297,6 +320,16 @@ def test_slow_ticks_are_counted_as_late_and_slow_decisions_as_steps_without_a_pl
     assert Machine(ticks=5, decision_s=0.0, work_s=0.13).run(Track(3)).late == 5
     report = Machine(ticks=9, decision_s=0.5).run(Track(2))
     assert report.late == 0 and report.starved == 2
+
+
+def test_plans_that_are_not_finite_are_reported_as_missed_deadlines_are() -> None:
+    machine = Machine(ticks=9, decision_s=0.0)
+    sound = machine.decide
+    machine.decide = lambda seen: sound(seen) * (np.nan if machine.decisions == 2 else 1.0)  # type: ignore[method-assign]
+    report = machine.run(Track(3))
+    assert machine.sent == [0, 1, 2, 2, 2, 2, 20, 21, 22]
+    assert (report.not_finite, report.late, report.starved) == (3, 0, 0)
+    assert "3 without finite numbers" in str(report)
 
 
 def test_a_plan_that_is_asked_for_after_the_last_row_leaves_gaps_and_a_warning() -> None:

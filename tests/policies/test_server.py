@@ -174,6 +174,16 @@ def test_actions_are_cut_off_at_the_limits_of_the_task() -> None:
         assert np.abs(RemotePolicy(client, is_clipped=False).act(state)).max() > 0.2
 
 
+def test_commands_of_a_robot_change_by_no_more_than_the_jump(client: Client) -> None:
+    states = observations(6)[:, 0].numpy()
+    free, bounded = (RemotePolicy(client, max_jump=jump) for jump in (None, 0.05))
+    wild, tame = (np.diff([robot.act(state) for state in states], axis=0) for robot in (free, bounded))
+    assert np.abs(wild).max() > 0.1 and np.abs(tame).max() <= 0.05 + 1e-6
+    assert (free.limited, bounded.limited > 0) == (0, True)
+    with pytest.raises(ConfigError, match="max_jump must be positive, or None; got 0"):
+        RemotePolicy(client, max_jump=0.0)
+
+
 def test_an_exported_folder_is_served_as_the_policy_it_was(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     policy = flow()
@@ -487,6 +497,13 @@ def test_only_who_has_a_key_is_answered(tmp_path: Path) -> None:
                 assert refused.value.reason == "timeout"
 
 
+@pytest.mark.parametrize("given", ["secret_key", "server_key"])
+def test_one_key_without_the_other_is_not_taken_for_none(given: str, tmp_path: Path) -> None:
+    secret, public = make_keys(tmp_path / "keys", "robot"), tmp_path / "keys" / "server.key"
+    with pytest.raises(ConfigError, match=f"needs secret_key and server_key; got {given} alone"):
+        Client("tcp://127.0.0.1:1", **{given: secret if given == "secret_key" else public})
+
+
 def test_keys_that_are_not_there_are_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no key in clients/.*new_client="):
         Server(ServedPolicy(flow()), ServerSettings(port=0, keys=str(tmp_path)))
@@ -574,6 +591,38 @@ def test_a_server_that_is_killed_and_started_again_goes_on_where_it_was(tmp_path
             np.testing.assert_allclose(client.decide(observed(), (4,)), before, rtol=1e-6)
             server.send_signal(signal.SIGTERM)
             assert server.wait(PATIENCE_S) == 0
+
+
+@pytest.mark.parametrize("version", [VERSION + 1, None, "one"])
+def test_a_server_of_another_version_is_named_at_once(version: Any) -> None:
+    """One answer is enough: nothing is waited for, and nothing is sent again."""
+    context = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    asked: list[bytes] = []
+
+    def answer() -> None:
+        while router.poll(1e3 * PATIENCE_S):
+            who, frame = router.recv_multipart()
+            asked.append(frame)
+            body = {"v": version, "type": "error", "id": None, "reason": "version", "message": "no"}
+            router.send_multipart([who, msgpack.packb(body)])
+            return
+
+    thread = Thread(target=answer)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    thread.start()
+    try:
+        patient = Client(f"tcp://127.0.0.1:{port}", timeout_s=PATIENCE_S, retries=3)
+        told = pytest.raises(ServingError, match=f"must speak version {VERSION} .* it speaks")
+        with patient as client, told as refused:
+            client.decide(observed(), (0,))
+        assert refused.value.reason == "version" and str(version) in str(refused.value)
+        thread.join(PATIENCE_S)
+        assert len(asked) == 1
+    finally:
+        thread.join(PATIENCE_S)
+        router.close(linger=0)
+        context.term()
 
 
 def test_a_client_says_when_nobody_answers_and_when_another_policy_does() -> None:

@@ -14,31 +14,40 @@ of videos are decoded then (extra `video`); a camera is called what its feature 
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.images import BlobColumn, Compressed, Images, camera_of
+from envs.datasets.images import Compressed, Images, camera_of
+from envs.datasets.lerobot_storage import (
+    DONE,
+    EPISODES,
+    INDEX,
+    INFO,
+    SCALARS,
+    SUCCESS,
+    EpisodeTable,
+    data_files,
+    episode_starts,
+    read_episode_table,
+    read_frames,
+    read_info,
+    read_tasks,
+    width_of,
+)
 from envs.datasets.npz import Arrays, check_flags
-from envs.datasets.room import Frames, Room, pieces, room_for
+from envs.datasets.room import Room, pieces, room_for
 from envs.datasets.unread import tell_unread
 from envs.datasets.videos import InVideos
-from envs.make import require
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
 
-INFO, TASKS, DATA = "meta/info.json", "meta/tasks.parquet", "data/chunk-*/file-*.parquet"
-EPISODES = "meta/episodes/chunk-*/file-*.parquet"
 VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 _STATE = ("observation.state", "observation.environment_state")
-DONE, SUCCESS = "next.done", "next.success"
-_SCALARS = ("next.reward", DONE, SUCCESS, "timestamp", "task_index")
-_INDEX = ("episode_index", "index")
 _KEPT_META = ("codebase_version", "robot_type", "fps")
 _log = logging.getLogger(__name__)
 
@@ -70,11 +79,13 @@ def read(
     """
     info = read_info(path)
     state = _state_keys(path, info["features"], obs_keys)
-    wanted = [*state, "action", *(key for key in _SCALARS if key in info["features"]), *_INDEX]
+    wanted = [*state, "action", *(key for key in SCALARS if key in info["features"]), *INDEX]
     cameras = [key for key, one in info["features"].items() if one["dtype"] == "image"]
-    room = room_for(_bytes_of(path, info, wanted, cameras), path, cache=cache)
-    rows, files = _read_frames(path, info, wanted, cameras, room)
-    start = _episode_start(path, rows, info)
+    parts = data_files(path, info)
+    room = room_for(_bytes_of(parts, info, wanted, cameras), path, cache=cache)
+    rows, files = read_frames(path, parts, info, wanted, cameras, room)
+    table = read_episode_table(path)
+    start = episode_starts(path, rows, info, table)
     last = np.zeros(len(rows["action"]), dtype=bool)
     last[start[1:] - 1] = True
     flags = {key: check_flags(f"{path}", key, rows[key]) for key in (DONE, SUCCESS) if key in rows}
@@ -84,9 +95,9 @@ def read(
     if SUCCESS in flags:
         episode_extras["success"] = np.logical_or.reduceat(flags[SUCCESS], start[:-1])
     meta = {key: info[key] for key in _KEPT_META if info.get(key) is not None}
-    meta |= {"source": str(path), "format": "lerobot", "tasks": _read_tasks(path)}
+    meta |= {"source": str(path), "format": "lerobot", "tasks": read_tasks(path)}
     images = {camera_of(key): _images(path, info, key, files[key]) for key in cameras}
-    filmed, lacking = _filmed(path, info, rows)
+    filmed, lacking = _filmed(path, info, rows, table)
     unread = _unread(info["features"], [*wanted, *cameras, *filmed], lacking)
     meta |= {"not_read": tell_unread(path, unread), "obs_keys": list(state)}
     return EpisodeDataset.from_arrays(
@@ -104,12 +115,12 @@ def read(
     )
 
 
-def _bytes_of(path: str | Path, info: Mapping[str, Any], keys: Sequence[str], cameras: Sequence[str]) -> int:
+def _bytes_of(
+    files: Sequence[Path], info: Mapping[str, Any], keys: Sequence[str], cameras: Sequence[str]
+) -> int:
     """Return what reading takes: numbers as stored, in order, and side by side; compressed images."""
-    widths = (int(info["features"].get(key, {"shape": [1]})["shape"][0]) for key in keys)
-    numbers = 8 * 3 * sum(widths) * int(info["total_frames"])
-    files = sum(file.stat().st_size for file in Path(path).glob(DATA)) if cameras else 0
-    return numbers + 2 * files
+    numbers = 8 * 3 * sum(width_of(info, key) for key in keys) * int(info["total_frames"])
+    return numbers + (2 * sum(file.stat().st_size for file in files) if cameras else 0)
 
 
 def _side_by_side(parts: Sequence[np.ndarray], room: Room) -> np.ndarray:
@@ -137,31 +148,6 @@ def _terminal(path: str | Path, flags: Arrays, last: np.ndarray, done_is_termina
             "data.done_is_terminal=true.", path, count, int(last.sum()),
         )  # fmt: skip
     return np.zeros(len(last), dtype=bool)
-
-
-def read_info(path: str | Path) -> dict[str, Any]:
-    """Read the description of a dataset.
-
-    Raises:
-        DatasetError: If it is damaged, or of another version than 3.
-    """
-    place = Path(path) / INFO
-    try:
-        info = json.loads(place.read_text(encoding="utf-8"))
-        version, features = str(info["codebase_version"]), info["features"]
-        {key: (str(one["dtype"]), tuple(one["shape"])) for key, one in features.items()}
-        int(info["total_episodes"]), int(info["total_frames"])
-    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
-        raise DatasetError(
-            f"{place}: expected LeRobot's description of a dataset; reading failed with '{error}'. Copy or "
-            f"download the dataset again."
-        ) from error
-    if not version.startswith("v3."):
-        raise DatasetError(
-            f"{place}: key 'codebase_version' must be v3.x; got '{version}'. Convert the dataset with "
-            f"LeRobot's script convert_dataset_v21_to_v30."
-        )
-    return dict(info)
 
 
 def _is_vector(feature: Mapping[str, Any]) -> bool:
@@ -209,11 +195,10 @@ def _image_shape(feature: Mapping[str, Any]) -> ImageShape:
 
 
 def _filmed(
-    path: str | Path, info: Mapping[str, Any], rows: Arrays
+    path: str | Path, info: Mapping[str, Any], rows: Arrays, table: EpisodeTable
 ) -> tuple[dict[str, Images], dict[str, str]]:
     """Return the images of videos by feature, and why those of other videos are not read."""
     features = {key: one for key, one in info["features"].items() if one["dtype"] == "video"}
-    table = _episode_table(path) if features else {}
     found: dict[str, Images] = {}
     lacking: dict[str, str] = {}
     for key, feature in features.items():
@@ -251,132 +236,3 @@ def _video_files(
             f"({error})."
         ) from error
     return tuple(root / name for name in names)
-
-
-def _episode_table(path: str | Path) -> dict[str, list[Any]]:
-    """Return the columns of the tables of episodes; none where there are no such tables.
-
-    Raises:
-        DatasetError: If one is damaged.
-    """
-    parquet = require("pyarrow.parquet", extra="lerobot")
-    columns: dict[str, list[Any]] = {}
-    for file in sorted(Path(path).glob(EPISODES)):
-        try:
-            names = parquet.read_schema(file).names
-            wanted = [name for name in names if name == "episode_index" or name.startswith("videos/")]
-            found = parquet.read_table(file, columns=wanted).to_pydict()
-        except (OSError, ValueError, LookupError) as error:
-            raise DatasetError(
-                f"{file}: expected a readable table of episodes; reading failed with '{error}'. Copy or "
-                f"download it again."
-            ) from error
-        for name, values in found.items():
-            columns.setdefault(name, []).extend(values)
-    return columns
-
-
-def _read_frames(
-    path: str | Path, info: Mapping[str, Any], keys: Sequence[str], cameras: Sequence[str], room: Room
-) -> tuple[Arrays, dict[str, Sequence[bytes]]]:
-    """Read columns of all data files, in the order of the frames: numbers, and the files of images."""
-    files = sorted(Path(path).glob(DATA))
-    if not files:
-        raise DatasetError(f"{path}: expected {DATA}; there is no such file. Download the dataset again.")
-    widths = {key: int(info["features"].get(key, {"shape": [1]})["shape"][0]) for key in keys}
-    frames = Frames(room, int(info["total_frames"]))
-    blobs = {key: BlobColumn(room) for key in cameras}
-    for file in files:
-        for table in _tables(file, [*keys, *cameras]):
-            frames.add({key: _column(table[key], file, key, widths[key]) for key in keys})
-            for key, found in blobs.items():
-                found.add(_picture_files(table[key], file, key))
-    rows = frames.joined()
-    order = np.argsort(rows["index"], kind="stable")
-    if not (order[1:] > order[:-1]).all():
-        rows = {key: room.taken(value, order) for key, value in rows.items()}
-    return rows, {key: found.joined(order) for key, found in blobs.items()}
-
-
-def _tables(file: Path, wanted: list[str]) -> Iterator[Any]:
-    """Yield the row groups of a file.
-
-    Raises:
-        DatasetError: If it is damaged or lacks a column.
-    """
-    parquet = require("pyarrow.parquet", extra="lerobot")
-    try:
-        content = parquet.ParquetFile(file)
-        missing = [key for key in wanted if key not in content.schema_arrow.names]
-        if missing:
-            raise DatasetError(f"{file}: expected the columns {wanted}; missing {missing}.")
-        for group in range(content.num_row_groups):
-            yield content.read_row_group(group, columns=wanted)
-    except (OSError, ValueError, LookupError) as error:  # pyarrow's own derive from these
-        raise DatasetError(
-            f"{file}: expected a readable Parquet file; reading failed with '{error}'. The file is "
-            f"truncated or damaged: copy or download it again."
-        ) from error
-
-
-def _picture_files(values: Any, file: Path, key: str) -> list[bytes]:
-    """Return the bytes of a column of images: {bytes, path}, of which the bytes have to be there."""
-    found = [row.get("bytes") if isinstance(row, Mapping) else row for row in values.to_pylist()]
-    files = [one for one in found if isinstance(one, bytes)]
-    if len(files) < len(found):
-        raise DatasetError(
-            f"{file}: column '{key}' must hold images as bytes; some rows have none. Embed the images when "
-            f"the dataset is written."
-        )
-    return files
-
-
-def _column(values: Any, file: Path, key: str, width: int) -> np.ndarray:
-    """Turn a column into an array: (n, width) for lists, (n,) for numbers."""
-    import pyarrow as pa
-
-    array = values.combine_chunks()
-    is_list = pa.types.is_list(array.type) or pa.types.is_fixed_size_list(array.type)
-    flat = array.flatten() if is_list else array
-    kind, holes = flat.type, array.null_count + (flat.null_count if is_list else 0)
-    if not (pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
-        raise DatasetError(f"{file}: column '{key}' must hold real numbers; got type {array.type}.")
-    wanted = len(array) * (width if is_list else 1)
-    if holes or len(flat) != wanted:
-        got = f"{holes} missing values and {len(flat)} numbers"
-        raise DatasetError(
-            f"{file}: column '{key}' must have {width} numbers in each of its {len(array)} rows; got {got}."
-        )
-    numbers: np.ndarray = flat.to_numpy(zero_copy_only=False)
-    # Features of one number are stored as plain columns; a state or an action is a vector all the same.
-    is_vector = is_list or key == "action" or key.startswith("observation.")
-    return numbers.reshape(len(array), width) if is_vector and key not in _SCALARS else numbers
-
-
-def _episode_start(path: str | Path, rows: Arrays, info: Mapping[str, Any]) -> np.ndarray:
-    """Return the first frame of every episode and, last, N; checks that nothing is missing."""
-    number, frames = rows["episode_index"], len(rows["index"])
-    first = np.flatnonzero(np.diff(number, prepend=number[:1] - 1))
-    for key, got in (("total_frames", frames), ("total_episodes", len(first))):
-        if int(info[key]) != got:
-            raise DatasetError(
-                f"{path}: key '{key}' of {INFO} must be what {DATA} hold; got {info[key]} and {got}. Files "
-                f"are missing, or episodes are mixed: download the dataset again."
-            )
-    return np.append(first, frames)
-
-
-def _read_tasks(path: str | Path) -> list[str]:
-    """Return the tasks in words, by their index."""
-    place = Path(path) / TASKS
-    if not place.is_file():
-        return []
-    parquet = require("pyarrow.parquet", extra="lerobot")
-    try:
-        columns = parquet.read_table(place).to_pydict()
-        words = next(values for values in columns.values() if all(isinstance(v, str) for v in values))
-        return [word for _, word in sorted(zip(columns["task_index"], words, strict=True))]
-    except (OSError, ValueError, LookupError, StopIteration) as error:
-        raise DatasetError(
-            f"{place}: expected a readable table of tasks; reading failed with '{error}'."
-        ) from error

@@ -178,32 +178,136 @@ def test_one_number_is_a_vector_too(tmp_path):
     assert data.actions.squeeze(1).tolist() == list(range(NUM))
 
 
+DATA = "data/chunk-*/file-*.parquet"
+EPISODES = "meta/episodes/chunk-*/file-*.parquet"
+FIRST = "data/chunk-000/file-000.parquet"
+COPY = "copy or download the dataset again."
+AGAIN = "Copy or download the dataset again."
+
+
+def totals(key, got):
+    hold = f": key '{key}' of meta/info.json must be what {DATA} hold; got {got}. "
+    return f"{hold}Files are missing, or episodes are mixed: download the dataset again."
+
+
+def counting(key, got):
+    what = {"index": "all frames", "frame_index": "the frames of every episode"}[key]
+    must = f": column '{key}' of {DATA} must count {what} from 0; got {got}. "
+    return f"{must}Frames are missing or stored twice: {COPY}"
+
+
+def without(row, **more):
+    """Return all columns without a row."""
+    return {key: np.delete(value, row, axis=0) for key, value in frames().items()} | more
+
+
+def refusal(folder):
+    """Return with which words a dataset is refused."""
+    with pytest.raises(DatasetError) as refused:
+        read_dataset(folder)
+    return str(refused.value)
+
+
+LESS = {"info": {"total_frames": NUM - 1}, "parts": ((0, NUM - 1),)}
+TWICE = np.arange(NUM) - (np.arange(NUM) >= 7)  # number 6 in two rows, and one less in all
+ALL = [key for key, one in FEATURES.items() if len(one["shape"]) == 1]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"info": {"codebase_version": "v2.1"}}, "must be v3.x; got 'v2.1'. Convert the dataset"),
-        ({"info": {"features": None}}, r"info\.json: expected LeRobot's description of a dataset"),
-        ({"info": {"total_frames": 99}}, "key 'total_frames' .* got 99 and 12. Files are missing"),
-        ({"info": {"total_episodes": 9}}, "key 'total_episodes' .* got 9 and 4"),
-        ({"parts": ((0, 5),)}, "key 'total_frames' .* got 12 and 5"),
-        ({"parts": ()}, "expected data/chunk-.* no such file"),
-        ({"action": None}, r"file-000\.parquet: expected the columns .* missing \['action'\]"),
-        ({"features": {"action": None}}, r"expected the vector-valued features \['action'\]; found"),
+        (
+            {"info": {"codebase_version": "v2.1"}},
+            "/meta/info.json: key 'codebase_version' must be v3.x; got 'v2.1'. Convert the dataset with "
+            "LeRobot's script convert_dataset_v21_to_v30.",
+        ),
+        (
+            {"info": {"features": None}},
+            "/meta/info.json: expected LeRobot's description of a dataset; reading failed with ''NoneType' "
+            f"object has no attribute 'items''. {AGAIN}",
+        ),
+        ({"info": {"total_frames": 99}}, totals("total_frames", "99 and 12")),
+        ({"info": {"total_frames": 10**15}}, totals("total_frames", "1000000000000000 and 12")),
+        (
+            {"info": {"total_frames": 0}},
+            "/meta/info.json: key 'total_frames' must be at least 1; got 0.",
+        ),
+        ({"info": {"total_episodes": 9}}, totals("total_episodes", "9 and 4")),
+        ({"parts": ((0, 5),)}, totals("total_frames", "12 and 5")),
+        ({"parts": ()}, f": expected {DATA}; there is no such file. Download the dataset again."),
+        (
+            {"action": None},
+            f"/{FIRST}: expected the columns ['observation.state', 'observation.environment_state', "
+            "'action', 'next.reward', 'next.done', 'next.success', 'timestamp', 'task_index', 'frame_index', "
+            f"'episode_index', 'index']; missing ['action']. {AGAIN}",
+        ),
+        (
+            {"features": {"action": None}},
+            "/meta/info.json: expected the vector-valued features ['action']; found "
+            f"{[key for key in ALL if key != 'action']}. Images do not make up a state.",
+        ),
         (
             {"features": dict.fromkeys(key for key in FEATURES if key.startswith("observation.")) | CAMERA},
-            "expected the vector-valued features observation.state; found .*Images do not make up a state",
+            "/meta/info.json: expected the vector-valued features observation.state; found "
+            f"{[key for key in ALL if not key.startswith('observation.')]}. Images do not make up a state.",
         ),
-        ({"action": np.zeros((NUM, 3), np.float32)}, "column 'action' must have 2 numbers in each of its 5"),
-        ({"action": np.full((NUM, 2), np.nan)}, "'actions' must be finite"),
-        ({"next.reward": np.array(["a"] * NUM)}, "column 'next.reward' must hold real numbers; got type"),
-        ({"next.done": np.full(NUM, 2)}, "'next.done' must be 0 or 1 in every row"),
-        ({"episode_index": np.arange(NUM) % 4}, "key 'total_episodes' .* got 4 and 12.*episodes are mixed"),
+        (
+            {"features": {"next.reward": {"dtype": "float32", "shape": [2]}}},
+            "/meta/info.json: feature 'next.reward' must have the shape [1], one number per frame; got [2].",
+        ),
+        (
+            {"action": np.zeros((NUM, 3), np.float32)},
+            f"/{FIRST}: column 'action' must have 2 numbers in each of its 5 rows; got [3].",
+        ),
+        (
+            {"action": np.zeros(NUM, np.float32)},
+            f"/{FIRST}: column 'action' must have 2 numbers in each of its 5 rows; got [1].",
+        ),
+        (
+            {"action": np.full((NUM, 2), np.nan)},
+            ": key 'actions' must be finite; got nan at index [0, 0] (24 such entries). Remove or repair the "
+            "affected episodes.",
+        ),
+        (
+            {"next.reward": np.array(["a"] * NUM)},
+            f"/{FIRST}: column 'next.reward' must hold real numbers; got type string.",
+        ),
+        (
+            {"next.done": np.full(NUM, 2)},
+            ": key 'next.done' must be 0 or 1 in every row; got 2 in row 0 (12 such rows). Repair the flags, "
+            "or remove the affected episodes.",
+        ),
+        ({"episode_index": np.arange(NUM) % 4}, totals("total_episodes", "4 and 12")),
+        (
+            {"episode_index": np.repeat([0, 1, 2, 0], LENGTHS)},
+            f": column 'episode_index' of {DATA} must not change within an episode; got episodes in several "
+            f"parts. {AGAIN}",
+        ),
+        (without(6) | LESS, counting("index", "7 where 6 is due, in episode 2")),
+        (without(0) | LESS, counting("index", "1 where 0 is due, in episode 0")),
+        (
+            without(6, index=np.arange(NUM - 1)) | LESS,
+            counting("frame_index", "2 where 1 is due, in episode 2"),
+        ),
+        ({"index": TWICE}, counting("index", "6 where 7 is due, in episode 2")),
+        ({"index": np.zeros(NUM, int)}, counting("index", "0 where 1 is due, in episode 0")),
+        ({"frame_index": np.zeros(NUM, int)}, counting("frame_index", "0 where 1 is due, in episode 0")),
+        ({"frame_index": np.arange(NUM)}, counting("frame_index", "3 where 0 is due, in episode 1")),
     ],
 )  # fmt: skip
 def test_bad_content_names_file_and_key(tmp_path, changes, message):
-    with pytest.raises(DatasetError, match=message) as error:
-        read_dataset(write(tmp_path / "bad", **changes))
-    assert "bad" in str(error.value)
+    assert refusal(write(tmp_path / "bad", **changes)) == f"{tmp_path / 'bad'}{message}"
+
+
+def test_one_wrong_row_among_lists_is_refused(tmp_path):
+    """Its neighbour has as many too many, so that all numbers together are as many as they should be."""
+    folder = write(tmp_path / "bad", parts=((0, NUM),))
+    rows = table(frames(), fixed=False)
+    lists = [[0.0, 1.0]] * (NUM - 2) + [[0.0], [0.0, 1.0, 2.0]]
+    rows = rows.set_column(rows.column_names.index("action"), "action", pa.array(lists))
+    parquet.write_table(rows, folder / FIRST)
+    must = "column 'action' must have 2 numbers in each of its 12 rows; got [1, 2, 3]."
+    assert refusal(folder) == f"{folder / FIRST}: {must}"
 
 
 def test_missing_values_are_refused(tmp_path):
@@ -211,21 +315,55 @@ def test_missing_values_are_refused(tmp_path):
     rows = table(frames(), fixed=True)
     holes = pa.array([None, *frames()["next.reward"][1:].tolist()], pa.float32())
     rows = rows.set_column(rows.column_names.index("next.reward"), "next.reward", holes)
-    parquet.write_table(rows, folder / "data" / "chunk-000" / "file-000.parquet")
-    with pytest.raises(
-        DatasetError, match=r"'next\.reward' must have 1 numbers in each .* got 1 missing values"
-    ):
-        read_dataset(folder)
+    parquet.write_table(rows, folder / FIRST)
+    must = "column 'next.reward' must have 1 numbers in each of its 12 rows; got 1 missing values."
+    assert refusal(folder) == f"{folder / FIRST}: {must}"
+
+
+def test_rows_in_any_order_are_sorted_by_their_index(tmp_path):
+    order = np.random.default_rng(0).permutation(NUM)
+    mixed = {key: value[order] for key, value in frames().items()}
+    one, two = read_dataset(write(tmp_path / "one")), read_dataset(write(tmp_path / "two", **mixed))
+    assert one.digest() == two.digest()
+
+
+def listed(folder, **columns):
+    """Write the table of episodes."""
+    place = folder / "meta" / "episodes" / "chunk-000" / "file-000.parquet"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.table(columns), place)
+    return folder
+
+
+def test_episodes_are_those_of_their_table(tmp_path):
+    folder = write(tmp_path / "so100")
+    plain = read_dataset(folder).digest()
+    assert read_dataset(listed(folder, episode_index=[3, 0, 2, 1], length=[3, 3, 4, 2])).digest() == plain
+    must = f": column 'length' of {EPISODES} must be the number of frames in {DATA}; "
+    listed(folder, episode_index=[0, 1, 2, 3], length=[3, 2, 4, 4])
+    assert refusal(folder) == f"{folder}{must}got 4 for episode 3, which has 3. {AGAIN}"
+    listed(folder, episode_index=[0, 1, 2, 3], length=[3, 0, 4, 3])
+    assert refusal(folder) == f"{folder}{must}got 0 for episode 1, which has 2. {AGAIN}"
+    name = f": column 'episode_index' of {EPISODES} must name each of the 4 episodes in {DATA} once; "
+    for numbers, got in (([0, 1, 2], "3 rows, with 3"), ([0, 1, 2, 2], "4 rows, with 3")):
+        listed(folder, episode_index=numbers)
+        assert refusal(folder) == f"{folder}{name}got {got} of these. {AGAIN}"
+
+
+READABLE = {
+    "data/chunk-000/file-001.parquet": "a readable Parquet file",
+    "meta/info.json": "LeRobot's description of a dataset",
+    "meta/tasks.parquet": "a readable table of tasks",
+}
 
 
 @pytest.mark.parametrize("keep", [0.02, 0.5, 0.95])
-@pytest.mark.parametrize("name", ["data/chunk-000/file-001.parquet", "meta/info.json", "meta/tasks.parquet"])
+@pytest.mark.parametrize("name", READABLE)
 def test_a_truncated_file_is_one_clear_error(tmp_path, name, keep):
     path = write(tmp_path / "cut") / name
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content))])
-    with pytest.raises(DatasetError, match="cut"):
-        read_dataset(tmp_path / "cut")
+    assert refusal(tmp_path / "cut").startswith(f"{path}: expected {READABLE[name]}; reading failed with '")
 
 
 def test_a_missing_pyarrow_names_the_extra(tmp_path, monkeypatch):
@@ -233,7 +371,7 @@ def test_a_missing_pyarrow_names_the_extra(tmp_path, monkeypatch):
         raise MissingExtraError(f"{name}: pip install 'burnish[{extra}]'.")
 
     folder = write(tmp_path / "so100")
-    monkeypatch.setattr("envs.datasets.lerobot.require", without)
+    monkeypatch.setattr("envs.datasets.lerobot_storage.require", without)
     with pytest.raises(MissingExtraError, match=r"burnish\[lerobot\]"):
         read_dataset(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,81 +12,40 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from dataset_files import FORMATS, LENGTHS, made, read_parquet, write_parquet
 
-from envs.datasets import (
-    Episode,
-    EpisodeDataset,
-    dataset_format,
-    read_dataset,
-    write_d4rl,
-    write_minari,
-    write_robomimic,
-)
+from envs.datasets import dataset_format, read_dataset, write_minari
 from policies.errors import DatasetError
-
-LENGTHS = (5, 3, 12, 4)
-
-
-def made() -> EpisodeDataset:
-    rng = np.random.default_rng(0)
-    return EpisodeDataset.from_episodes(
-        [
-            Episode(
-                observations=rng.normal(size=(length + 1, 3)).astype(np.float32),
-                actions=rng.normal(size=(length, 2)).astype(np.float32),
-                rewards=rng.normal(size=length).astype(np.float32),
-                terminated=number != 1,
-                truncated=number == 1,
-            )
-            for number, length in enumerate(LENGTHS)
-        ]
-    )
-
-
-def write_ogbench(path: Path, data: EpisodeDataset) -> None:
-    """Write every episode with its last successor as a row without an action."""
-    parts = [data.select([number]) for number in range(data.num_episodes)]
-    np.savez_compressed(
-        path,
-        observations=np.concatenate([np.vstack([p.observations, p.next_observations[-1:]]) for p in parts]),
-        actions=np.concatenate([np.vstack([p.actions, p.actions[-1:]]) for p in parts]),
-        terminals=np.concatenate([np.arange(p.num_frames + 1) == p.num_frames for p in parts]),
-    )
-
-
-def write_dppo(path: Path, data: EpisodeDataset) -> None:
-    np.savez(
-        path, states=data.observations, actions=data.actions, rewards=data.rewards,
-        terminals=data.terminated, traj_lengths=data.lengths,
-    )  # fmt: skip
-    wide = {f"{what}_{end}": np.full(n, s) for what, n in (("obs", 3), ("action", 2)) for end, s in ENDS}
-    np.savez(path.parent / "normalization.npz", **wide)
-
-
-ENDS = (("min", -1.0), ("max", 1.0 - 1e-6))  # the scaling is then the identity
-
-FORMATS: dict[str, tuple[Callable[..., None], str, str]] = {
-    "robomimic": (write_robomimic, "demos.hdf5", ""),
-    "d4rl": (write_d4rl, "demos.hdf5", ""),
-    "minari": (write_minari, "demos-v0", "data/main_data.hdf5"),
-    "ogbench": (write_ogbench, "demos.npz", ""),
-    "dppo": (write_dppo, "demos.npz", ""),
-}
-"""Writer, name, and the file with the numbers below it."""
 
 each = pytest.mark.parametrize("name", FORMATS)
 
+COPY = "copy or download it again."
+UNREADABLE = {
+    ".hdf5": f"expected a readable HDF5 file; reading failed with '.+'. The file is truncated, damaged, or "
+    f"of another kind: {COPY}",
+    ".npz": f"expected a readable npz archive; reading failed with '.+'. The file is truncated, damaged, or "
+    f"holds Python objects, which are never loaded: {COPY}",
+    ".parquet": f"expected a readable Parquet file; reading failed with '.+'. The file is truncated or "
+    f"damaged: {COPY}",
+}
+"""What follows the name of a damaged file, by its suffix."""
 
-def written(name: str, folder: Path, data: EpisodeDataset | None = None) -> tuple[Path, Path]:
-    """Write a dataset; returns what is read and the file with the numbers."""
-    write, called, inner = FORMATS[name]
-    write(folder / called, made() if data is None else data)
-    return folder / called, folder / called / inner if inner else folder / called
+
+def refusal(path: Path) -> str:
+    """Return with which words a dataset is refused."""
+    with pytest.raises(DatasetError) as refused:
+        read_dataset(path)
+    return str(refused.value)
+
+
+def says(message: str, source: Path, pattern: str) -> bool:
+    """Tell whether a message is the name of a source and, after a colon, a pattern; nothing else."""
+    return bool(re.fullmatch(f"{re.escape(str(source))}: {pattern}", message, re.DOTALL))
 
 
 @each
 def test_what_is_whole_is_read(tmp_path: Path, name: str) -> None:
-    path, _ = written(name, tmp_path)
+    path, _ = FORMATS[name].into(tmp_path)
     data = read_dataset(path)
     assert dataset_format(path) == name
     torch.testing.assert_close(data.observations, made().observations, atol=1e-6, rtol=0)
@@ -96,102 +56,164 @@ def test_what_is_whole_is_read(tmp_path: Path, name: str) -> None:
 @each
 @pytest.mark.parametrize("share", np.linspace(0.0, 0.99, 12).round(2).tolist())
 def test_a_file_cut_anywhere_is_one_clear_error(tmp_path: Path, name: str, share: float) -> None:
-    path, file = written(name, tmp_path)
+    path, file = FORMATS[name].into(tmp_path)
     content = file.read_bytes()
     file.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(DatasetError, match=r"demos"):
-        read_dataset(path)
+    kind = file.suffix if share > 0 or file.suffix == ".parquet" else ".hdf5"  # an empty file is of no kind
+    assert says(refusal(path), file, UNREADABLE[kind])
 
 
 @each
 def test_a_block_of_zeros_anywhere_gives_a_whole_dataset_or_one_clear_error(
     tmp_path: Path, name: str
 ) -> None:
-    path, file = written(name, tmp_path)
+    path, file = FORMATS[name].into(tmp_path)
     content, rng = file.read_bytes(), np.random.default_rng(0)
     for start in rng.integers(0, len(content) - 64, 25).tolist():
         file.write_bytes(content[:start] + bytes(64) + content[start + 64 :])
         try:
             data = read_dataset(path)
         except DatasetError as error:
-            assert "demos" in str(error)
+            assert says(str(error), file, f"{UNREADABLE[file.suffix]}|.*expected .+; .+|.*key '.+' must .+")
         else:
             assert data.num_frames == int(data.episode_start[-1]) and data.num_frames <= sum(LENGTHS)
 
 
-def rewritten(name: str, file: Path, key: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Change the arrays of one kind in a file: `actions`, `rewards`, …"""
-    if file.suffix == ".npz":
+Change = Callable[[np.ndarray], np.ndarray]
+
+
+def rewritten(file: Path, key: str, change: Change | None) -> None:
+    """Change the arrays of one kind in a file (`actions`, `rewards`, …); None takes them out."""
+    if file.suffix == ".hdf5":
+        _rewritten_groups(file, key, change)
+        return
+    if file.suffix == ".parquet":
+        arrays = read_parquet(file)
+    else:
         with np.load(file) as old:
             arrays = dict(old)
-        np.savez(file, **arrays | {key: change(arrays[key])})
-        return
+    before = arrays.pop(key)
+    after = {} if change is None else {key: change(before)}
+    if file.suffix == ".npz":
+        np.savez(file, **arrays | after)
+    else:  # columns are of one length
+        rows = min(len(value) for value in (*after.values(), before))
+        write_parquet(file, {k: value[:rows] for k, value in (arrays | after).items()})
+
+
+def _rewritten_groups(file: Path, key: str, change: Change | None) -> None:
     with h5py.File(file, "a") as opened:
         wanted: list[str] = []
         opened.visit(lambda place: wanted.append(place) if place.rsplit("/", 1)[-1] == key else None)
         assert wanted
         for place in wanted:
-            value = change(opened[place][()])
+            value = opened[place][()]
             del opened[place]
-            opened[place] = value
+            if change is not None:
+                opened[place] = change(value)
 
 
 @each
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_numbers_that_are_none_are_refused(tmp_path: Path, name: str, value: float) -> None:
-    path, file = written(name, tmp_path)
+    path, file = FORMATS[name].into(tmp_path)
     rewritten(
-        name, file, "actions", lambda old: np.where(np.arange(old.size).reshape(old.shape) == 1, value, old)
+        file,
+        FORMATS[name].action,
+        lambda old: np.where(np.arange(old.size).reshape(old.shape) == 1, value, old),
     )
-    with pytest.raises(DatasetError, match=r"demos.*key 'actions' must be finite; got"):
-        read_dataset(path)
+    count = len(LENGTHS) if name in ("minari", "robomimic") else 1  # they have an array per episode
+    wanted = rf"key 'actions' must be finite; got {value} at index \[0, 1\] \({count} such entries\)\. "
+    assert says(refusal(path), path, f"{wanted}Remove or repair the affected episodes.")
 
 
 @each
 def test_double_precision_becomes_single(tmp_path: Path, name: str) -> None:
-    path, file = written(name, tmp_path)
+    path, file = FORMATS[name].into(tmp_path)
     before = read_dataset(path)
-    rewritten(name, file, "actions", lambda old: old.astype(np.float64))
+    rewritten(file, FORMATS[name].action, lambda old: old.astype(np.float64))
     after = read_dataset(path)
     assert after.actions.dtype == torch.float32
     torch.testing.assert_close(after.actions, before.actions, atol=1e-7, rtol=0)
 
 
+CHANGES: dict[str, Change] = {
+    "a row less": lambda old: old[:-1],
+    "one axis less": lambda old: old[:, 0],
+    "texts": lambda old: old.astype("S4"),
+    "no rows": lambda old: old[:0],
+}
+_FILES = "of meta/info.json must be what data/chunk-*/file-*.parquet hold"
+_MISSING = "Files are missing, or episodes are mixed: download the dataset again."
+REFUSALS = {
+    "d4rl": (
+        "key 'actions' must have 24 rows of numbers, one per step; got shape (23, 2), type float32.",
+        "key 'actions' must have shape (24, Da); got (24,).",
+        "key 'actions' must have 24 rows of numbers, one per step; got shape (24, 2), type |S4.",
+        "key 'actions' must have 24 rows of numbers, one per step; got shape (0, 2), type float32.",
+    ),
+    "dppo": (
+        "key 'actions' must have 24 rows, one per step; got (23, 2).",
+        "key 'actions' must be 2 wide, as its limits are; got (24,).",
+        "key 'actions' must hold real numbers; got type |S4.",
+        "key 'actions' must have 24 rows, one per step; got (0, 2).",
+    ),
+    "lerobot": (
+        f"key 'total_frames' {_FILES}; got 24 and 23. {_MISSING}",
+        "column 'action' must have 2 numbers in each of its 24 rows; got [1].",
+        "column 'action' must hold real numbers; got type list<element: binary>.",
+        f"key 'total_frames' {_FILES}; got 24 and 0. {_MISSING}",
+    ),
+    "minari": (
+        "episode_0: key 'terminations' must have 4 numbers, one per action; got shape (5,).",
+        "episode_0: key 'actions' must have shape (T, Da), continuous; got shape (5,), type float32.",
+        "episode_0: key 'actions' must have shape (T, Da), continuous; got shape (5, 2), type |S4.",
+        "episode_0: key 'actions' must have at least one row; the episode is empty.",
+    ),
+    "ogbench": (
+        "key 'actions' must have 28 rows, one per step; got (27, 2).",
+        "key 'actions' must have shape (N, D); got (28,).",
+        "key 'actions' must hold real numbers; got type |S4.",
+        "key 'actions' must have 28 rows, one per step; got (0, 2).",
+    ),
+    "robomimic": (
+        "demo_0/obs: key 'flat' must have shape (4, 3); got (5, 3).",
+        "key 'actions' must have shape (24, Da); got (24,).",
+        "demo_0: key 'actions' must hold real numbers; got type |S4.",
+        "demo_0/obs: key 'flat' must have shape (0, 3); got (5, 3).",
+    ),
+}
+"""With which words each of these changes of the actions is refused."""
+
+
 @each
-@pytest.mark.parametrize(
-    "change",
-    [lambda old: old[:-1], lambda old: old[:, 0], lambda old: old.astype("S4"), lambda old: old[:0]],
-    ids=["a row less", "one axis less", "texts", "no rows"],
-)
-def test_actions_of_another_shape_or_kind_are_refused(
-    tmp_path: Path, name: str, change: Callable[[np.ndarray], np.ndarray]
-) -> None:
-    path, file = written(name, tmp_path)
-    rewritten(name, file, "actions", change)
-    with pytest.raises(DatasetError, match=r"demos"):
-        read_dataset(path)
+@pytest.mark.parametrize("kind", CHANGES)
+def test_actions_of_another_shape_or_kind_are_refused(tmp_path: Path, name: str, kind: str) -> None:
+    path, file = FORMATS[name].into(tmp_path)
+    rewritten(file, FORMATS[name].action, CHANGES[kind])
+    expected = REFUSALS[name][list(CHANGES).index(kind)]
+    assert refusal(path) in (f"{path}: {expected}", f"{file}: {expected}")
+
+
+WITHOUT_ACTIONS = {
+    "d4rl": "expected one of the formats .+; found the keys .+",
+    "dppo": "expected one of the formats .+; found an npz archive with the keys .+",
+    "lerobot": r"expected the columns \[.+\]; missing \['action'\]\. Copy or download the dataset again\.",
+    "minari": r"episode_0: key 'actions' must have shape \(T, Da\), continuous; got the keys \[.+\]\.",
+    "ogbench": "expected one of the formats .+; found an npz archive with the keys .+",
+    "robomimic": r"demo_0: expected the keys \['actions'\]; found \[.+\]\.",
+}
 
 
 @each
 def test_a_missing_key_is_named(tmp_path: Path, name: str) -> None:
-    path, file = written(name, tmp_path)
-    key = "actions"
-    if file.suffix == ".npz":
-        with np.load(file) as old:
-            arrays = {k: v for k, v in old.items() if k != key}
-        np.savez(file, **arrays)
-    else:
-        with h5py.File(file, "a") as opened:
-            places: list[str] = []
-            opened.visit(lambda place: places.append(place) if place.endswith(key) else None)
-            for place in places:
-                del opened[place]
-    with pytest.raises(DatasetError, match=r"demos.*(actions|found)"):
-        read_dataset(path)
+    path, file = FORMATS[name].into(tmp_path)
+    rewritten(file, FORMATS[name].action, None)
+    assert says(refusal(path), file, WITHOUT_ACTIONS[name])
 
 
 def test_demonstrations_are_sorted_by_number_and_empty_ones_refused(tmp_path: Path) -> None:
-    path, _ = written("robomimic", tmp_path)
+    path, _ = FORMATS["robomimic"].into(tmp_path)
     with h5py.File(path, "a") as file:
         for old, new in ((0, 100), (1, 20), (2, 40), (3, 101)):
             file.move(f"data/demo_{old}", f"data/demo_{new}")
@@ -202,12 +224,11 @@ def test_demonstrations_are_sorted_by_number_and_empty_ones_refused(tmp_path: Pa
             value = demo[key][:0]
             del demo[key]
             demo[key] = value
-    with pytest.raises(DatasetError, match="demonstration number 0 is empty"):
-        read_dataset(path)
+    assert refusal(path) == f"{path}: demonstration number 0 is empty; expected actions."
 
 
 def test_nothing_is_left_in_memory_or_on_disk_of_a_failed_write(tmp_path: Path) -> None:
-    written("minari", tmp_path)
+    FORMATS["minari"].into(tmp_path)
     odd = replace(made(), next_observations=made().next_observations + 1)
     with pytest.raises(DatasetError):
         write_minari(tmp_path / "demos-v0", odd)

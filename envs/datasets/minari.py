@@ -212,8 +212,9 @@ def _episode(raw: RawEpisode, layout: Layout, infos: bool, own: Sequence[str]) -
     """Convert one episode."""
     actions = raw.tree.get("actions")
     if not isinstance(actions, np.ndarray) or actions.ndim < 2 or actions.dtype.kind not in "biuf":
-        is_array = isinstance(actions, np.ndarray)
-        got = f"shape {actions.shape}, type {actions.dtype}" if is_array else f"the keys {sorted(raw.tree)}"
+        got = f"the keys {sorted(raw.tree)}"
+        if isinstance(actions, np.ndarray):
+            got = f"shape {actions.shape}, type {actions.dtype}"
         raise DatasetError(f"{raw.name}: key 'actions' must have shape (T, Da), continuous; got {got}.")
     num = len(actions)
     if num == 0:

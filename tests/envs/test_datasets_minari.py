@@ -306,7 +306,7 @@ def write_raw(folder, metadata=None, **changes):
         ({"observations": np.zeros((4, 3))}, r"must have 5 rows of numbers in 'observation', one more"),
         ({"observations": np.zeros((5, 4))}, r"episode 1: key 'observations' must have shape \(5, 3\)"),
         ({"observations": np.full((5, 3), np.nan)}, "'observations' must be finite"),
-        ({"actions": None}, r"episode_1: key 'actions' must .* ; got the keys \['observations'"),
+        ({"actions": None}, r"episode_1: key 'actions' must .*; got the keys \['observations'"),
         (
             {"actions": np.zeros(4, int)},
             r"key 'actions' must have shape \(T, Da\), continuous; got shape \(4,\)",

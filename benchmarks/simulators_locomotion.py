@@ -2,28 +2,33 @@
 
 The peer is gymnasium without its wrappers, one environment after the other. Both sides compute observations,
 rewards and ends, and walk on behind a fall.
+
+In the rows of envpool, our engine for collecting is on the one side, the exact engine on the other. A robot
+that falls begins anew, which is timed, and executed steps are counted. envpool's starts do not follow from a
+seed, so that states are not compared here; a test of its own does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks.simulators import Array, Case, Side
+from benchmarks.simulators_sides import STEPS, Ours
 from envs.make import env
 from envs.robots import RobotStepper, load_model
 
-ROBOTS, CHUNK, STEPS = 8, 4, 48
+ROBOTS, CHUNK = 8, 4
 
 
 def _seeds(seed: int) -> range:
     return range(ROBOTS * seed, ROBOTS * (seed + 1))
 
 
-class _Ours:
+class _Exact(Side):
     """The exact engine."""
 
     def __init__(self, name: str) -> None:
@@ -34,17 +39,18 @@ class _Ours:
         for row, own in enumerate(_seeds(seed)):
             self._stepper.reset(row, own)
 
-    def run(self, actions: Array) -> None:
+    def run(self, actions: Array) -> int:
         rows = np.arange(ROBOTS)
         chunks = (actions * self._full).reshape(ROBOTS, -1, CHUNK, actions.shape[1])
         for i in range(chunks.shape[1]):
             self._stepper.step_through(rows, chunks[:, i])
+        return len(actions)
 
     def state(self) -> Array:
         return np.stack([data.qpos for data in self._stepper.datas])
 
 
-class _Gymnasium:
+class _Gymnasium(Side):
     """The environments that ours are made from."""
 
     def __init__(self, name: str) -> None:
@@ -59,16 +65,17 @@ class _Gymnasium:
         for one, own in zip(self._envs, _seeds(seed), strict=True):
             one.reset(seed=own)
 
-    def run(self, actions: Array) -> None:
+    def run(self, actions: Array) -> int:
         for one, own in zip(self._envs, (actions * self._full).reshape(ROBOTS, STEPS, -1), strict=True):
             for action in own:
                 one.step(action)
+        return len(actions)
 
     def state(self) -> Array:
         return np.stack([one.data.qpos for one in self._envs])
 
 
-class _Physics:
+class _Physics(Side):
     """`mj_step` alone."""
 
     def __init__(self, name: str) -> None:
@@ -82,32 +89,44 @@ class _Physics:
         for row, own in enumerate(_seeds(seed)):
             self._start.reset(row, own)
 
-    def run(self, actions: Array) -> None:
+    def run(self, actions: Array) -> int:
         for data, own in zip(
             self._start.datas, (actions * self._full).reshape(ROBOTS, STEPS, -1), strict=True
         ):
             for action in own:
                 data.ctrl[:] = action
                 self._step(self._model, data, nstep=self._skip)
+        return len(actions)
 
     def state(self) -> Array:
         return np.stack([data.qpos for data in self._start.datas])
 
 
 def _sides(name: str) -> Mapping[str, Side]:
-    return {"ours": _Ours(name), "peer": _Gymnasium(name), "physics": _Physics(name)}
+    return {"ours": _Exact(name), "peer": _Gymnasium(name), "physics": _Physics(name)}
+
+
+def _envpool(name: str) -> Mapping[str, Side]:
+    return {"ours": Ours(env(name), ROBOTS, engine="envpool"), "peer": Ours(env(name), ROBOTS)}
+
+
+def _case(
+    name: str, backend: str, peer: str, build: Callable[[str], Mapping[str, Side]], tolerance: float | None
+) -> Case:
+    return Case(
+        env=name,
+        backend=backend,
+        peer=peer,
+        build=partial(build, name),
+        action_dim=env(name).spec.action_dim,
+        tolerance=tolerance,
+        steps=ROBOTS * STEPS,
+        num_envs=ROBOTS,
+    )
 
 
 NAMES = ("hopper", "walker2d", "halfcheetah", "swimmer", "ant", "humanoid")
-CASES = tuple(
-    Case(
-        env=name,
-        backend="exact",
-        peer="gymnasium",
-        build=partial(_sides, name),
-        action_dim=env(name).spec.action_dim,
-        tolerance=0.0,
-        steps=ROBOTS * STEPS,
-    )
-    for name in NAMES
+CASES = (
+    *(_case(name, "exact", "gymnasium", _sides, 0.0) for name in NAMES),
+    *(_case(name, "envpool", "exact", _envpool, None) for name in NAMES),
 )

@@ -1,9 +1,8 @@
-"""Rows of `benchmarks.simulators` for mazes, Adroit's hand and Meta-World, and for envpool's robots.
+"""Rows of `benchmarks.simulators` for mazes, Adroit's hand, the kitchen, Meta-World and OGBench.
 
-Ours steps through the interface that everybody uses, one environment in chunks of eight; the peer is the
-environment that ours is made from. Both compute observations and rewards, which are compared to the last bit.
-envpool is our engine for collecting on the one side, the exact engine on the other, eight robots each; its
-starts do not follow from a seed, so that states are not compared here (a test of its own does).
+Ours steps through the interface that everybody uses, in chunks of eight steps; the peer is the environment
+that ours is made from, without its wrappers. Both compute observations and rewards; observations are compared
+to the last bit. Light worlds are measured alone and eight side by side, where ours shares its bookkeeping.
 """
 
 from __future__ import annotations
@@ -16,59 +15,45 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from gymnasium.spaces import Box
 
 from benchmarks.simulators import Array, Case, Side
-from envs.envpool import vector_on
+from benchmarks.simulators_sides import STEPS, Ours, Physics, Several
 from envs.make import env, require
+from envs.spec import EnvConfig
 
-CHUNK, STEPS, ROBOTS = 8, 48, 8
-
-
-class _Vector:
-    """A vector of ours; all its environments execute the same actions."""
-
-    def __init__(self, vector: Any) -> None:
-        self._vector, self._full = vector, vector.spec.action_high
-        self._last: Array = np.zeros(0)
-
-    def begin(self, seed: int, actions: Array) -> None:
-        first = seed * self._vector.num_envs
-        self._vector.reset(list(range(first, first + self._vector.num_envs)))
-
-    def run(self, actions: Array) -> None:
-        each = (actions * self._full).reshape(self._vector.num_envs, -1, actions.shape[1])
-        for i in range(0, each.shape[1], CHUNK):
-            step = self._vector.step_chunk(each[:, i : i + CHUNK])
-        self._last = step.path[:, -1]
-
-    def state(self) -> Array:
-        return self._last[0]
+WIDTHS = (1, 8)  # environments of light worlds
+KITCHEN = np.r_[
+    0:9, 18:39
+]  # positions of robot and objects in the official observation; ours begins with them
 
 
-class _Official:
+class _Official(Side):
     """The environment that ours is made from."""
 
-    def __init__(self, task: str, package: str, extra: str, scale: Array) -> None:
+    def __init__(self, task: str, package: str, extra: str, scale: Array, **options: Any) -> None:
         import gymnasium
 
         with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # news about other versions
             gymnasium.register_envs(require(package, extra=extra))
-            self._env: Any = gymnasium.make(task, disable_env_checker=True).unwrapped
-        self._full, self._obs = scale, None
+            self._env: Any = gymnasium.make(task, disable_env_checker=True, **options).unwrapped
+        self._full = scale
+        self._obs: Any = None
 
     def begin(self, seed: int, actions: Array) -> None:
         self._obs = self._env.reset(seed=seed)[0]
 
-    def run(self, actions: Array) -> None:
+    def run(self, actions: Array) -> int:
         for action in actions * self._full:
             self._obs = self._env.step(action)[0]
+        return len(actions)
 
     def state(self) -> Array:
         return _flat(self._obs)
 
 
-class _MetaWorld:
+class _MetaWorld(Side):
     """Meta-World's own environment, at the place that ours drew."""
 
     def __init__(self, task: str, ours: Any) -> None:
@@ -84,9 +69,10 @@ class _MetaWorld:
         self._env._last_rand_vec = np.array(self._ours.stepper._memory[0]["_last_rand_vec"])
         self._obs = self._env.reset()[0]
 
-    def run(self, actions: Array) -> None:
+    def run(self, actions: Array) -> int:
         for action in actions:
             self._obs = self._env.step(action)[0]
+        return len(actions)
 
     def state(self) -> Array:
         return self._obs
@@ -100,31 +86,78 @@ def _flat(obs: Any) -> Array:
     return np.concatenate(parts if len(obs["observation"]) == 4 else [obs["achieved_goal"], *parts])
 
 
-def _official(name: str, task: str, extra: str) -> Mapping[str, Side]:
+class _Kitchen(_Official):
+    """The positions alone: velocities are no part of our observation."""
+
+    def state(self) -> Array:
+        return np.asarray(self._obs["observation"])[KITCHEN]
+
+
+class _KitchenPositions(Ours):
+    def state(self) -> Array:
+        return super().state()[: len(KITCHEN)]
+
+
+class _Ogbench(Side):
+    """OGBench's own environment; what settles a scene at a reset is drawn from the seed, as in ours."""
+
+    def __init__(self, world: str) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # importing the viewer complains about a missing display
+            ogbench = require("ogbench", extra="ogbench")
+            task = f"{world}-play-singletask-task1-v0"
+            made = ogbench.make_env_and_datasets(task, env_only=True).unwrapped
+        self._box = Box(np.float32(-1), np.float32(1), (5,), np.float32)
+        made.__class__ = type("Seeded", (type(made),), {"action_space": self._box})
+        self._env, self._obs = made, np.zeros(0)
+
+    def begin(self, seed: int, actions: Array) -> None:
+        self._box.seed(seed)
+        self._obs = self._env.reset(seed=seed)[0]
+
+    def run(self, actions: Array) -> int:
+        for action in actions:
+            self._obs = self._env.step(action)[0]
+        return len(actions)
+
+    def state(self) -> Array:
+        return np.asarray(self._obs)
+
+
+def _sides(config: EnvConfig, peer: Callable[[], Side], num_envs: int) -> Mapping[str, Side]:
+    """Build ours and as many of the others; physics beside one environment."""
+    ours = Ours(config, num_envs)
+    if num_envs > 1:
+        return {"ours": ours, "peer": Several([peer() for _ in range(num_envs)])}
+    return {"ours": ours, "peer": peer(), "physics": Physics(ours)}
+
+
+def _official(name: str, task: str, extra: str, num_envs: int) -> Mapping[str, Side]:
+    config = env(name)
+    scale = np.asarray(config.spec.action_high)
+    return _sides(config, partial(_Official, task, "gymnasium_robotics", extra, scale), num_envs)
+
+
+def _kitchen(name: str) -> Mapping[str, Side]:
     config: Any = env(name)
-    ours = config.make_vector(1)
-    return {
-        "ours": _Vector(ours),
-        "peer": _Official(task, "gymnasium_robotics", extra, config.spec.action_high),
-    }
+    options = {"tasks_to_complete": list(config.tasks)}
+    peer = _Kitchen("FrankaKitchen-v1", "gymnasium_robotics", "kitchen", np.ones(9), **options)
+    ours = _KitchenPositions(config)
+    return {"ours": ours, "peer": peer, "physics": Physics(ours)}
 
 
-def _metaworld(task: str) -> Mapping[str, Side]:
+def _metaworld(task: str, num_envs: int) -> Mapping[str, Side]:
     config: Any = env("metaworld", task=task)
-    return {"ours": _Vector(config.make_vector(1)), "peer": _MetaWorld(task, config.make_vector(1))}
+    return _sides(config, lambda: _MetaWorld(task, config.make_vector(1)), num_envs)
 
 
-def _envpool(name: str) -> Mapping[str, Side]:
-    sides = {"ours": "envpool", "peer": "exact"}
-    return {side: _Vector(vector_on(engine, env(name), ROBOTS)) for side, engine in sides.items()}
+def _ogbench(world: str) -> Mapping[str, Side]:
+    return _sides(env(world), partial(_Ogbench, world), 1)
 
 
-def _case(
-    name: str, backend: str, peer: str, build: Callable[[], Mapping[str, Side]], **changes: Any
-) -> Case:
-    spec = env(name).spec
-    values = {"tolerance": 0.0, "steps": STEPS} | changes
-    return Case(env=name, backend=backend, peer=peer, build=build, action_dim=spec.action_dim, **values)
+def _case(name: str, peer: str, build: Callable[[], Mapping[str, Side]], num_envs: int = 1) -> Case:
+    dim = env(name).spec.action_dim
+    return Case(name, "exact", peer, build, dim, 0.0, steps=num_envs * STEPS, num_envs=num_envs)
 
 
 _ROBOTICS = {
@@ -137,12 +170,14 @@ _ROBOTICS = {
 }
 CASES = (
     *(
-        _case(name, "exact", "gym-robotics", partial(_official, name, task, extra))
+        _case(name, "gym-robotics", partial(_official, name, task, extra, width), width)
         for name, (task, extra) in _ROBOTICS.items()
+        for width in WIDTHS
     ),
-    _case("metaworld", "exact", "metaworld", partial(_metaworld, "reach")),
+    *(_case("metaworld", "metaworld", partial(_metaworld, "reach", width), width) for width in WIDTHS),
+    _case("kitchen-complete", "gym-robotics", partial(_kitchen, "kitchen-complete")),
     *(
-        _case(name, "envpool", "exact", partial(_envpool, name), tolerance=None, steps=ROBOTS * STEPS)
-        for name in ("halfcheetah", "swimmer")  # nothing ends their episodes
+        _case(world, "ogbench", partial(_ogbench, world))
+        for world in ("cube-single", "cube-double", "cube-triple", "scene", "puzzle-3x3", "puzzle-4x4")
     ),
 )

@@ -15,26 +15,22 @@ Legend: N environments, M of them addressed.
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.experts.maze import MazeDemonstrator, demonstrate_maze, pd_force
+from envs.experts.maze import FORCES, MazeDemonstrator, demonstrate_maze, pd_force, places
 from envs.maze_layouts import Cell, Layout, layout, load_model
-from envs.pixels import Pictured
+from envs.maze_rows import ANT_NAMES, MazeRows, MazeTask, ant_torques
 from envs.spec import EnvSpec
-from envs.vector import ChunkVector, StepResult
+from envs.vector import StepResult
 from policies.errors import ConfigError
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from envs.datasets.episodes import Episode
 
 Array = np.ndarray
@@ -44,21 +40,10 @@ SPEED_LIMIT = 5.0  # of a point, per axis [m/s]
 REWARDS = ("sparse", "dense")
 CONTROLS = ("force", "waypoint")
 GOALS = ("appended", "separate")
-_LEGS = ("front left", "front right", "back left", "back right")
-_JOINTS = tuple(f"{leg} {joint}" for leg in _LEGS for joint in ("hip", "ankle"))
-_GOAL = ("goal x [m]", "goal y [m]")
 _POINT_NAMES = ("x [m]", "y [m]", "x speed [m/s]", "y speed [m/s]")
-_ANT_NAMES = (
-    *(f"torso {axis} [m]" for axis in "xyz"),
-    *(f"torso quaternion {part} [1]" for part in "wxyz"),
-    *(f"{joint} angle [rad]" for joint in _JOINTS),
-    *(f"torso {axis} speed [m/s]" for axis in "xyz"),
-    *(f"torso {axis} rate [rad/s]" for axis in "xyz"),
-    *(f"{joint} rate [rad/s]" for joint in _JOINTS),
-)
 
 
-class MazeStepper:
+class MazeStepper(MazeRows):
     """Steps N agents, each in its own simulator state of one shared model; exact.
 
     Args:
@@ -69,19 +54,9 @@ class MazeStepper:
         MissingExtraError: If gymnasium-robotics is not installed.
     """
 
-    can_save = True
-
     def __init__(self, task: _Maze, num_envs: int) -> None:
-        if num_envs < 1:
-            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
-        import mujoco
-
-        self.task, self.maze, self.num_envs = task, task.layout, num_envs
-        self.model = load_model(task.agent_file(), task.layout)
-        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
-        self._start = np.zeros((num_envs, 2))
-        self._goal = np.zeros((num_envs, 2))
-        self._signature = mujoco.mjtState.mjSTATE_INTEGRATION
+        super().__init__(load_model(task.agent_file(), task.layout), task.layout, num_envs)
+        self.task = task
 
     def reset(self, row: int, seed: int) -> Array:
         """Start an episode as gymnasium-robotics does for this seed; returns (Do,)."""
@@ -108,55 +83,6 @@ class MazeStepper:
         ended = success & (not self.task.continuing)
         return StepResult(obs, reward, ended, np.zeros_like(ended), success)
 
-    def look(self, row: int) -> dict[str, Array]:
-        """Return where the goal is."""
-        return {"goal": self._goal[row].copy()}
-
-    def wear(self, model: Any, look: Mapping[str, Array]) -> None:
-        """Mark the goal in a model for drawing, and let its free camera see the whole maze from above."""
-        from envs.maze_figures import seen_from_above
-
-        seen_from_above(model, self.maze, look["goal"])
-
-    def metrics(self) -> dict[str, Array]:
-        """Return nothing: success and return say it all."""
-        return {}
-
-    def goals(self) -> Array:
-        """Return where the running episodes shall lead, (N, 2) [m]."""
-        return self._goal
-
-    def start_and_goal(self, row: int) -> tuple[Array, Array]:
-        """Return where an episode began and where it shall lead, (2,) each [m]."""
-        return self._start[row].copy(), self._goal[row].copy()
-
-    def physics_state(self, row: int) -> Array:
-        """Return time, positions and velocities of one simulator."""
-        data = self.datas[row]
-        return np.concatenate([[data.time], data.qpos, data.qvel])
-
-    def get_state(self) -> dict[str, Array]:
-        """Return everything the next steps depend on."""
-        import mujoco
-
-        physics = np.empty((self.num_envs, mujoco.mj_stateSize(self.model, self._signature)))
-        for data, state in zip(self.datas, physics, strict=True):
-            mujoco.mj_getState(self.model, data, state, self._signature)
-        return {"physics": physics, "start": self._start.copy(), "goal": self._goal.copy()}
-
-    def set_state(self, state: Mapping[str, Array]) -> None:
-        """Continue from `get_state`."""
-        import mujoco
-
-        for row, data in enumerate(self.datas):
-            physics = np.asarray(state["physics"][row], np.float64)
-            mujoco.mj_setState(self.model, data, physics, self._signature)
-        self._start, self._goal = (np.array(state[key], np.float64) for key in ("start", "goal"))
-
-    def close(self) -> None:
-        """Drop the simulators."""
-        self.datas = []
-
     def _observe(self, row: int) -> Array:
         data = self.datas[row]
         goal = () if self.task.goal == "separate" else self._goal[row]
@@ -164,7 +90,7 @@ class MazeStepper:
 
 
 @dataclass(frozen=True)
-class _Maze(Pictured, ABC):
+class _Maze(MazeTask):
     """What all mazes share; the subclasses below give agent and maze."""
 
     max_episode_steps: int = 300  # control steps, then truncated
@@ -174,18 +100,14 @@ class _Maze(Pictured, ABC):
     start_cell: tuple[int, ...] = ()  # row and column that episodes start in, from the upper left; (): any
     goal_cell: tuple[int, ...] = ()  # row and column of the goal; (): any
 
-    name = ""
     maze = ""
+    goal_choices = GOALS
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
         super().__post_init__()
-        if self.max_episode_steps < 1:
-            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
         if self.reward not in REWARDS:
             raise ConfigError(f"env.reward must be one of {', '.join(REWARDS)}; got '{self.reward}'.")
-        if self.goal not in GOALS:
-            raise ConfigError(f"env.goal must be one of {', '.join(GOALS)}; got '{self.goal}'.")
         for key in ("start_cell", "goal_cell"):
             cell = tuple(getattr(self, key))
             if cell and cell not in self.layout.cells:
@@ -193,11 +115,6 @@ class _Maze(Pictured, ABC):
                     f"env.{key} must be row and column of a free cell of '{self.maze}', or (); got {cell}. "
                     f"Its grid is {' '.join(self.layout.rows)}."
                 )
-
-    @property
-    @abstractmethod
-    def layout(self) -> Layout:
-        """The maze."""
 
     @property
     def ends(self) -> tuple[Cell | None, Cell | None]:
@@ -217,52 +134,13 @@ class _Maze(Pictured, ABC):
     def drive(self, model: Any, data: Any, action: Array) -> None:
         """Advance one simulator by a control step."""
 
-    @property
-    @abstractmethod
-    def spec(self) -> EnvSpec:
-        """Describe the task."""
-
-    def _describe(self, obs: tuple[str, ...], actions: tuple[str, ...], limit: Array, hz: float) -> EnvSpec:
-        goal_dim = len(_GOAL) if self.goal == "separate" else 0
-        obs = obs if goal_dim else (*obs, *_GOAL)
-        return EnvSpec(
-            name=self.name,
-            family="maze",
-            obs_dim=len(obs),
-            action_dim=len(actions),
-            action_low=tuple((-limit).tolist()),
-            action_high=tuple(limit.tolist()),
-            max_episode_steps=self.max_episode_steps,
-            control_hz=hz,
-            obs_names=obs,
-            action_names=actions,
-            success_rule=f"within {RADIUS_M} m of the goal",
-            goal_dim=goal_dim,
-        )
-
-    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments.
+    def stepper(self, num_envs: int) -> MazeStepper:
+        """Build the simulators of N environments.
 
         Raises:
             MissingExtraError: If gymnasium-robotics is not installed.
         """
-        return self.vector_of(MazeStepper(self, num_envs), obs_steps)
-
-    def figure(self, panels: Mapping[str, tuple[Sequence[Array], Sequence[bool]]]) -> Figure:
-        """Draw one panel of trajectories per title, e.g. before and after; see `envs.maze_figures`."""
-        from envs.maze_figures import maze_figure
-
-        return maze_figure(self.layout, panels, has_goals=self.goal == "appended")
-
-    def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode from above (F, height, width, 3); options as in `replay_frames`."""
-        from envs.rendering import replay_frames
-
-        stepper = MazeStepper(self, 1)
-        stepper.reset(0, seed)
-        stepper.model = copy.copy(stepper.model)
-        stepper.wear(stepper.model, stepper.look(0))
-        return replay_frames(ChunkVector(self.spec, stepper), seed, actions, **options)
+        return MazeStepper(self, num_envs)
 
 
 @dataclass(frozen=True)
@@ -320,7 +198,7 @@ class _PointMaze(_Maze):
             limit, names = self.layout.half_size, ("wanted x [m]", "wanted y [m]")
         else:
             limit, names = np.ones(2), ("x force [100 N]", "y force [100 N]")
-        return self._describe(_POINT_NAMES, names, limit, 100.0 / self.hold)
+        return self.describe(_POINT_NAMES, names, limit, hz=100.0 / self.hold, radius_m=RADIUS_M)
 
     def demonstrate(self, seed: int) -> Episode:
         """Record one demonstration; way, wobble, start and goal all follow from the seed.
@@ -328,11 +206,11 @@ class _PointMaze(_Maze):
         Where the goal is no part of the state, every step has it as the extra key `goal`.
         """
         return demonstrate_maze(
-            MazeStepper(self, 1),
+            self.stepper(1),
             self.layout,
             seed,
             self.demonstrator,
-            control=self.control,
+            FORCES if self.control == "force" else places(self.layout),
             step_s=0.01 * self.hold,
             max_steps=self.max_episode_steps,
             keep_goal=self.goal == "separate",
@@ -395,9 +273,7 @@ class _AntMaze(_Maze):
     @property
     def spec(self) -> EnvSpec:
         """Describe the task."""
-        legs = (_LEGS[3], *_LEGS[:3])  # the order of the motors
-        names = tuple(f"{leg} {joint} torque [150 Nm]" for leg in legs for joint in ("hip", "ankle"))
-        return self._describe(_ANT_NAMES, names, np.ones(8), 20.0)
+        return self.describe(ANT_NAMES, ant_torques(150), np.ones(8), hz=20.0, radius_m=RADIUS_M)
 
 
 @register("env", "antmaze-umaze")

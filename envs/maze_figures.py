@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH_IN = 4.2  # of a panel
+_MARGIN = 1.05  # what a photograph shows, over the maze's size
+_FREE_CAMERA_EXTENTS = 1.5  # MuJoCo's free camera is that many extents of the model away
 
 
 def maze_figure(
@@ -96,13 +98,14 @@ def _draw_walls(ax: Axes, maze: Layout) -> None:
             tuple(corner), maze.cell_m, maze.cell_m, facecolor=PILLAR, edgecolor=PILLAR, zorder=2
         )
         ax.add_patch(wall)
-    half_x, half_y = maze.half_size
-    ax.set(xlim=(-half_x, half_x), ylim=(-half_y, half_y), aspect="equal")
+    (left, bottom), (right, top) = maze.middle - maze.half_size, maze.middle + maze.half_size
+    ax.set(xlim=(left, right), ylim=(bottom, top), aspect="equal")
     ax.set_axis_off()
 
 
-def seen_from_above(model: Any, maze: Layout, goal: np.ndarray) -> None:
-    """Point the free camera of a model for drawing down at the whole maze, and mark the goal (2,)."""
-    model.site("target").pos[:2] = goal
-    model.stat.center, model.stat.extent = np.zeros(3), 1.1 * float(maze.half_size.max())
+def see_from_above(model: Any, maze: Layout) -> None:
+    """Point the free camera of a model for drawing down at the whole maze, in pictures not upright."""
+    model.stat.center = [*maze.middle, 0.0]
     model.vis.global_.azimuth, model.vis.global_.elevation = 90.0, -89.0
+    seen = _FREE_CAMERA_EXTENTS * np.tan(np.deg2rad(model.vis.global_.fovy) / 2)  # half of a picture's height
+    model.stat.extent = _MARGIN * float(maze.half_size.max()) / seen

@@ -71,6 +71,11 @@ class Layout:
         return np.array([len(self.rows[0]), len(self.rows)]) / 2 * self.cell_m
 
     @cached_property
+    def middle(self) -> Array:
+        """Middle of the maze (2,) [m]."""
+        return np.zeros(2)
+
+    @cached_property
     def cells(self) -> tuple[Cell, ...]:
         """Free cells, row by row."""
         return tuple(cell for cell in self._all_cells if not self.is_wall(cell))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
 Array = np.ndarray
 
 KP, KD = 10.0, 1.0  # force of 1 per 10 cm of distance, and per m/s of speed
-BEND_M = 0.08  # standard deviation of the way's corners around the centres of cells, at noise = 1, cut at two
-WOBBLE_M = 0.04  # standard deviation of the carrot's wobble, at noise = 1
+BEND = (
+    0.08  # standard deviation of the way's corners around centres of cells [cells], at noise = 1, cut at two
+)
+WOBBLE = 0.04  # standard deviation of the carrot's wobble [cells], at noise = 1
 WOBBLE_S = 0.3  # its correlation time [s]
 PACE_SPREAD = 0.15  # relative spread of the pace between episodes, at noise = 1
 _NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
@@ -97,13 +100,15 @@ class Way:
 
     Args:
         corners: (n, 2) places [m], at least two.
+        cell_m: Side of a cell of the maze [m].
     """
 
-    def __init__(self, corners: Array) -> None:
+    def __init__(self, corners: Array, cell_m: float = 1.0) -> None:
         self._from, self._side = corners[:-1], np.diff(corners, axis=0)
         self._length = np.maximum(np.linalg.norm(self._side, axis=1), 1e-9)
         self._end = np.cumsum(self._length)
         self._along = 0.0  # how far the point has come
+        self._back, self._forth = 0.5 * cell_m, 1.0 * cell_m  # how far from there it may be next
 
     def ahead(self, position: Array, look: float) -> Array:
         """Return the place (2,) that lies `look` metres ahead of the place next to a position (2,)."""
@@ -112,7 +117,7 @@ class Way:
         distance = np.linalg.norm(self._from + share[:, None] * self._side - position, axis=1)
         along = self._end - (1.0 - share) * self._length
         # Only what lies near what was reached counts, lest the way be left for a later piece next door.
-        reachable = (along >= self._along - 0.5) & (along <= self._along + 1.0)
+        reachable = (along >= self._along - self._back) & (along <= self._along + self._forth)
         nearest = np.where(reachable, distance, np.inf).argmin()
         self._along = max(self._along, float(along[nearest]))
         return self.place(self._along + look)
@@ -132,8 +137,9 @@ class Guide:
         maze: The maze.
         start, goal: (2,) [m].
         options: How to demonstrate.
-        step_s: Time between two decisions [s].
+        lag_s: How far behind the carrot the point is [s].
         rng: Draws way, bends, pace and wobble.
+        step_s: Time between two decisions [s].
     """
 
     def __init__(
@@ -143,17 +149,18 @@ class Guide:
         goal: Array,
         *,
         options: MazeDemonstrator,
+        lag_s: float,
         step_s: float,
         rng: np.random.Generator,
     ) -> None:
-        self._rng, self._noise = rng, options.noise
+        self._rng, self._noise = rng, options.noise * maze.cell_m
         choice = ways(maze, maze.cell(start), maze.cell(goal), detour=options.detour)
         cells = choice[int(rng.integers(len(choice)))][1:-1]
-        bends = BEND_M * options.noise * rng.standard_normal((len(cells), 2)).clip(-2, 2)
+        bends = BEND * self._noise * rng.standard_normal((len(cells), 2)).clip(-2, 2)
         corners = [maze.center(cell) + bend for cell, bend in zip(cells, bends, strict=True)]
-        self._way = Way(np.stack([start, *corners, goal]))
+        self._way = Way(np.stack([start, *corners, goal]), maze.cell_m)
         spread = PACE_SPREAD * options.noise * np.clip(rng.standard_normal(), -2, 2)
-        self._look = look_ahead(options.pace * math.exp(spread), step_s)
+        self._look = look_ahead(options.pace * math.exp(spread), lag_s, step_s)
         self._keep = math.exp(-step_s / WOBBLE_S)
         self._wobble = np.zeros(2)
 
@@ -161,16 +168,52 @@ class Guide:
         """Return where to go (2,) from a position (2,) [m]."""
         fresh = math.sqrt(1 - self._keep**2) * self._rng.standard_normal(2)
         self._wobble = self._keep * self._wobble + fresh
-        return self._way.ahead(position, self._look) + WOBBLE_M * self._noise * self._wobble
+        return self._way.ahead(position, self._look) + WOBBLE * self._noise * self._wobble
 
 
-def look_ahead(pace: float, step_s: float) -> float:
+def look_ahead(pace: float, lag_s: float, step_s: float) -> float:
     """Return how far ahead [m] the carrot must be for a pace [m/s], when it moves every `step_s` [s].
 
-    At a constant speed the spring's force equals the damper's; a carrot that rests for a control step is half
-    a step behind on average.
+    At a constant speed the point is `lag_s` behind (a spring's force equals a damper's after damping over
+    stiffness seconds); a carrot that rests for a control step is half a step behind on average.
     """
-    return pace * (KD / KP + step_s / 2)
+    return pace * (lag_s + step_s / 2)
+
+
+@dataclass(frozen=True)
+class Pull:
+    """How a point is led to a place: by what action, between -limit and limit, and how far behind it stays.
+
+    Args:
+        action: Returns the action (2,) for an observation (Do,) and a place (2,) [m].
+        limit: (2,) largest action.
+        lag_s: Distance over speed at a constant speed [s].
+    """
+
+    action: Callable[[Array, Array], Array]
+    limit: Array
+    lag_s: float = KD / KP
+
+
+FORCES = Pull(lambda obs, place: pd_force(obs[:2], obs[2:4], place), np.ones(2))
+"""For points that are pushed."""
+
+
+def places(maze: Layout) -> Pull:
+    """Return how points are led that a PD controller brings to the place of an action."""
+    return Pull(lambda _, place: place, maze.half_size)
+
+
+def moves(full_m: float, step_s: float, lag_s: float) -> Pull:
+    """Return how points are led that an action moves.
+
+    Args:
+        full_m: How far an action of 1 moves [m].
+        step_s: Length of a control step [s].
+        lag_s: See `Pull`.
+    """
+    gain = step_s / (lag_s * full_m)
+    return Pull(lambda obs, place: gain * (place - obs[:2]), np.ones(2), lag_s)
 
 
 class MazeSimulator(Protocol):
@@ -190,8 +233,8 @@ def demonstrate_maze(
     maze: Layout,
     seed: int,
     options: MazeDemonstrator,
+    pull: Pull,
     *,
-    control: str,
     step_s: float,
     max_steps: int,
     keep_goal: bool = False,
@@ -205,7 +248,7 @@ def demonstrate_maze(
         maze: Its maze.
         seed: Seed of the episode; decides way and wobble as well.
         options: How to demonstrate.
-        control: What an action is, `force` or `waypoint`.
+        pull: What an action does.
         step_s: Length of a control step [s].
         max_steps: Time limit in control steps.
         keep_goal: Whether to record the goal (2,) of every step as well, as `goal`.
@@ -214,12 +257,9 @@ def demonstrate_maze(
 
     rng, record = np.random.default_rng((seed, _NOISE_STREAM)), Recording(stepper, seed)
     start, goal = stepper.start_and_goal(0)
-    guide = Guide(maze, start, goal, options=options, step_s=step_s, rng=rng)
+    guide = Guide(maze, start, goal, options=options, lag_s=pull.lag_s, step_s=step_s, rng=rng)
     told = {"goal": goal} if keep_goal else {}
-    limit = maze.half_size if control == "waypoint" else np.ones(2)
     while not record.ended and len(record) < max_steps:
-        position, velocity = record.now[:2], record.now[2:4]
-        target = guide.target(position)
-        action = target if control == "waypoint" else pd_force(position, velocity, target)
-        record.step(np.clip(action, -limit, limit), states=stepper.physics_state(0), **told)
+        action = pull.action(record.now, guide.target(record.now[:2]))
+        record.step(np.clip(action, -pull.limit, pull.limit), states=stepper.physics_state(0), **told)
     return record.episode(truncated=len(record) >= max_steps, success=record.was_solved)

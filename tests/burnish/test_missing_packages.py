@@ -60,7 +60,7 @@ OPTIONAL = (
 )  # fmt: skip
 EXTRA_OF = {
     "adroit": "adroit", "pointmaze": "mazes", "kitchen": "kitchen",
-    "metaworld": "metaworld", "cube": "ogbench", "scene": "ogbench", "puzzle": "ogbench",
+    "metaworld": "metaworld", "cube": "ogbench", "scene": "ogbench", "puzzle": "ogbench", "og": "ogbench",
     "can": "robosuite", "lift": "robosuite",
     "square": "robosuite", "transport": "robosuite",
 }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from policies.errors import ConfigError, MissingExtraError
 
 CHUNK = 3
 NAMES = list_envs()
+UNIT = re.compile(r"\w.* \[[^\[\]]+\]$")
 
 
 def vector_of(config: EnvConfig, num_envs: int, obs_steps: int = 1) -> VectorEnv:
@@ -51,6 +53,8 @@ def test_the_description_is_complete_and_needs_no_simulator(name: str) -> None:
     assert len(spec.obs_names) == spec.obs_dim and len(spec.action_names) == spec.action_dim
     assert len(spec.action_low) == len(spec.action_high) == spec.action_dim
     assert all(low < high for low, high in zip(spec.action_low, spec.action_high, strict=True))
+    without_unit = [text for text in (*spec.obs_names, *spec.action_names) if not UNIT.search(text)]
+    assert not without_unit, "a name ends with its unit in brackets, e.g. 'hand x [m]'"
     assert spec.max_episode_steps > 0 and spec.control_hz > 0 and spec.family and spec.name
     assert pickle.loads(pickle.dumps(config)) == config
     assert restore_part("env", json.loads(json.dumps(describe_part("env", config)))) == config
@@ -59,19 +63,24 @@ def test_the_description_is_complete_and_needs_no_simulator(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_episode_follows_from_its_seed_and_actions_in_any_vector(name: str) -> None:
     config = env(name)
-    wide, single = vector_of(config, 2, obs_steps=2), vector_of(config, 1, obs_steps=2)
-    chunks = actions(config, 2, 3)
-    first = wide.reset([11, 12])
-    assert first.shape == (2, 2, config.spec.obs_dim) and np.isfinite(first).all()
+    wide, single = vector_of(config, 3, obs_steps=2), vector_of(config, 1, obs_steps=2)
+    chunks, seeds = actions(config, 3, 2), [11, 12, 13]
+    first = wide.reset(seeds)
+    assert first.shape == (3, 2, config.spec.obs_dim) and np.isfinite(first).all()
     assert (first[:, 0] == first[:, 1]).all() and not (first[0] == first[1]).all()
     steps = [wide.step_chunk(chunks[0])]
     while len(steps) < len(chunks) and not steps[-1].done.any():
         steps.append(wide.step_chunk(chunks[len(steps)]))
-    np.testing.assert_array_equal(single.reset([12])[0], first[1])
-    for expected, chunk in zip(steps, chunks, strict=False):
-        got = single.step_chunk(chunk[1:])
-        for field in ("obs", "rewards", "length", "terminated", "truncated", "success", "path"):
-            np.testing.assert_array_equal(getattr(got, field)[0], getattr(expected, field)[1], err_msg=field)
+    for row, seed in enumerate(seeds):
+        np.testing.assert_array_equal(single.reset([seed])[0], first[row])
+        for expected, chunk in zip(steps, chunks, strict=False):
+            got = single.step_chunk(chunk[row : row + 1])
+            for field in ("obs", "rewards", "length", "terminated", "truncated", "success", "path"):
+                np.testing.assert_array_equal(
+                    getattr(got, field)[0], getattr(expected, field)[row], err_msg=field
+                )
+            for key, values in expected.metrics.items():
+                np.testing.assert_array_equal(got.metrics[key][0], values[row], err_msg=key)
     wide.close()
     single.close()
 
@@ -104,6 +113,25 @@ def test_the_time_limit_truncates_and_a_reset_touches_its_rows_only(name: str) -
     assert step.length.tolist() == [CHUNK, 1] and step.truncated.tolist() == [False, True]
     assert fresh.shape == (1, 1, config.spec.obs_dim)
     vector.close()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_episode_that_the_limit_ends_hands_out_its_own_last_observation(name: str) -> None:
+    """The one that the same episode has without the limit; the next episode begins when it is asked to."""
+    limited, free = vector_of(short(name, CHUNK + 1), 1, obs_steps=2), vector_of(env(name), 1, obs_steps=2)
+    chunks = actions(env(name), 1, 2, scale=0.1)
+    for vector in (limited, free):
+        vector.reset([5])
+        vector.step_chunk(chunks[0])
+    last, onwards = limited.step_chunk(chunks[1]), free.step_chunk(chunks[1, :, :1])
+    assert last.truncated[0] and last.length[0] == 1 and not onwards.done[0]
+    np.testing.assert_array_equal(last.obs, onwards.obs)
+    np.testing.assert_array_equal(last.path[0, 0], last.obs[0, -1])
+    resting = limited.step_chunk(chunks[1], np.array([False]))
+    np.testing.assert_array_equal(resting.obs, last.obs)
+    assert not np.array_equal(limited.reset([6])[0, -1], last.obs[0, -1])
+    for vector in (limited, free):
+        vector.close()
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,8 +2,10 @@
 
 `expert` and `medium` are policy directories in `assets/actors`, learned from the reward alone by
 `python -m benchmarks.actors`: the best checkpoint of a run, and the one whose return is nearest to a third of
-that. `random` draws uniform actions. `mixed` lets every episode draw one of the three and an unsteadiness of
-its own, which covers states and returns as the replay buffer of a learner does.
+that. `random` draws uniform actions. `medium-expert` lets the two take turns: episodes of even seeds are the
+medium's, those of odd seeds the expert's, so that consecutive seeds give half of each. `mixed` lets every
+episode draw one of the three and an unsteadiness of its own, which covers states and returns as the replay
+buffer of a learner does.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ Act = Callable[[np.ndarray], np.ndarray]
 """Maps an observation (Do,) to an action (Da,)."""
 
 SINGLE = ("expert", "medium", "random")
-EXPERTS = (*SINGLE, "mixed")
+TURNS = ("medium", "expert")
+"""Who walks the episodes of even and of odd seeds, for `medium-expert`."""
+EXPERTS = (*SINGLE, "medium-expert", "mixed")
 MIXED_NOISE = 0.3  # largest unsteadiness that `mixed` draws, beside the one that is asked for
 _NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
 
@@ -40,7 +44,7 @@ _NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
 class LocomotionDemonstrator:
     """Options of the demonstrator."""
 
-    expert: str = "expert"  # expert | medium | random | mixed
+    expert: str = "expert"  # expert | medium | random | medium-expert | mixed
     noise: float = 0.0  # standard deviation of Gaussian noise on every action entry [share of full scale]
 
     def __post_init__(self) -> None:
@@ -83,7 +87,7 @@ def demonstrate_locomotion(
     """
     rng = np.random.default_rng((seed, _NOISE_STREAM))
     low, high = (np.asarray(side, np.float32) for side in (spec.action_low, spec.action_high))
-    act, noise = _walker(spec.name, options, rng, high)
+    act, noise = _walker(spec.name, seed, options, rng, high)
     record = Recording(stepper, seed)
     while not record.ended and len(record) < spec.max_episode_steps:
         wanted = act(record.now) + noise * high * rng.standard_normal(len(high))
@@ -92,11 +96,13 @@ def demonstrate_locomotion(
 
 
 def _walker(
-    task: str, options: LocomotionDemonstrator, rng: np.random.Generator, high: np.ndarray
+    task: str, seed: int, options: LocomotionDemonstrator, rng: np.random.Generator, high: np.ndarray
 ) -> tuple[Act, float]:
     """Return who walks, and how unsteadily."""
     tier, noise = options.expert, options.noise
-    if tier == "mixed":
+    if tier == "medium-expert":
+        tier = TURNS[seed % len(TURNS)]
+    elif tier == "mixed":
         tier = SINGLE[int(rng.integers(len(SINGLE)))]
         noise += MIXED_NOISE * float(rng.random())
     if tier == "random":

@@ -13,7 +13,7 @@ from burnish.commands.collect import record
 from burnish.config import compose_config
 from envs.collect import collect
 from envs.datasets import read_dataset
-from envs.experts.locomotion import actor
+from envs.experts.locomotion import EXPERTS, actor
 from envs.make import env
 from policies.errors import ConfigError
 
@@ -68,6 +68,21 @@ def test_mixed_episodes_are_walked_by_several() -> None:
     assert returns.min() < 50 < 200 < returns.max()
 
 
+@pytest.mark.parametrize(("first", "count"), [(0, 4), (7, 4), (10**6, 5), (10**6 + 1, 1)])
+def test_medium_and_expert_take_turns(first: int, count: int) -> None:
+    """Every episode is that of one of the two and its seed, and half of them are each's."""
+    tiers = ("medium", "expert")
+    both = collect(walking("hopper", "medium-expert", max_episode_steps=5), episodes=count, first_seed=first)
+    walked = {tier: walking("hopper", tier, max_episode_steps=5) for tier in tiers}
+    found = []
+    for number, seed in enumerate(range(first, first + count)):
+        actions = {tier: walked[tier].demonstrate(seed).actions for tier in tiers}
+        same = [tier for tier in tiers if np.array_equal(actions[tier], both.select([number]).actions)]
+        found += same
+    assert found == [tiers[seed % 2] for seed in range(first, first + count)]
+    assert abs(found.count("medium") - found.count("expert")) == count % 2
+
+
 def test_a_dataset_is_recorded_with_its_returns(tmp_path: Path) -> None:
     asked = ["env=halfcheetah", "expert=medium", "noise=0.1", "episodes=2", "env.max_episode_steps=20"]
     files = [tmp_path / name for name in ("a.hdf5", "b.hdf5")]
@@ -94,9 +109,9 @@ def test_actors_carry_their_origin_and_are_small() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"must be one of expert, medium, random, mixed; got 'best'"):
+    with pytest.raises(ConfigError, match=f"must be one of {', '.join(EXPERTS)}; got 'best'"):
         compose_config("collect", ["env=hopper", "env.demonstrator.expert=best"])
-    with pytest.raises(ConfigError, match=r"must be one of expert, medium, random, mixed; got 'best'"):
+    with pytest.raises(ConfigError, match=f"must be one of {', '.join(EXPERTS)}; got 'best'"):
         collect(env("hopper"), episodes=1, expert="best")
     with pytest.raises(ConfigError, match=r"expert of avoid is the only one of its task; got expert=medium"):
         collect(env("avoid"), episodes=1, expert="medium")

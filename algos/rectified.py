@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from algos.base import Setup
 from algos.noisy_chain import PathTerm
@@ -20,6 +20,7 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
 from policies.processes.flow import RectifiedFlow
+from policies.samplers import Euler
 
 
 @dataclass
@@ -63,7 +64,8 @@ class RectifiedConfig(OnPolicyConfig):
         init = self.fresh(setup, self.name) if is_fresh else check_setup(setup, self.name)
         flow = require_rectified(init, self.name, self.needs)
         steps = self.denoising_steps
-        evaluate = flow.sampler if steps is None else replace(flow.sampler, steps=steps)
+        own = on_even_times(flow.sampler)
+        evaluate = own if steps is None else replace(own, steps=steps)
         explore = replace(evaluate, clip_action=None)  # a bound would make actions that no record knows
         policy = flow.with_sampler(explore).clone().to(setup.device).requires_grad_(False)
         policy.field.requires_grad_(True)
@@ -78,6 +80,14 @@ class RectifiedConfig(OnPolicyConfig):
             shipped=lambda: policy.with_sampler(evaluate).clone(),
             moments=RunningMoments(policy.obs_dim) if adapts else None,
         )
+
+
+def on_even_times(sampler: Any) -> Any:
+    """Return a sampler that asks the network where its steps begin, not at the times of released weights.
+
+    Ratios are made at the starts of steps, so every algorithm that tunes a flow explores and ships there.
+    """
+    return replace(sampler, released_times=False) if isinstance(sampler, Euler) else sampler
 
 
 def require_rectified(policy: Policy, algo: str, needs: str) -> DenoisingPolicy:

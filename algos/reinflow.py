@@ -35,6 +35,7 @@ from algos.freezing import tunable_copy
 from algos.noisy_chain import REDUCTIONS, NoisyChain, PathTerm
 from algos.onpolicy import OnPolicy, check_setup
 from algos.ppo import PpoConfig
+from algos.rectified import on_even_times
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy
@@ -111,7 +112,7 @@ class ReinFlowConfig(PpoConfig):
     def samplers(self, init: DenoisingPolicy) -> tuple[Euler, Euler]:
         """Return (exploration, evaluation) samplers: the same steps, bounded as the initial policy's are."""
         own = init.sampler if isinstance(init.sampler, Euler) else Euler(clip_action=init.sampler.clip_action)
-        quiet = replace(own, min_std=0.0, final_std=None, released_times=False)
+        quiet = replace(on_even_times(own), min_std=0.0, final_std=None)
         explore = replace(quiet, steps=self.denoising_steps, clip_state=self.clip_state)
         return explore, replace(explore)
 

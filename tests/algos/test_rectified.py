@@ -1,0 +1,32 @@
+"""What all algorithms on rectified flows share: the times that they learn, explore and ship at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from point_flows import FPO, POLICYFLOW, RATES, REINFLOW, SIZES, make_flow, make_run
+
+from algos.fpo import AwmConfig
+from algos.rectified import on_even_times
+from policies.path_samplers import Euler, Heun
+
+AWM = AwmConfig(**SIZES, **RATES)
+
+
+@pytest.mark.parametrize("config", [REINFLOW, FPO, AWM, POLICYFLOW], ids=lambda config: type(config).__name__)
+def test_fine_tuning_leaves_the_times_that_released_flows_were_sampled_at(config: Any) -> None:
+    init = make_flow().with_sampler(Euler(steps=4, released_times=True))
+    even = make_flow().with_sampler(Euler(steps=4)).table.net_time
+    assert not torch.equal(init.table.net_time, even)
+    run = make_run(config, init)
+    shipped: Any = run.snapshot()
+    assert torch.equal(run.policy.table.net_time, even)  # type: ignore[attr-defined]
+    assert torch.equal(shipped.table.net_time, even) and not shipped.sampler.released_times
+    assert init.sampler == Euler(steps=4, released_times=True)
+    run.close()
+
+
+def test_samplers_without_such_times_stay_as_they_are() -> None:
+    assert on_even_times(Heun(steps=3)) == Heun(steps=3)

@@ -77,7 +77,7 @@ class TrainConfig:
     policy: Any = field(default_factory=PolicyShape)  # horizons and normalisation of a new policy
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(episodes=50))
-    num_workers: int = Setup.num_workers  # rollout processes, each with noise of its own; 0: this one, as if 1
+    num_workers: int = Setup.num_workers  # rollout processes, each with its own noise; 0: this one, as if 1
     engine: str = Setup.engine  # exact | envpool, which only collects: see Environments; evaluation is exact
     num_threads: int | None = Setup.num_threads  # null: 1 in cloning (of torch), 2 in fine-tuning (gradients)
     device: str = "cpu"  # cpu, cuda or cuda:<n>: where gradients are computed; rollouts stay on the CPU

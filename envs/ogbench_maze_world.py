@@ -74,9 +74,11 @@ class OgbenchMazeStepper(MazeRows):
         obs, success = [], np.empty(len(rows), bool)
         for i, row in enumerate(rows.tolist()):
             env = self._bind(row)
-            there = env.compute_success()
+            if self._single:
+                success[i] = env.compute_success()
             obs.append(self._told(row, self._agent.step(actions[i])[0]))
-            success[i] = there if self._single else env.compute_success()
+            if not self._single:
+                success[i] = env.compute_success()
             self._teleport(row)
         reward = success - 1.0 if self._single else success.astype(np.float64)
         return StepResult(np.stack(obs), reward, success.copy(), np.zeros_like(success), success)

@@ -39,11 +39,11 @@ def official(name: str, task: int = 0) -> Any:
         return gymnasium.make(made, disable_env_checker=True)
 
 
-def begin(peer: Any, seed: int) -> np.ndarray:
+def begin(peer: Any, seed: int, **options: int) -> np.ndarray:
     """Reset OGBench's environment, whose own draws come from the global generator."""
     before = np.random.get_state()
     np.random.seed(seed)
-    first: np.ndarray = peer.reset(seed=seed)[0]
+    first: np.ndarray = peer.reset(seed=seed, options=options)[0]
     peer.draws = np.random.get_state()
     np.random.set_state(before)
     return first
@@ -111,12 +111,7 @@ def test_a_demonstration_succeeds_in_ogbench_at_the_same_step(name: str, goal: s
     vector = task.make_vector(1)
     vector.reset([7])
     step, peer = vector.step_chunk(episode.actions[None]), official(name, 2 if goal == "fixed" else 0)
-    if goal == "fixed":
-        begin(peer, 7)
-    else:  # its task is chosen by an option, and not drawn
-        np.random.seed(7)
-        peer.reset(seed=7, options={"task_id": 2})
-        peer.draws = np.random.get_state()
+    begin(peer, 7, task_id=2)
     np.testing.assert_array_equal(episode.observations[1:], step.path[0])
     assert require_the_same(step, 0, peer, episode.actions) == (True, True)
     assert episode.success and episode.terminated and not episode.truncated
@@ -165,9 +160,7 @@ def test_teleports_equal_ogbench_and_are_saved(name: str, task: int) -> None:
     np.testing.assert_array_equal(again.path, step.path)
     assert (np.abs(np.diff(step.path[:, :, :2], axis=1)).max(axis=(1, 2)) > 4).all(), "nobody was teleported"
     for row, seed in enumerate(seeds):
-        np.random.seed(seed)
-        peer.reset(seed=seed, options={"task_id": 5})
-        peer.draws = np.random.get_state()
+        begin(peer, seed, task_id=5)
         agent = peer.unwrapped
         agent.data.qpos[:2], agent.data.qvel[1] = hole + np.array([0.0, 1.7]), -5.0
         assert require_the_same(step, row, peer, actions[row])[0] == bool(step.done[row])

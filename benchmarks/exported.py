@@ -12,6 +12,7 @@ to the simulator, whose loop keeps the task's control rate in real time. The pag
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,25 @@ while len(data := sys.stdin.buffer.read(4 * int(np.prod(shape)))):
     sys.stdout.buffer.flush()
 """
 """A policy's process: histories come in, plans go out, both as float32."""
+
+INTERPRETER = """
+import importlib.metadata, importlib.util, json, platform
+names = ("numpy", "onnxruntime")
+print(json.dumps({
+    "python": f"{platform.python_implementation()} {platform.python_version()}",
+    "packages": {name: importlib.metadata.version(name) for name in names},
+    "has_torch": importlib.util.find_spec("torch") is not None,
+}))
+"""
+"""What the environment of a policy's process holds, before anything is barred there."""
+
+
+def interpreter_facts(python: str) -> dict[str, Any]:
+    """Return which interpreter runs a policy, and whether PyTorch could be imported there."""
+    command = [python, "-I", "-c", INTERPRETER]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    facts: dict[str, Any] = json.loads(told)
+    return facts
 
 
 class Elsewhere:
@@ -133,7 +153,8 @@ def act(env: EnvConfig, folder: Path, episodes: int, python: str) -> dict[str, A
     limits = Limits(np.array(spec.action_low), np.array(spec.action_high))
     chunk = decide.exported.chunk
     interval = max(1, min(chunk.act_steps, chunk.horizon - chunk.action_start - 1))
-    totals: dict[str, Any] = {"success": [], "steps": 0, "late": 0, "starved": 0, "decision_s": []}
+    counted = {"steps": 0, "late": 0, "starved": 0, "not_finite": 0}
+    totals: dict[str, Any] = {"success": [], **counted, "decision_s": []}
     decide(np.zeros((chunk.obs_steps, spec.obs_dim)))  # the first answer includes loading the graph
     for episode in range(episodes):
         robot = Robot(env, chunk.obs_steps, episode)
@@ -144,7 +165,7 @@ def act(env: EnvConfig, folder: Path, episodes: int, python: str) -> dict[str, A
             totals[name] = totals[name] + value
         robot.close()
     decide.close()
-    return totals
+    return totals | {"interpreter": interpreter_facts(python)}
 
 
 def measure(found: Located, options: argparse.Namespace, *, title: str = "", live: int = 0) -> dict[str, Any]:
@@ -276,6 +297,18 @@ def _live(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield from pages.table((*columns, "decision, median", "99 %"), rows)
     yield ""
     yield "A decision includes the pipe and the wait for the next tick."
+    yield from _interpreters(found)
+
+
+def _interpreters(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield in which environment the policies ran, where that was written down."""
+    for one in found:
+        if (facts := one["act"].get("interpreter")) is None:
+            continue
+        packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
+        torch_is = "installed there, but barred" if facts["has_torch"] else "not installed there"
+        yield ""
+        yield f"{one['task']}, {one['what']}: {facts['python']} with {packages}; PyTorch is {torch_is}."
 
 
 def main() -> int:

@@ -34,11 +34,15 @@ from policies.client import Client
 from policies.folder import save_policy
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
+from policies.server import ServerSettings
 from policies.wire import VERSION, pack, to_wire, unpack
 
 OBS_DIM, ACTION_DIM, STEPS = 11, 3, 20
 ROBOTS = (1, 4, 16)
 RATE = 1000.0
+PER_CLIENT = 64
+"""`max_per_client` while robots work undisturbed: the queue as a whole is the limit then."""
+UNDISTURBED = f"`max_per_client={PER_CLIENT}` and `max_queue={ServerSettings().max_queue}`"
 
 
 def make_policy(directory: Path) -> Path:
@@ -294,7 +298,7 @@ def measure(seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         directory = make_policy(Path(folder) / "policy")
         out: dict[str, Any] = {"load_average": os.getloadavg()}
-        with served(directory, max_per_client=64) as (_, endpoint):
+        with served(directory, max_per_client=PER_CLIENT) as (_, endpoint):
             out["closed"] = [closed_loop(endpoint, count, seconds) for count in ROBOTS]
             _say("closed loop", out["closed"])
             out["open"] = open_loop(endpoint, 16, seconds, RATE)
@@ -351,16 +355,18 @@ def _closed(rows: list[dict[str, float]]) -> str:
     return f"""## Robots that ask again as soon as they are answered
 
 {table}
-A decision is a chunk of 4 actions.
+A decision is a chunk of 4 actions; {UNDISTURBED}.
 """
 
 
 def _open(found: dict[str, Any]) -> str:
     outcomes = ", ".join(f"{count} {name}" for name, count in found["outcomes"].items())
+    lost = found["sent"] - sum(found["outcomes"].values())
     return f"""## {RATE:.0f} requests per second
 
 {found["robots"]} robots sent {found["sent"]} requests at {found["sent_per_s"]:.0f} per second without waiting
-for answers: {outcomes}. Answered ones took {found["p50_ms"]:.1f} ms (p50) and {found["p99_ms"]:.1f} ms (p99).
+for answers, with {UNDISTURBED}: {outcomes}, {lost} without an answer. Those
+with actions took {found["p50_ms"]:.1f} ms (p50) and {found["p99_ms"]:.1f} ms (p99).
 """
 
 
@@ -374,7 +380,8 @@ def _attack(found: dict[str, Any]) -> str:
 For {found["seconds"]:.0f} s one client sent {found["bad_messages"]} bad messages of {len(found["kinds"])}
 kinds ({", ".join(found["kinds"])}), another asked and never read an answer, and four robots went on working:
 {found["honest_per_s"]:.0f} decisions per second, p50 {found["p50_ms"]:.1f} ms, p99 {found["p99_ms"]:.1f} ms.
-The server {"lived" if found["alive"] else "died"}.
+The server {"lived" if found["alive"] else "died"}. With `max_per_client={ServerSettings().max_per_client}`,
+the default, {found["slow"]} answers were dropped because they were not fetched in time.
 
 {rejected}
 {memory}"""

@@ -116,13 +116,23 @@ def refuse_foreign_loops(policy: Policy) -> None:
     """Refuse a sampler that decides in Python at every step.
 
     Raises:
-        ExportError: If the policy has one.
+        ExportError: If the policy has one, or one that it is wrapped around.
     """
-    if getattr(getattr(policy, "table", None), "loop", None) is not None:
+    layers = list(_layers(policy))
+    if any(getattr(getattr(one, "table", None), "loop", None) is not None for one in layers):
+        inside = "" if len(layers) == 1 else f", inside {type(policy).__name__},"
         raise ExportError(
-            "a policy with sampler=diffusers cannot be exported: it runs another program's loop, which "
-            "decides in Python at every step. Export policy.with_sampler(...) with a sampler of this package."
+            f"a policy with sampler=diffusers{inside} cannot be exported: it runs another program's loop, "
+            "which decides in Python at every step. Export policy.with_sampler(...) with a sampler of this "
+            "package."
         )
+
+
+def _layers(policy: Any) -> Iterator[Any]:
+    """Yield a policy and those that it is wrapped around, outermost first."""
+    while policy is not None:
+        yield policy
+        policy = getattr(policy, "base", None)
 
 
 def write_checked_graph(

@@ -9,16 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._inductor.config
 from small_policies import GOAL_DIM, OBS_DIM, small_policy
 
 from policies import export_torch
 from policies.compose import compose
+from policies.correction import Perturbation
 from policies.descent import Descent
+from policies.deterministic import DeterministicProcess
 from policies.errors import CheckpointError, ExportError
-from policies.export import export_policy
+from policies.export import FORMATS, export_policy
 from policies.export_folder import CARD, PACKAGE, PROGRAM, REPORT, RUNNER
 from policies.exported import ExportedPolicy
 from policies.gaussian import GaussianProcess
+from policies.mixture import MixtureProcess
 from policies.path_samplers import DPMpp2M
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
@@ -29,6 +33,8 @@ from policies.processes.flow import RectifiedFlow
 from policies.processes.regression import Mip
 from policies.processes.shortcut import Shortcut
 from policies.samplers import DDIM, DDPM, Euler
+from policies.selection import BestOfN, Selection
+from policies.squashed import TanhGaussianProcess
 
 TOLERANCE = 1e-5
 
@@ -89,12 +95,19 @@ def test_exported_walks_end_where_the_slope_says(tmp_path: Path) -> None:
     ("make", "reason"),
     [
         (lambda: small_policy(GaussianProcess()), "GaussianPolicy has no denoising steps"),
+        (lambda: small_policy(DeterministicProcess()), "DeterministicPolicy has no denoising steps"),
+        (lambda: small_policy(TanhGaussianProcess()), "TanhGaussianPolicy has no denoising steps"),
+        (lambda: small_policy(MixtureProcess()), "MixturePolicy has no denoising steps"),
+        (
+            lambda: Perturbation().wrap(small_policy(DeterministicProcess())),
+            "PerturbedPolicy has no denoising steps",
+        ),
         (
             lambda: compose([small_policy(RectifiedFlow()), small_policy(RectifiedFlow())], [0.5, 0.5]),
             "its members are asked at times of their own",
         ),
     ],
-    ids=["gaussian", "composed"],
+    ids=["gaussian", "deterministic", "tanh-gaussian", "mixture", "wrapped", "composed"],
 )
 def test_what_has_no_steps_of_its_own_says_why(make: Any, reason: str, tmp_path: Path) -> None:
     with pytest.raises(
@@ -122,17 +135,32 @@ def test_what_is_no_policy_says_why_it_cannot_be_exported(tmp_path: Path) -> Non
         export_policy(object(), tmp_path / "out")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_choice_among_plans_is_made_in_python_and_says_so(format: str, tmp_path: Path) -> None:
+    best = BestOfN(small_policy(RectifiedFlow()), lambda cond, plans: plans.sum((-1, -2)), Selection())
+    with pytest.raises(ExportError, match=r"BestOfN cannot be exported: .*Export the policy itself"):
+        export_policy(best, tmp_path / "out", format=format)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_composition_is_one_policy_in_every_format(format: str, tmp_path: Path) -> None:
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    members = [small_policy(RectifiedFlow(), Euler(steps=2)), small_policy(VPDiffusion(num_levels=3))]
+    both = compose(members, [0.6, 0.4])
+    report = export_policy(both, tmp_path, format=format, compiled=False, latency_batches=())
+    assert [row["batch"] for row in report.parity] == [1, 2, 7] and report.worst <= TOLERANCE
+
+
 # -- torch.export ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["flow", "ddpm", "energy"])
-def test_a_program_gives_the_actions_of_the_policy_at_any_batch(name: str, tmp_path: Path) -> None:
-    policy = {
-        "flow": lambda: small_policy(RectifiedFlow(), Euler(steps=2), obs_steps=2, goal_dim=GOAL_DIM),
-        "ddpm": lambda: small_policy(VPDiffusion(num_levels=3), DDPM()),
-        "energy": STEPWISE["energy"],
-    }[name]()
+def test_a_program_takes_histories_and_goals_and_says_what_it_is(tmp_path: Path) -> None:
+    """That programs of every process give the policy's actions is a contract."""
+    policy = small_policy(RectifiedFlow(), Euler(steps=2), obs_steps=2, goal_dim=GOAL_DIM)
     report = export_policy(policy, tmp_path, format="torch", compiled=False, latency_batches=(1,))
     assert (
         report.worst <= TOLERANCE
@@ -155,10 +183,9 @@ def test_a_program_gives_the_actions_of_the_policy_at_any_batch(name: str, tmp_p
         policy.sample_noise(5, generator=torch.Generator().manual_seed(0)),
     )
     obs = {
-        "state": torch.randn(5, policy.chunk.obs_steps, OBS_DIM, generator=torch.Generator().manual_seed(1))
+        "state": torch.randn(5, policy.chunk.obs_steps, OBS_DIM, generator=torch.Generator().manual_seed(1)),
+        "goal": torch.zeros(5, GOAL_DIM),
     }
-    if policy.goal_dim:
-        obs["goal"] = torch.zeros(5, GOAL_DIM)
     torch.testing.assert_close(
         exported.act(obs, noise=noise), policy.act(obs, noise=noise), atol=1e-5, rtol=0
     )
@@ -174,6 +201,22 @@ def test_without_a_compiler_the_report_says_what_is_missing_and_nothing_is_left_
     assert "No C++ compiler (g++, clang++, c++) was found" in report.notes[0]
     assert json.loads((tmp_path / REPORT).read_text())["notes"] == report.notes
     assert not (tmp_path / "policy.onnx").exists() and (tmp_path / PROGRAM).exists()
+
+
+@pytest.mark.slow
+def test_a_compiled_program_gives_the_actions_of_the_policy(tmp_path: Path) -> None:
+    if (reason := export_torch.missing_compiler()) is not None:
+        pytest.skip(reason)
+    policy = small_policy(RectifiedFlow(), Euler(steps=1))
+    quick = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # of the C++ compiler
+    with torch._inductor.config.patch(quick):
+        report = export_policy(policy, tmp_path, format="torch", latency_batches=(1,))
+    assert [row["batch"] for row in report.parity] == [1, 2, 7] and report.worst <= TOLERANCE
+    assert report.notes == [] and set(report.latency[0]) == {"batch", "eager_ms", "pt2_ms", "aot_ms"}
+    sample = {k: torch.from_numpy(v) for k, v in np.load(tmp_path / "sample.npz").items()}
+    expected = sample.pop("action")
+    compiled = torch._inductor.aoti_load_package(str(tmp_path / PACKAGE))
+    torch.testing.assert_close(compiled(sample)[0], expected, atol=TOLERANCE, rtol=0)
 
 
 def test_a_folder_that_was_not_exported_is_refused(tmp_path: Path) -> None:

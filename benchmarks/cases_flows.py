@@ -17,7 +17,16 @@ from algos.exploration import NoiseConfig
 from algos.onpolicy import OnPolicy
 from algos.reinflow import ReinFlowConfig
 from benchmarks import peers
-from benchmarks.sides import CHUNK, OBS, copy_trunk, plain_nets, require_close, unit_statistics
+from benchmarks.sides import (
+    CHUNK,
+    ENVS,
+    OBS,
+    copy_trunk,
+    dppo_run,
+    plain_nets,
+    require_close,
+    unit_statistics,
+)
 from benchmarks.timing import Figure, interleave
 from envs.make import env as make_env
 from policies.denoising import DenoisingPolicy
@@ -26,6 +35,7 @@ from policies.processes.flow import RectifiedFlow
 from policies.samplers import Euler
 
 STEPS, HIDDEN = 4, 64
+ITERATION = 125  # chunk steps of every environment
 TIME_SCALE = 1.0
 
 
@@ -168,6 +178,7 @@ def reinflow(options: argparse.Namespace) -> Iterator[Figure]:
         yield _scoring(run, peer, rows, floor, options)
         yield _updating(run, peer, rows, 1.5, options)
         run.close()
+    yield _iterating(options)
 
 
 def _exploring(run: OnPolicy, peer: ReinFlowStyle, options: argparse.Namespace) -> Figure:
@@ -192,6 +203,24 @@ def _exploring(run: OnPolicy, peer: ReinFlowStyle, options: argparse.Namespace) 
     )
     return Figure(
         "ReinFlow explores, batch 40", "ratio.act", "usual style", times["ours"], times["peer"], 1.5
+    )
+
+
+def _iterating(options: argparse.Namespace) -> Figure:
+    """Time whole iterations on Hopper, of ReinFlow and of our DPPO, which take the same control steps."""
+    config = ReinFlowConfig(
+        num_envs=ENVS, steps_per_iteration=ITERATION, denoising_steps=STEPS, batch_size=1250, update_epochs=5
+    )
+    init = flow_policy(plain_nets()[1])
+    setup = Setup(env=make_env("hopper"), init=init, num_workers=2, num_threads=options.threads)
+    ours, dppo = config.build(setup), dppo_run(2, options.threads, ITERATION)
+    times = interleave({"ours": ours.advance, "dppo": dppo.advance}, rounds=3, slot_s=0.1)
+    ours.close(), dppo.close()
+    steps = ENVS * ITERATION * CHUNK[0]
+    for name, seconds in times.items():
+        print(f"{name}: {steps / seconds:,.0f} control steps per second, collecting and updating")
+    return Figure(
+        "whole ReinFlow iteration", "2 processes", "our DPPO iteration", times["ours"], times["dppo"], 2.0
     )
 
 

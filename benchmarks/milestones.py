@@ -56,7 +56,8 @@ def milestones(name: str, quantity: str, found: Mapping[str, Sequence[Mapping[st
     heads = [f"{what} to {level}" for level in shown for what in ("steps", "minutes")]
     yield (
         f"Until the training {quantity}, with exploration noise and over {WINDOW} iterations, first "
-        "reaches a level; one number per seed, – where it never does, no minutes where none were recorded. "
+        "reaches a level; one number per seed, – where it never does; minutes after ≈ are the share of the "
+        "steps in the whole time, where none were recorded on the way. "
         f"Steps per second: executed control steps over collecting and updating. At {common:,} steps: the "
         f"same smoothed {quantity}, after as many steps as every run took."
     )
@@ -70,10 +71,18 @@ def milestones(name: str, quantity: str, found: Mapping[str, Sequence[Mapping[st
         for level in levels:
             marks = [reached(run["curve"], quantity, level) for run in runs]
             cells += [_joined("–" if mark is None else f"{mark[0]:,}" for mark in marks)]
-            walls = [None if mark is None else mark[1] for mark in marks]
-            known = any(wall is not None for wall in walls)
-            cells += [_joined("–" if wall is None else f"{wall / 60:.1f}" for wall in walls) if known else ""]
+            cells.append(_joined(_minutes(run, mark) for run, mark in zip(runs, marks, strict=True)))
         yield f"| {algo} | {' | '.join(cells)} |"
+
+
+def _minutes(run: Mapping[str, Any], mark: tuple[int, float | None] | None) -> str:
+    """Return the minutes to a milestone; iterations take equally long, where nobody took the time."""
+    if mark is None:
+        return "–"
+    step, seconds = mark
+    if seconds is not None:
+        return f"{seconds / 60:.1f}"
+    return f"≈{run['wall']['tune_s'] * step / run['curve'][-1]['step'] / 60:.1f}"
 
 
 def _shown(value: float, quantity: str) -> str:

@@ -20,14 +20,14 @@ def test_a_level_is_reached_where_the_mean_of_five_points_first_is() -> None:
     assert reached(rising[:4], "success", 0.0) is None  # too short to be smoothed
 
 
-def test_the_table_leaves_out_minutes_that_nobody_recorded() -> None:
+def test_minutes_that_nobody_recorded_are_shares_of_the_whole_time() -> None:
     def run(values: list[float], timed: bool) -> dict[str, Any]:
-        return {"curve": curve(values, timed=timed), "wall": {"tune_s": 5.0}}
+        return {"curve": curve(values, timed=timed), "wall": {"tune_s": 90.0}}
 
     found = {"timed": [run([1.0] * 5, True), run([0.0] * 5, True)], "untimed": [run([1.0] * 5, False)]}
     *_, timed, untimed = milestones("cube-single", "success", found)
-    assert timed == "| timed | 10 / 10 | 100 % / 0 % | 50 / – | 5.0 / – | 50 / – | 5.0 / – |"
-    assert untimed == "| untimed | 10 | 100 % | 50 |  | 50 |  |"
+    assert timed == "| timed | 1 / 1 | 100 % / 0 % | 50 / – | 5.0 / – | 50 / – | 5.0 / – |"
+    assert untimed == "| untimed | 1 | 100 % | 50 | ≈1.5 | 50 | ≈1.5 |"
     longer = {"a": [run([0.0] * 5 + [1.0] * 5, True)], "b": [run([0.5] * 6, True)]}
     _, _, head, _, first, second = milestones("cube-single", "success", longer)
     assert "at 60 steps" in head and "| 20 % |" in first and "| 50 % |" in second

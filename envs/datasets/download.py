@@ -2,7 +2,8 @@
 
 While a file `x` is fetched, `x.part` holds what has come and `x.part.json` what the server called it (size
 and entity tag). A later call asks for the rest, on condition that the server still has the same file; else
-it starts again. Nothing appears under the final name before size and, where known, SHA-256 are right.
+it starts again. Nothing appears under the final name before size and, where known, SHA-256 are right, and
+before what is called HDF5 or npz can be opened as such: the servers of D4RL and OGBench tell no checksums.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from envs.datasets.hdf5 import read_hdf5
+from envs.datasets.npz import peek_npz
 from policies.errors import DatasetError
 
 Progress = Callable[[int, int | None], None]
@@ -58,8 +61,8 @@ def fetch(
         progress: See `Progress`.
 
     Raises:
-        DatasetError: If the server cannot be reached or refuses, the connection breaks off too often, or the
-            checksum is wrong; says what to do.
+        DatasetError: If the server cannot be reached or refuses, the connection breaks off too often, the
+            checksum is wrong, or what came is no file of its kind; says what to do.
     """
     target = Path(target)
     if target.is_file():
@@ -82,6 +85,7 @@ def fetch(
             if attempt == attempts:
                 raise _unreachable(url, target, part, error) from error
     _check_sum(part, sha256 or (tag if _SHA256.fullmatch(tag) else None), target, url)
+    _check_kind(part, target, url)
     with open(part, "rb+") as file:
         os.fsync(file.fileno())
     os.replace(part, target)
@@ -116,7 +120,7 @@ def _continue(url: str, part: Path, progress: Progress | None) -> str:
     except urllib.error.HTTPError as error:
         if error.code == 416 and have == known.get("size"):  # nothing is missing
             return str(known["tag"])
-        if error.code != 416:
+        if error.code != 416 or not have:
             raise
         part.unlink()
         return _continue(url, part, progress)
@@ -175,9 +179,31 @@ def _check_sum(path: Path, expected: str | None, target: Path, url: str) -> None
     got = file_sum(path)
     if got != expected.lower():
         if path != target:
-            path.unlink()
-            _note(path).unlink(missing_ok=True)
+            _throw_away(path)
         raise DatasetError(
             f"{target}: expected the SHA-256 {expected} of {url}; got {got}. "
             f"{'Remove the file and download' if path == target else 'Download'} it again."
         )
+
+
+def _check_kind(part: Path, target: Path, url: str) -> None:
+    """Refuse, and throw away, what is called HDF5 or npz and cannot be opened as such."""
+    try:
+        if target.suffix in (".hdf5", ".h5"):
+            with read_hdf5(part):
+                return
+        if target.suffix == ".npz" and peek_npz(part) is None:
+            raise DatasetError(f"{part}: expected a zip archive.")
+    except DatasetError as error:
+        size = part.stat().st_size
+        _throw_away(part)
+        raise DatasetError(
+            f"{target}: expected that {url} is a readable {target.suffix.removeprefix('.')} file; got {size} "
+            f"bytes that are none. The server sent a part of it or something else: check the address, and "
+            f"download it again."
+        ) from error
+
+
+def _throw_away(part: Path) -> None:
+    part.unlink()
+    _note(part).unlink(missing_ok=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import http.server
+import io
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
@@ -187,6 +189,9 @@ def test_a_refusal_names_the_status_and_is_not_tried_again(tmp_path: Path, serve
     with pytest.raises(DatasetError, match=r"the server answered 404 \(Not Found\)"):
         fetch(f"{server.address}/none.bin", tmp_path / "none.bin")
     assert server.requests == 1
+    server.files["/empty.bin"] = b""  # of which our server has no byte to send
+    with pytest.raises(DatasetError, match=r"the server answered 416 \(Requested Range Not Satisfiable\)"):
+        fetch(f"{server.address}/empty.bin", tmp_path / "empty.bin")
     with pytest.raises(DatasetError, match="url must begin with http"):
         fetch("file:///etc/hostname", tmp_path / "x")
 
@@ -218,12 +223,38 @@ def test_d4rl_addresses_are_those_of_d4rl(monkeypatch: pytest.MonkeyPatch, tmp_p
 # -- the command ----------------------------------------------------------------------------------------
 
 
-def npz() -> bytes:
-    import io
-
+def npz(value: float = 1.0) -> bytes:
     buffer, ends = io.BytesIO(), np.arange(6) % 3 == 2
-    np.savez(buffer, observations=np.ones((6, 2)), actions=np.ones((6, 1)), terminals=ends)
+    np.savez(buffer, observations=np.full((6, 2), value), actions=np.ones((6, 1)), terminals=ends)
     return buffer.getvalue()
+
+
+def hdf5() -> bytes:
+    buffer = io.BytesIO()
+    with h5py.File(buffer, "w") as file:
+        file["observations"] = np.ones((600, 2))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("name", ["x.hdf5", "x.npz"])
+@pytest.mark.parametrize("kind", ["cut", "page"])
+def test_what_is_no_file_of_its_kind_is_refused_and_thrown_away(
+    tmp_path: Path, server: Server, name: str, kind: str
+) -> None:
+    """The server tells no checksum, and believes that what it sends is all there is."""
+    whole = hdf5() if name == "x.hdf5" else npz()
+    sent = {"cut": whole[: len(whole) // 2], "page": b"<html>We are closed.</html>"}[kind]
+    server.files[f"/{name}"], server.tags = sent, False
+    with pytest.raises(DatasetError) as refused:
+        fetch(f"{server.address}/{name}", tmp_path / name)
+    assert str(refused.value) == (
+        f"{tmp_path / name}: expected that {server.address}/{name} is a readable {name[2:]} file; got "
+        f"{len(sent)} bytes that are none. The server sent a part of it or something else: check the "
+        f"address, and download it again."
+    )
+    assert list(tmp_path.iterdir()) == []
+    server.files[f"/{name}"] = whole
+    assert fetch(f"{server.address}/{name}", tmp_path / name).read_bytes() == whole
 
 
 def test_a_name_is_downloaded_once_and_then_read_by_its_name(
@@ -264,7 +295,7 @@ def test_any_address_can_be_fetched(tmp_path: Path, server: Server) -> None:
 
 def test_files_of_one_name_are_kept_apart_by_their_addresses(tmp_path: Path, server: Server) -> None:
     places = ("/hopper/train.npz", "/walker/train.npz", "/walker/train.npz?v=1", "/walker/train.npz?v=2")
-    server.files |= {place: place.encode() for place in places}
+    server.files |= {place: npz(number) for number, place in enumerate(places)}
     for mirror in (None, server.address):
         found = [
             burnish.download_data(
@@ -272,14 +303,14 @@ def test_files_of_one_name_are_kept_apart_by_their_addresses(tmp_path: Path, ser
             )
             for place in places
         ]
-        assert [path.read_text() for path in found] == list(places)
+        assert [path.read_bytes() for path in found] == [server.files[place] for place in places]
         assert {path.name for path in found} == {"train.npz"}, "readers look for files by their names"
 
 
 def test_files_of_one_folder_stay_together(tmp_path: Path, server: Server) -> None:
     names = ("train.npz", "normalization.npz")
     for query in ("", "?download=true"):
-        server.files |= {f"/hopper/{name}{query}": b"x" for name in names}
+        server.files |= {f"/hopper/{name}{query}": npz() for name in names}
         found = [
             burnish.download_data(url=f"{server.address}/hopper/{name}{query}", out=tmp_path)
             for name in names

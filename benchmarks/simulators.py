@@ -106,7 +106,7 @@ class Row:
 
 
 COLUMNS = ("env", "engine", "envs", "compared with", "ours", "theirs", "ratio", "physics", "difference")
-WIDTHS = (17, 12, 5, 14, 8, 8, 7, 8, 11)
+WIDTHS = (23, 12, 5, 14, 8, 8, 7, 8, 11)
 
 
 def families() -> Iterator[Case]:

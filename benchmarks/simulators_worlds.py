@@ -124,6 +124,16 @@ class _Ogbench(Side):
         return np.asarray(self._obs)
 
 
+class _OgbenchMaze(_Official):
+    """OGBench's own maze; what it draws from numpy's global generator follows from the seed, as in ours."""
+
+    def begin(self, seed: int, actions: Array) -> None:
+        before = np.random.get_state()
+        np.random.seed(seed)
+        super().begin(seed, actions)
+        np.random.set_state(before)
+
+
 def _sides(config: EnvConfig, peer: Callable[[], Side], num_envs: int) -> Mapping[str, Side]:
     """Build ours and as many of the others; physics beside one environment."""
     ours = Ours(config, num_envs)
@@ -155,6 +165,13 @@ def _ogbench(world: str) -> Mapping[str, Side]:
     return _sides(env(world), partial(_Ogbench, world), 1)
 
 
+def _ogbench_maze(world: str, num_envs: int) -> Mapping[str, Side]:
+    config = env(f"og-{world}")
+    scale = np.asarray(config.spec.action_high)
+    peer = partial(_OgbenchMaze, f"{world}-singletask-task1-v0", "ogbench", "ogbench", scale)
+    return _sides(config, peer, num_envs)
+
+
 def _case(name: str, peer: str, build: Callable[[], Mapping[str, Side]], num_envs: int = 1) -> Case:
     dim = env(name).spec.action_dim
     return Case(name, "exact", peer, build, dim, 0.0, steps=num_envs * STEPS, num_envs=num_envs)
@@ -179,5 +196,10 @@ CASES = (
     *(
         _case(world, "ogbench", partial(_ogbench, world))
         for world in ("cube-single", "cube-double", "cube-triple", "scene", "puzzle-3x3", "puzzle-4x4")
+    ),
+    *(
+        _case(f"og-{world}", "ogbench", partial(_ogbench_maze, world, width), width)
+        for world in ("pointmaze-large", "antmaze-large", "humanoidmaze-large")
+        for width in WIDTHS
     ),
 )

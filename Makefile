@@ -1,18 +1,29 @@
 # Two commands do everything; each makes its environment from the pins when it is missing.
 #   make demo   the whole path on a real MuJoCo task, in a few minutes on two cores
 #   make test   the test suite
+# and, with every simulator and format package, of which robosuite needs a C compiler: make full, make test-full
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+TEST   := -m pytest -n 2 -m "not gpu"
 
-.PHONY: demo test lint bench env clean
+# The environment with everything: all extras of pyproject.toml, and what pip has to install without its dependencies.
+FULL   := .venv-full
+EXTRAS  = $(shell $(PYTHON) -c "import tomllib as t; \
+    print(*t.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'], sep=',')")
+NO_DEPS := robomimic d4rl gym metaworld
+
+.PHONY: demo test test-full lint bench env full clean
 
 demo: $(READY)
 	$(BIN)/burnish-demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 -m "not gpu"
+	$(BIN)/python $(TEST)
+
+test-full: $(FULL)/.ready
+	$(FULL)/bin/python $(TEST)
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -29,5 +40,13 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $(READY)
 
+full: $(FULL)/.ready
+
+$(FULL)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(FULL)
+	$(FULL)/bin/python -m pip install --quiet -c constraints.txt -e ".[$(EXTRAS)]"
+	$(FULL)/bin/python -m pip install --quiet -c constraints.txt --no-deps $(NO_DEPS)
+	touch $(FULL)/.ready
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(FULL) build *.egg-info

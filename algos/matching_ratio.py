@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,14 +89,26 @@ class Matching:
         return loss
 
     def difference(self, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Return bounded differences (P,) of old and new losses, and whether they were bounded."""
+        """Return bounded differences (P,) of old and new losses, and whether that took their gradient."""
         raw = self.scale * (old - new)
-        out = raw
-        if self.difference_range is not None:
-            out = out.clamp(*self.difference_range)
+        out = raw if self.difference_range is None else raw.clamp(*self.difference_range)
+        stopped = _changed(raw, out)
         if self.max_difference is not None:  # the value is bounded, the gradient passes
             out = out + (out.detach().clamp(max=self.max_difference) - out.detach())
-        return out, (out.detach() != raw.detach()).to(raw.dtype)
+        return out, stopped
+
+
+class Comparison(NamedTuple):
+    """Of pairs (P,): their log ratio, whether a bound took its gradient, and how far the loss fell."""
+
+    log_ratio: Tensor
+    stopped: Tensor
+    drift: Tensor
+
+
+def _changed(before: Tensor, after: Tensor) -> Tensor:
+    """Return 1 where a bound changed a value, else 0."""
+    return (after.detach() != before.detach()).to(before.dtype)
 
 
 def time_of(uniform: Tensor, power: float) -> Tensor:
@@ -153,7 +165,7 @@ class MatchingRatio(FlowRatio):
         return 1 if self.per_draw else self.num_draws
 
     @property
-    def factors(self) -> float:
+    def factors(self) -> float | None:
         """Executed entries that a reduced loss stands for."""
         rows, dims = self.policy.chunk.act_steps, self.policy.chunk.shape[1]
         return {"mean": rows * dims, "sqrt": (rows * dims) ** 0.5, "per_step": dims}.get(
@@ -218,23 +230,24 @@ class MatchingRatio(FlowRatio):
         eps, t, old = (record[name].flatten(0, 1).index_select(0, pair) for name in ("eps", "t", "loss"))
         index = state.index_select(0, row)
         new = self.losses(experience.cond.rows(index), record["action"].index_select(0, index), eps, t)
-        difference, bounded = self.compare(old, new, advantage, t)
+        pairs = self.compare(old, new, advantage, t)
         if not self.per_draw:
-            difference, bounded = (part.view(-1, draws).mean(1) for part in (difference, bounded))
-            if self.matching.difference_range is not None:
-                difference = difference.clamp(*self.matching.difference_range)
-        return Score(difference, torch.zeros_like(difference), bounded)
+            pairs = Comparison(*(part.view(-1, draws).mean(1) for part in pairs))
+        return Score(pairs.log_ratio, torch.zeros_like(pairs.log_ratio), pairs.stopped, drift=pairs.drift)
 
-    def compare(self, old: Tensor, new: Tensor, advantage: Tensor | None, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the log ratio (P,) of pairs, and whether it was bounded."""
+    def compare(self, old: Tensor, new: Tensor, advantage: Tensor | None, t: Tensor) -> Comparison:
+        """Compare recorded with present losses (P,) of pairs at times (P,)."""
         matching = self.matching
-        return matching.difference(matching.bounded(old), matching.bounded(new, advantage))
+        limited = matching.bounded(new, advantage)
+        difference, cut = matching.difference(matching.bounded(old), limited)
+        return Comparison(difference, torch.maximum(cut, _changed(new, limited)), difference.detach())
 
 
 class AdvantageWeighted(MatchingRatio):
     """Matching losses weighted by advantages: ratios are 1, and only their gradients differ.
 
-    The recorded losses are not used, so several passes over the same data have nothing that holds them back.
+    The recorded losses only tell how far the loss fell, so several passes over the same data have nothing
+    that holds them back but `target_kl`.
 
     Args:
         policy: A denoising policy.
@@ -257,10 +270,17 @@ class AdvantageWeighted(MatchingRatio):
             raise ConfigError(f"algo.weight must be one of {', '.join(self.WEIGHTS)}; got '{weight}'.")
         self.weight = weight
 
-    def compare(self, old: Tensor, new: Tensor, advantage: Tensor | None, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return zero with the gradient of the weighted loss; see `MatchingRatio`."""
-        weighted = self.matching.scale * self.weighted(self.matching.bounded(new, advantage), t)
-        return weighted.detach() - weighted, torch.zeros_like(new)
+    @property
+    def factors(self) -> None:
+        """None: ratios that are 1 are not clipped."""
+        return None
+
+    def compare(self, old: Tensor, new: Tensor, advantage: Tensor | None, t: Tensor) -> Comparison:
+        """Return zero with the gradient of the weighted loss as log ratio; see `MatchingRatio`."""
+        limited = self.matching.bounded(new, advantage)
+        weighted = self.matching.scale * self.weighted(limited, t)
+        fell = self.matching.scale * (old - new.detach())
+        return Comparison(weighted.detach() - weighted, _changed(new, limited), fell)
 
     def weighted(self, loss: Tensor, t: Tensor) -> Tensor:
         """Weight losses (P,) at times (P,)."""

@@ -28,6 +28,7 @@ from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
 
+SATURATED = 0.1  # share of terms without gradient above which a run warns, once
 THREADS = 2  # that share a gradient, unless `num_threads` says otherwise; results do not depend on it
 
 
@@ -60,6 +61,18 @@ def warn_of_a_long_iteration(config: OnPolicyConfig, act_steps: int) -> None:
             config.steps_per_iteration,
             act_steps,
         )
+
+
+def warn_of_saturation(share: float) -> bool:
+    """Warn where bounds leave too many terms of the ratios without gradient; returns whether they do."""
+    if share <= SATURATED:
+        return False
+    _log.warning(
+        "policy/saturated_fraction is %.2f: these terms of ratios are beyond a bound, without gradient. "
+        "Widen or leave out algo.log_prob_range, or algo.difference_range and algo.max_loss of FPO.",
+        share,
+    )
+    return True
 
 
 class OnPolicy:
@@ -99,6 +112,7 @@ class OnPolicy:
         )
         self.iteration = 0
         self.progress = 0
+        self._warned = False
 
     @classmethod
     def assemble(
@@ -187,6 +201,7 @@ class OnPolicy:
         collected = time.perf_counter()
         experience = self.appraise(rollout, self.policy, self.learner.critic, self.scaler)
         metrics: Metrics = dict(self.learner.update(experience, iteration=self.iteration, draws=self.draws))
+        self._warned = self._warned or warn_of_saturation(float(metrics["policy/saturated_fraction"]))
         metrics |= rollout_metrics(rollout, experience)
         self._adapt(rollout)
         self.iteration += 1

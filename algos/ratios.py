@@ -55,15 +55,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class Score:
-    """Of each row: log ratio (B,), entropy (B,) and the fraction of clamped log-densities (B,).
+    """Of each row: log ratio (B,), entropy (B,) and the fraction of its terms without gradient (B,).
 
-    `penalty` (B,), where there is one, is added to the loss as it is.
+    The last counts the terms beyond a bound. `penalty` (B,), where there is one, is added to the loss as it
+    is. `drift` (B,) says how far the policy moved where the log ratio does not; None: the log ratio does.
     """
 
     log_ratio: Tensor
     entropy: Tensor
     saturated: Tensor
     penalty: Tensor | None = None
+    drift: Tensor | None = None
 
 
 class RatioEstimator(ABC):
@@ -82,10 +84,11 @@ class RatioEstimator(ABC):
 
     @property
     @abstractmethod
-    def factors(self) -> float:
+    def factors(self) -> float | None:
         """Factors of a density that the ratio of one row is the geometric mean of; 1: it is their product.
 
-        A clip range c of the ratio is about `factors` c of the logarithm of the whole density.
+        A clip range c of the ratio is about `factors` c of the logarithm of the whole density. None: nothing
+        is clipped.
         """
 
     @property

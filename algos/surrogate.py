@@ -37,7 +37,7 @@ from policies.protocols import Cond
 Metrics = dict[str, Tensor]
 
 SURROGATE_METRICS = (
-    *("loss", "clip_fraction", "approx_kl", "ratio_mean", "entropy", "saturated_fraction"),
+    *("loss", "clip_fraction", "approx_kl", "ratio_mean", "ratio_spread", "entropy", "saturated_fraction"),
     "penalty",
 )
 
@@ -129,10 +129,9 @@ class PpoLearner:
             "policy/lr": torch.tensor(actor_lr if train_actor else 0.0),
             "value/lr": torch.tensor(critic_lr),
         }
-        facts = {
-            "policy/updates": torch.tensor(float(len(reports))),
-            "policy/joint_clip": self.clip_range[-1] * self.ratio.factors,
-        }
+        facts = {"policy/updates": torch.tensor(float(len(reports)))}
+        if self.ratio.factors is not None:
+            facts["policy/joint_clip"] = self.clip_range[-1] * self.ratio.factors
         return means | rates | facts
 
     def rates(self, iteration: int) -> tuple[float, float]:
@@ -179,6 +178,7 @@ class PpoLearner:
         cloned = self.cloning_tasks(experience, drawn, draws)
         grads, sums = self.threads.sum(tasks + cloned)
         metrics = {f"policy/{name}": value for name, value in zip(SURROGATE_METRICS, sums, strict=False)}
+        metrics["policy/ratio_spread"] = metrics["policy/ratio_spread"].sqrt()
         return grads, metrics | ({"policy/cloning_loss": sums[-1]} if cloned else {})
 
     def surrogate(
@@ -192,9 +192,10 @@ class PpoLearner:
         penalty = torch.zeros_like(loss) if score.penalty is None else score.penalty
         objective = (loss - self.config.entropy_coef * score.entropy + penalty).sum() / total
         with torch.no_grad():
-            clipped = ((ratio - 1.0).abs() > clip_range).to(ratio.dtype)
-            kl, saturated = approx_kl(score.log_ratio), score.saturated
-            terms = (loss, clipped, kl, ratio, score.entropy, saturated, penalty)
+            away = ratio - 1.0
+            clipped = (away.abs() > clip_range).to(ratio.dtype)
+            kl = approx_kl(score.log_ratio if score.drift is None else score.drift)
+            terms = (loss, clipped, kl, ratio, away.square(), score.entropy, score.saturated, penalty)
             zero = loss.new_zeros(())
             return objective, torch.stack([*(term.sum() / total for term in terms), zero])
 

@@ -14,7 +14,7 @@ from point_flows import FPO, RATES, SIZES, make_flow, make_run
 from algos.base import Setup
 from algos.buffers import Experience, encode
 from algos.fpo import AwmConfig, FpoConfig
-from algos.matching_ratio import Matching, MatchingRatio
+from algos.matching_ratio import AdvantageWeighted, Matching, MatchingRatio
 from algos.ratios import Rows
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
@@ -105,11 +105,74 @@ def ratio_losses(ratio: MatchingRatio, experience: Experience) -> torch.Tensor:
 
 def test_a_bounded_value_keeps_its_gradient_and_a_bounded_range_does_not() -> None:
     old, new = torch.tensor([5.0, 0.5]), torch.tensor([1.0, 0.2], requires_grad=True)
-    passing, bounded = Matching(max_difference=1.0).difference(old, new)
-    assert passing.tolist() == pytest.approx([1.0, 0.3]) and bounded.tolist() == [1.0, 0.0]
+    passing, stopped = Matching(max_difference=1.0).difference(old, new)
+    assert passing.tolist() == pytest.approx([1.0, 0.3]) and stopped.tolist() == [0.0, 0.0]
     assert torch.autograd.grad(passing.sum(), new)[0].tolist() == [-1.0, -1.0]
-    cut, _ = Matching(difference_range=(-1.0, 1.0)).difference(old, new)
-    assert torch.autograd.grad(cut.sum(), new)[0].tolist() == [0.0, -1.0]
+    cut, stopped = Matching(difference_range=(-1.0, 1.0)).difference(old, new)
+    assert torch.autograd.grad(cut.sum(), new)[0].tolist() == [0.0, -1.0] and stopped.tolist() == [1.0, 0.0]
+
+
+BOUNDS: tuple[dict[str, Any], ...] = (
+    {},
+    {"max_loss": 0.4},
+    {"max_loss_negative": 0.3},
+    {"difference_range": (-0.3, 0.3)},
+    {"max_difference": 0.1},
+    {"max_loss": 0.8, "max_loss_negative": 0.5, "difference_range": (-0.4, 0.4), "max_difference": 0.2},
+)
+
+
+@pytest.mark.parametrize("weight", [None, "noise"], ids=["fpo", "awm"])
+@pytest.mark.parametrize("bounds", BOUNDS, ids=str)
+def test_draws_are_counted_as_saturated_exactly_where_no_gradient_reaches_them(
+    bounds: dict[str, Any], weight: str | None
+) -> None:
+    policy, matching = make_flow(), Matching(**bounds)
+    ratio = MatchingRatio(policy, matching) if weight is None else None
+    ratio = ratio or AdvantageWeighted(policy, matching, weight=str(weight))
+    draws = torch.rand(4, 200, generator=torch.Generator().manual_seed(0))
+    old, new, advantage, t = draws[0], draws[1].requires_grad_(), draws[2] - 0.5, draws[3]
+    pairs = ratio.compare(old, new, advantage, t)
+    (gradient,) = torch.autograd.grad(pairs.log_ratio.sum(), new)
+    assert torch.equal(pairs.stopped.bool(), gradient == 0)
+    passes = set(bounds) <= ({"max_difference"} if weight is None else {"max_difference", "difference_range"})
+    assert bool(pairs.stopped.any()) is not passes
+
+
+def test_a_drift_stands_in_for_the_divergence_of_ratios_that_are_one() -> None:
+    run = make_run(replace(AWM, update_epochs=4, actor_lr=1e-2))
+    metrics = run.advance()
+    assert float(metrics["policy/ratio_mean"]) == 1 and float(metrics["policy/ratio_spread"]) == 0
+    assert float(metrics["policy/approx_kl"]) > 0 and "policy/joint_clip" not in metrics
+    run.close()
+    stopped = make_run(replace(AWM, update_epochs=4, actor_lr=1e-2, target_kl=1e-12))
+    assert float(stopped.advance()["policy/updates"]) == 2 < float(metrics["policy/updates"])
+    stopped.close()
+
+
+@pytest.mark.parametrize("per_draw", [False, True])
+def test_the_drift_is_the_fall_of_the_loss(per_draw: bool) -> None:
+    ratio, experience, rows = acted(replace(AWM, per_draw=per_draw, loss_scale=2.0))
+    before = experience.record["loss"]
+    with torch.no_grad():
+        for weight in ratio.policy.field.parameters():
+            weight.mul_(1.1)
+        drift = ratio.score(experience, rows).drift
+    record, n = experience.record, ratio.num_draws
+    chunks = record["action"].repeat_interleave(n, 0), record["eps"].flatten(0, 1), record["t"].flatten()
+    after = ratio.losses(experience.cond.repeat(n), *chunks).view_as(before)
+    fell = (2.0 * (before - after)).flatten() if per_draw else 2.0 * (before - after).mean(1)
+    torch.testing.assert_close(drift, fell.detach())
+
+
+def test_a_run_warns_once_where_bounds_leave_little_gradient(caplog: pytest.LogCaptureFixture) -> None:
+    for config, times in ((FPO, 0), (replace(FPO, max_loss=1e-3), 1)):
+        run = make_run(config)
+        caplog.clear()
+        shares = [float(run.advance()["policy/saturated_fraction"]) for _ in range(2)]
+        run.close()
+        assert [share > 0.1 for share in shares] == [bool(times)] * 2
+        assert sum("policy/saturated_fraction" in record.message for record in caplog.records) == times
 
 
 def test_losses_of_bad_actions_have_a_bound_of_their_own() -> None:

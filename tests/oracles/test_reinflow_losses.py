@@ -4,8 +4,8 @@ The rectified-flow network is our MLP. The shortcut network, which embeds both t
 here. The released shortcut path ends with a rest of the noise, x = t x1 + (1 - (1 - delta) t) x0, which is
 our path towards x1 + delta x0. Its exponent `max_denoising_steps` draws lengths from 1 to 2^-(max - 2).
 
-Not covered, because the package does not implement it: samples on the grid linspace(0, 1, K) that ends at the
-data (`sample_official` of rectified flow), a defect of the released code.
+The released rectified flows ask their network on the grid linspace(0, 1, K) that ends at the data, while they
+step by 1 / K; `Euler(released_times=True)` does the same (`sample_official`).
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def assert_gradients(policy: DenoisingPolicy, arrays: dict[str, Tensor], keys: d
         )
 
 
-def assert_samples(arrays: dict[str, Tensor], build_policy: Any, prefix: str) -> None:
-    """Compare all samples `<prefix>_K<steps>_clip<per step>`."""
+def assert_samples(arrays: dict[str, Tensor], build_policy: Any, prefix: str, **sampler: Any) -> None:
+    """Compare all samples `<prefix>_K<steps>_clip<per step>`; `sampler` are settings of Euler."""
     found = [key for key in arrays if key.startswith(f"{prefix}_K")]
     assert found
     for key in found:
         steps, clip = (int(part) for part in key.removeprefix(f"{prefix}_K").split("_clip"))
-        policy = build_policy(arrays, Euler(steps=steps))
+        policy = build_policy(arrays, Euler(steps=steps, **sampler))
         chunk = policy.decode(Cond(arrays["obs"].flatten(1)), arrays["z"], hooks=[Clamp()] if clip else [])
         torch.testing.assert_close(chunk, arrays[key], **FORWARD, msg=lambda m, key=key: f"{key}: {m}")
 
@@ -104,8 +104,11 @@ def test_rectified_flow_equals_the_released_loss_and_gradients(golden_path: Path
 
 
 @pytest.mark.golden("reinflow_reflow_loss*.npz")
-def test_rectified_flow_samples_equal_those_of_the_left_grid(golden_path: Path) -> None:
-    assert_samples(load(golden_path), reflow, "sample_leftgrid")
+@pytest.mark.parametrize(("prefix", "released"), [("sample_leftgrid", False), ("sample_official", True)])
+def test_samples_of_a_rectified_flow_equal_those_of_both_grids(
+    golden_path: Path, prefix: str, released: bool
+) -> None:
+    assert_samples(load(golden_path), reflow, prefix, released_times=released)
 
 
 @pytest.mark.golden("reinflow_reflow_loss*.npz")

@@ -163,7 +163,7 @@ def test_commands_compose(page: Path) -> None:
 
 @_names(OWN)
 def test_make_targets_exist(page: Path) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {words[1] for words in _commands(page) if words[0] == "make"}
     named |= {text.split()[1] for text in CODE.findall(_prose(page)) if text.startswith("make ")}
     assert named <= targets

@@ -212,6 +212,33 @@ def test_a_missing_key_is_named(tmp_path: Path, name: str) -> None:
     assert says(refusal(path), file, WITHOUT_ACTIONS[name])
 
 
+EMPTY: dict[str, tuple[str, Change, str]] = {
+    "dppo": (
+        "traj_lengths",
+        lambda old: np.insert(old, 1, 0),
+        "key 'traj_lengths' must hold whole numbers above 0; got [5, 0, 3, 12, 4].",
+    ),
+    "minari": (
+        "terminations",
+        lambda old: old[:0],
+        "episode_0: key 'terminations' must have 5 numbers, one per action; got shape (0,).",
+    ),
+    "ogbench": (
+        "terminals",
+        lambda old: old | (np.arange(len(old)) == 0),
+        "key 'terminals' must leave at least two rows to every recording; recording 0 has one. Remove it.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_episodes_without_a_step_are_refused(tmp_path: Path, name: str) -> None:
+    path, file = FORMATS[name].into(tmp_path)
+    key, change, expected = EMPTY[name]
+    rewritten(file, key, change)
+    assert refusal(path) == f"{file}: {expected}"
+
+
 def test_demonstrations_are_sorted_by_number_and_empty_ones_refused(tmp_path: Path) -> None:
     path, _ = FORMATS["robomimic"].into(tmp_path)
     with h5py.File(path, "a") as file:

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from point_env import PointEnv
 
 from algos.base import Setup
+from algos.fpo import FpoConfig
 from algos.onpolicy import OnPolicy
 from algos.plain import from_plain, to_plain
+from algos.policyflow import PolicyFlowConfig
 from algos.ppo import PpoConfig
 from algos.ratios import Rows
 from algos.scratch import RunningMoments
@@ -25,6 +27,7 @@ from policies.heads import CriticConfig
 from policies.normalizer import Normalizer
 from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
+from policies.processes.flow import RectifiedFlow
 
 SMALL = PpoConfig(
     num_envs=8, steps_per_iteration=16, batch_size=64, critic=CriticConfig(width=8), clip_range=0.2
@@ -39,7 +42,7 @@ def shape(**changes: Any) -> PolicyConfig:
     return PolicyConfig(**(values | changes))
 
 
-def make_run(config: PpoConfig = SMALL, policy: PolicyConfig | None = None) -> OnPolicy:
+def make_run(config: Any = SMALL, policy: PolicyConfig | None = None) -> OnPolicy:
     return config.build(Setup(policy=policy or shape(), env=PointEnv(), num_workers=0, num_threads=1, seed=2))
 
 
@@ -66,9 +69,21 @@ def test_moments_become_mean_zero_and_deviation_one() -> None:
     torch.testing.assert_close(encoded.std(0), torch.ones(2), rtol=1e-4, atol=0)
 
 
-def test_observations_mean_the_same_numbers_throughout_an_iteration() -> None:
+SIZES: Any = {
+    "num_envs": 8, "steps_per_iteration": 16, "batch_size": 64, "num_draws": 3,
+    "critic": CriticConfig(width=8),
+}  # fmt: skip
+FLOWS = (
+    FpoConfig(**SIZES),
+    FpoConfig(**SIZES, per_draw=True, times="density", prediction="velocity"),
+    PolicyFlowConfig(**SIZES),
+)
+
+
+@pytest.mark.parametrize("config", [SMALL, *FLOWS], ids=["ppo", "fpo", "fpo++", "policyflow"])
+def test_observations_mean_the_same_numbers_throughout_an_iteration(config: Any) -> None:
     """The ratio is one on data collected after the maps have changed; and they do change."""
-    run = make_run()
+    run = make_run(config, None if config is SMALL else shape(process=RectifiedFlow()))
     before = run.policy.normalizer.get_buffer("state_offset").clone()
     run.advance()
     after = run.policy.normalizer.get_buffer("state_offset").clone()
@@ -76,7 +91,8 @@ def test_observations_mean_the_same_numbers_throughout_an_iteration() -> None:
     experience = run.appraise(run.collect(), run.policy, run.learner.critic, run.scaler)
     assert torch.equal(run.policy.normalizer.get_buffer("state_offset"), after)
     with torch.no_grad():
-        score = run.ratio.score(experience, Rows.sorted_from(torch.arange(len(experience)), 1))
+        steps = run.ratio.inner_steps
+        score = run.ratio.score(experience, Rows.sorted_from(torch.arange(len(experience) * steps), steps))
     assert score.log_ratio.abs().max().item() < 1e-4
 
 

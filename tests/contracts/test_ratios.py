@@ -17,14 +17,17 @@ from algos.ratios import ChainRatio, RatioEstimator, Rows
 from algos.reinflow import ReinFlowConfig
 from policies import registry
 from policies.policy import Policy, PolicyConfig, build_policy
-from policies.samplers import DDPM, Euler
+from policies.samplers import DDIM, DDPM, Euler
 
 registry.scan_policies()
 
 SMALL = {"width": 16, "widths": (8, 16), "groups": 4, "depth": 1, "heads": 2, "time_dim": 8, "max_steps": 8}
 STEPS = (1, 2, 4)
 ROWS = 6
-EXPLORE = DDPM(min_std=0.1, final_std=None, clip_action=None)
+NOISE: Any = {"min_std": 0.1, "final_std": None, "clip_action": None}
+EXPLORE = DDPM(**NOISE)
+LEVELS = 10
+BOUND = 2.0
 
 BACKBONES = sorted(registry.parts("backbone"))
 CHAINS = ("flow", "shortcut", "meanflow", "flow_map")
@@ -69,6 +72,23 @@ def estimators() -> Iterator[Any]:
             yield _case(advantage_weighted, "flow", backbone, steps, "mean")
     yield _case(gaussian, "gaussian", "mlp", 1, "mean")
     yield _case(gaussian, "gaussian", "mlp", 1, "joint")
+    yield from variations()
+
+
+def variations() -> Iterator[Any]:
+    """Yield what does not depend on the network, on one of them."""
+    for steps in STEPS:
+        for build in (every_level, implicit_levels):
+            yield _case(build, "diffusion", "mlp", steps, "per_step")
+        for build in (matching_of_velocities, bounded_matching):
+            yield _case(build, "flow", "mlp", steps, "mean")
+    for build in (matching, matching_of_draws, bounded_matching):
+        for reduction in ("sqrt", "per_step"):
+            yield _case(build, "flow", "mlp", 2, reduction)
+    for reduction in ("per_step", "per_dim"):
+        yield _case(noisy_chain, "flow", "mlp", 2, reduction)
+    yield _case(straight_path, "flow", "mlp", 2, "per_step")
+    yield _case(gaussian, "gaussian", "mlp", 1, "per_step")
 
 
 def _case(build: Any, *rest: Any) -> Any:
@@ -97,6 +117,19 @@ def diffusion_chain(process: str, backbone: str, steps: int, reduction: str, dty
     return ChainRatio(view.to(dtype), log_prob_range=None, reduction=reduction)
 
 
+def every_level(process: str, backbone: str, steps: int, reduction: str, dtype: Any) -> RatioEstimator:
+    policy: Any = policy_of(process, backbone, EXPLORE, num_levels=2 * steps)
+    view = policy.with_sampler(EXPLORE, tuned_steps=2 * steps, log_prob_min_std=0.1)
+    return ChainRatio(view.to(dtype), log_prob_range=None, reduction=reduction)
+
+
+def implicit_levels(process: str, backbone: str, steps: int, reduction: str, dtype: Any) -> RatioEstimator:
+    sampler = DDIM(steps=2 * steps, eta=1.0, **NOISE)
+    policy: Any = policy_of(process, backbone, sampler, num_levels=LEVELS)
+    view = policy.with_sampler(sampler, tuned_steps=steps, log_prob_min_std=0.1)
+    return ChainRatio(view.to(dtype), log_prob_range=None, reduction=reduction)
+
+
 def matching(process: str, backbone: str, steps: int, reduction: str, dtype: Any) -> RatioEstimator:
     return _matching(FpoConfig(loss_reduction=reduction, num_draws=3), process, backbone, steps, dtype)
 
@@ -105,6 +138,21 @@ def matching_of_draws(process: str, backbone: str, steps: int, reduction: str, d
     config = FpoConfig(
         loss_reduction=reduction, num_draws=3, per_draw=True, times="density", prediction="velocity"
     )
+    return _matching(config, process, backbone, steps, dtype)
+
+
+def matching_of_velocities(
+    process: str, backbone: str, steps: int, reduction: str, dtype: Any
+) -> RatioEstimator:
+    config = FpoConfig(loss_reduction=reduction, num_draws=3, prediction="velocity")
+    return _matching(config, process, backbone, steps, dtype)
+
+
+def bounded_matching(process: str, backbone: str, steps: int, reduction: str, dtype: Any) -> RatioEstimator:
+    config = FpoConfig(
+        loss_reduction=reduction, num_draws=3, per_draw=True, times="density", prediction="velocity",
+        max_loss=BOUND, max_difference=0.5, huber=1.0, action_noise=0.1,
+    )  # fmt: skip
     return _matching(config, process, backbone, steps, dtype)
 
 
@@ -120,7 +168,8 @@ def straight_path(process: str, backbone: str, steps: int, reduction: str, dtype
 
 def _matching(config: Any, process: str, backbone: str, steps: int, dtype: Any) -> RatioEstimator:
     # One step asks the network at pure noise only, where the eps loss has no weight.
-    sampler = Euler(steps=max(2, steps), clip_action=None)
+    least = 2 if config.prediction == "eps" and config.times == "grid" else 1
+    sampler = Euler(steps=max(least, steps), clip_action=None)
     policy: Any = policy_of(process, backbone, sampler)
     return config.estimator(policy.to(dtype))
 
@@ -158,6 +207,14 @@ def test_the_ratio_of_fresh_data_is_one(
 def trained(ratio: Any) -> Any:
     module = getattr(ratio, "trained", None)
     return (ratio.policy if module is None else module).parameters()
+
+
+def test_bounds_of_losses_are_met_on_fresh_data() -> None:
+    ratio: Any = bounded_matching("flow", "mlp", 4, "mean", torch.float64)
+    experience, rows = fresh(ratio)
+    saturated = ratio.score(experience, rows).saturated
+    assert 0 < float(saturated.mean()) < 1
+    assert torch.equal(saturated.bool(), experience.record["loss"].flatten() > BOUND)
 
 
 @pytest.mark.parametrize("build", [noisy_chain, matching, matching_of_draws, straight_path])

@@ -86,10 +86,14 @@ def read_signature(folder: Path) -> Signature:
     if not is_exported(folder):
         raise CheckpointError(f"{folder} is no exported policy: it holds no {SIGNATURE}.")
     try:
-        return _checked(read_json(folder / SIGNATURE))
+        facts = read_json(folder / SIGNATURE)  # its errors name the file
     except (OSError, ValueError) as error:
+        raise ExportError(f"{error} It must describe an exported policy; export that again.") from None
+    try:
+        return _checked(facts)
+    except ValueError as error:
         raise ExportError(
-            f"{folder / SIGNATURE} does not describe a policy: {error} Export the policy again."
+            f"{folder / SIGNATURE} must describe an exported policy: {error} Export that again."
         ) from None
 
 
@@ -101,7 +105,8 @@ def _checked(facts: dict[str, Any]) -> Signature:
     """
     kind = (facts.get("format"), facts.get("graph"))
     if kind not in KINDS:
-        raise ValueError(f"format and graph must be one of {KINDS}; got {_short(kind)}.")
+        known = ", ".join(" with ".join(one) for one in KINDS)
+        raise ValueError(f"format and graph must be one of {known}; got {_short(kind)}.")
     inputs = {str(name): _feature(f"inputs.{name}", one) for name, one in _map(facts, "inputs").items()}
     outputs = _map(facts, "outputs")
     action, plan = (_feature(f"outputs.{name}", outputs.get(name)) for name in ("action", "plan"))

@@ -71,4 +71,5 @@ def test_a_folder_whose_signature_lies_is_refused_in_one_line(
     folder.mkdir()
     (folder / "signature.json").write_text(text)
     where = {"monkeypatch": monkeypatch, "capsys": capsys, "cwd": tmp_path}
-    assert "signature.json does not describe a policy" in refusal(*command, f"policy={folder}", **where)
+    error = refusal(*command, f"policy={folder}", **where)
+    assert "signature.json" in error and "must describe an exported policy" in error

@@ -224,7 +224,7 @@ def _data(vector: Any) -> mujoco.MjData:
 
 
 def _apart(one: Array, other: Array) -> float:
-    return float(np.abs(one - other).max())
+    return float(np.nan_to_num(np.abs(one - other).max(), nan=np.inf))
 
 
 def replays(name: str, seeds: Sequence[int]) -> Iterator[Replay]:

@@ -93,6 +93,7 @@ ACTIVATIONS: dict[str, tuple[Activation, Activation]] = {
     "relu": (torch.relu, torch.relu_),
     "mish": (mish, mish),
     "tanh": (torch.tanh, torch.tanh_),
+    "silu": (F.silu, F.silu),
 }
 """Name -> (function, the same function allowed to overwrite its argument)."""
 

@@ -48,6 +48,25 @@ class TimeEmbedding(nn.Module):
         return self.linear2(mish(self.linear1(waves)))
 
 
+class OctaveEmbedding(nn.Module):
+    """Cosines, then sines of t, 2 t, 4 t, …: for times in [0, 1], and without weights.
+
+    Source:
+        FPO (arXiv 2507.21053), released code.
+    """
+
+    frequency: Tensor
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("frequency", 2.0 ** torch.arange(dim // 2), persistent=False)
+
+    def forward(self, time: Tensor) -> Tensor:
+        """Embed network times (...,) of any real dtype; (..., dim)."""
+        angle = time.unsqueeze(-1).to(self.frequency.dtype) * self.frequency
+        return torch.cat([angle.cos(), angle.sin()], dim=-1)
+
+
 def embed_times(
     first: Callable[[Tensor], Tensor], second: TimeEmbedding | None, time: Tensor, second_time: Tensor | None
 ) -> Tensor:

@@ -46,7 +46,7 @@ class TrunkConfig:
     Attributes:
         width: Width of the residual stream.
         num_blocks: Residual blocks of two linear layers each; DPPO's [512, 512, 512] is one block of 512.
-        activation: `relu`, `mish` or `tanh`.
+        activation: `relu`, `mish`, `tanh` or `silu`.
         layer_norm: Normalise before each activation.
         residual: False for a plain stack of `hidden_dims`.
         hidden_dims: Hidden widths of the plain stack; empty for a residual trunk.

@@ -18,12 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from policies.embeddings import TimeEmbedding, embed_times
+from policies.embeddings import OctaveEmbedding, TimeEmbedding, embed_times
 from policies.errors import CapabilityError, ConfigError
 from policies.protocols import BoundField, Cond
 from policies.registry import register
 from policies.trunk import Fold, PlainTrunk, TrunkConfig, official_plain_keys
 from policies.weight_cache import WeightCache
+
+TIMES = ("learned", "octaves")
 
 _FEW_NUMBERS = 1 << 17
 """Up to this many numbers the first layer's offsets of all steps are laid out before the loop."""
@@ -36,16 +38,21 @@ class MlpConfig(TrunkConfig):
 
     Attributes:
         time_dim: Width of the time embedding, even, at least 4.
+        times: `learned`, sines and cosines through two layers, or `octaves`, cosines and sines of t, 2 t,
+            4 t, … themselves, for `process.time_scale=1`.
         cond_dims: Widths of a plain encoder of the condition (the last is its output); empty for none.
     """
 
     time_dim: int = 16
+    times: str = "learned"
     cond_dims: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.time_dim < 4 or self.time_dim % 2:
             raise ConfigError(f"backbone.time_dim must be even and at least 4; got {self.time_dim}.")
+        if self.times not in TIMES:
+            raise ConfigError(f"backbone.times must be one of {', '.join(TIMES)}; got '{self.times}'.")
         if any(dim < 1 for dim in self.cond_dims):
             raise ConfigError(f"backbone.cond_dims must all be at least 1; got {tuple(self.cond_dims)}.")
 
@@ -107,7 +114,8 @@ class MlpBackbone(nn.Module):
         self.config = config
         self.chunk_shape = tuple(chunk_shape)
         chunk = chunk_shape[0] * chunk_shape[1]
-        self.time_embedding = TimeEmbedding(config.time_dim)
+        embedding = TimeEmbedding if config.times == "learned" else OctaveEmbedding
+        self.time_embedding = embedding(config.time_dim)
         self.second_embedding = TimeEmbedding(config.time_dim) if second_time else None
         cond_dims = (cond_dim, *config.cond_dims)
         self.cond_encoder = PlainTrunk(cond_dims, config.activation) if config.cond_dims else nn.Identity()

@@ -1,0 +1,110 @@
+"""An imported network of FPO's released program: what that program sampled, and how it judged actions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from official_networks import load
+from safetensors.torch import save_file
+from torch import Tensor
+
+from algos.matching_ratio import Matching, MatchingRatio
+from policies.denoising import DenoisingPolicy
+from policies.embeddings import OctaveEmbedding
+from policies.errors import CheckpointError, ConfigError
+from policies.folder import load_policy, save_policy
+from policies.foreign.fpo import FpoSource
+from policies.importing import Conversion, import_policy
+
+FORWARD = {"rtol": 1e-5, "atol": 2e-6}
+FILE = "fpo_playground_loss*.npz"
+
+
+def weights_of(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
+    kept = ("policy.", "value.", "obs_mean", "obs_std")
+    return {name: value.contiguous() for name, value in arrays.items() if name.startswith(kept)}
+
+
+def imported(weights: dict[str, Tensor], folder: Path, **options: Any) -> tuple[DenoisingPolicy, Conversion]:
+    save_file(weights, folder / "fpo.safetensors")
+    policy, conversion = import_policy(folder / "fpo.safetensors", FpoSource(), **options)
+    assert isinstance(policy, DenoisingPolicy)
+    return policy, conversion
+
+
+@pytest.mark.golden(FILE)
+def test_an_imported_policy_samples_what_the_program_samples(golden_path: Path, tmp_path: Path) -> None:
+    arrays = load(golden_path)
+    policy, conversion = imported(weights_of(arrays), tmp_path)
+    assert conversion.skipped == {"the critic": 6} and conversion.tensors == 12
+    loaded = load_policy(save_policy(policy, tmp_path / "policy"))
+    assert isinstance(loaded, DenoisingPolicy)
+    cond = loaded.encode(loaded.observation({"state": arrays["sample_obs"][:, None]}))
+    action = loaded.executed(loaded.decode(cond, arrays["sample_x1_noise"][:, None]))
+    torch.testing.assert_close(action[:, 0], arrays["sample_action"], **FORWARD)
+
+
+@pytest.mark.golden(FILE)
+def test_an_imported_policy_judges_actions_as_the_program_does(golden_path: Path, tmp_path: Path) -> None:
+    arrays = load(golden_path)
+    policy, _ = imported(weights_of(arrays), tmp_path)
+    cond = policy.encode(policy.observation({"state": arrays["cfm_obs"].flatten(0, 1)[:, None]}))
+    t = 1 - arrays["cfm_t"].flatten(0, 1).squeeze(-1)
+    draws = t.shape[1]
+    action = arrays["cfm_action"].flatten(0, 1).repeat_interleave(draws, 0)[:, None]
+    eps = arrays["cfm_eps"].flatten(0, 2)[:, None]
+    for mode, kind in (("u", "velocity"), ("u_but_supervise_as_eps", "eps")):
+        ratio = MatchingRatio(policy, Matching(prediction=kind), num_draws=draws)
+        with torch.no_grad():
+            loss = ratio.losses(cond.repeat(draws), action, eps, t.flatten()).view_as(t)
+        torch.testing.assert_close(loss, arrays[f"cfm_loss_{mode}"].flatten(0, 1), rtol=1e-5, atol=5e-6)
+
+
+@pytest.mark.golden(FILE)
+def test_octaves_are_the_time_features_of_the_program(golden_path: Path) -> None:
+    arrays, net = load(golden_path), OctaveEmbedding(8)
+    torch.testing.assert_close(net(arrays["embed_t_in"].squeeze(1)), arrays["embed_t_out"], **FORWARD)
+    assert not net.state_dict() and net.double()(torch.arange(3)).dtype == torch.float64
+
+
+BROKEN: tuple[tuple[Callable[[dict[str, Tensor]], Any], str], ...] = (
+    (lambda weights: weights.pop("policy.b2"), "not the layers of FPO's network"),
+    (lambda weights: weights.update({"policy.scale": torch.ones(1)}), "not the layers of FPO's network"),
+    (lambda weights: weights.update({"policy.W0": torch.ones(11, 32)}), "more than 11 rows .* got 11"),
+    (lambda weights: weights.update({"policy.W1": torch.ones(32)}), "'W1' must have 2 dimensions"),
+    (lambda weights: weights.update({"policy.W1": torch.ones(31, 32)}), "W1"),
+    (lambda weights: weights.update({"obs_std": torch.zeros(7)}), "state"),
+    (lambda weights: weights.pop("obs_std"), "not the layers of FPO's network"),
+)
+
+
+@pytest.mark.parametrize(
+    ("break_it", "message"), BROKEN, ids=lambda part: part if isinstance(part, str) else ""
+)
+@pytest.mark.golden(FILE)
+def test_other_tensors_are_refused(
+    golden_path: Path, tmp_path: Path, break_it: Callable[[dict[str, Tensor]], Any], message: str
+) -> None:
+    weights = weights_of(load(golden_path))
+    break_it(weights)
+    with pytest.raises(CheckpointError, match=message):
+        imported(weights, tmp_path)
+
+
+@pytest.mark.golden(FILE)
+def test_statistics_are_given_or_left_out_on_purpose(golden_path: Path, tmp_path: Path) -> None:
+    weights = {name: value for name, value in weights_of(load(golden_path)).items() if "obs" not in name}
+    with pytest.raises(ConfigError, match=re.escape("identity=[state]")):
+        imported(weights, tmp_path)
+    policy, _ = imported(weights, tmp_path, identity=["state"])
+    assert policy.obs_dim == 7 and policy.chunk.shape == (1, 3)
+
+
+def test_an_odd_number_of_time_features_is_refused() -> None:
+    with pytest.raises(ConfigError, match="even and at least 4; got 7"):
+        FpoSource(time_features=7)

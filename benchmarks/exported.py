@@ -183,10 +183,11 @@ def measure(found: Located, options: argparse.Namespace, *, title: str = "", liv
         "exports": {},
     }
     with tempfile.TemporaryDirectory() as place:
+        facts: dict[str, Any] = {"tolerance": options.tolerance, "surroundings": surroundings_of(found)}
         for graph in GRAPHS:
             folder = Path(place) / graph
             try:
-                report = export_onnx(policy, folder, graph=graph, surroundings=surroundings_of(found))
+                report = export_onnx(policy, folder, graph=graph, **facts)
             except ExportError as error:
                 content["exports"][graph] = {"refused": str(error)}
                 continue
@@ -324,6 +325,7 @@ def main() -> int:
     parser.add_argument("--clone", nargs="*", default=[], choices=families.TASKS, help="tasks")
     parser.add_argument("--processes", nargs="*", default=sorted(registry.parts("process")), help="to clone")
     parser.add_argument("--steps", type=int, default=3000, help="gradient steps of every clone")
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest difference of an action")
     parser.add_argument("--root", type=Path, default=Path("runs/exported"), help="where clones are kept")
     parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()

@@ -194,7 +194,7 @@ def _write_steps(job: _Job) -> _Written:
     run = _run_by_runner(job.draft)
     parity = parity_of(job.model, run, job.batch_sizes, job.seed)
     if not worst_of(parity) <= job.tolerance:
-        raise unlike(worst_of(parity), job.tolerance, job.batch_sizes)
+        raise unlike(job.model, worst_of(parity), *job.options)
     return _Written({"onnx": run}, parity)
 
 

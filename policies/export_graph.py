@@ -33,6 +33,7 @@ OPSET = 18
 
 _TRACED_BATCH = 3
 _SYMBOLIC_BATCH = 1009  # sizes that are equal would be taken for one, so this is no other size, nor a product
+_NUDGE = 1e-6  # of the noise, whose deviation is 1: about what rounding adds up to
 _log = logging.getLogger(__name__)
 
 
@@ -154,7 +155,7 @@ def write_checked_graph(
         worst = worst_of(parity)
         if worst <= tolerance:
             return parity
-    raise unlike(worst, tolerance, batch_sizes)
+    raise unlike(model, worst, batch_sizes, tolerance, seed)
 
 
 def ready_to_trace(model: Traceable, seed: int) -> Any:
@@ -171,12 +172,36 @@ def ready_to_trace(model: Traceable, seed: int) -> Any:
     return traced
 
 
-def unlike(worst: float, tolerance: float, batch_sizes: Sequence[int]) -> ExportError:
+def unlike(
+    model: Traceable, worst: float, batch_sizes: Sequence[int], tolerance: float, seed: int
+) -> ExportError:
     """Return the error of an export that does not reproduce its policy."""
+    own = own_rounding(model, batch_sizes, seed)
+    why = (
+        f" The policy itself changes by {own:.2e} where its noise does by {_NUDGE:.0e}: rounding decides "
+        "what it does, on any machine. Train it to be smoother, or name the difference that you accept, "
+        "tolerance=<difference>."
+        if own > tolerance
+        else ""
+    )
     return ExportError(
         f"the exported graph must reproduce the policy within {tolerance:.0e} for batches of "
-        f"{', '.join(map(str, batch_sizes))}; it differs by {worst:.2e}. Nothing was written."
+        f"{', '.join(map(str, batch_sizes))}; it differs by {worst:.2e}. Nothing was written.{why}"
     )
+
+
+def own_rounding(model: Traceable, batch_sizes: Sequence[int], seed: int) -> float:
+    """Return the largest change of what a model returns where its noise changes as rounding does."""
+    generator, largest = torch.Generator().manual_seed(seed), 0.0
+    for batch in batch_sizes:
+        inputs = model.example(batch, generator)
+        if "noise" not in inputs:
+            continue
+        nudge = _NUDGE * torch.randn(inputs["noise"].shape, generator=generator)
+        moved = model(inputs | {"noise": inputs["noise"] + nudge})
+        for one, other in zip(model(inputs), moved, strict=True):
+            largest = max(largest, float((one - other).detach().abs().max()))
+    return largest
 
 
 def _write_graph(model: Traceable, path: Path, seed: int, *, is_symbolic: bool) -> None:

@@ -123,5 +123,5 @@ def _checked(
     """
     parity = parity_of(model, run, batch_sizes, seed)
     if not worst_of(parity) <= tolerance:
-        raise unlike(worst_of(parity), tolerance, batch_sizes)
+        raise unlike(model, worst_of(parity), batch_sizes, tolerance, seed)
     return parity

@@ -315,3 +315,18 @@ def test_a_missing_package_names_its_extra_before_work_starts(
     with pytest.raises(MissingExtraError, match=rf"needs '{package}': pip install 'burnish\[export\]'"):
         export_onnx(small_policy(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_policy_that_rounding_decides_about_is_told_from_a_wrong_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can reproduce what changes by more than the tolerance where the last digits do."""
+    policy = small_policy(RectifiedFlow(), Euler(steps=2))
+    own = export_graph.own_rounding(export_graph.SampledPolicy(policy), (1, 2, 7), 0)
+    assert 1e-8 < own < 1e-4
+    off = [{"batch": 1, "max_abs_difference": 0.5}]
+    monkeypatch.setattr(export_graph, "_parity", lambda *_: off)
+    with pytest.raises(ExportError, match=r"rounding decides what it does.*tolerance=<difference>"):
+        export_onnx(policy, tmp_path / "a", tolerance=own / 2)
+    with pytest.raises(ExportError, match=r"Nothing was written\.$"):
+        export_onnx(policy, tmp_path / "b", tolerance=own * 2)

@@ -29,7 +29,7 @@ _STATISTICS = ("obs_mean", "obs_std")
 @register("source", "fpo")
 @dataclass(frozen=True)
 class FpoSource(ForeignSource):
-    """FPO's JAX program: tensors `policy.W0`, `policy.b0`, …, and `obs_mean`, `obs_std` of its statistics.
+    """FPO's JAX program: layers W0, b0, W1, … under "policy.", and `obs_mean`, `obs_std` of its statistics.
 
     Attributes:
         steps: Euler steps; published are 10.

@@ -220,7 +220,7 @@ def _iterating(options: argparse.Namespace) -> Figure:
     for name, seconds in times.items():
         print(f"{name}: {steps / seconds:,.0f} control steps per second, collecting and updating")
     return Figure(
-        "whole ReinFlow iteration", "2 processes", "our DPPO iteration", times["ours"], times["dppo"], 2.0
+        "whole ReinFlow iteration", "2 processes", "our DPPO iteration", times["ours"], times["dppo"], 1.8
     )
 
 

@@ -18,6 +18,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,15 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
     """Clone, fine-tune and evaluate one seed; returns the JSON file."""
     study, target = STUDIES[name], RESULTS / name / f"{algo}-seed{seed}.json"
     place = root / name / f"{algo}-seed{seed}"
+    base_path = root / name / f"{study.bases.get(algo)}-seed{seed}"
     if target.exists():
-        return add_zero_start(target, place, workers)
+        return add_zero_start(target, place, base_path, workers)
     if not study.bases:
-        return add_zero_start(_from_nothing(name, algo, seed, target, place, workers), place, workers)
+        found = _from_nothing(name, algo, seed, target, place, workers)
+        return add_zero_start(found, place, base_path, workers)
     demos = demonstrations(study, seed, dataset, root / name)
     if algo not in study.bases:
         return _from_nothing(name, algo, seed, target, place, workers, demos)
-    base_path = root / name / f"{study.bases[algo]}-seed{seed}"
     base = trained(base_path, f"experiment={study.bases[algo]}", dataset=str(demos), seed=seed)
     experiment = study.tuned[algo]
     tuned = trained(place, *recipe(experiment), init=str(base_path), seed=seed, **processes(algo, workers))
@@ -67,7 +69,7 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
         "wall": {"clone_s": busy(base.directory.metrics_path), "tune_s": busy(tuned.directory.metrics_path)},
         "environment": describe_environment(),
     }  # fmt: skip
-    return add_zero_start(_written(target, content), place, workers)
+    return add_zero_start(_written(target, content), place, base_path, workers)
 
 
 def demonstrations(study: Study, seed: int, dataset: str | None, root: Path) -> Path:
@@ -119,20 +121,29 @@ def _written(target: Path, content: dict[str, Any]) -> Path:
     return target
 
 
-def add_zero_start(target: Path, place: Path, workers: int) -> Path:
-    """Evaluate a tuned policy that starts from zero instead of noise, where nothing else is random in it.
+def add_zero_start(target: Path, place: Path, base: Path, workers: int) -> Path:
+    """Evaluate a tuned policy and its base from zero instead of noise, where nothing else is random in them.
 
     Left out if the numbers are there, or the policy is not.
     """
     content = json.loads(target.read_text())
-    if "zero_start" in content or not (place / "checkpoints" / "last").exists():
-        return target
-    policy = burnish.load_policy(place / "checkpoints" / "last" / "policy")
-    if isinstance(policy, DenoisingPolicy) and policy.is_deterministic:
-        zero = burnish.evaluate(str(place), episodes=EPISODES, num_workers=workers, start_noise="zero")
-        content["zero_start"] = episode_columns(zero.evaluation)
-        target.write_text(json.dumps(content) + "\n")
+    for key, run in (("zero_start", place), ("zero_start_before", base)):
+        if key not in content and (found := from_zero(run, workers)) is not None:
+            content[key] = found
+            target.write_text(json.dumps(content) + "\n")
     return target
+
+
+@cache
+def from_zero(run: Path, workers: int) -> dict[str, list[float]] | None:
+    """Return the per-episode numbers of a policy that starts from zero; None where that is not all."""
+    if not (run / "checkpoints" / "last").exists():
+        return None
+    policy = burnish.load_policy(run / "checkpoints" / "last" / "policy")
+    if not (isinstance(policy, DenoisingPolicy) and policy.is_deterministic):
+        return None
+    zero = burnish.evaluate(str(run), episodes=EPISODES, num_workers=workers, start_noise="zero")
+    return episode_columns(zero.evaluation)
 
 
 def describe_dataset(path: Path) -> dict[str, Any]:
@@ -208,8 +219,8 @@ def report(name: str) -> Path:
         "",
         f"`python -m benchmarks.learning {name}{option}`: {what}, last "
         f"checkpoint, the same {EPISODES} episodes{when}. Intervals: 95 %; per seed over "
-        f"episodes, pooled over seeds and episodes. *From zero*: the tuned policy starts from zero instead "
-        "of noise, where it draws no other.",
+        "episodes, pooled over seeds and episodes. *From zero*: before → after (alone: after), where a "
+        "policy starts from zero instead of noise and draws no other.",
         "",
         _data(study, found),
         "",
@@ -282,10 +293,10 @@ def _row(study: Study, algo: str, content: dict[str, Any]) -> str:
 
 
 def _zero(study: Study, runs: Sequence[dict[str, Any]]) -> str:
-    """Return the interval of starts from zero, or nothing where they were not evaluated."""
-    if not all("zero_start" in content for content in runs):
-        return ""
-    return _interval(study, np.array([content["zero_start"][study.quantity] for content in runs]))
+    """Return the intervals of starts from zero, or nothing where they were not evaluated."""
+    known = [key for key in ("zero_start_before", "zero_start") if all(key in content for content in runs)]
+    values = ([content[key][study.quantity] for content in runs] for key in known)
+    return " → ".join(_interval(study, np.array(one)) for one in values)
 
 
 def _pooled(study: Study, algo: str, runs: Sequence[dict[str, Any]]) -> str:

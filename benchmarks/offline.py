@@ -109,7 +109,7 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
     )  # fmt: skip
     found = evaluations(task, run, corrected, options)
     content = {
-        "data": name, "algo": algo, "seed": seed, "steps": options.steps, "std": options.std,
+        "data": name, "algo": algo, "seed": seed, "steps": run.directory.latest(), "std": options.std,
         "settings": settings, "cdsa_steps": options.cdsa_steps, "dataset": describe_dataset(file),
         "evaluations": {key: episode_columns(one) for key, one in found.items()},
         "best_step": best_step(run.directory.metrics_path), "protocol": found["last"].protocol,

@@ -133,7 +133,7 @@ class Ensemble(nn.Module):
             if scale:
                 h = torch.addcmul(shift[i], F.layer_norm(h, h.shape[-1:]), scale[i])
             h = self.activate_(h)
-        with _full_precision(h, weight[last]):
+        with _full_precision(h.device.type):
             return product(bias[last], h.to(weight[last].dtype), weight[last]).squeeze(-1)
 
     def _stacks(self, parts: nn.ParameterList, count: int, frozen: bool) -> list[Tensor]:
@@ -167,9 +167,9 @@ class Ensemble(nn.Module):
         return layers
 
 
-def _full_precision(h: Tensor, weight: Tensor) -> AbstractContextManager[Any]:
+def _full_precision(device: str) -> AbstractContextManager[Any]:
     """Return what a product in the type of its weights is computed in."""
-    return nullcontext() if h.dtype == weight.dtype else torch.autocast(h.device.type, enabled=False)
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def aggregate(values: Tensor, how: str, *, subset: Tensor | None = None, pessimism: float = 0.5) -> Tensor:

@@ -254,7 +254,7 @@ def test_no_probe_where_every_recording_is_cut_short() -> None:
     assert "critic/overestimation" not in run.advance()
 
 
-@pytest.mark.parametrize("config", [Td3BcConfig, A2prConfig, IqlConfig])
+@pytest.mark.parametrize("config", [Td3BcConfig, RebracConfig, A2prConfig, IqlConfig])
 def test_half_precision_changes_steps_by_its_rounding_only(config: Any) -> None:
     runs = [run_of(small(config, steps=20, autocast=kind)) for kind in (None, "bfloat16")]
     before = weights(runs[0].learner.policy)
@@ -274,9 +274,10 @@ def test_half_precision_is_named() -> None:
 
 
 @pytest.mark.parametrize("members", [1, 2])
-def test_values_of_hundreds_keep_their_digits_in_half_precision(members: int) -> None:
+@pytest.mark.parametrize("layer_norm", [False, True])
+def test_values_of_hundreds_keep_their_digits_in_half_precision(members: int, layer_norm: bool) -> None:
     torch.manual_seed(0)
-    critic = EnsembleConfig().build(8, 3)
+    critic = EnsembleConfig(layer_norm=layer_norm).build(8, 3)
     with torch.no_grad():
         critic.bias[-1] += 300.0  # numbers of eight bits are 2 apart here
         cond, action = torch.randn(64, 8), torch.randn(64, 3)
@@ -284,4 +285,4 @@ def test_values_of_hundreds_keep_their_digits_in_half_precision(members: int) ->
         with torch.autocast("cpu", dtype=torch.bfloat16):
             rough = critic(cond, action, members=members)
     assert rough.dtype == torch.float32
-    torch.testing.assert_close(rough, exact, rtol=0, atol=5e-3)
+    torch.testing.assert_close(rough, exact, rtol=0, atol=2e-2)  # the hidden layers are rounded, not the value

@@ -8,16 +8,15 @@ of a row i, so the rows nearest to s_i can be listed once, with their distances 
 b the smallest d among the first k, every row that is not listed is at least beta r_ik away, so b <= beta r_ik
 certifies that the best listed row is the nearest of all. Only what is not certified is looked for among all
 rows, no further away than b: `algos.boxes`. Lists serve every beta, and are made when a row is asked for the
-first time.
+first time. Which way is the fastest for a run, `algos.search_choice` measures.
 
 Source: PRDC, arXiv 2306.06569, whose tree this is; lists, certificate and boxes are ours.
 """
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -25,11 +24,7 @@ from scipy.spatial import KDTree
 from torch import Tensor
 
 from algos.boxes import BoxTree
-from policies.errors import ConfigError
 
-_log = logging.getLogger(__name__)
-
-SEARCHES = ("auto", "lists", "tree", "brute", "approximate")
 _TILE = 65_536  # rows that brute force compares at once
 _SLACK = 1e-5  # relative error of float32 distances that a certificate allows for
 
@@ -44,6 +39,11 @@ class Nearest:
 
 class Search(Protocol):
     """Finds the nearest row."""
+
+    @property
+    def name(self) -> str:
+        """How `algo.search` calls it."""
+        ...
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
         """Return the nearest rows of queries.
@@ -63,13 +63,12 @@ class TreeSearch:
         state: (M, C). action: (M, A).
         beta: Weight of states.
         rank: Which neighbour is taken, 1 the nearest; PRDC's `k`, which is no number of neighbours.
-        eps: Rows may be (1 + eps) times as far as the nearest; 0: exact.
     """
 
-    def __init__(
-        self, state: Tensor, action: Tensor, beta: float, *, rank: int = 1, eps: float = 0.0
-    ) -> None:
-        self._beta, self._rank, self._eps = beta, rank, eps
+    name: ClassVar[str] = "tree"
+
+    def __init__(self, state: Tensor, action: Tensor, beta: float, *, rank: int = 1) -> None:
+        self._beta, self._rank = beta, rank
         # A tree cut at midpoints answers queries off the data twice as fast as a balanced one.
         self._tree = KDTree(_keys(state, action, beta), balanced_tree=False, compact_nodes=True)
 
@@ -80,26 +79,31 @@ class TreeSearch:
 
     def query(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return distances (B,) and rows (B,) of the neighbours of keys (B, C + A)."""
-        distance, index = self._tree.query(keys, k=[self._rank], eps=self._eps)
+        distance, index = self._tree.query(keys, k=[self._rank])
         return distance[:, 0], index[:, 0].astype(np.int64)
 
 
 class BruteSearch:
     """Compares with every row, by tiles; the simple exact way on an accelerator.
 
+    Squares are expanded into a product, in float64: in float32 the difference of large squares would decide
+    between near rows by its rounding.
+
     Args:
         state: (M, C). action: (M, A).
         beta: Weight of states.
     """
 
+    name: ClassVar[str] = "brute"
+
     def __init__(self, state: Tensor, action: Tensor, beta: float) -> None:
         self._beta = beta
-        self._data = _scaled(state, action, beta)
+        self._data = _scaled(state, action, beta).double()
         self._square = self._data.square().sum(dim=1)
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
         """See `Search`."""
-        query = _scaled(state, action, self._beta)
+        query = _scaled(state, action, self._beta).double()
         best, index = None, None
         for start in range(0, len(self._data), _TILE):
             tile = slice(start, start + _TILE)
@@ -117,7 +121,7 @@ class BruteSearch:
 class ListSearch:
     """Lists of neighbouring states with a certificate, and a tree of boxes for what they do not certify.
 
-    Lists take 8 k M bytes; see `list_bytes`.
+    Lists take 8 k M bytes; see `list_bytes`. They are made and read on the CPU, wherever queries are.
 
     Args:
         state: (M, C). action: (M, A).
@@ -129,11 +133,12 @@ class ListSearch:
     def __init__(
         self, state: Tensor, action: Tensor, beta: float, *, length: int = 64, exact: bool = True
     ) -> None:
-        m = len(state)
+        state, action, m = state.cpu(), action.cpu(), len(state)
+        self.name = "lists" if exact else "approximate"
         self._beta, self._length = beta, min(length, m)
         self._whole = self._length == m  # every row is listed: nothing can be nearer
         self._state, self._action = state, action
-        self._states = KDTree(state.double().cpu().numpy(), balanced_tree=False, compact_nodes=True)
+        self._states = KDTree(state.double().numpy(), balanced_tree=False, compact_nodes=True)
         self._boxes = BoxTree(_scaled(state, action, beta)) if exact else None
         self._near = torch.zeros(m, self._length, dtype=torch.int32)
         self._square = torch.zeros(m, self._length)  # beta^2 r^2
@@ -158,6 +163,7 @@ class ListSearch:
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
         """See `Search`."""
+        device, row, state, action = row.device, row.cpu(), state.cpu(), action.cpu()
         self.make_lists(row)
         near, square = self._near.index_select(0, row), self._square.index_select(0, row)
         listed = self._action.index_select(0, near.flatten()).view(*near.shape, -1)
@@ -170,44 +176,12 @@ class ListSearch:
             if len(open_):
                 query = _scaled(state[open_], action[open_], self._beta)
                 index[open_] = self._boxes.nearest(query, index[open_], best[open_])[0]
-        return Nearest(index, certified)
+        return Nearest(index.to(device), certified.to(device))
 
 
 def list_bytes(rows: int, length: int) -> int:
     """Return the memory of lists."""
     return 8 * rows * min(rows, length)
-
-
-def build_search(
-    how: str, state: Tensor, action: Tensor, beta: float, *, rank: int = 1, length: int = 64
-) -> Search:
-    """Return a search over rows.
-
-    Args:
-        how: `lists`, `tree`, `brute`, `approximate` (lists alone), or `auto`: brute force on an
-            accelerator, lists on a CPU.
-        state: (M, C).
-        action: (M, A).
-        beta: Weight of states.
-        rank: Which neighbour; only the tree finds others than the nearest.
-        length: k, of lists.
-
-    Raises:
-        ConfigError: If the way is unknown, or cannot find the neighbour of that rank.
-    """
-    if how not in SEARCHES:
-        raise ConfigError(f"algo.search must be one of {', '.join(SEARCHES)}; got '{how}'.")
-    if how == "auto":
-        how = "tree" if rank > 1 else ("lists" if state.device.type == "cpu" else "brute")
-    if rank > 1 and how != "tree":
-        raise ConfigError(f"algo.neighbor_rank={rank} needs algo.search=tree; got '{how}'.")
-    if how == "tree":
-        return TreeSearch(state, action, beta, rank=rank)
-    if how == "brute":
-        return BruteSearch(state, action, beta)
-    megabytes = list_bytes(len(state), length) / 2**20
-    _log.info("neighbour lists of %d rows take up to %.0f MiB.", len(state), megabytes)
-    return ListSearch(state, action, beta, length=length, exact=how == "lists")
 
 
 def _scaled(state: Tensor, action: Tensor, beta: float) -> Tensor:

@@ -18,17 +18,22 @@ Deviations from the released code:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from algos.base import Setup
 from algos.constrained_td3 import Actor, ConstrainedTd3Config, Draws, Quantities, Regulariser
-from algos.neighbors import SEARCHES, Search, build_search
+from algos.neighbors import Search
+from algos.search_choice import SEARCHES, Load, Rows, build_search
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble
 from policies.registry import register
+from policies.seeds import seeded_generator
 
 
 class NearestRow(Regulariser):
@@ -37,10 +42,11 @@ class NearestRow(Regulariser):
     Args:
         search: Over the rows of the table.
         action: (M, A), the actions of the rows.
+        other: Makes a search by its name, for a run that is continued with the one it began with.
     """
 
-    def __init__(self, search: Search, action: Tensor) -> None:
-        self.search, self._action = search, action
+    def __init__(self, search: Search, action: Tensor, other: Callable[[str], Search] | None = None) -> None:
+        self.search, self._action, self._other = search, action, other
 
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
@@ -53,6 +59,16 @@ class NearestRow(Regulariser):
             "constraint/certified": found.certified.float().mean(),
             "constraint/own_distance": (neighbour - batch.action).square().mean().sqrt(),
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which way rows are searched: ways may break ties differently."""
+        return {"search": self.search.name}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Search as the run did that is continued."""
+        name = state.get("search", self.search.name)
+        if name != self.search.name and self._other is not None:
+            self.search = self._other(name)
 
 
 @register("algo", "prdc")
@@ -69,7 +85,7 @@ class PrdcConfig(ConstrainedTd3Config):
 
     beta: float = 2.0  # weight of the state in the distance
     neighbor_rank: int = 1  # which neighbour; published: 1. The released `k`: 3 means the third nearest alone
-    search: str = "auto"  # lists | tree | brute | approximate; auto: lists on a CPU, brute on an accelerator
+    search: str = "auto"  # lists | tree | brute | approximate; auto: the fastest exact way, by trying once
     list_length: int = 64  # neighbours that a list holds; 8 bytes each
 
     def __post_init__(self) -> None:
@@ -83,7 +99,11 @@ class PrdcConfig(ConstrainedTd3Config):
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> NearestRow:
         """Return the distance from the nearest row."""
         state, action = table.cond.contiguous(), table.action.contiguous()
-        search = build_search(
-            self.search, state, action, self.beta, rank=self.neighbor_rank, length=self.list_length
+        rows = Rows(state, action, self.beta, self.neighbor_rank, self.list_length)
+        build = partial(
+            build_search,
+            rows=rows,
+            load=Load(max(1, self.steps // self.policy_every), self.batch_size),
+            generator=seeded_generator(setup.seed, "neighbour search"),
         )
-        return NearestRow(search, action)
+        return NearestRow(build(self.search), rows.action, build)

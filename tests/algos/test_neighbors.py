@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algos.boxes import BoxTree
-from algos.neighbors import BruteSearch, ListSearch, Search, TreeSearch, build_search, list_bytes
-from policies.errors import ConfigError
+from algos.neighbors import BruteSearch, ListSearch, Search, TreeSearch, list_bytes
 
 
 def table(m: int, seed: int, *, copies: int = 0, spread: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -150,10 +149,15 @@ def test_memory_is_eight_bytes_an_entry() -> None:
     assert stored == list_bytes(30, 8) == 30 * 8 * 8
 
 
-@pytest.mark.parametrize(
-    ("how", "rank", "message"), [("best", 1, "algo.search"), ("lists", 3, "neighbor_rank=3")]
-)
-def test_impossible_searches_are_refused(how: str, rank: int, message: str) -> None:
-    state, action = table(10, 0)
-    with pytest.raises(ConfigError, match=message):
-        build_search(how, state, action, 1.0, rank=rank)
+@pytest.mark.parametrize("way", [TreeSearch, BruteSearch, ListSearch])
+def test_near_rows_far_from_the_origin_are_told_apart(way: type) -> None:
+    """As in ant mazes: 29 wide, beta 7.5, and rows that differ by less than float32 squares are precise."""
+    generator = torch.Generator().manual_seed(0)
+    state = 3 * torch.randn(40, 29, generator=generator).repeat_interleave(10, dim=0)
+    action = torch.rand(400, 8, generator=generator) * 2 - 1
+    action = action[::10].repeat_interleave(10, dim=0) + 1e-3 * action
+    row = torch.arange(400)
+    query = action + 1e-4 * torch.randn(400, 8, generator=generator)
+    search = way(state, action, 7.5)
+    assert_exact(search, state, action, row, query, 7.5)
+    assert torch.equal(search.nearest(row, state, query).row, row)

@@ -1,0 +1,158 @@
+"""The choice of a search: measured once, kept in checkpoints, and memory is stated before it is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_neighbors import costs, table
+
+from algos import search_choice
+from algos.neighbors import BruteSearch, ListSearch, TreeSearch
+from algos.search_choice import Load, Rows, build_search, expected_seconds
+from policies.errors import ConfigError
+
+
+def rows_of(m: int = 60, **changes: Any) -> Rows:
+    state, action = table(m, 0)
+    return Rows(state, action, 1.0, **changes)
+
+
+def chosen(how: str, rows: Rows, batches: int = 10, clock: Any = None) -> Any:
+    load = Load(batches, 16)
+    return build_search(how, rows, load=load, generator=torch.Generator().manual_seed(0), clock=clock)
+
+
+class Machine:
+    """A clock that searches move forward: a list costs 5 s, a query of lists 1 s, one of a tree `tree` s."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tree: float) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(search_choice, "TIMED_FROM", 10)
+        self._slow_down(monkeypatch, ListSearch, "make_lists", lambda rows: 5.0 * len(rows.unique()))
+        self._slow_down(monkeypatch, ListSearch, "nearest", lambda row, *_: 1.0)
+        self._slow_down(monkeypatch, TreeSearch, "nearest", lambda row, *_: tree)
+
+    def _slow_down(self, monkeypatch: pytest.MonkeyPatch, part: type, name: str, cost: Any) -> None:
+        plain, seen = getattr(part, name), set()
+
+        def slow(search: Any, row: Any, *rest: Any) -> Any:
+            fresh = name != "make_lists" or tuple(row.tolist()) not in seen
+            seen.add(tuple(row.tolist()))
+            self.now += cost(row, *rest) if fresh else 0.0
+            return plain(search, row, *rest)
+
+        monkeypatch.setattr(part, name, slow)
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("tree", "batches", "best"), [(0.5, 1000, "tree"), (3.0, 1000, "lists")])
+def test_the_faster_way_is_taken(
+    tree: float, batches: int, best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert chosen("auto", rows_of(), batches, Machine(monkeypatch, tree)).name == best
+
+
+def test_a_short_run_does_not_pay_for_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """60 lists of 5 s are worth it if 1000 batches save 2 s each, and not if 10 do."""
+    clock = Machine(monkeypatch, tree=3.0)
+    assert chosen("auto", rows_of(), 10, clock).name == "tree"
+    assert chosen("auto", rows_of(), 1000, clock).name == "lists"
+
+
+def test_expected_seconds_are_those_of_batches_and_of_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, row = rows_of(), torch.arange(8)
+    clock = Machine(monkeypatch, tree=3.0)
+    query = (row, rows.state[row], rows.action[row], Load(100, 16), 60, clock)
+    assert expected_seconds(rows.search("tree"), *query) == pytest.approx(100 * 3.0 * 16 / 8)
+    asked = 60 * (1 - torch.tensor(-100 * 16 / 60).exp().item())
+    assert expected_seconds(rows.search("lists"), *query) == pytest.approx(100 * 1.0 * 16 / 8 + 5.0 * asked)
+
+
+def test_so_many_rows_are_asked_for() -> None:
+    asked = torch.randint(500, (40 * 16,), generator=torch.Generator().manual_seed(0)).unique()
+    assert Load(40, 16).rows(500) == pytest.approx(len(asked), rel=0.05)
+
+
+def test_few_rows_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_choice, "expected_seconds", None)
+    assert chosen("auto", rows_of()).name == "lists"
+
+
+def test_every_way_that_is_named_is_taken() -> None:
+    for how in ("lists", "tree", "brute", "approximate"):
+        assert chosen(how, rows_of()).name == how
+    assert chosen("auto", rows_of(rank=3)).name == "tree"
+
+
+@pytest.mark.parametrize("how", ["lists", "tree", "brute", "auto"])
+def test_whatever_is_taken_is_exact(how: str) -> None:
+    rows, row = rows_of(), torch.arange(60)
+    query = rows.action + 0.4
+    found = chosen(how, rows).nearest(row, rows.state, query).row
+    every = costs(rows.state, rows.action, row, query, 1.0)
+    torch.testing.assert_close(every.gather(1, found[:, None]).squeeze(1), every.amin(1))
+
+
+@pytest.mark.parametrize(
+    ("how", "rank", "message"),
+    [("best", 1, "algo.search"), ("lists", 3, "neighbor_rank=3"), ("tree", 61, "at most .* 60; got 61")],
+)
+def test_impossible_searches_are_refused(how: str, rank: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        chosen(how, rows_of(rank=rank))
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Names of the searches that were made."""
+    made: list[str] = []
+    for part in (ListSearch, TreeSearch, BruteSearch):
+        plain = part.__init__
+
+        def noted(
+            self: Any, *args: Any, _plain: Any = plain, _name: str = part.__name__, **more: Any
+        ) -> None:
+            made.append(_name)
+            _plain(self, *args, **more)
+
+        monkeypatch.setattr(part, "__init__", noted)
+    yield made
+
+
+def test_memory_is_stated_before_it_is_taken(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, said = rows_of(2**15), []
+    monkeypatch.setattr(
+        search_choice._log, "info", lambda text, *facts: said.append((text % facts, list(built)))
+    )
+    chosen("lists", rows)
+    megabytes = rows.bytes_of("lists") / 2**20
+    assert megabytes > 16 and said == [
+        (f"neighbour search 'lists' among 32768 rows takes up to {megabytes:.0f} MiB.", [])
+    ]
+    assert built == ["ListSearch"]
+
+
+def test_what_has_no_room_is_refused_before_it_is_made(
+    built: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = rows_of(1000)
+    monkeypatch.setattr("envs.datasets.memory.free_memory", lambda: rows.bytes_of("tree") * 2)
+    with pytest.raises(ConfigError, match=r"algo\.search=lists takes up to .* algo\.list_length"):
+        chosen("lists", rows)
+    assert built == []
+    assert chosen("auto", rows).name == "tree"
+
+
+def test_a_stated_size_is_that_of_the_arrays() -> None:
+    search = ListSearch(*table(500, 0), 1.0, length=16)
+    boxes = search._boxes
+    assert boxes is not None
+    stored = search._near.nbytes + search._square.nbytes + search._states.data.nbytes
+    stored += search._states.indices.nbytes + boxes._leaves.nbytes + boxes._order.nbytes
+    stored += sum(low.nbytes + high.nbytes for low, high in boxes._levels)
+    assert stored <= rows_of(500, length=16).bytes_of("lists") * 1.2

@@ -11,7 +11,8 @@ density of tanh has no floor (`paper_compat`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import logging
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from policies.registry import register
 from policies.samplers import DDIM
 from policies.seeds import derive_seed
 from policies.threads import torch_threads
+
+_log = logging.getLogger(__name__)
 
 VARIANTS = ("na", "sac")
 
@@ -84,6 +87,7 @@ class DsrlConfig(OffPolicyConfig):
     def _steered(self, init: Policy) -> SteeredPolicy:
         """Return the policy to train; one that is steered already is steered on."""
         if isinstance(init, SteeredPolicy):
+            self._warn_of_unused(init)
             policy = init.clone()
             policy.actor.requires_grad_(True)
             return policy
@@ -91,6 +95,20 @@ class DsrlConfig(OffPolicyConfig):
             return self.steering.wrap(self._deciding(init).clone().eval())
         except CapabilityError as error:
             raise CapabilityError(f"algo=dsrl: {error}") from None
+
+    def _warn_of_unused(self, init: SteeredPolicy) -> None:
+        """Say which settings of a policy that is steered already are not the ones asked for."""
+        asked, has = asdict(self.steering), asdict(init.wrapper)
+        unused = [
+            f"steering.{name}={asked[name]}, it has {has[name]}" for name in has if asked[name] != has[name]
+        ]
+        steps = getattr(init.sampler, "steps", None)
+        if self.denoising_steps not in (None, steps):
+            unused.append(f"denoising_steps={self.denoising_steps}, it has {steps}")
+        if unused:
+            _log.warning(
+                "init is steered already and stays as it is made; not used: algo.%s.", "; ".join(unused)
+            )
 
     def _deciding(self, init: Policy) -> Policy:
         """Return the policy with a sampler of so many steps that its start noise decides, if asked for."""
@@ -111,10 +129,13 @@ class DsrlConfig(OffPolicyConfig):
         """Return what learns; torch's global generator decides the initial weights."""
         chunk, cond, device = policy.chunk, policy.encoder.cond_dim, policy.device
         actor = SteeredActor(policy, self.density_form, within_box=self.variant == "sac")
-        rules, critics = self.rules(policy.latent_dim), self.critic_config()
+        rules, critics = self.rules(actor.latent_dim, actor.highest_entropy), self.critic_config()
         of_latents = critics.build(cond, policy.latent_dim).to(device, policy.dtype)
         if self.variant == "sac":
             return SoftLearner(actor, of_latents, rules)
+        has_box = policy.wrapper.density == "tanh" or self.distillation_latents == "gaussian"
+        rule = "gaussian with algo.steering.density=gaussian: its latents have no box"
+        self._require("distillation_latents", has_box, rule)
         of_chunks = critics.build(cond, chunk.act_steps * chunk.action_dim).to(device, policy.dtype)
         return NoiseAliasedLearner(
             actor,

@@ -29,7 +29,7 @@ from algos.replay import ChunkBatch, Mixture
 from algos.soft_learner import Draws, Quantities, SoftLearner, SoftRules, descend, half_squared_error
 from policies.ensembles import Ensemble
 from policies.latent_steering import SteeredPolicy
-from policies.tanh_gaussian import gaussian_draw, tanh_draw
+from policies.tanh_gaussian import gaussian_draw, highest_entropy, highest_gaussian_entropy, tanh_draw
 
 DISTILLATION_LATENTS = ("gaussian", "box", "mixture")
 
@@ -40,11 +40,13 @@ class SteeredActor:
     Args:
         policy: Whose actor is trained.
         form: Of the squashed density, one of `policies.tanh_gaussian.FORMS`.
-        within_box: Keep latents of the warm-up within the box of the actor, where critics learn of latents.
+        within_box: Keep latents of the warm-up within the box of the actor, where critics learn of latents; a
+            Gaussian has no box.
     """
 
     def __init__(self, policy: SteeredPolicy, form: str = "exact", *, within_box: bool = False) -> None:
-        self.policy, self._form, self._within_box = policy, form, within_box
+        self.policy, self._form = policy, form
+        self._within_box = within_box and policy.wrapper.density == "tanh"
 
     @property
     def latent_dim(self) -> int:
@@ -55,6 +57,12 @@ class SteeredActor:
     def bound(self) -> float:
         """Of the noise, in its deviations."""
         return self.policy.wrapper.bound
+
+    @property
+    def highest_entropy(self) -> float:
+        """The largest entropy of u [nats] that the actor can have, or of b u for a Gaussian without bound."""
+        is_squashed = self.policy.wrapper.density == "tanh"
+        return self.latent_dim * (highest_entropy() if is_squashed else highest_gaussian_entropy())
 
     def on_cpu(self) -> SteeredActor:
         """Return the actor as workers use it."""

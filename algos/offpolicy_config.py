@@ -103,9 +103,18 @@ class OffPolicyConfig:
         """Return how the density of squashed actions is computed."""
         return "floored" if self.paper_compat else "exact"
 
-    def rules(self, latent_dim: int) -> SoftRules:
-        """Return the constants of the learner for latents of a width."""
+    def rules(self, latent_dim: int, highest_entropy: float = math.inf) -> SoftRules:
+        """Return the constants of the learner for latents of a width.
+
+        Raises:
+            ConfigError: If the temperature is moved towards an entropy that the actor cannot have.
+        """
         target = self.entropy_share * latent_dim if self.target_entropy is None else self.target_entropy
+        self._require(
+            "target_entropy", not self.learn_alpha or target < highest_entropy,
+            f"below {highest_entropy:.4g}, the largest entropy of {latent_dim} numbers of the actor, or the "
+            "temperature grows without end",
+        )  # fmt: skip
         return SoftRules(
             tau=self.tau,
             target_entropy=target,

@@ -32,7 +32,7 @@ from policies.policy import Policy
 from policies.registry import name_of, register
 from policies.seeds import derive_seed
 from policies.squashed import TanhGaussianPolicy
-from policies.tanh_gaussian import tanh_draw
+from policies.tanh_gaussian import highest_entropy, tanh_draw
 from policies.threads import torch_threads
 
 
@@ -73,7 +73,8 @@ class SacConfig(OffPolicyConfig):
                 torch.manual_seed(derive_seed(setup.seed, "soft_critics"))
                 critic = self.critic_config().build(policy.encoder.cond_dim, actor.latent_dim)
             critic = critic.to(policy.device, policy.dtype)
-            learner = SoftLearner(actor, critic, self.rules(actor.latent_dim), of_chunks=True)
+            rules = self.rules(actor.latent_dim, actor.highest_entropy)
+            learner = SoftLearner(actor, critic, rules, of_chunks=True)
             return OffPolicyRun(self, setup, learner, offline_table(self, setup, policy))
 
     def _fresh(self, setup: Setup, algo: str) -> Policy:
@@ -114,6 +115,11 @@ class SquashedActor:
     def latent_dim(self) -> int:
         """A."""
         return self.policy.chunk.act_steps * self.policy.chunk.action_dim
+
+    @property
+    def highest_entropy(self) -> float:
+        """The largest entropy of an executed chunk [nats] that the network can say."""
+        return self.latent_dim * highest_entropy(self.policy.process.max_log_std)
 
     def on_cpu(self) -> SquashedActor:
         """Return the actor as workers use it."""

@@ -53,6 +53,11 @@ class LatentActor(Protocol):
         """L."""
         ...
 
+    @property
+    def highest_entropy(self) -> float:
+        """The largest entropy of a latent [nats] that the actor can have."""
+        ...
+
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return what learns."""
         ...

@@ -24,6 +24,7 @@ from policies.trunk import TrunkConfig
 
 FORMS = ("exact", "floored")
 MIN_LOG_STD, MAX_LOG_STD = -20.0, 2.0
+FLATTEST_LOG_STD = math.log(0.8741)  # at mean 0, where u has the most entropy
 _FLOOR = 1e-6
 
 
@@ -115,3 +116,20 @@ def log_slope(g: Tensor, u: Tensor, form: str) -> Tensor:
     if form == "floored":
         return torch.log(1 - u.square() + _FLOOR)
     raise ConfigError(f"the form of a squashed density must be one of {', '.join(FORMS)}; got '{form}'.")
+
+
+def highest_entropy(max_log_std: float = MAX_LOG_STD) -> float:
+    """Return the largest entropy [nats] that one entry of u can have, that of mean 0.
+
+    Unless deviations are limited it is 0.6836, below the log 2 = 0.6931 of what is uniform in the box.
+    """
+    eps = torch.linspace(-12, 12, 4001, dtype=torch.float64)[:, None]
+    log_std = torch.full_like(eps, min(max_log_std, FLATTEST_LOG_STD))
+    log_prob = tanh_draw(torch.zeros_like(eps), log_std, eps)[1]
+    weight = torch.exp(-0.5 * eps.square()).squeeze(1)
+    return -float((weight * log_prob).sum() / weight.sum())
+
+
+def highest_gaussian_entropy(max_log_std: float = MAX_LOG_STD) -> float:
+    """Return the largest entropy [nats] that one entry of g can have."""
+    return max_log_std + 0.5 * math.log(2 * math.pi * math.e)

@@ -2,66 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from point_env import PointEnv
+from point_steering import changed, dataset, flow, start
 from torch import Tensor
 
-from algos.base import Setup
-from algos.dsrl import DsrlConfig
 from algos.dsrl_learner import NoiseAliasedLearner
 from algos.offpolicy import Explorer, OffPolicyRun, transitions_of
 from algos.soft_learner import SoftLearner, SoftRules, Temperature
-from envs.datasets.episodes import EpisodeDataset
-from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.folder import load_policy, save_policy
 from policies.gaussian import GaussianProcess
 from policies.latent_steering import SteeredPolicy, Steering
-from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
-from policies.processes.flow import RectifiedFlow
 from policies.samplers import DDIM
-
-SMALL = DsrlConfig(
-    total_steps=60, warmup_steps=0, num_envs=2, steps_per_iteration=3, block_steps=1, updates_per_step=0.5,
-    batch_size=8, critic_dims=(8,), steering=Steering(hidden_dims=(8,)),
-)  # fmt: skip
-
-
-def flow(process: Any = None) -> Policy:
-    one = torch.ones(2)
-    limits = {"min": -one, "max": one, "mean": 0 * one, "std": one}
-    config = PolicyConfig(
-        process=process or RectifiedFlow(), backbone=MlpConfig(width=8, time_dim=4), horizon=3, act_steps=2
-    )
-    return build_policy(
-        config, obs_dim=2, action_dim=2, statistics={"state": limits, "action": limits}, seed=3
-    )
-
-
-def dataset(episodes: int = 6, length: int = 5) -> EpisodeDataset:
-    generator, frames = torch.Generator().manual_seed(0), episodes * length
-    ends = torch.zeros(frames, dtype=torch.bool)
-    ends[length - 1 :: length] = True
-    return EpisodeDataset(
-        observations=torch.rand(frames, 2, generator=generator), rewards=torch.full((frames,), 7.0),
-        actions=torch.rand(frames, 2, generator=generator) * 2 - 1, terminated=ends,
-        truncated=torch.zeros_like(ends), episode_start=torch.arange(0, frames + 1, length),
-    )  # fmt: skip
-
-
-def start(config: DsrlConfig = SMALL, limit: int = 5, **changes: Any) -> OffPolicyRun:
-    values: dict[str, Any] = {"env": PointEnv(limit=limit), "init": flow(), "seed": 5, "num_workers": 0}
-    return config.build(Setup(**(values | {"num_threads": 1} | changes)))
-
-
-def changed(**values: Any) -> DsrlConfig:
-    return dataclasses.replace(SMALL, **values)
 
 
 def everything(run: OffPolicyRun) -> Any:
@@ -95,6 +52,7 @@ def test_recorded_chunks_are_those_of_recorded_latents() -> None:
     torch.testing.assert_close(
         run.learner.actor.chunk(batch.cond, batch.latent), batch.action, rtol=0, atol=1e-5
     )
+    assert float(batch.latent.abs().max()) < 1  # there is no warm-up: the actor draws
     run.close()
 
 

@@ -90,6 +90,9 @@ def test_drawing_covers_all_rows_and_follows_from_the_generator() -> None:
     replay.add(**rows(0, 40))
     one, other = (replay.draw(2000, torch.Generator().manual_seed(1)) for _ in range(2))
     assert torch.equal(one, other) and torch.equal(one.unique(), torch.arange(40))
+    replay.add(**rows(40, 50))  # around the end of the ring
+    drawn = replay.gather(replay.draw(4000, torch.Generator().manual_seed(1)), Discounting())
+    assert torch.equal(drawn.cond[:, 0].unique(), torch.arange(26.0, 90.0))
 
 
 def test_a_saved_ring_continues_with_the_same_rows() -> None:

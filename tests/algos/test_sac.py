@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from point_env import PointEnv
+from point_steering import dataset
 from torch import Tensor, nn
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
@@ -19,7 +20,6 @@ from algos.replay import ChunkBatch
 from algos.rlpd import RlpdConfig
 from algos.sac import SacConfig, SquashedActor
 from algos.soft_learner import SoftLearner, SoftRules
-from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.ensembles import EnsembleConfig
 from policies.errors import CapabilityError, ConfigError
@@ -207,17 +207,6 @@ def test_a_bandit_is_solved_and_its_entropy_is_the_one_asked_for() -> None:
 # -- runs -----------------------------------------------------------------------------------------------
 
 
-def dataset(episodes: int = 6, length: int = 5) -> EpisodeDataset:
-    generator, frames = torch.Generator().manual_seed(0), episodes * length
-    ends = torch.zeros(frames, dtype=torch.bool)
-    ends[length - 1 :: length] = True
-    return EpisodeDataset(
-        observations=torch.rand(frames, 2, generator=generator), rewards=torch.full((frames,), 7.0),
-        actions=3 * torch.rand(frames, 2, generator=generator) - 1.5, terminated=ends,
-        truncated=torch.zeros_like(ends), episode_start=torch.arange(0, frames + 1, length),
-    )  # fmt: skip
-
-
 def start(
     config: type[SacConfig] = SacConfig, setup: dict[str, Any] | None = None, **values: Any
 ) -> OffPolicyRun:
@@ -253,7 +242,7 @@ def test_a_fresh_policy_warms_up_uniformly_and_a_given_one_by_itself() -> None:
 
 
 def test_data_tell_the_scale_and_fill_their_share_of_batches_within_the_box() -> None:
-    data = dataset()
+    data = dataset(scale=1.5)
     run = start(
         RlpdConfig, {"dataset": data, "policy": shape(state="limits", act_steps=2)}, offline_ratio=0.25
     )

@@ -1,0 +1,123 @@
+"""What steering asks of entropy, policies and settings, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from point_steering import AS_IT_IS, SMALL, changed, composed, flow, start
+
+from algos.dsrl_learner import SteeredActor
+from algos.replay import ChunkBatch
+from algos.soft_learner import SoftLearner, SoftRules
+from policies.compose import compose
+from policies.ensembles import EnsembleConfig
+from policies.errors import CapabilityError, ConfigError
+from policies.latent_steering import SteeredPolicy, Steering
+from policies.policy import Policy
+from policies.processes import Edm, Mip, Regression, VPDiffusion
+from policies.squashed import TanhGaussianProcess
+from policies.tanh_gaussian import highest_entropy
+
+every_variant = pytest.mark.parametrize("variant", ["na", "sac"])
+OBS = torch.rand(6, 1, 2, generator=torch.Generator().manual_seed(4)) * 2 - 1
+
+
+# -- entropy --------------------------------------------------------------------------------------------
+
+
+def test_no_squashed_normal_distribution_has_more_entropy_than_is_said_to_be_the_largest() -> None:
+    """Brute force over means and deviations."""
+    eps = torch.linspace(-9, 9, 2001, dtype=torch.float64)
+    weight = torch.exp(-0.5 * eps.square())
+    weight = weight / weight.sum()
+    mean, log_std = torch.meshgrid(
+        torch.linspace(0, 2, 21).double(), torch.linspace(-2, 2, 161).double(), indexing="ij"
+    )
+    g = mean[..., None] + log_std[..., None].exp() * eps
+    slope = 2 * (math.log(2) - g - torch.nn.functional.softplus(-2 * g))
+    entropy = 0.5 * math.log(2 * math.pi * math.e) + log_std + (weight * slope).sum(-1)
+    assert float(entropy.max()) <= highest_entropy() + 1e-6 < math.log(2)
+    assert float(entropy.max()) == pytest.approx(highest_entropy(), abs=1e-3)
+    narrow = entropy[:, log_std[0] <= -1.0]
+    assert float(narrow.max()) == pytest.approx(highest_entropy(-1.0), abs=1e-6)
+
+
+@every_variant
+def test_an_entropy_that_the_actor_cannot_have_is_refused(variant: str) -> None:
+    """Else the temperature grows as long as the run lasts."""
+    start(changed(variant=variant, target_entropy=6 * 0.68)).close()
+    with pytest.raises(ConfigError, match=r"algo.target_entropy must be below 4.102.*6 numbers.*got 4.2"):
+        start(changed(variant=variant, target_entropy=4.2))
+    start(changed(variant=variant, target_entropy=4.2, learn_alpha=False)).close()
+    start(changed(variant=variant, target_entropy=4.2, steering=AS_IT_IS)).close()
+    narrower = dataclasses.replace(SMALL.steering, adapter="row_repeat")
+    with pytest.raises(ConfigError, match=r"below 1.367.*2 numbers"):
+        start(changed(variant=variant, target_entropy=1.4, steering=narrower))
+
+
+def test_the_temperature_settles_at_a_target_that_can_be_reached() -> None:
+    """At nine tenths of the largest entropy alpha stays; the actor spreads as asked."""
+    torch.manual_seed(0)
+    policy = Steering(hidden_dims=(16,)).wrap(flow().eval())
+    actor = SteeredActor(policy)
+    target = 0.9 * actor.highest_entropy
+    rules = SoftRules(target_entropy=target, init_alpha=0.2, actor_lr=1e-2, alpha_lr=1e-2)
+    critic = EnsembleConfig(2, (16,)).build(2, actor.latent_dim)
+    learner, generator = SoftLearner(actor, critic, rules), torch.Generator().manual_seed(0)
+    cond = torch.zeros(128, 2)
+    entropy = []
+    for _ in range(400):
+        draws = learner.draw(128, generator)
+        with torch.no_grad():
+            latent = actor.draw(cond, draws["next_eps"])[0]
+        rows = ChunkBatch(cond, latent, latent, -latent.square().sum(1), torch.zeros(128), cond)
+        entropy.append(float(learner.step(rows, draws)["actor/entropy"]))
+    assert sum(entropy[-50:]) / 50 == pytest.approx(target, abs=0.1)
+    assert float(learner.temperature.value) < 1.0
+
+
+# -- refusals -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("process", [Mip(), Regression(), TanhGaussianProcess()])
+def test_a_policy_that_is_deaf_to_its_noise_is_refused(process: Any) -> None:
+    with pytest.raises(CapabilityError, match=rf"algo=dsrl.*no influence.*{type(process).__name__}"):
+        start(init=flow(process))
+
+
+def test_a_composition_that_draws_at_every_step_is_refused() -> None:
+    members = [flow(VPDiffusion(num_levels=4), seed=seed) for seed in (1, 2)]
+    with pytest.raises(CapabilityError, match=r"algo=dsrl.*draws more"):
+        start(init=compose(members, (0.5, 0.5)))
+
+
+@pytest.mark.parametrize("init", [flow(), flow(Edm()), composed()], ids=["flow", "edm", "composed"])
+def test_what_is_accepted_is_decided_by_its_latents_alone(init: Policy) -> None:
+    policy = start(init=init).snapshot()
+    assert isinstance(policy, SteeredPolicy)
+    cond = policy.encode(policy.observation({"state": OBS})).vec
+    latent = torch.rand(len(OBS), policy.latent_dim, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    torch.manual_seed(0)
+    one = policy.chunk_of(cond, latent)
+    torch.manual_seed(1)
+    assert torch.equal(policy.chunk_of(cond, latent), one)
+    assert ((policy.chunk_of(cond, -latent) - one).flatten(1).abs().amax(1) > 1e-4).all()
+
+
+@pytest.mark.parametrize("latents", ["box", "mixture"])
+def test_latents_without_a_box_are_not_compared_in_one(latents: str) -> None:
+    with pytest.raises(ConfigError, match=r"algo.distillation_latents must be gaussian.*density=gaussian"):
+        start(changed(distillation_latents=latents, steering=AS_IT_IS))
+
+
+def test_settings_that_a_steered_policy_does_not_take_over_are_told(caplog: Any) -> None:
+    shipped = start().snapshot()
+    start(init=shipped).close()
+    assert "steered already" not in caplog.text
+    asked = changed(steering=Steering(hidden_dims=(8,), bound=2.5), denoising_steps=7)
+    start(asked, init=shipped).close()
+    assert "steering.bound=2.5, it has 1.5" in caplog.text and "denoising_steps=7, it has" in caplog.text

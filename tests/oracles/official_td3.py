@@ -40,6 +40,11 @@ def under(arrays: Arrays, prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}
 
 
+def num_steps(arrays: Arrays) -> int:
+    """Return how many steps a file holds."""
+    return max(int(name.split("/")[0].removeprefix("step")) for name in arrays if name.startswith("step"))
+
+
 def linear(arrays: Arrays, name: str) -> dict[str, Tensor]:
     """Return weight and bias of a layer."""
     return {kind: arrays[f"{name}.{kind}"] for kind in ("weight", "bias")}

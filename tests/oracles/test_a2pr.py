@@ -16,6 +16,7 @@ from official_td3 import (
     ensemble_of,
     ensemble_weights,
     names,
+    num_steps,
     read,
     rules_of,
     shapes_of,
@@ -30,7 +31,6 @@ from algos.a2pr import AdvantageGuide
 from algos.constrained_td3 import Td3Learner
 
 CRITICS, VALUES = (names(1, 5), names(6, 10)), (names(1, 5),)
-STEPS = 4
 SEEDS = {"actor": 25, "critic": 26, "value": 27, "vae": 28}
 
 
@@ -106,7 +106,7 @@ def draws_of(step: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_steps(golden_path: Path) -> None:
     arrays = read(golden_path)
     learner, discount = learner_of(arrays), float(arrays["cfg/discount"])
-    for t in range(1, STEPS + 1):
+    for t in range(1, num_steps(arrays) + 1):
         step = under(arrays, f"step{t}/")
         batch, draws = batch_of(step, discount), draws_of(step)
         torch.testing.assert_close(learner.backup(batch, draws).target, step["target_q"].squeeze(1), **NUMBER)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +17,10 @@ from algos.base import Setup
 from algos.cdsa import CdsaConfig, CorrectionLearner
 from algos.transitions import TransitionTable
 from policies.backbones.mlp import MlpConfig
-from policies.correction import Correction, corrected_path
+from policies.correction import Correction, Score, corrected_path
 from policies.deterministic import DeterministicProcess
-from policies.policy import PolicyConfig, build_policy
+from policies.errors import ConfigError
+from policies.policy import Policy, PolicyConfig, build_policy
 
 CASE = re.compile(r"corrected_sigma([\d.]+)_eta([\d.]+)_K(\d+)$")
 
@@ -33,6 +37,28 @@ def exact_score(data: Tensor, x: Tensor, sigma: float) -> Tensor:
     return (share[..., None] * difference).sum(1) / sigma**2
 
 
+def log_density(data: Tensor, x: Tensor, sigma: float) -> Tensor:
+    """Return the log of a Parzen window at x (B, D)."""
+    square = (data[None] - x[:, None]).square().sum(2) / (2 * sigma**2)
+    scale = 0.5 * data.shape[1] * math.log(2 * math.pi * sigma**2) + math.log(len(data))
+    return (-square).logsumexp(dim=1) - scale
+
+
+def split(arrays: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return states and actions of x (B, D)."""
+    width = int(arrays["state_dim"])
+    return x[:, :width], x[:, width:]
+
+
+def parzen(arrays: dict[str, Tensor]) -> Score:
+    """Return the exact score of the smoothed data, in its two blocks."""
+
+    def score(state: Tensor, action: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
+        return split(arrays, exact_score(arrays["data"], torch.cat([state, action], dim=1), sigma))
+
+    return score
+
+
 @pytest.mark.golden("cdsa_analytic*.npz")
 def test_the_stated_scores_are_those_of_a_parzen_window(golden_path: Path) -> None:
     arrays = read(golden_path)
@@ -45,20 +71,36 @@ def test_the_stated_scores_are_those_of_a_parzen_window(golden_path: Path) -> No
 @pytest.mark.golden("cdsa_analytic*.npz")
 def test_corrections_with_the_exact_score(golden_path: Path) -> None:
     arrays = read(golden_path)
-    state, action = arrays["queries"][:, :3], arrays["queries"][:, 3:]
+    state, action = split(arrays, arrays["queries"])
     cases = {name: CASE.match(name) for name in arrays if name.startswith("corrected_")}
     assert cases and all(cases.values())
     for name, match in cases.items():
         assert match is not None
         sigma, eta, steps = float(match[1]), float(match[2]), int(match[3])
-
-        def score(s: Tensor, a: Tensor, at: float) -> tuple[Tensor, Tensor]:
-            both = exact_score(arrays["data"], torch.cat([s, a], dim=1), at)
-            return both[:, :3], both[:, 3:]
-
         config = Correction(sigmas=(sigma,), steps=steps, eta=eta)
-        path = torch.stack(corrected_path(state, action, score, config))
+        path = torch.stack(corrected_path(state, action, parzen(arrays), config))
         torch.testing.assert_close(path, arrays[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.golden("cdsa_analytic*.npz")
+@pytest.mark.parametrize("eta", [0.2, 0.5, 1.0])
+def test_no_step_with_the_exact_score_makes_an_action_less_likely(golden_path: Path, eta: float) -> None:
+    """A share of a step is a share of the way of mean shift, which never goes down."""
+    arrays = read(golden_path)
+    state, action = split(arrays, arrays["queries"])
+    action = action.clamp(-1, 1)
+    for sigma in arrays["sigmas"].tolist():
+        torch.testing.assert_close(
+            log_density(arrays["data"], arrays["queries"], sigma),
+            arrays[f"logp_{sigma}"],
+            rtol=1e-9,
+            atol=1e-9,
+        )
+        path = corrected_path(state, action, parzen(arrays), Correction(sigmas=(sigma,), steps=6, eta=eta))
+        heights = [log_density(arrays["data"], torch.cat([state, a], dim=1), sigma) for a in path]
+        for before, after in pairwise(heights):
+            assert (after >= before - 1e-9).all()
+        assert (heights[-1] > heights[0] + 1e-3).any()
 
 
 @pytest.mark.golden("cdsa_analytic*.npz")
@@ -66,40 +108,80 @@ def test_a_trained_score_points_where_the_exact_one_does(golden_path: Path) -> N
     """On queries near the data: where there are none, no network knows the score."""
     arrays = read(golden_path)
     data, sigma = arrays["data"], 0.5
-    state, action = data[:, :3].float(), data[:, 3:].float()
-    one = torch.ones(3)
+    noise = torch.randn(len(data), data.shape[1], generator=generator(2), dtype=torch.float64)
+    near = data + 0.3 * noise
+    score = trained_score(arrays, data, sigma, steps=2500, lr=3e-3)
+    assert correlation(score(near), exact_score(data, near, sigma)) > 0.95
+
+
+@pytest.mark.golden("cdsa_analytic*.npz")
+def test_a_trained_score_is_the_stated_one_where_much_noise_covers_the_queries(golden_path: Path) -> None:
+    arrays = read(golden_path)
+    sigma = float(arrays["sigmas"].max())
+    score = trained_score(arrays, arrays["data"], sigma, steps=600)
+    assert correlation(score(arrays["queries"]), arrays[f"score_{sigma}"]) > 0.95
+
+
+@pytest.mark.golden("cdsa_analytic*.npz")
+def test_a_score_that_is_trained_on_normal_data_is_the_stated_one(golden_path: Path) -> None:
+    arrays = read(golden_path)
+    mean, root = arrays["gauss_mu"], torch.linalg.cholesky(arrays["gauss_cov"])
+    draws = torch.randn(4096, len(mean), generator=generator(3), dtype=torch.float64)
+    sigma = float(arrays["sigmas"].max())
+    score = trained_score(arrays, mean + draws @ root.T, sigma, steps=600)
+    assert correlation(score(arrays["queries"]), arrays[f"gauss_score_{sigma}"]) > 0.95
+
+
+def trained_score(
+    arrays: dict[str, Tensor], data: Tensor, sigma: float, *, steps: int, lr: float = 1e-3
+) -> Callable[[Tensor], Tensor]:
+    """Return the score (B, D) that a network of ours learns from data (M, D), in units of the data."""
+    state, action = (part.float() for part in split(arrays, data))
+    torch.manual_seed(0)
+    widths = {"hidden_dims": (128, 128, 128), "dynamics_dims": (8,)}
+    policy = Correction(sigmas=(sigma,), **widths).wrap(any_policy(state.shape[1], action.shape[1]))
+    none = torch.zeros(len(data))
+    table = TransitionTable(cond=state, action=action, reward=none, next_cond=state, discount=none)
+    learner = CorrectionLearner(policy, table, CdsaConfig(steps=steps, lr=lr, correction=policy.wrapper))
+    policy.mean.zero_()
+    policy.std.fill_(1.0)
+    random = generator(1)
+    for _ in range(steps):
+        row = torch.randint(len(data), (256,), generator=random)
+        learner.step(table.gather(row), learner.draw(256, random))
+
+    @torch.no_grad()
+    def score(x: Tensor) -> Tensor:
+        parts = policy.scores(*(part.float() for part in split(arrays, x)), sigma)
+        return torch.cat(parts, dim=1).double()
+
+    return score
+
+
+def any_policy(obs_dim: int, action_dim: int) -> Policy:
+    """Return a policy that sees states as they are."""
+    one = torch.ones(max(obs_dim, action_dim))
     limits = {"min": -one, "max": one, "mean": 0 * one, "std": one}
-    base = build_policy(
+    widths = {"state": obs_dim, "action": action_dim}
+    return build_policy(
         PolicyConfig(
             process=DeterministicProcess(), horizon=1, act_steps=1, observation_clip=None,
             backbone=MlpConfig(residual=False, hidden_dims=(8,)),
             normalizer={"state": "identity", "action": "identity"},
         ),
-        obs_dim=3, action_dim=2,
-        statistics={"state": limits, "action": {k: v[:2] for k, v in limits.items()}},
+        obs_dim=obs_dim, action_dim=action_dim,
+        statistics={name: {k: v[:d] for k, v in limits.items()} for name, d in widths.items()},
     )  # fmt: skip
-    torch.manual_seed(0)
-    policy = Correction(sigmas=(sigma,), hidden_dims=(128, 128, 128)).wrap(base)
-    zero = torch.zeros(len(data))
-    table = TransitionTable(cond=state, action=action, reward=zero, next_cond=state, discount=zero)
-    config = CdsaConfig(steps=3000, correction=policy.wrapper)
-    learner, generator = CorrectionLearner(policy, table, config), torch.Generator().manual_seed(1)
-    policy.mean.zero_()
-    policy.std.fill_(1.0)
-    for _ in range(config.steps):
-        row = torch.randint(len(data), (256,), generator=generator)
-        learner.step(table.gather(row), learner.draw(256, generator))
-    near = data[torch.arange(0, len(data), 3)] + 0.3 * torch.randn(
-        32, 5, generator=generator, dtype=torch.float64
-    )
-    expected = exact_score(data, near, sigma)
-    with torch.no_grad():
-        parts = policy.scores(near[:, :3].float(), near[:, 3:].float(), sigma)
-    found = torch.cat(parts, dim=1).double()
-    correlation = torch.corrcoef(torch.stack([found.flatten(), expected.flatten()]))[0, 1]
-    assert float(correlation) > 0.95
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def correlation(one: Tensor, other: Tensor) -> float:
+    return float(torch.corrcoef(torch.stack([one.flatten(), other.flatten()]))[0, 1])
 
 
 def test_a_policy_or_data_that_are_missing_are_asked_for() -> None:
-    with pytest.raises(Exception, match="init="):
+    with pytest.raises(ConfigError, match="init="):
         CdsaConfig().build(Setup())

@@ -162,19 +162,21 @@ class Replay:
         return {"rows": self._rows[: self._size].clone(), "next": self._next, "capacity": self.capacity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`.
+        """Continue from `state_dict`, also in a ring of another capacity, as with a larger budget.
 
         Raises:
-            CheckpointError: If capacity or width is another.
+            CheckpointError: If there is no place for the rows, or their width is another.
         """
-        rows: Tensor = state["rows"]
-        if state["capacity"] != self.capacity or rows.shape[1:] != self._rows.shape[1:]:
+        rows, place = state["rows"], int(state["next"])
+        if len(rows) > self.capacity or rows.shape[1:] != self._rows.shape[1:]:
             raise CheckpointError(
-                f"the saved replay has {state['capacity']} rows of {rows.shape[1]} numbers; this one has "
-                f"{self.capacity} of {self._rows.shape[1]}. Resume with the same algo.buffer_size, budget "
-                "and policy."
+                f"the saved replay has {len(rows)} rows of {rows.shape[1]} numbers; this one has place for "
+                f"{self.capacity} of {self._rows.shape[1]}. Resume with the same policy, and with budget and "
+                "algo.buffer_size at least as large."
             )
-        self._size, self._next = len(rows), int(state["next"])
+        if state["capacity"] != self.capacity:  # oldest first
+            rows, place = rows.roll(-place, dims=0), len(rows) % self.capacity
+        self._size, self._next = len(rows), place
         self._rows[: self._size] = rows.to(self._rows)
 
 

@@ -104,5 +104,20 @@ def test_a_saved_ring_continues_with_the_same_rows() -> None:
     everything = torch.arange(5)
     one, other = (replay.gather(everything, Discounting()) for replay in (first, second))
     assert torch.equal(one.cond, other.cond) and torch.equal(one.reward, other.reward)
-    with pytest.raises(CheckpointError, match=r"5 rows.*6 of"):
-        ring(6).load_state_dict(first.state_dict())
+
+
+def test_a_saved_ring_continues_in_a_larger_one_and_not_where_there_is_no_place() -> None:
+    saved = ring()
+    saved.add(**rows(0, 7))  # 2 ... 6, written around the end
+    larger = ring(6)
+    larger.load_state_dict(saved.state_dict())
+    assert held(larger) == [2, 3, 4, 5, 6]
+    larger.add(**rows(7, 1))
+    assert held(larger) == [2, 3, 4, 5, 6, 7]
+    larger.add(**rows(8, 2))
+    assert held(larger) == [4, 5, 6, 7, 8, 9]  # the oldest go first
+    with pytest.raises(CheckpointError, match=r"5 rows of \d+ numbers; this one has place for 4"):
+        ring(4).load_state_dict(saved.state_dict())
+    wider = Replay(5, cond=C + 1, latent=L, action=A, steps=STEPS)
+    with pytest.raises(CheckpointError, match="same policy"):
+        wider.load_state_dict(saved.state_dict())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from algos.sac import SacConfig
 from algos.state import RunDirectory
 from algos.trainer import TrainerSettings, train
 from envs.avoid import Avoid
+from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.gaussian import GaussianProcess
 from policies.heads import CriticConfig
@@ -143,13 +145,17 @@ def off_policy(name: str) -> tuple[OffPolicyConfig, dict[str, Any]]:
         return SacConfig(**small), {
             "policy": PolicyConfig(TanhGaussianProcess(), backbone=net, normalizer=plain)
         }
-    steering = Steering(hidden_dims=(8,))
-    return DsrlConfig(**small, steering=steering, variant=name.removeprefix("dsrl-")), {
-        "init": avoid_policy(RectifiedFlow())
-    }
+    steering, parts = Steering(hidden_dims=(8,)), {"init": avoid_policy(RectifiedFlow())}
+    if name == "na-mixed":
+        mixed = DsrlConfig(**small, steering=steering, offline_ratio=0.3, distillation_latents="mixture")
+        return mixed, parts | {"dataset": avoid_episodes()}
+    return DsrlConfig(**small, steering=steering, variant=name.removeprefix("dsrl-")), parts
 
 
-@pytest.mark.parametrize(("name", "num_workers"), [("na", 0), ("dsrl-sac", 0), ("sac", 0), ("sac", 2)])
+FROM_A_REPLAY = [("na", 0), ("na-mixed", 0), ("dsrl-sac", 0), ("sac", 0), ("sac", 2)]
+
+
+@pytest.mark.parametrize(("name", "num_workers"), FROM_A_REPLAY)
 def test_learning_from_a_replay_resumes_bit_exactly(name: str, num_workers: int, tmp_path: Path) -> None:
     """Stopped in the warm-up, before and after the replay wraps, each time beyond the last checkpoint."""
     config, parts = off_policy(name)
@@ -158,6 +164,78 @@ def test_learning_from_a_replay_resumes_bit_exactly(name: str, num_workers: int,
     assert_resumes_bit_exactly(lambda: config.build(setup), tmp_path, settings, stops=[30, 60, 130])
     replay = RunDirectory.open(next(tmp_path.glob("*/parts"))).load_training_state()["algorithm"]["replay"]
     assert len(replay["rows"]) == config.buffer_size
+
+
+@pytest.mark.parametrize("moment", ["collecting", "updating", "distilling"])
+def test_a_run_killed_within_an_iteration_continues_as_if_nothing_had_happened(
+    moment: str, tmp_path: Path
+) -> None:
+    """The replay, the critics or the distilled ones are ahead of the checkpoint when the end comes."""
+    config, parts = off_policy("na-mixed")
+    setup = Setup(env=Avoid(), seed=3, num_workers=0, num_threads=1, **parts)
+    settings = TrainerSettings(checkpoint_every=35, log_every=1)
+    whole, killed = (RunDirectory.create(tmp_path, name, {}) for name in ("whole", "killed"))
+    for run, is_killed in ((whole, False), (killed, True), (killed, False)):
+        algorithm = config.build(setup)
+        place = {
+            "collecting": (algorithm.replay, "add", 6),
+            "updating": (algorithm.learner.actor, "draw", 60),
+            "distilling": (algorithm.learner, "distill", 7),
+        }[moment]
+        if is_killed:
+            with pytest.raises(Stopped):
+                with_a_last_call(*place, lambda a=algorithm, r=run: train_until(a, r, settings, None))
+            assert 0 < (run.latest() or 0) < algorithm.progress < algorithm.total
+        else:
+            train_until(algorithm, run, settings, None)
+        algorithm.close()
+    assert_equal(killed.load_training_state(), whole.load_training_state())
+
+
+def with_a_last_call(part: Any, name: str, last: int, run: Any) -> None:
+    """Run until a method of a part has been called so many times, and leave within its next call."""
+    method, calls = getattr(part, name), 0
+
+    def counted(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > last:
+            raise Stopped
+        return method(*args, **options)
+
+    setattr(part, name, counted)
+    run()
+
+
+def test_a_longer_budget_continues_a_run_from_its_replay(tmp_path: Path) -> None:
+    """A run of 80 steps that is given 160 is one of 160 all along."""
+    config, parts = off_policy("na")
+    config = replace(config, buffer_size=1000)  # larger than any budget here, which decides the place
+    setup = Setup(env=Avoid(), seed=3, num_workers=0, num_threads=1, **parts)
+    states = []
+    for budgets in ((160,), (80, 160)):
+        run = RunDirectory.create(tmp_path, f"run{len(budgets)}", {})
+        for budget in budgets:
+            algorithm = replace(config, total_steps=budget).build(setup)
+            train_until(algorithm, run, TrainerSettings(checkpoint_every=80), None)
+            algorithm.close()
+        states.append(run.load_training_state()["algorithm"])
+    assert_equal(states[0], states[1])
+
+
+def avoid_episodes() -> EpisodeDataset:
+    """Two episodes of random numbers with the widths of `avoid`."""
+    spec, generator, frames = Avoid().spec, torch.Generator().manual_seed(0), 24
+    ends = torch.zeros(frames, dtype=torch.bool)
+    ends[11::12] = True
+    return EpisodeDataset(
+        observations=torch.rand(frames, spec.obs_dim, generator=generator) * 2 - 1,
+        actions=torch.rand(frames, spec.action_dim, generator=generator) * 2 - 1,
+        rewards=torch.rand(frames, generator=generator),
+        terminated=ends,
+        truncated=torch.zeros_like(ends),
+        episode_start=torch.tensor([0, 12, 24]),
+    )
 
 
 def avoid_policy(process: Any = None) -> Policy:

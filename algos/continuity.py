@@ -18,6 +18,11 @@ _WHAT = {
     "dataset": "the content of the dataset",
     "total": "the length of the run (algo.steps)",
     "inner_steps": "the number of trained inner steps (algo.tuned_steps)",
+    "variant": "what values are of (algo.variant)",
+    "bound": "the unit of remembered latents (algo.steering.bound)",
+    "adapter": "the way from latents to noise (algo.steering.adapter)",
+    "rank": "the number of rows of a latent (algo.steering.rank)",
+    "density": "the kind of actor (algo.steering.density)",
     "switch_time": "the level below which the network is tuned (algo.sampler, algo.denoising_steps, "
     "algo.tuned_steps)",
 }

@@ -82,7 +82,11 @@ class DsrlConfig(OffPolicyConfig):
                 torch.manual_seed(derive_seed(setup.seed, "steering"))
                 policy = self._steered(init).to(setup.device)
                 learner = self._learner(policy)
-            return OffPolicyRun(self, setup, learner, offline_table(self, setup, policy))
+            # Latents are remembered, and values are of them: what they mean must not change.
+            meaning = {name: getattr(policy.wrapper, name) for name in ("bound", "adapter", "density")}
+            lasting = meaning | {"rank": policy.noise_shape[0], "variant": self.variant}
+            offline = offline_table(self, setup, policy)
+            return OffPolicyRun(self, setup, learner, offline, lasting)
 
     def _steered(self, init: Policy) -> SteeredPolicy:
         """Return the policy to train; one that is steered already is steered on."""

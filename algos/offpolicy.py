@@ -126,6 +126,7 @@ class OffPolicyRun:
         setup: Environment, seed, workers, threads, device.
         learner: Learns.
         offline: Transitions of a dataset for a share of every batch; None: there is none.
+        lasting: Further facts that must not change when the run is continued; see `algos.continuity`.
     """
 
     unit = "env_steps"
@@ -136,6 +137,7 @@ class OffPolicyRun:
         setup: Setup,
         learner: Learner,
         offline: TransitionTable | None = None,
+        lasting: Mapping[str, Any] | None = None,
     ) -> None:
         assert setup.env is not None
         self.config, self.learner = config, learner
@@ -164,6 +166,7 @@ class OffPolicyRun:
             "seed": setup.seed,
             "init": digest_of(setup.init),
             "dataset": None if offline is None or setup.dataset is None else setup.dataset.digest(),
+            **(lasting or {}),
         }
         self.progress, self._steps, self._owed = 0, 0, 0.0
 
@@ -238,7 +241,8 @@ class OffPolicyRun:
         """Continue from `state_dict`.
 
         Raises:
-            CheckpointError: If seed, dataset, policy to start from, or size of the replay are others.
+            CheckpointError: If seed, dataset, policy to start from, or what latents mean are others, or the
+                replay is too small.
         """
         require_unchanged(state, self._lasting)
         self.learner.load_state_dict(state["learner"])

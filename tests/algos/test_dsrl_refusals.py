@@ -11,11 +11,12 @@ import torch
 from point_steering import AS_IT_IS, SMALL, changed, composed, flow, start
 
 from algos.dsrl_learner import SteeredActor
+from algos.plain import from_plain, to_plain
 from algos.replay import ChunkBatch
 from algos.soft_learner import SoftLearner, SoftRules
 from policies.compose import compose
 from policies.ensembles import EnsembleConfig
-from policies.errors import CapabilityError, ConfigError
+from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.latent_steering import SteeredPolicy, Steering
 from policies.policy import Policy
 from policies.processes import Edm, Mip, Regression, VPDiffusion
@@ -121,3 +122,27 @@ def test_settings_that_a_steered_policy_does_not_take_over_are_told(caplog: Any)
     asked = changed(steering=Steering(hidden_dims=(8,), bound=2.5), denoising_steps=7)
     start(asked, init=shipped).close()
     assert "steering.bound=2.5, it has 1.5" in caplog.text and "denoising_steps=7, it has" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variant": "sac"}, r"\(algo.variant\) must stay .*: na; got sac"),
+        ({"steering": {"bound": 2.5}}, r"\(algo.steering.bound\) must stay .*: 1.5; got 2.5"),
+        (
+            {"steering": {"density": "gaussian"}},
+            r"\(algo.steering.density\) must stay .*: tanh; got gaussian",
+        ),
+        ({"steering": {"adapter": "row_repeat"}}, r"\(algo.steering.adapter\) must stay .*: full; got row_"),
+    ],
+)
+def test_what_latents_mean_does_not_change_when_a_run_is_continued(
+    changes: dict[str, Any], message: str
+) -> None:
+    run = start()
+    run.advance()
+    state = from_plain(to_plain(run.state_dict()))
+    steering = dataclasses.replace(SMALL.steering, **changes.get("steering", {}))
+    with pytest.raises(CheckpointError, match=message):
+        start(changed(**(changes | {"steering": steering}))).load_state_dict(state)
+    run.close()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from algos.base import Setup
 from algos.offline import THREADS, OfflineRun
 from algos.optim import restore_optimizer, warmup_cosine
-from algos.transitions import Batch, Rewarding, TransitionTable, tabulate
+from algos.transitions import Batch, Rewarding, TransitionTable, box_of, clipped_actions, tabulate
 from envs.fit import require_fit
 from policies.correction import CorrectedPolicy, Correction
 from policies.errors import ConfigError
@@ -146,6 +146,7 @@ class CdsaConfig:
         if setup.env is not None:
             spec = setup.env.spec
             require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
+            dataset = clipped_actions(dataset, box_of(dataset, spec))
         with torch_threads(setup.threads(THREADS)):
             base = setup.init.clone().eval().requires_grad_(False)
             with torch.random.fork_rng(devices=[]):

@@ -273,13 +273,20 @@ def _successors(dataset: EpisodeDataset, frame: Tensor) -> Tensor:
 def box_of(dataset: EpisodeDataset, spec: Any) -> dict[str, Tensor]:
     """Return the statistics of the box that actions fill: the task's, or the data's where no task is given.
 
-    Without a task, data within [-1, 1] have that box.
+    Without a task, data within [-1, 1] have that box; that others are taken as they are is said in a warning.
     """
     low, high = dataset.actions.amin(0), dataset.actions.amax(0)
     if spec is not None:
         low, high = (torch.tensor(side, dtype=low.dtype) for side in (spec.action_low, spec.action_high))
     elif bool((low >= -1).all() & (high <= 1).all()):
         low, high = -torch.ones_like(low), torch.ones_like(high)
+    else:
+        outside = int((dataset.actions.abs() > 1).sum())
+        _log.warning(
+            "%s: %d action entries (%.2g %%) lie outside [-1, 1], and no task says which box they should "
+            "fill; the range of the data is taken for it, and nothing is clipped. Give env=<task>.",
+            dataset.source, outside, 100 * outside / dataset.actions.numel(),
+        )  # fmt: skip
     return {"min": low, "max": high, "mean": (low + high) / 2, "std": (high - low) / 2}
 
 

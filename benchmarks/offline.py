@@ -5,8 +5,8 @@
     python -m benchmarks.offline hopper-medium --dataset FILE --algos flow+prdc     tunes a cloned flow
     python -m benchmarks.offline hopper-medium --report         table and curve from what is there
 
-Settings are those of the experiments `<task>_<algorithm>`; `bc` is TD3+BC with `algo.alpha=0`, as many steps
-of the actor and none of the critic in between. Each run leaves one JSON file in docs/results/offline/:
+Settings are those of the experiments `<task>_<algorithm>`; `bc` clones the network of these actors, with as
+many steps as TD3 gives to its actor. Each run leaves one JSON file in docs/results/offline/:
 episodes of the last checkpoint, of the one that evaluated best on the way, of the corrected policy
 (`algo=cdsa`), and of both with noise on the actions; a run whose file is there is not repeated. Actors that
 are made from nothing see states alike and share the correction of their seed, which knows no policy.
@@ -43,6 +43,13 @@ from policies.registry import lookup
 FOLDER = RESULTS / "offline"
 BASES = {"flow": "study_flow_bc", "diffusion": "study_bc"}  # experiments that clone what is tuned
 COLLECTED = 100  # episodes of a dataset that the study records itself
+PLAIN = (
+    "algo=bc", "algo.batch_size=256", "algo.lr=3e-4", "algo.min_lr=3e-4", "algo.warmup_steps=0",
+    "algo.weight_decay=0", "algo.ema_decay=0", "process=deterministic", "policy.horizon=1",
+    "policy.act_steps=1", "policy.normalizer.state=gaussian", "policy.observation_clip=null",
+    "backbone.residual=false", "backbone.hidden_dims=[256,256]",
+)  # fmt: skip
+"""The actor of TD3+BC, cloned by the same optimiser."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +84,7 @@ def settings_of(task: str, algo: str, options: argparse.Namespace) -> list[str]:
     """Return the overrides that choose an algorithm by its published settings."""
     more = [] if options.autocast is None else [f"algo.autocast={options.autocast}"]
     if algo == "bc":
-        half = options.steps // 2
-        return [
-            f"experiment={task}_td3_bc",
-            "algo.alpha=0.0",
-            "algo.policy_every=1",
-            f"algo.steps={half}",
-            *more,
-        ]
+        return [f"env={task}", *PLAIN, f"algo.steps={options.steps // 2}"]
     return [f"experiment={task}_{algo}", f"algo.steps={options.steps}", *more, *options.set]
 
 

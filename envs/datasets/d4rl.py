@@ -213,9 +213,9 @@ def read(
     if d4rl_compat:
         return _official_episodes(arrays, max_episode_steps, meta | {"d4rl_compat": True}, room)
     terminated = arrays["terminals"].astype(bool)
-    if max_episode_steps is None and not {"timeouts", "next_observations"} & set(arrays):
-        _warn_of_unseen_ends(path, int(terminated.sum()), len(terminated))
     ends = _episode_ends(arrays, max_episode_steps)
+    if "timeouts" not in arrays:
+        _warn_of_missing_timeouts(path, ends, terminated, arrays, max_episode_steps)
     start = np.concatenate([[0], np.flatnonzero(ends) + 1])
     timeouts = arrays.get("timeouts", np.zeros_like(terminated)).astype(bool)
     extras, episode_extras = _split_infos(arrays, len(terminated), len(start) - 1) if infos else ({}, {})
@@ -245,16 +245,26 @@ def _is_goal(values: Any) -> bool:
     return all(bool(np.isfinite(values[part]).all()) for part in pieces(values))
 
 
-def _warn_of_unseen_ends(path: str | Path, num_terminals: int, num: int) -> None:
-    """Say that episodes cut by a time limit cannot be told apart."""
+def _warn_of_missing_timeouts(
+    path: str | Path, ends: np.ndarray, terminated: np.ndarray, arrays: Arrays, limit: int | None
+) -> None:
+    """Say what is taken for the ends of episodes, and how many that gives."""
+    signs = ["successors that are not the next row"] if "next_observations" in arrays else []
+    signs += [] if limit is None else [f"data.max_episode_steps={limit}"]
+    if signs:
+        _log.warning(
+            "%s: there is no key 'timeouts'; of %d ends of episodes %d are terminals, and the others, "
+            "time-outs, are found by %s and the end of the file.",
+            path, int(ends.sum()), int((ends & terminated).sum()), " and ".join(signs),
+        )  # fmt: skip
+        return
     _log.warning(
         "%s: neither 'timeouts' nor 'next_observations' tell where time limits ended episodes; only the %d "
-        "terminals of %d steps do, so that training windows may reach from one episode into the next. Give "
-        "the episode length, data.max_episode_steps=<steps>, or add the key 'timeouts' to the file.",
-        path,
-        num_terminals,
-        num,
-    )
+        "terminals of %d steps do, so episodes are cut there alone, and training windows and transitions may "
+        "reach from one episode into the next. Give the episode length, data.max_episode_steps=<steps>, or "
+        "add the key 'timeouts' to the file.",
+        path, int(terminated.sum()), len(terminated),
+    )  # fmt: skip
 
 
 def _episode_ends(arrays: Arrays, limit: int | None) -> np.ndarray:

@@ -204,7 +204,7 @@ def test_latents_at_the_bound_are_reported() -> None:
     with torch.no_grad():
         for weight in actor.trunk.layers[0].parameters():
             weight.zero_()
-        actor.trunk.layers[0].bias[:3] = 9.0  # means of half of the six numbers
+        actor.trunk.layers[0].bias[:3] = torch.tensor([9.0, -9.0, 9.0])  # means of half of the six numbers
         actor.trunk.layers[0].bias[6:] = -9.0  # hardly any deviation
     found = run.learner.step(*_batch_and_draws(run))
     assert float(found["actor/saturated_fraction"]) == 0.5

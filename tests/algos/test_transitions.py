@@ -165,7 +165,15 @@ def test_actions_outside_the_box_are_clipped_and_counted(caplog: pytest.LogCaptu
     outside = int((wild.actions.abs() > 1).sum())
     assert f"{outside} action entries" in caplog.text and inside.actions.abs().max() <= 1
     assert clipped_actions(data, box) is data
+
+
+def test_a_box_that_no_task_gives_is_that_of_the_data_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    data = dataset()
+    assert float(box_of(data, None)["max"].max()) == 1.0 and not caplog.records
+    wild = replace(data, actions=data.actions * 2)
+    outside = int((wild.actions.abs() > 1).sum())
     assert float(box_of(wild, None)["max"].max()) == pytest.approx(float(wild.actions.max()))
+    assert f"{outside} action entries" in caplog.text and "Give env=" in caplog.text
 
 
 def test_a_table_gathers_what_was_put_in() -> None:

@@ -209,18 +209,36 @@ def test_time_limit_cuts_files_without_timeouts_at_every_multiple(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "options", "warned"),
+    ("changes", "options", "facts"),
     [
-        ({"timeouts": None}, {}, True),
-        ({"timeouts": None}, {"max_episode_steps": 3}, False),
-        ({"timeouts": None, "next_observations": arrays()["observations"]}, {}, False),
-        ({}, {}, False),
+        ({"timeouts": None}, {}, ["1 terminals of 10 steps", "cut there alone", "max_episode_steps=<steps>"]),
+        (
+            {"timeouts": None},
+            {"max_episode_steps": 3},
+            ["of 4 ends of episodes 1 are terminals", "found by data.max_episode_steps=3 and"],
+        ),
+        (
+            {
+                "timeouts": None,
+                "next_observations": np.roll(arrays()["observations"], -1, axis=0) + np.eye(10)[:, [6]],
+            },
+            {},
+            ["of 3 ends of episodes 1 are terminals", "found by successors that are not the next row"],
+        ),
     ],
 )
-def test_ends_that_nothing_tells_are_warned_of(tmp_path, caplog, changes, options, warned):
+def test_missing_timeouts_are_warned_of_with_what_is_taken_for_them(
+    tmp_path, caplog, changes, options, facts
+):
     read_d4rl(write_d4rl(tmp_path / "a.hdf5", **changes), **options)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
-    assert not warned or all(hint in caplog.text for hint in ("a.hdf5", "1 terminals", "max_episode_steps="))
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "'timeouts'" in record.message and "a.hdf5" in record.message
+    assert all(fact in record.message for fact in facts), record.message
+
+
+def test_timeouts_that_are_there_need_no_warning(tmp_path, caplog):
+    read_d4rl(write_d4rl(tmp_path / "a.hdf5"))
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("seed", range(5))

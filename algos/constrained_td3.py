@@ -8,10 +8,11 @@ eps standard normal, B rows of a batch::
     critic loss = mean (Q1 - y)^2 + mean (Q2 - y)^2
     actor loss  = -lambda mean Q1(s, pi(s)) + constraint,       lambda = alpha / mean |Q1(s, pi(s))|, constant
 
-The actor and all targets move every `policy_every`-th step. What the constraint is says a `Regulariser`: the
-data action (TD3+BC), the nearest row of the dataset (PRDC), a generative guide (A2PR), or penalties on actor
-and target (ReBRAC). The actor may be any policy: for one that samples, the constraint acts on sampled chunks
-and gradients pass through all of its denoising steps.
+The actor and all targets move every `policy_every`-th step; an actor that is already a good policy may wait for
+`warmup_steps`, or critics that know nothing yet spoil it. What the constraint is says a `Regulariser`: the data
+action (TD3+BC), the nearest row of the dataset (PRDC), a generative guide (A2PR), or penalties on actor and
+target (ReBRAC). The actor may be any policy: for one that samples, the constraint acts on sampled chunks and
+gradients pass through all of its denoising steps.
 
 Source: TD3+BC, arXiv 2106.06860; PRDC, arXiv 2306.06569; released code of PRDC and A2PR.
 """
@@ -78,6 +79,7 @@ class Td3Rules:
     policy_noise: float = 0.2
     noise_clip: float = 0.5
     policy_every: int = 2
+    warmup_steps: int = 0
     actor_value: str = "first"  # the critic that the actor climbs: first | min
     actor_lr: float = 3e-4
     critic_lr: float = 3e-4
@@ -163,12 +165,16 @@ class Td3Learner:
         out |= self.regulariser.learn(batch, backup, self.critic, draws)
         if self._moves_actor(self.steps):
             out |= self._move_actor(batch, draws)
+        if self._moves_targets(self.steps):
             polyak(self.target_critic, self.critic, self.rules.tau)
             polyak(self.target_actor.policy, self.policy, self.rules.tau)
         return out
 
-    def _moves_actor(self, step: int) -> bool:
+    def _moves_targets(self, step: int) -> bool:
         return step % self.rules.policy_every == 0
+
+    def _moves_actor(self, step: int) -> bool:
+        return self._moves_targets(step) and step > self.rules.warmup_steps
 
     def _precision(self) -> AbstractContextManager[Any]:
         """Return what the networks are evaluated in."""
@@ -259,6 +265,7 @@ class ConstrainedTd3Config(OfflineConfig):
     policy_noise: float = 0.2  # deviation of the noise on next actions, normalised units
     noise_clip: float = 0.5  # largest magnitude of that noise
     policy_every: int = 2  # steps of the critic per step of the actor and the targets
+    warmup_steps: int = 0  # steps of the critic before the actor moves for the first time; of use with `init`
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -266,6 +273,7 @@ class ConstrainedTd3Config(OfflineConfig):
         for name in ("alpha", "policy_noise", "noise_clip"):
             self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more and finite")
         self._require("policy_every", self.policy_every >= 1, "at least 1")
+        self._require("warmup_steps", 0 <= self.warmup_steps < self.steps, "0 or more and below algo.steps")
 
     def rules(self) -> Td3Rules:
         """Return the constants of the learner."""
@@ -275,6 +283,7 @@ class ConstrainedTd3Config(OfflineConfig):
             policy_noise=self.policy_noise,
             noise_clip=self.noise_clip,
             policy_every=self.policy_every,
+            warmup_steps=self.warmup_steps,
             actor_lr=self.actor_lr,
             critic_lr=self.critic_lr,
             autocast=self.autocast,

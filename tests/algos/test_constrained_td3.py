@@ -268,6 +268,27 @@ def test_half_precision_changes_steps_by_its_rounding_only(config: Any) -> None:
     assert torch.nn.functional.cosine_similarity(moved, other, dim=0) > 0.8
 
 
+def test_the_actor_waits_for_the_critics_and_its_targets_do_not() -> None:
+    """Until the warm-up ends an actor is what it was; critics learn as those of a run without one."""
+    plain, waiting = (run_of(small(Td3BcConfig, steps=9, **more)) for more in ({}, {"warmup_steps": 4}))
+    start = weights(waiting.learner.policy)
+    first = waiting.learner.target_critic.state_dict()["weight.0"].clone()
+    for _ in range(4):
+        assert "actor/value" not in waiting._step()
+    assert torch.equal(weights(waiting.learner.policy), start)
+    assert not torch.equal(waiting.learner.target_critic.state_dict()["weight.0"], first)
+    for _ in range(2):
+        plain._step()  # the actor of a run without a warm-up moves at its second step
+    assert not torch.equal(weights(plain.learner.policy), start)
+    waiting._step()
+    assert "actor/value" in waiting._step() and not torch.equal(weights(waiting.learner.policy), start)
+
+
+def test_a_warm_up_ends_before_the_run() -> None:
+    with pytest.raises(ConfigError, match=r"algo\.warmup_steps must be 0 or more and below algo\.steps; got 5"):
+        Td3BcConfig(steps=5, warmup_steps=5)
+
+
 def test_half_precision_is_named() -> None:
     with pytest.raises(ConfigError, match=r"algo\.autocast must be bfloat16 or null; got half"):
         Td3BcConfig(autocast="half")

@@ -40,18 +40,20 @@ def format_interval(quantity: str, interval: Mapping[str, float]) -> tuple[str, 
 
     Args:
         quantity: What was measured; see `Evaluation.values`.
-        interval: `Interval` as a dict.
+        interval: `Interval` as a dict; a value alone has no interval, "–".
 
     Example:
         >>> format_interval("return", {"value": 0.01, "low": 0.0, "high": 0.03})
         ('0.0100', '0.0000 to 0.0300')
     """
     scale, unit = (100.0, " %") if quantity == "success" else (1.0, "")
-    value, low, high = (scale * interval[key] for key in ("value", "low", "high"))
+    value, low, high = (scale * interval.get(key, interval["value"]) for key in ("value", "low", "high"))
     largest = max(abs(value), abs(low), abs(high))
     digits = 1
     if quantity != "success" and 0 < largest < math.inf:
         digits = min(max(2 - math.floor(math.log10(largest)), 1), 6)
+    if "low" not in interval:
+        return f"{value:.{digits}f}{unit}", "–"
     return f"{value:.{digits}f}{unit}", f"{low:.{digits}f} to {high:.{digits}f}{unit}"
 
 

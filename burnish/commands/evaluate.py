@@ -27,6 +27,9 @@ from envs.statistics import Interval
 from policies.errors import ConfigError
 from policies.policy import Policy
 
+SUMMARISED = ("success", "d4rl_score", "return", "return_var", "return_cvar", "length")
+"""What tables and reports show of an evaluation, where it is defined."""
+
 
 @dataclass
 class EvalConfig(EvaluationSettings):
@@ -145,9 +148,9 @@ def evaluate_with(
 
 
 def headline(evaluation: Evaluation) -> dict[str, float]:
-    """Return the means of an evaluation by name: return, length, success and score where defined."""
+    """Return the means of an evaluation by name, and how bad its worst episodes are, where defined."""
     summary = evaluation.summary()
-    names = ("success", "return", "length", "d4rl_score")
+    names = ("success", "return", "length", "d4rl_score", "return_var", "return_cvar")
     return {name: float(summary[name]["value"]) for name in names if name in summary}
 
 
@@ -175,7 +178,7 @@ def summary_table(evaluations: Iterable[tuple[str, Evaluation]]) -> Table:
     rows = []
     for label, evaluation in evaluations:
         summary = evaluation.summary()
-        for name in ("success", "d4rl_score", "return", "return_cvar", "length", NETWORK_CALLS):
+        for name in (*SUMMARISED, NETWORK_CALLS):
             if name in summary:
                 rows.append(
                     (label, summary["env"], name, *format_interval(name, summary[name]), summary["episodes"])

@@ -15,16 +15,17 @@ import numpy as np
 from algos.metrics import read_jsonl
 from algos.state import RunDirectory
 from burnish.behaviour import Stage, describe_ways, draw_behaviour
-from burnish.commands.evaluate import describe_comparison
+from burnish.commands.evaluate import SUMMARISED, describe_comparison
 from burnish.console import output
 from burnish.job import Job
+from burnish.last_and_best import last_and_best
 from burnish.locate import check_folder_to_write, locate
 from burnish.page import Page
 from burnish.pictures import learning_curves, run_colours
 from envs.comparison import format_interval
 from envs.evaluation import Evaluation
 from envs.evaluation_protocol import check_seeds
-from envs.statistics import bootstrap_iqm, wilson
+from envs.statistics import bootstrap_iqm, conditional_value_at_risk, value_at_risk, wilson
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
 
 _log = logging.getLogger(__name__)
@@ -222,7 +223,15 @@ def _numbers(page: Page, groups: Sequence[Group]) -> None:
             if len(groups) > 1:
                 page.text(f"{title}:")
             _tabulate(page, contents, f"all runs of {title}" if len(groups) > 1 else "all runs")
+    _say_last_and_best(page, [run for group in groups for run in group.runs.items()])
     page.text("Per-episode rows are in eval/ of each run.")
+
+
+def _say_last_and_best(page: Page, runs: Sequence[tuple[str, RunDirectory]]) -> None:
+    """Say what the last evaluation while training found, and what the best one."""
+    for name, directory in runs:
+        if (both := last_and_best(directory)) is not None and both.count > 1:
+            page.text(f"{name}, {both.last.quantity} while training: {both}.")
 
 
 def _tabulate(page: Page, contents: Mapping[str, dict[str, Any]], together: str) -> None:
@@ -250,19 +259,27 @@ def _last_evaluation(directory: RunDirectory) -> dict[str, Any] | None:
 
 
 def _rows(name: str, summary: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:
-    for quantity in ("success", "d4rl_score", "return", "return_cvar", "length"):
+    for quantity in SUMMARISED:
         if quantity in summary:
             yield name, quantity, *format_interval(quantity, summary[quantity]), summary["episodes"]
 
 
 def _pooled(evaluations: Sequence[Evaluation]) -> Iterator[tuple[object, ...]]:
-    """Summarise several seeds: success over all episodes, return over seeds and episodes."""
+    """Summarise several seeds: success and the worst tenth over all episodes, others over both."""
     values = np.stack([e.values("return") for e in evaluations])
     if "success" in evaluations[0].summary():
         success = np.stack([e.values("success") for e in evaluations])
         interval = asdict(wilson(int(success.sum()), success.size))
         yield "success", *format_interval("success", interval), success.size
+    if "d4rl_score" in evaluations[0].summary():
+        scores = np.stack([e.d4rl_scores() for e in evaluations])
+        yield "d4rl_score", *format_interval("d4rl_score", asdict(bootstrap_iqm(scores))), scores.size
     yield "return", *format_interval("return", asdict(bootstrap_iqm(values))), values.size
+    if "return_cvar" in evaluations[0].summary():
+        worst = {"value": value_at_risk(values.flatten())}
+        yield "return_var", *format_interval("return_var", worst), values.size
+        worst = asdict(conditional_value_at_risk(values.flatten()))
+        yield "return_cvar", *format_interval("return_cvar", worst), values.size
 
 
 def _behaviour(page: Page, config: ReportConfig, named: Mapping[str, RunDirectory]) -> dict[str, bytes]:

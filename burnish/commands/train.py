@@ -24,6 +24,7 @@ from burnish.commands.evaluate import evaluate_with, headline
 from burnish.config import GROUPS, describe, describe_part, restore
 from burnish.console import output, table
 from burnish.job import Job
+from burnish.last_and_best import last_and_best
 from burnish.locate import RUN_CONFIG, Located, check_folder_to_write, locate
 from envs.datasets import lasting_options, read_dataset
 from envs.datasets.catalogue import find_dataset
@@ -103,6 +104,8 @@ def run(config: TrainConfig, job: Job) -> float | None:
     last, directory = outcome.last_evaluation, outcome.directory
     rows: list[tuple[str, object]] = [("run", directory.path), ("policy", directory.policy_path())]
     rows += [(name, f"{value:.4g}") for name, value in last.items()]
+    if (both := last_and_best(directory)) is not None and both.count > 1:
+        rows.append((both.last.quantity, both))
     output().print(table("", ("", ""), rows), "")
     return last.get("success", last.get("return"))
 

@@ -1,0 +1,67 @@
+"""The last evaluation of a run and the best one on the way, side by side.
+
+The last one is the result. The best one is chosen by the episodes that judge it and needs the simulator while
+training, so it flatters; how far the two are apart says how steady the run was.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from algos.state import RunDirectory
+
+_FILE = re.compile(r"step-(\d+)\.json")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A checkpoint and what an evaluation while training found."""
+
+    step: int
+    summary: dict[str, Any]
+
+    @property
+    def quantity(self) -> str:
+        """What the task is judged by."""
+        return "success" if "success" in self.summary else "return"
+
+    @property
+    def value(self) -> float:
+        """Mean over episodes."""
+        return float(self.summary[self.quantity]["value"])
+
+
+@dataclass(frozen=True)
+class LastAndBest:
+    """Both, and among how many evaluations the best was chosen."""
+
+    last: Judged
+    best: Judged
+    count: int
+
+    def __str__(self) -> str:
+        """Say both in one line."""
+        unit, scale = (" %", 100.0) if self.last.quantity == "success" else ("", 1.0)
+        last, best = (f"{scale * one.value:.4g}{unit} at step {one.step}" for one in (self.last, self.best))
+        episodes = self.last.summary["episodes"]
+        return f"last {last}; best of {self.count} on the way {best} ({episodes} episodes each)"
+
+
+def last_and_best(directory: RunDirectory) -> LastAndBest | None:
+    """Return both of a run, by success where the task has it, else by return; None without evaluations.
+
+    Evaluations count that were made while training, by the protocol of the last one.
+    """
+    found = []
+    for path in (directory.path / "eval").glob("step-*.json"):
+        if match := _FILE.fullmatch(path.name):
+            found.append(Judged(int(match[1]), json.loads(path.read_text())["summary"]))
+    if not found:
+        return None
+    found.sort(key=lambda one: one.step)
+    last = found[-1]
+    alike = [one for one in found if one.summary["protocol_hash"] == last.summary["protocol_hash"]]
+    return LastAndBest(last, max(alike, key=lambda one: one.value), len(alike))

@@ -1,0 +1,79 @@
+"""The last evaluation is the result; the best one is said beside it, with what it was chosen among."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from algos.state import RunDirectory
+from burnish.commands.report import _numbers, grouped
+from burnish.last_and_best import last_and_best
+from burnish.page import Page
+from envs.episodes import EpisodeRow
+from envs.evaluation import Evaluation
+
+
+def evaluation(value: float, *, rule: str = "", scores: Any = (0.0, 200.0), episodes: int = 20) -> Evaluation:
+    task = {"name": "task", "options": {}, "success_rule": rule, "reference_scores": scores}
+    rows = [
+        EpisodeRow(seed, 0, value + seed - (episodes - 1) / 2, 10, seed < value, False, True)
+        for seed in range(episodes)
+    ]
+    return Evaluation(tuple(rows), {"env": task, "episodes": episodes})
+
+
+def run_of(path: Path, values: dict[str, Evaluation]) -> RunDirectory:
+    run = RunDirectory.create_at(path, {"algo": {"name": "td3_bc"}, "env": {"name": "task"}, "seed": 0}, [])
+    for name, one in values.items():
+        run.write_eval(name, json.loads(one.to_json()))
+    return run
+
+
+def test_both_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
+    values = {"step-5": evaluation(10), "step-1000": evaluation(50), "step-20": evaluation(70)}
+    found = last_and_best(run_of(tmp_path / "run", values))
+    assert found is not None and (found.last.step, found.best.step, found.count) == (1000, 20, 3)
+    assert (found.last.value, found.best.value) == (50.0, 70.0)
+    assert str(found) == "last 50 at step 1000; best of 3 on the way 70 at step 20 (20 episodes each)"
+
+
+def test_success_decides_where_the_task_has_it(tmp_path: Path) -> None:
+    values = {f"step-{k}": evaluation(k, rule="there", scores=None) for k in (4, 12, 9)}
+    found = last_and_best(run_of(tmp_path / "run", values))
+    assert found is not None and found.last.quantity == "success" and found.best.step == 12
+    assert "best of 3 on the way 60 % at step 12" in str(found)
+
+
+def test_evaluations_by_hand_and_by_other_protocols_do_not_count(tmp_path: Path) -> None:
+    values = {
+        "step-5": evaluation(99, episodes=10),
+        "step-7": evaluation(30),
+        "step-7-abcdef012345": evaluation(80),
+    }
+    found = last_and_best(run_of(tmp_path / "run", values))
+    assert found is not None and (found.best.value, found.count) == (30.0, 1)
+    assert last_and_best(run_of(tmp_path / "bare", {})) is None
+
+
+def test_a_report_has_both_the_score_and_the_worst_tenth_of_every_run_and_of_all(tmp_path: Path) -> None:
+    runs = {
+        name: run_of(tmp_path / name, {"step-5": evaluation(60), "step-9": evaluation(last)})
+        for name, last in (("a", 40), ("b", 42))
+    }
+    page = Page("offline")
+    _numbers(page, grouped(runs))
+    text = page.render()
+    assert text.count("return_var") == text.count("return_cvar") == text.count("d4rl_score") == 3
+    assert "a, return while training: last 40 at step 9; best of 2 on the way 60 at step 5" in text
+
+
+@pytest.mark.parametrize(
+    ("rule", "scores", "has"), [("", None, True), ("there", None, False), ("there", (0, 1), True)]
+)
+def test_the_worst_tenth_is_stated_wherever_returns_are_scores(rule: str, scores: Any, has: bool) -> None:
+    summary = evaluation(40, rule=rule, scores=scores).summary()
+    assert ("return_cvar" in summary) == ("return_var" in summary) == has
+    assert not has or (summary["return_var"]["value"], summary["return_cvar"]["value"]) == (31.5, 31.0)

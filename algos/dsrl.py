@@ -81,7 +81,7 @@ class DsrlConfig(OffPolicyConfig):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive_seed(setup.seed, "steering"))
                 policy = self._steered(init).to(setup.device)
-                learner = self._learner(policy)
+                learner = self.learner_of(policy)
             # Latents are remembered, and values are of them: what they mean must not change.
             meaning = {name: getattr(policy.wrapper, name) for name in ("bound", "adapter", "density")}
             lasting = meaning | {"rank": policy.noise_shape[0], "variant": self.variant}
@@ -129,7 +129,7 @@ class DsrlConfig(OffPolicyConfig):
         still = {"eta": 0.0, "eta_per_dim": (), "min_std": 0.0} if isinstance(own, DDIM) else {}
         return init.with_sampler(replace(own, steps=self.denoising_steps, **still))
 
-    def _learner(self, policy: SteeredPolicy) -> SoftLearner:
+    def learner_of(self, policy: SteeredPolicy) -> SoftLearner:
         """Return what learns; torch's global generator decides the initial weights."""
         chunk, cond, device = policy.chunk, policy.encoder.cond_dim, policy.device
         actor = SteeredActor(policy, self.density_form, within_box=self.variant == "sac")

@@ -99,11 +99,13 @@ def test_a_steered_policy_is_saved_and_acts_the_same(adapter: str, tmp_path: Pat
     assert torch.equal(act(loaded), act(policy))
 
 
-def test_a_steered_policy_is_exported_as_one_graph(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "adapter"), [("flow", "low_rank"), ("composed", "row_repeat")])
+def test_a_steered_policy_is_exported_as_one_graph(kind: str, adapter: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
-    policy = steered(replace(SMALL, adapter="low_rank"))
+    policy = steered(replace(SMALL, adapter=adapter), kind)
     report = export_onnx(policy, tmp_path / "exported", latency_batches=())
     assert report.parity and max(row["max_abs_difference"] for row in report.parity) < 1e-5
+    assert len(list((tmp_path / "exported").rglob("*.onnx"))) == 1
 
 
 def test_policies_that_noise_does_not_decide_are_refused() -> None:

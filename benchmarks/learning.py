@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -331,21 +332,22 @@ def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     from matplotlib.figure import Figure
 
     study = STUDIES[name]
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    figure = Figure(figsize=(8.0, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for color, (algo, runs) in zip(TABLEAU_COLORS, found.items(), strict=False):
+    for color, (algo, runs) in zip(cycle((*TABLEAU_COLORS, "black")), found.items(), strict=False):
         lines = [np.array([(p["step"], p[study.quantity]) for p in c["curve"]]).T for c in runs]
         for steps, values in lines:
             axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.9)
         grid = np.linspace(max(line[0][0] for line in lines), min(line[0][-1] for line in lines), 200)
         mean = np.mean([np.interp(grid, *line) for line in lines], axis=0)
-        axes.plot(grid, mean, color=color, linewidth=2.0, label=f"{algo}, mean of {len(runs)} seeds")
+        axes.plot(grid, mean, color=color, linewidth=2.0, label=algo)
     axes.set_xlabel("environment steps")
-    axes.set_ylabel(f"{study.quantity}, training episodes (with exploration noise)")
-    axes.set_title(name)
+    axes.set_ylabel(f"{study.quantity}, training episodes")
+    seeds = {len(runs) for runs in found.values()}
+    axes.set_title(f"{name}: with exploration noise, mean of {'–'.join(map(str, sorted(seeds)))} seeds")
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(RESULTS / f"{name}.png", dpi=120)
 
 

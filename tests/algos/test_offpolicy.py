@@ -164,6 +164,7 @@ def test_the_temperature_approaches_the_target_entropy() -> None:
         ("offline_ratio", {"paper_compat": True, "offline_ratio": 0.5}),
         ("subset", {"aggregate": "subset_min", "subset": 3}),
         ("aggregate", {"aggregate": "median"}),
+        ("warmup_steps", {"warmup_steps": 61}),  # of 60 steps: nothing would be learned
         ("updates_per_step", {"updates_per_step": 0.0}),
         ("distillation_latents", {"distillation_latents": "x"}),
     ],

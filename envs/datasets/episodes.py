@@ -365,6 +365,9 @@ class EpisodeDataset:
         last frame of an episode without a recorded successor is a transition only if it terminated (its
         successor, which values never look at, is then its own observation). Where the source has `masks`, a
         frame with mask 0 counts as terminated although its recording goes on.
+
+        Raises:
+            DatasetError: If there is none.
         """
         last = torch.zeros_like(self.terminated)
         last[self.episode_start[1:] - 1] = True
@@ -374,6 +377,11 @@ class EpisodeDataset:
             following = torch.arange(1, self.num_frames + 1, device=last.device) - last.long()
             successor, known = self.observations[following], ~last | self.terminated
         frames = known.nonzero().squeeze(1)
+        if not len(frames):
+            raise DatasetError(
+                f"{self.source}: expected frames with a known successor or a real end; got {self.num_frames} "
+                "single frames that were cut, so there is no transition. Record successors or longer episodes."
+            )
         over = self.terminated | (self.extras["masks"] == 0) if "masks" in self.extras else self.terminated
         return Transitions(
             observations=self.observations[frames],

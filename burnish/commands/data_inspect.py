@@ -131,7 +131,7 @@ def describe(data: EpisodeDataset, task: str | None = None) -> dict[str, Any]:
         "digest": data.digest(),
         "episodes": data.num_episodes,
         "frames": data.num_frames,
-        "transitions": len(data.transitions().frames),
+        "transitions": len(data.transition_frames),
         "successors_recorded": data.next_observations is not None,
         "lengths": _spread(lengths),
         "returns": _spread(returns),

@@ -358,8 +358,17 @@ class EpisodeDataset:
             total[frame] = value[alive]
         return total.float().to(self.rewards.device)
 
+    @property
+    def transition_frames(self) -> Tensor:
+        """Frames with a known successor, or with none to know because the task ended, (M,) int64."""
+        if self.next_observations is not None:
+            return torch.arange(self.num_frames, device=self.terminated.device)
+        inside = torch.ones_like(self.terminated)
+        inside[self.episode_start[1:] - 1] = False
+        return (inside | self.terminated).nonzero().squeeze(1)
+
     def transitions(self) -> Transitions:
-        """Return the transitions with a known successor, or with none to know because the task ended.
+        """Return the transitions: `transition_frames` and their successors.
 
         The successor is `next_observations` where the source has it, else the next frame of the episode. The
         last frame of an episode without a recorded successor is a transition only if it terminated (its
@@ -369,25 +378,23 @@ class EpisodeDataset:
         Raises:
             DatasetError: If there is none.
         """
-        last = torch.zeros_like(self.terminated)
-        last[self.episode_start[1:] - 1] = True
-        if self.next_observations is not None:
-            successor, known = self.next_observations, torch.ones_like(last)
-        else:
-            following = torch.arange(1, self.num_frames + 1, device=last.device) - last.long()
-            successor, known = self.observations[following], ~last | self.terminated
-        frames = known.nonzero().squeeze(1)
+        frames = self.transition_frames
         if not len(frames):
             raise DatasetError(
                 f"{self.source}: expected frames with a known successor or a real end; got {self.num_frames} "
-                "single frames that were cut, so there is no transition. Record successors or longer episodes."
+                "that are the last of cut episodes, so there is no transition. Record successors."
             )
+        if self.next_observations is not None:
+            successor = self.next_observations[frames]
+        else:
+            ends = self.episode_start[1:] - 1
+            successor = self.observations[(frames + 1).where(~torch.isin(frames, ends), frames)]
         over = self.terminated | (self.extras["masks"] == 0) if "masks" in self.extras else self.terminated
         return Transitions(
             observations=self.observations[frames],
             actions=self.actions[frames],
             rewards=self.rewards[frames],
-            next_observations=successor[frames],
+            next_observations=successor,
             terminated=over[frames],
             frames=frames,
         )

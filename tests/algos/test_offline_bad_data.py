@@ -130,8 +130,10 @@ def test_a_file_without_a_step_is_refused(tmp_path: Path) -> None:
 
 def test_a_recording_of_single_cut_steps_has_no_transition(tmp_path: Path) -> None:
     cut = {"terminals": np.zeros(FRAMES, bool), "timeouts": np.ones(FRAMES, bool)}
-    with pytest.raises(DatasetError, match="no transition"):
-        run_on(written(tmp_path / "single.hdf5", **cut))
+    path = written(tmp_path / "single.hdf5", **cut)
+    assert len(read_dataset(path).transition_frames) == 0
+    with pytest.raises(DatasetError, match="60 that are the last of cut episodes, so there is no transition"):
+        run_on(path)
 
 
 @pytest.mark.parametrize("config", [IqlConfig(**SMALL), CdsaConfig(steps=4, block_steps=4, batch_size=8)])

@@ -21,7 +21,11 @@ from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
+from policies.backbones.mlp import MlpConfig
 from policies.folder import load_policy, save_policy
+from policies.policy import Policy, PolicyConfig, build_policy
+from policies.processes import RectifiedFlow, VPDiffusion
+from policies.protocols import Cond
 
 STATE, ACTION = 11, 3
 
@@ -258,3 +262,76 @@ def test_a_step_of_rebrac_is_that_of_a_plain_program() -> None:
         pairs = ((learner.policy, policy), (learner.critic, q), (learner.target_critic, slow))
         for ours, plain in (*pairs, (learner.target_actor.policy, slow_policy)):
             assert_same(ours, plain)
+
+
+# -- policies that sample chunks ------------------------------------------------------------------------
+
+
+def sampling(process: Any) -> Policy:
+    """Return a policy that samples chunks of four actions, of which three are executed from the second on."""
+    one = torch.ones(STATE)
+    limits = {"mean": 3 * one, "std": 2 * one, "min": -3 * one, "max": 9 * one}
+    action = {"mean": 0 * one, "std": one, "min": -one, "max": one}
+    return build_policy(
+        PolicyConfig(
+            process=process, backbone=MlpConfig(width=16, time_dim=4), horizon=4, act_steps=3, action_start=1
+        ),
+        obs_dim=STATE, action_dim=ACTION, seed=2,
+        statistics={"state": limits, "action": {name: value[:ACTION] for name, value in action.items()}},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("process", [VPDiffusion(num_levels=4), RectifiedFlow()], ids=["diffusion", "flow"])
+def test_prdc_keeps_sampled_chunks_near_recorded_ones_through_all_denoising_steps(process: Any) -> None:
+    """Its gradient is that of the distance of whole chunks, the neighbour being constant."""
+    run = PrdcConfig(steps=4, beta=0.2).build(Setup(dataset=dataset(), init=sampling(process), seed=1))
+    learner: Any = run.learner
+    batch, rows = run.table.gather(torch.arange(12)), run.table.gather(torch.arange(len(run.table)))
+    assert batch.action.shape == (12, 3 * ACTION)
+    noise = learner.actor.draw(12, torch.Generator().manual_seed(0))
+    chunk = learner.policy.decode(Cond(batch.cond), noise, grad=True)
+    sampled = chunk[:, 1:4].flatten(1)
+    cost = 0.2**2 * torch.cdist(batch.cond.double(), rows.cond.double()).square()
+    cost = cost + torch.cdist(sampled.detach().double(), rows.action.double()).square()
+    expected = F.mse_loss(sampled, rows.action[cost.argmin(1)])
+    action = learner.actor(batch.cond, noise)
+    penalty, _ = learner.regulariser.penalty(batch, action, learner.critic, {})
+    torch.testing.assert_close(penalty, expected)
+    assert_same_gradients(learner.policy, penalty, expected)
+
+
+@pytest.mark.parametrize("process", [VPDiffusion(num_levels=4), RectifiedFlow()], ids=["diffusion", "flow"])
+def test_the_guide_of_a2pr_rebuilds_sampled_chunks_and_passes_gradients_back(process: Any) -> None:
+    config = A2prConfig(steps=4, constraint_weight=0.4, vae_width=16, value_dims=(16,), critic_dims=(16,))
+    run = config.build(Setup(dataset=dataset(), init=sampling(process), seed=1))
+    learner: Any = run.learner
+    batch, generator = run.table.gather(torch.arange(12)), torch.Generator().manual_seed(0)
+    draws = learner.draw(12, generator)
+    draws = draws | learner.regulariser.draw(12, generator)
+    guide: AdvantageGuide = learner.regulariser
+    v = guide.value(batch.cond, torch.zeros(12, 0))[0].detach()  # before its step
+    guide.learn(batch, learner.backup(batch, draws), learner.critic, draws)
+    action = learner.actor(batch.cond, learner.actor.draw(12, generator))
+    penalty, told = guide.penalty(batch, action, learner.critic, draws)
+    rebuilt = guide.vae(batch.cond, action, draws["vae_policy"])[0]
+    first = [learner.critic(batch.cond, one)[0].detach() for one in (rebuilt, batch.action)]
+    follows, active = first[0] >= first[1], (first[0] >= v) | (first[1] > v)
+    aim = torch.where(follows[:, None], rebuilt, batch.action)
+    expected = (0.4 * active[:, None] * (action - aim).square()).mean()
+    torch.testing.assert_close(penalty, expected)
+    assert float(told["guide/followed_fraction"]) == pytest.approx(float(follows.float().mean()))
+    assert float(told["guide/active_fraction"]) == pytest.approx(float(active.float().mean()))
+    assert follows.any() and not follows.all() and active.any()
+    assert_same_gradients(learner.policy, penalty, expected)
+
+
+def assert_same_gradients(policy: Policy, one: Tensor, other: Tensor) -> None:
+    """Gradients of two losses agree, and reach the network."""
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    grads = [
+        torch.autograd.grad(loss, weights, retain_graph=True, allow_unused=True) for loss in (one, other)
+    ]
+    reached = [(a, b) for a, b in zip(*grads, strict=True) if a is not None and b is not None]
+    assert reached and any(float(a.abs().max()) > 0 for a, _ in reached)
+    for a, b in reached:
+        torch.testing.assert_close(a, b)

@@ -52,14 +52,16 @@ def milestones(name: str, quantity: str, found: Mapping[str, Sequence[Mapping[st
     if not levels:
         return
     shown = [_shown(level, quantity) for level in levels]
-    common = min(int(run["curve"][-1]["step"]) for runs in found.values() for run in runs)
+    ends = [int(run["curve"][-1]["step"]) for runs in found.values() for run in runs]
+    common = min(end for end in ends if 2 * end >= max(ends))
     heads = [f"{what} to {level}" for level in shown for what in ("steps", "minutes")]
     yield (
         f"Until the training {quantity}, with exploration noise and over {WINDOW} iterations, first "
         "reaches a level; one number per seed, – where it never does; minutes after ≈ are the share of the "
         "steps in the whole time, where none were recorded on the way. "
         f"Steps per second: executed control steps over collecting and updating. At {common:,} steps: the "
-        f"same smoothed {quantity}, after as many steps as every run took."
+        f"same smoothed {quantity}, after as many steps as every run took that was not made for far fewer, "
+        "of which it is the end."
     )
     yield ""
     yield f"| algorithm | steps/s | at {common:,} steps | {' | '.join(heads)} |"

@@ -31,4 +31,6 @@ def test_minutes_that_nobody_recorded_are_shares_of_the_whole_time() -> None:
     longer = {"a": [run([0.0] * 5 + [1.0] * 5, True)], "b": [run([0.5] * 6, True)]}
     _, _, head, _, first, second = milestones("cube-single", "success", longer)
     assert "at 60 steps" in head and "| 20 % |" in first and "| 50 % |" in second
+    *_, short = milestones("cube-single", "success", longer | {"short": [run([0.0] + [1.0] * 3, True)]})
+    assert "| 75 % |" in short  # the end of a run of far fewer steps
     assert not list(milestones("unknown", "success", found))

@@ -53,35 +53,36 @@ class Discounting:
     shift: float = 0.0
     paper_compat: bool = False
 
-    def __call__(
-        self, rewards: Tensor, length: Tensor, terminated: Tensor, truncated: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, rewards: Tensor, end: Tensor) -> tuple[Tensor, Tensor]:
         """Return reward and discount (B,); see the top of the file.
 
         Shapes:
-            rewards: (B, Ta). length: (B,) executed steps. terminated, truncated: (B,), 1 or 0.
+            rewards: (B, Ta). end: (B, 3), executed steps, terminated and truncated, 1 or 0.
         """
         steps = rewards.shape[1]
-        table = _worth(self, steps, rewards.device, rewards.dtype).index_select(0, length.long())
-        weight, bonus, later = table.split([steps, 1, 1], dim=1)
-        over = torch.maximum(terminated, truncated) if self.paper_compat else terminated
-        reward = (rewards * weight).sum(dim=1) + bonus.squeeze(1)
-        return reward, later.squeeze(1) * (1 - over)
+        code, table = _worth(self, steps, rewards.device, rewards.dtype)
+        found = table.index_select(0, end.mv(code).long())
+        reward = torch.linalg.vecdot(rewards, found[:, :steps]) + found[:, steps]
+        return reward, found[:, steps + 1]
 
 
 @cache
-def _worth(rule: Discounting, steps: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return, for l = 0 ... Ta executed steps, what follows from it alone (Ta + 1, Ta + 2).
+def _worth(rule: Discounting, steps: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return all that follows from how chunks end, and the factors (3,) that make an end the row to look up.
 
-    The first Ta columns are the factors of the rewards, 0 beyond l; then what the shifts add up to; then the
-    discount of what comes after the chunk.
+    Rows are l = 0 ... Ta executed steps, four times: the chunk is neither, terminated, truncated, both. The
+    first Ta of the Ta + 2 columns are the factors of the rewards, 0 beyond l; then what the shifts add up to;
+    then the discount of what comes after the chunk.
     """
     step, length = torch.arange(steps), torch.arange(steps + 1)[:, None]
     inner = 1.0 if rule.paper_compat else rule.gamma
     weight = (inner ** step.double()) * (step < length)
     later = torch.full_like(weight[:, :1], rule.gamma) if rule.paper_compat else rule.gamma ** length.double()
-    columns = [rule.scale * weight, rule.shift * weight.sum(dim=1, keepdim=True), later]
-    return torch.cat(columns, dim=1).to(device, dtype)
+    reward = torch.cat([rule.scale * weight, rule.shift * weight.sum(dim=1, keepdim=True)], dim=1)
+    goes_on = (1, 0, 0, 0) if rule.paper_compat else (1, 0, 1, 0)
+    table = torch.cat([torch.cat([reward, goes * later], dim=1) for goes in goes_on])
+    code = torch.tensor([1, steps + 1, 2 * (steps + 1)])
+    return code.to(device, dtype), table.to(device, dtype)
 
 
 class Replay:
@@ -106,7 +107,7 @@ class Replay:
         steps: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._widths = [cond, latent, action, steps, 1, 1, 1, cond]
+        self._widths = [cond, latent, action, steps, 3, cond]
         self._rows = torch.empty(capacity, sum(self._widths), device=device)
         self._size = self._next = 0
 
@@ -152,9 +153,8 @@ class Replay:
     def gather(self, row: Tensor, discounting: Discounting) -> ChunkBatch:
         """Return the rows (B,)."""
         parts = self._rows.index_select(0, row).split(self._widths, dim=1)
-        cond, latent, action, rewards, length, terminated, truncated, next_cond = parts
-        flags = (part.squeeze(1) for part in (length, terminated, truncated))
-        reward, discount = discounting(rewards, *flags)
+        cond, latent, action, rewards, end, next_cond = parts
+        reward, discount = discounting(rewards, end)
         return ChunkBatch(cond, latent, action, reward, discount, next_cond)
 
     def state_dict(self) -> dict[str, Any]:

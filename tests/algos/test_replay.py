@@ -60,8 +60,9 @@ def test_rewards_are_discounted_as_asked(compat: bool) -> None:
     rewards = torch.tensor([[1.0, 2.0, 4.0]]).expand(3, 3)
     length = torch.tensor([3.0, 2.0, 2.0])
     terminated, truncated = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0.0, 0.0, 1.0])
+    end = torch.stack([length, terminated, truncated], dim=1)
     law = Discounting(gamma=0.5, scale=2.0, shift=-1.0, paper_compat=compat)
-    reward, discount = law(rewards, length, terminated, truncated)
+    reward, discount = law(rewards, end)
     if compat:
         assert reward.tolist() == [11.0, 4.0, 4.0] and discount.tolist() == [0.5, 0.0, 0.0]
     else:
@@ -121,3 +122,22 @@ def test_a_saved_ring_continues_in_a_larger_one_and_not_where_there_is_no_place(
     wider = Replay(5, cond=C + 1, latent=L, action=A, steps=STEPS)
     with pytest.raises(CheckpointError, match="same policy"):
         wider.load_state_dict(saved.state_dict())
+
+
+@pytest.mark.parametrize("compat", [False, True])
+def test_every_way_to_end_is_worth_what_a_loop_over_steps_says(compat: bool) -> None:
+    """All lengths, ended by the task, by the clock, by both, or not at all."""
+    generator, steps = torch.Generator().manual_seed(0), 5
+    law = Discounting(gamma=0.9, scale=3.0, shift=-0.5, paper_compat=compat)
+    ends = [(n, a, b) for n in range(1, steps + 1) for a in (0, 1) for b in (0, 1)]
+    rewards = torch.randn(len(ends), steps, generator=generator)
+    reward, discount = law(rewards, torch.tensor(ends).float())
+    for row, (length, terminated, truncated) in enumerate(ends):
+        worth, weight = 0.0, 1.0
+        for j in range(length):
+            worth += weight * (3.0 * float(rewards[row, j]) - 0.5)
+            weight *= 1.0 if compat else 0.9
+        later = 0.9 if compat else weight
+        stops = bool(terminated or (compat and truncated))
+        assert float(reward[row]) == pytest.approx(worth, abs=1e-5)
+        assert float(discount[row]) == pytest.approx(0.0 if stops else later, abs=1e-6)

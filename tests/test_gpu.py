@@ -11,6 +11,8 @@ from two_modes import two_mode_setup
 from algos.base import Setup
 from algos.bc import BcConfig
 from algos.dppo import DppoConfig
+from algos.prdc import PrdcConfig
+from algos.search_choice import Load, Rows, build_search
 from envs.evaluation import evaluate
 from policies.backbones.mlp import MlpConfig
 from policies.gaussian import GaussianProcess
@@ -78,3 +80,23 @@ def test_dppo_updates_on_the_device_while_workers_act_on_the_cpu() -> None:
     assert abs(metrics["policy/ratio_mean"] - 1.0) < 0.05
     assert any(not torch.equal(p, q) for p, q in zip(run.policy.scored_net.parameters(), before, strict=True))
     run.close()
+
+
+@pytest.mark.parametrize("how", ["lists", "tree", "brute", "auto"])
+def test_nearest_rows_are_those_of_the_cpu(how: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    state, action = torch.randn(400, 5, generator=generator), torch.rand(400, 2, generator=generator)
+    found = []
+    for device in ("cpu", "cuda"):
+        rows, query = Rows(state.to(device), action.to(device), 2.0), (action + 0.3).to(device)
+        search = build_search(how, rows, load=Load(10, 16), generator=generator)
+        found.append(search.nearest(torch.arange(400, device=device), rows.state, query).row)
+    assert found[1].device.type == "cuda" and torch.equal(found[0], found[1].cpu())
+
+
+def test_offline_steps_stay_on_the_device() -> None:
+    config = PrdcConfig(steps=4, block_steps=4, batch_size=16, hidden_dims=(8,), critic_dims=(8,))
+    setup = Setup(dataset=two_mode_setup().dataset, device=torch.device("cuda"))
+    run = config.build(setup)
+    assert all(torch.as_tensor(value).isfinite() for value in run.advance().values())
+    assert run.table.device.type == run.learner.policy.device.type == "cuda"

@@ -42,7 +42,7 @@ class NearestRow(Regulariser):
     Args:
         search: Over the rows of the table.
         action: (M, A), the actions of the rows.
-        other: Makes a search by its name, for a run that is continued with the one it began with.
+        other: Makes a search by its name, for a run that is continued as it began; None: always this one.
     """
 
     def __init__(self, search: Search, action: Tensor, other: Callable[[str], Search] | None = None) -> None:
@@ -106,4 +106,4 @@ class PrdcConfig(ConstrainedTd3Config):
             load=Load(max(1, self.steps // self.policy_every), self.batch_size),
             generator=seeded_generator(setup.seed, "neighbour search"),
         )
-        return NearestRow(build(self.search), rows.action, build)
+        return NearestRow(build(self.search), rows.action, build if self.search == "auto" else None)

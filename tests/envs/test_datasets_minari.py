@@ -57,6 +57,14 @@ def test_reading_what_was_written_gives_the_same_dataset(tmp_path, request, kind
     assert back.meta.get("attempts") == data.meta.get("attempts")
 
 
+def test_the_last_step_of_a_cut_episode_is_a_transition_to_its_true_successor(tmp_path, dataset):
+    """D4RL's conversion drops it."""
+    write_minari(tmp_path / "demos-v0", dataset)
+    steps, cut = read_dataset(tmp_path / "demos-v0").transitions(), int(dataset.truncated.nonzero()[0, 0])
+    assert len(steps.frames) == sum(LENGTHS) and not bool(steps.terminated[cut])
+    torch.testing.assert_close(steps.next_observations[cut], torch.from_numpy(episode(1, 1).observations[1]))
+
+
 def test_unknown_successors_stay_unknown(tmp_path, dataset):
     bare = replace(dataset, next_observations=None, episode_extras={})
     write_minari(tmp_path / "demos-v0", bare)

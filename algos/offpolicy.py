@@ -127,6 +127,9 @@ class OffPolicyRun:
         learner: Learns.
         offline: Transitions of a dataset for a share of every batch; None: there is none.
         lasting: Further facts that must not change when the run is continued; see `algos.continuity`.
+
+    Raises:
+        ConfigError: If the warm-up is longer than the run, or workers and environments do not fit.
     """
 
     unit = "env_steps"
@@ -140,6 +143,7 @@ class OffPolicyRun:
         lasting: Mapping[str, Any] | None = None,
     ) -> None:
         assert setup.env is not None
+        config.require_learning()
         self.config, self.learner = config, learner
         policy, chunk = learner.policy, learner.policy.chunk
         rows = min(config.buffer_size, config.total_steps + config.num_envs * config.steps_per_iteration)

@@ -66,8 +66,7 @@ class OffPolicyConfig:
         for name in ("total_steps", "num_envs", "steps_per_iteration", "block_steps", "actor_every",
                      "batch_size", "buffer_size", "critics"):  # fmt: skip
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        within = 0 <= self.warmup_steps <= self.total_steps
-        self._require("warmup_steps", within, f"in 0 ... algo.total_steps={self.total_steps}")
+        self._require("warmup_steps", self.warmup_steps >= 0, "0 or more")
         self._require("updates_per_step", 0 < self.updates_per_step < math.inf, "positive and finite")
         self._require("offline_ratio", 0 <= self.offline_ratio < 1, "in [0, 1)")
         self._require("gamma", 0 <= self.gamma <= 1, "in [0, 1]")
@@ -89,6 +88,15 @@ class OffPolicyConfig:
     def _require(self, name: str, holds: bool, rule: str) -> None:
         if not holds:
             raise ConfigError(f"algo.{name} must be {rule}; got {getattr(self, name)}.")
+
+    def require_learning(self) -> None:
+        """Refuse a run that ends before anything is learned.
+
+        Raises:
+            ConfigError: If the warm-up is longer than the run.
+        """
+        rule = f"at most algo.total_steps={self.total_steps}, or nothing is learned"
+        self._require("warmup_steps", self.warmup_steps <= self.total_steps, rule)
 
     def critic_config(self) -> EnsembleConfig:
         """Return the shape of the critics."""

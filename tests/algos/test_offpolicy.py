@@ -164,7 +164,7 @@ def test_the_temperature_approaches_the_target_entropy() -> None:
         ("offline_ratio", {"paper_compat": True, "offline_ratio": 0.5}),
         ("subset", {"aggregate": "subset_min", "subset": 3}),
         ("aggregate", {"aggregate": "median"}),
-        ("warmup_steps", {"warmup_steps": 61}),  # of 60 steps: nothing would be learned
+        ("warmup_steps", {"warmup_steps": -1}),
         ("updates_per_step", {"updates_per_step": 0.0}),
         ("distillation_latents", {"distillation_latents": "x"}),
     ],
@@ -204,3 +204,9 @@ def test_steps_of_a_policy_without_steps_are_refused() -> None:
         start(changed(denoising_steps=3), init=flow(GaussianProcess()))
     with pytest.raises(ConfigError, match=r"algo.denoising_steps must be at least 1"):
         changed(denoising_steps=0)
+
+
+def test_a_run_that_ends_before_anything_is_learned_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"algo.warmup_steps must be at most algo.total_steps=60.*got 61"):
+        start(changed(warmup_steps=61))
+    start(changed(warmup_steps=60)).close()

@@ -81,7 +81,7 @@ class DsrlConfig(OffPolicyConfig):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive_seed(setup.seed, "steering"))
                 policy = self._steered(init).to(setup.device)
-                learner = self.learner_of(policy)
+                learner = self.learner_of(policy, is_fresh=not isinstance(init, SteeredPolicy))
             # Latents are remembered, and values are of them: what they mean must not change.
             meaning = {name: getattr(policy.wrapper, name) for name in ("bound", "adapter", "density")}
             lasting = meaning | {"rank": policy.noise_shape[0], "variant": self.variant}
@@ -129,10 +129,16 @@ class DsrlConfig(OffPolicyConfig):
         still = {"eta": 0.0, "eta_per_dim": (), "min_std": 0.0} if isinstance(own, DDIM) else {}
         return init.with_sampler(replace(own, steps=self.denoising_steps, **still))
 
-    def learner_of(self, policy: SteeredPolicy) -> SoftLearner:
-        """Return what learns; torch's global generator decides the initial weights."""
+    def learner_of(self, policy: SteeredPolicy, *, is_fresh: bool = True) -> SoftLearner:
+        """Return what learns; torch's global generator decides the initial weights.
+
+        Args:
+            policy: To be trained.
+            is_fresh: Whether its actor knows nothing yet.
+        """
         chunk, cond, device = policy.chunk, policy.encoder.cond_dim, policy.device
-        actor = SteeredActor(policy, self.density_form, within_box=self.variant == "sac")
+        within_box = self.variant == "sac"
+        actor = SteeredActor(policy, self.density_form, within_box=within_box, is_fresh=is_fresh)
         rules, critics = self.rules(actor.latent_dim, actor.highest_entropy), self.critic_config()
         of_latents = critics.build(cond, policy.latent_dim).to(device, policy.dtype)
         if self.variant == "sac":

@@ -42,10 +42,13 @@ class SteeredActor:
         form: Of the squashed density, one of `policies.tanh_gaussian.FORMS`.
         within_box: Keep latents of the warm-up within the box of the actor, where critics learn of latents; a
             Gaussian has no box.
+        is_fresh: Warm up as the frozen policy alone, instead of as the actor does already.
     """
 
-    def __init__(self, policy: SteeredPolicy, form: str = "exact", *, within_box: bool = False) -> None:
-        self.policy, self._form = policy, form
+    def __init__(
+        self, policy: SteeredPolicy, form: str = "exact", *, within_box: bool = False, is_fresh: bool = True
+    ) -> None:
+        self.policy, self._form, self._is_fresh = policy, form, is_fresh
         self._within_box = within_box and policy.wrapper.density == "tanh"
 
     @property
@@ -71,7 +74,12 @@ class SteeredActor:
         return twin
 
     def warmup_latent(self, cond: Tensor, eps: Tensor) -> Tensor:
-        """Return latents (B, L) at which the frozen policy acts as it does alone, within the box if asked."""
+        """Return latents (B, L) at which the policy acts as given: the frozen one alone, or steered already.
+
+        Those of the frozen policy alone are kept within the box if asked.
+        """
+        if not self._is_fresh:
+            return self.draw(cond, eps)[0]
         latent = eps / self.bound
         return latent.clamp(-1, 1) if self._within_box else latent
 

@@ -141,6 +141,9 @@ def test_steering_goes_on_from_a_steered_policy() -> None:
     second = start(init=shipped)
     for name, value in shipped.state_dict().items():
         assert torch.equal(second.learner.policy.state_dict()[name], value)
+    cond, eps = torch.rand(4, 2), torch.full((4, 6), 3.0)
+    actor = second.learner.actor  # which warms up as it is, not as the frozen policy alone
+    assert torch.equal(actor.warmup_latent(cond, eps), actor.draw(cond, eps)[0])
     second.advance()
     assert isinstance(second.snapshot(), SteeredPolicy) and isinstance(shipped, SteeredPolicy)
     assert not isinstance(second.snapshot().base, SteeredPolicy)

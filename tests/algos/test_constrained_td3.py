@@ -285,7 +285,7 @@ def test_the_actor_waits_for_the_critics_and_its_targets_do_not() -> None:
 
 
 def test_a_warm_up_ends_before_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"algo\.warmup_steps must be 0 or more and below algo\.steps; got 5"):
+    with pytest.raises(ConfigError, match=r"algo\.warmup_steps must be .* below algo\.steps; got 5"):
         Td3BcConfig(steps=5, warmup_steps=5)
 
 
@@ -306,4 +306,4 @@ def test_values_of_hundreds_keep_their_digits_in_half_precision(members: int, la
         with torch.autocast("cpu", dtype=torch.bfloat16):
             rough = critic(cond, action, members=members)
     assert rough.dtype == torch.float32
-    torch.testing.assert_close(rough, exact, rtol=0, atol=2e-2)  # the hidden layers are rounded, not the value
+    torch.testing.assert_close(rough, exact, rtol=0, atol=2e-2)  # hidden layers are rounded, values not

@@ -9,10 +9,10 @@ eps standard normal, B rows of a batch::
     actor loss  = -lambda mean Q1(s, pi(s)) + constraint,       lambda = alpha / mean |Q1(s, pi(s))|, constant
 
 The actor and all targets move every `policy_every`-th step; an actor that is already a good policy may wait
-for `warmup_steps`, or critics that know nothing yet spoil it. What the constraint is says a `Regulariser`: the
-data action (TD3+BC), the nearest row of the dataset (PRDC), a generative guide (A2PR), or penalties on actor
-and target (ReBRAC). The actor may be any policy: for one that samples, the constraint acts on sampled chunks
-and gradients pass through all of its denoising steps.
+for `warmup_steps`, or critics that know nothing yet spoil it. What the constraint is says a `Regulariser`:
+the data action (TD3+BC), the nearest row of the dataset (PRDC), a generative guide (A2PR), or penalties on
+actor and target (ReBRAC). The actor may be any policy: for one that samples, the constraint acts on sampled
+chunks and gradients pass through all of its denoising steps.
 
 Source: TD3+BC, arXiv 2106.06860; PRDC, arXiv 2306.06569; released code of PRDC and A2PR.
 """

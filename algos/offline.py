@@ -142,6 +142,8 @@ class OfflineConfig:
             require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
         if setup.init is not None:
             require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
+            if spec is not None:
+                dataset = clipped_actions(dataset, box_of(dataset, spec))
             return dataset, setup.init.clone().to(setup.device).train().requires_grad_(True)
         box = box_of(dataset, spec)
         dataset = clipped_actions(dataset, box)

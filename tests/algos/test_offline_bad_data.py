@@ -87,6 +87,9 @@ def test_actions_outside_the_box_are_counted_clipped_and_learned_from(tmp_path: 
     assert "wild.hdf5" in record.message and float(run.table.action.abs().max()) <= 1.0
     assert float(run.table.action.max()) == 1.0
     run.advance()
+    caplog.clear()
+    tuned = run_on(tmp_path / "wild.hdf5", init=run.snapshot())
+    assert "5 action entries" in caplog.text and float(tuned.table.action.abs().max()) <= 1.0
 
 
 def test_missing_timeouts_are_counted_and_said_once(tmp_path: Path, caplog: Any) -> None:

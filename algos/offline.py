@@ -6,6 +6,7 @@ it is handed, and knows nothing of datasets, budgets or reports.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from abc import abstractmethod
@@ -33,6 +34,8 @@ from policies.protocols import TE, Cond
 from policies.registry import name_of
 from policies.seeds import derive_seed, seeded_generator
 from policies.threads import torch_threads
+
+_log = logging.getLogger(__name__)
 
 THREADS = 1  # of torch, unless `num_threads` says otherwise
 STD_MARGIN = 1e-3  # added to the deviation of every entry of the state, as in the released programs
@@ -78,6 +81,7 @@ class OfflineConfig:
     gamma: float = 0.99  # discount per environment step
     reward_scale: float = 1.0  # rewards are scale r + shift
     reward_shift: float = 0.0  # see reward_scale
+    return_range: float | None = None  # scale rewards so that returns of the data span so much; null: do not
     actor_lr: float = 3e-4  # Adam
     critic_lr: float = 3e-4  # Adam
     tau: float = 0.005  # share of the way that target weights go
@@ -96,6 +100,9 @@ class OfflineConfig:
         for name in ("actor_lr", "critic_lr", "reward_scale"):
             self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
         self._require("reward_shift", math.isfinite(self.reward_shift), "finite")
+        span = self.return_range
+        self._require("return_range", span is None or 0 < span < math.inf, "positive and finite, or null")
+        self._require("return_range", span is None or self.reward_scale == 1, "null with algo.reward_scale")
         for name in ("hidden_dims", "critic_dims"):
             widths = tuple(getattr(self, name))
             setattr(self, name, widths)
@@ -105,10 +112,23 @@ class OfflineConfig:
         if not holds:
             raise ConfigError(f"algo.{name} must be {rule}; got {getattr(self, name)}.")
 
-    @property
-    def rewarding(self) -> Rewarding:
-        """Return what is made of a reward."""
-        return Rewarding(self.gamma, self.reward_scale, self.reward_shift)
+    def rewarding(self, dataset: EpisodeDataset) -> Rewarding:
+        """Return what is made of a reward.
+
+        Raises:
+            ConfigError: If all episodes have the same return and `return_range` is given.
+        """
+        scale = self.reward_scale
+        if self.return_range is not None:
+            span = float(dataset.returns.max() - dataset.returns.min())
+            if span <= 0:
+                raise ConfigError(
+                    f"algo.return_range needs episodes of different returns; all {dataset.num_episodes} of "
+                    f"{dataset.source} have the same. Use algo.reward_scale."
+                )
+            scale = self.return_range / span
+            _log.info("%s: returns span %.6g; rewards are multiplied by %.6g", dataset.source, span, scale)
+        return Rewarding(self.gamma, scale, self.reward_shift)
 
     def actor_config(self) -> PolicyConfig:
         """Return what a new actor is made of."""
@@ -124,11 +144,12 @@ class OfflineConfig:
         """
         with torch_threads(setup.threads(THREADS)):
             dataset, policy = self.start(setup)
-            table = tabulate(dataset.to(setup.device), policy, self.rewarding)
+            rewarding = self.rewarding(dataset)
+            table = tabulate(dataset.to(setup.device), policy, rewarding)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive_seed(setup.seed, "learner"))
                 learner = self.learner(policy, table, setup)
-            probes = probes_of(table, dataset.to(setup.device), self.rewarding)
+            probes = probes_of(table, dataset.to(setup.device), rewarding)
             return OfflineRun(self, setup, learner, table, dataset, probes=probes)
 
     def start(self, setup: Setup) -> tuple[EpisodeDataset, Policy]:

@@ -22,6 +22,7 @@ from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
+from policies.errors import ConfigError
 from policies.folder import load_policy, save_policy
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion
@@ -335,3 +336,25 @@ def assert_same_gradients(policy: Policy, one: Tensor, other: Tensor) -> None:
     assert reached and any(float(a.abs().max()) > 0 for a, _ in reached)
     for a, b in reached:
         torch.testing.assert_close(a, b)
+
+
+# -- rewards --------------------------------------------------------------------------------------------
+
+
+def test_returns_span_what_they_are_told_to() -> None:
+    """IQL's locomotion rewards, 1000 r / (largest - smallest return), arXiv 2110.06169, appendix."""
+    data, run = dataset(), run_of(IqlConfig(steps=1, return_range=1000.0))
+    returns = data.rewards.view(-1, 5).sum(1)
+    scale = 1000 / (returns.max() - returns.min())
+    plain = run_of(IqlConfig(steps=1)).table.gather(torch.arange(20)).reward
+    scaled = run.table.gather(torch.arange(20)).reward
+    torch.testing.assert_close(scaled, scale * plain)
+
+
+def test_a_span_needs_returns_that_differ() -> None:
+    data = dataset()
+    data.rewards.fill_(1.0)
+    with pytest.raises(ConfigError, match=r"algo\.return_range needs episodes of different returns"):
+        IqlConfig(return_range=1000.0).build(Setup(dataset=data, seed=1))
+    with pytest.raises(ConfigError, match=r"algo\.return_range must be null with algo\.reward_scale"):
+        IqlConfig(return_range=1000.0, reward_scale=2.0)

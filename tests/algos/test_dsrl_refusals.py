@@ -20,6 +20,7 @@ from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.latent_steering import SteeredPolicy, Steering
 from policies.policy import Policy
 from policies.processes import Edm, Mip, Regression, VPDiffusion
+from policies.samplers import DDIM
 from policies.squashed import TanhGaussianProcess
 from policies.tanh_gaussian import highest_entropy
 
@@ -94,6 +95,22 @@ def test_a_composition_that_draws_at_every_step_is_refused() -> None:
     members = [flow(VPDiffusion(num_levels=4), seed=seed) for seed in (1, 2)]
     with pytest.raises(CapabilityError, match=r"algo=dsrl.*draws more"):
         start(init=compose(members, (0.5, 0.5)))
+
+
+def test_a_composition_of_random_steps_is_steered_by_as_many_steps_without_noise_as_asked_for() -> None:
+    members = [flow(VPDiffusion(num_levels=4), seed=seed) for seed in (1, 2)]
+    run = start(changed(denoising_steps=3), init=compose(members, (0.5, 0.5)))
+    run.advance()
+    shipped = run.snapshot()
+    assert isinstance(shipped, SteeredPolicy) and shipped.base.sampler == DDIM(steps=3)  # type: ignore[attr-defined]
+    assert torch.equal(shipped.chunk_of(*_at(shipped)), shipped.chunk_of(*_at(shipped)))
+    run.close()
+
+
+def _at(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return conditions and latents."""
+    cond = policy.encode(policy.observation({"state": OBS})).vec
+    return cond, torch.full((len(OBS), 6), 0.3)
 
 
 @pytest.mark.parametrize("init", [flow(), flow(Edm()), composed()], ids=["flow", "edm", "composed"])

@@ -190,7 +190,7 @@ def _random_dataset(spec: Any, path: Path, env: Any) -> Path:
         Episode(
             observations=rng.standard_normal((25, spec.obs_dim)),
             actions=rng.uniform(low, high, (24, spec.action_dim)),
-            rewards=np.zeros(24),
+            rewards=rng.standard_normal(24),
             terminated=False,
             truncated=True,
         )

@@ -1,16 +1,20 @@
-"""Cases of learning from a replay: a batch of chunk transitions, and the chunks of a steered policy."""
+"""Cases of learning from a replay: a batch, the chunks of a steered policy, and whole updates of DSRL."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from algos.dsrl import DsrlConfig
+from algos.dsrl_learner import NoiseAliasedLearner
 from algos.replay import Discounting, Mixture, Replay
 from benchmarks import peers
+from benchmarks.peers_offpolicy import PlainDsrl, PlainReplay
 from benchmarks.sides import CHUNK, OBS, copy_trunk, plain_nets, require_close, unit_statistics
 from benchmarks.timing import Figure, interleave
 from policies.latent_steering import SteeredPolicy, Steering
@@ -18,40 +22,8 @@ from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.samplers import DDIM
 
-BATCH, GAMMA, LATENT = 256, 0.99, 12
+BATCH, GAMMA, LATENT = 256, 0.99, 12  # GAMMA is that of the peer
 ADDED_AT_ONCE = 10_000
-
-
-class PlainReplay:
-    """Arrays in NumPy, one for each part of a transition, that are converted at every draw.
-
-    Args:
-        arrays: state, latent, action, rewards (M, Ta), length, terminated (M,), next_state; float32.
-    """
-
-    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
-        self.arrays = arrays
-
-    def __len__(self) -> int:
-        """Return M."""
-        return len(self.arrays["length"])
-
-    def gather(self, row: np.ndarray) -> dict[str, Tensor]:
-        """Return rows (B,), their rewards discounted."""
-        found = {name: array[row] for name, array in self.arrays.items()}
-        rewards, length, terminated = (found.pop(name) for name in ("rewards", "length", "terminated"))
-        step = np.arange(rewards.shape[1])
-        found["reward"] = (rewards * GAMMA**step * (step < length[:, None])).sum(1)
-        found["discount"] = GAMMA**length * (1 - terminated)
-        return {name: torch.as_tensor(part, dtype=torch.float32) for name, part in found.items()}
-
-    def draw(self, n: int, rng: np.random.Generator) -> dict[str, Tensor]:
-        """Return n rows, drawn uniformly."""
-        return self.gather(rng.integers(len(self), size=n))
-
-    def draw_by_probability(self, n: int, chance: np.ndarray, rng: np.random.Generator) -> dict[str, Tensor]:
-        """Return n rows, drawn through a vector of probabilities as long as the replay."""
-        return self.gather(rng.choice(len(chance), size=n, p=chance))
 
 
 def filled(rows: int) -> Replay:
@@ -102,16 +74,17 @@ def replay(options: argparse.Namespace) -> Iterator[Figure]:
             "chance": lambda: peer.draw_by_probability(BATCH, chance, rng),
         },
         rounds=options.rounds,
+        clock=time.process_time,
     )
-    yield Figure("replay, 256 chunks", "Mixture.draw", "plain arrays", times["ours"], times["arrays"], 1.2)
+    yield Figure("replay, 256 chunks", "Mixture.draw", "plain arrays", times["ours"], times["arrays"], 2.5)
     yield Figure("replay, 256 chunks", "Mixture.draw", "probabilities", times["ours"], times["chance"], 20.0)
 
 
 def steered(options: argparse.Namespace) -> Iterator[Figure]:
-    """The chunks of 256 latents, as the noise-aliased critics ask for them, against a diffusers loop."""
+    """The chunks of latents, as acting and the critics of chunks ask for them, against a diffusers loop."""
     net, schedule = plain_nets()[0], peers.ddim_scheduler()
     policy = _steered(net)
-    for batch, floor in ((4, 2.0), (BATCH, 1.5)):
+    for batch, floor in ((4, 2.4), (40, 2.4), (BATCH, 1.7)):
         generator = torch.Generator().manual_seed(batch)
         state = torch.rand(batch, OBS, generator=generator) * 2 - 1
         latent = torch.rand(batch, policy.latent_dim, generator=generator) * 2 - 1
@@ -119,7 +92,9 @@ def steered(options: argparse.Namespace) -> Iterator[Figure]:
         ours: Callable[[], Tensor] = lambda s=state, u=latent: policy.chunk_of(s, u)  # type: ignore[misc]  # noqa: E731
         peer: Callable[[], Tensor] = lambda s=state, w=start: peers.diffusers_ddim(net, schedule, s, w)  # type: ignore[misc]  # noqa: E731
         require_close("steered", ours(), peer(), 5e-5)
-        times = interleave({"ours": ours, "peer": peer}, rounds=options.rounds, slot_s=0.1)
+        times = interleave(
+            {"ours": ours, "peer": peer}, rounds=options.rounds, slot_s=0.1, clock=time.process_time
+        )
         yield Figure(
             f"steered chunks, batch {batch}",
             "chunk_of",
@@ -128,6 +103,92 @@ def steered(options: argparse.Namespace) -> Iterator[Figure]:
             times["peer"],
             floor,
         )
+
+
+def dsrl(options: argparse.Namespace) -> Iterator[Figure]:
+    """Two steps of the critics and one of the distillation at batch 256, against a plain program.
+
+    Drawing from the replay and asking the frozen policy included; `sac` has neither.
+    """
+    for variant, floor in (("na", 1.5), ("sac", 1.1)):
+        sides = Sides(variant, rows=min(options.rows, 100_000))
+        sides.require_equal()
+        variants = {"ours": sides.ours, "peer": sides.theirs}
+        times = interleave(variants, rounds=options.rounds, clock=time.process_time)
+        case = "DSRL, 2 steps + distillation" if variant == "na" else "DSRL by SAC, 2 steps"
+        yield Figure(case, "learner", "plain program", times["ours"], times["peer"], floor)
+
+
+class Sides:
+    """The learner and its peer, with the same weights and transitions.
+
+    Args:
+        variant: Of DSRL.
+        rows: Of the replay.
+    """
+
+    def __init__(self, variant: str, rows: int) -> None:
+        torch.manual_seed(0)
+        net, self.variant = plain_nets()[0], variant
+        policy = _steered(net)
+        ring = filled(rows)
+        config = DsrlConfig(variant=variant, paper_compat=True)  # the density of the peer
+        self.learner = config.learner_of(policy)
+        self.source, self.generator = Mixture(ring, Discounting(GAMMA)), torch.Generator().manual_seed(1)
+        self.replay, self.rng = PlainReplay(plain_arrays(ring)), np.random.default_rng(1)
+        self.peer = PlainDsrl(net, CHUNK, OBS, policy.wrapper.bound, variant)
+        self._copy_weights(policy)
+
+    def _copy_weights(self, policy: SteeredPolicy) -> None:
+        trunk, linear, norm = policy.actor.trunk, self.peer.actor[::3], self.peer.actor[1::3]
+        ours = [trunk.inlet, *trunk.layers]
+        for theirs, own in zip([*linear, *norm], [*ours, *trunk.norms], strict=True):
+            theirs.load_state_dict(own.state_dict())
+        pairs = [(self.learner.critic, self.peer.critics)]
+        if isinstance(self.learner, NoiseAliasedLearner):
+            pairs.append((self.learner.noise_critic, self.peer.noise_critics))
+        for ensemble, modules in pairs:
+            for member, module in enumerate(modules):
+                values = [value for layer in ensemble.layers_of(member) for value in layer.values()]
+                with torch.no_grad():
+                    for theirs, value in zip(module.parameters(), values, strict=True):
+                        theirs.copy_(value)
+        self.peer.remake()
+
+    def require_equal(self) -> None:
+        """Take the steps on both sides with the same rows and draws, and compare every loss."""
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(2):
+            row = torch.randint(len(self.replay), (BATCH,), generator=generator)
+            batch, draws = self.source.online.gather(row, self.source.discounting), self._draws(generator)
+            plain = self.replay.gather(row.numpy())
+            found = self.learner.step(batch, draws)
+            expected = self.peer.step(plain, draws["eps"], draws["next_eps"])
+            if isinstance(self.learner, NoiseAliasedLearner):
+                latent = self.learner.draw_latents(BATCH, generator)
+                found |= self.learner.distill(batch, {"latent": latent})
+                expected |= self.peer.distill(plain, latent)
+            for name, value in expected.items():
+                require_close(f"DSRL, {name}", found[name], value, 1e-4 * max(1.0, abs(value)))
+
+    def _draws(self, generator: torch.Generator) -> dict[str, Tensor]:
+        return self.learner.draw(BATCH, generator)
+
+    def ours(self) -> None:
+        """Take two steps, and what follows them."""
+        for _ in range(2):
+            batch = self.source.draw(BATCH, self.generator)
+            self.learner.step(batch, self._draws(self.generator))
+        self.learner.finish_round(2, BATCH, self.source, self.generator)
+
+    def theirs(self) -> None:
+        """Take two steps, and one of the distillation."""
+        for _ in range(2):
+            eps, next_eps = torch.randn(2, BATCH, LATENT, generator=self.generator)
+            self.peer.step(self.replay.draw(BATCH, self.rng), eps, next_eps)
+        if self.variant == "na":
+            latent = torch.randn(BATCH, LATENT, generator=self.generator) / self.peer.bound
+            self.peer.distill(self.replay.draw(BATCH, self.rng), latent)
 
 
 def _steered(net: peers.PlainMlp) -> SteeredPolicy:

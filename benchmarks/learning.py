@@ -132,6 +132,8 @@ def add_zero_start(target: Path, place: Path, base: Path, workers: int) -> Path:
         if key not in content and (found := from_zero(run, workers)) is not None:
             content[key] = found
             target.write_text(json.dumps(content) + "\n")
+        if "zero_start" not in content:
+            break
     return target
 
 

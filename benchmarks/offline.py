@@ -8,9 +8,11 @@
 Settings are those of the experiments `<task>_<algorithm>`; `bc` clones the network of these actors, with as
 many steps as TD3 gives to its actor. Each run leaves one JSON file in docs/results/offline/:
 episodes of the last checkpoint, of the one that evaluated best on the way, of the corrected policy
-(`algo=cdsa`), and of both with noise on the actions; a run whose file is there is not repeated. Actors that
-are made from nothing see states alike and share the correction of their seed, which knows no policy.
-Gaussians act by their mean.
+(`algo=cdsa`), and of both with noise on the actions; a run whose file is there is not repeated. The actors
+of a seed see states alike and share its correction, which knows no policy. Gaussians act by their mean.
+
+`flow+td3_bc` and its like tune a cloned policy by `experiment=<task>_<algorithm>_tuning`, for the steps
+given there unless --steps says otherwise; they play beside the clone, and are neither corrected nor perturbed.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ from policies.registry import lookup
 
 FOLDER = RESULTS / "offline"
 BASES = {"flow": "study_flow_bc", "diffusion": "study_bc"}  # experiments that clone what is tuned
+STEPS = 100_000  # gradient steps, unless others are asked for
 COLLECTED = 100  # episodes of a dataset that the study records itself
 PLAIN = (
     "algo=bc", "algo.batch_size=256", "algo.lr=3e-4", "algo.min_lr=3e-4", "algo.warmup_steps=0",
@@ -80,39 +83,47 @@ def dataset_of(name: str, given: str | None, root: Path) -> Path:
     return path
 
 
-def settings_of(task: str, algo: str, options: argparse.Namespace) -> list[str]:
-    """Return the overrides that choose an algorithm by its published settings."""
-    more = [] if options.autocast is None else [f"algo.autocast={options.autocast}"]
+def settings_of(task: str, base: str, algo: str, options: argparse.Namespace) -> list[str]:
+    """Return the overrides that choose an algorithm by its published settings, or by those for tuning."""
     if algo == "bc":
-        return [f"env={task}", *PLAIN, f"algo.steps={options.steps // 2}"]
-    return [f"experiment={task}_{algo}", f"algo.steps={options.steps}", *more, *options.set]
+        return [f"env={task}", *PLAIN, f"algo.steps={(options.steps or STEPS) // 2}"]
+    name, steps = (
+        (f"{task}_{algo}_tuning", options.steps) if base else (f"{task}_{algo}", options.steps or STEPS)
+    )
+    more = [] if steps is None else [f"algo.steps={steps}"]
+    more += [] if options.autocast is None else [f"algo.autocast={options.autocast}"]
+    return [f"experiment={name}", *more, *options.set]
 
 
 def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Path:
-    """Train, correct and evaluate one seed; returns the JSON file."""
+    """Train and evaluate one seed; returns the JSON file."""
     target = FOLDER / f"{name}-{algo}-seed{seed}.json"
     if target.exists():
         return target
     task, file = DATA[name].task, dataset_of(name, options.dataset, options.root)
-    place, values = options.root / name / f"{algo}-seed{seed}", {"dataset": str(file), "seed": seed}
+    folder, values = options.root / name, {"dataset": str(file), "seed": seed}
     base, _, tuner = algo.rpartition("+")
-    start: dict[str, Any] = {}
+    settings, place = settings_of(task, base, tuner, options), folder / f"{algo}-seed{seed}"
     if base:
-        cloned = options.root / name / f"{base}-seed{seed}"
+        cloned = folder / f"{base}-seed{seed}"
         trained(cloned, f"experiment={task}_{BASES[base]}", **values)
-        start["init"] = str(cloned)
-    settings = settings_of(task, tuner, options)
-    run = trained(place, *settings, episodes=10, **values, **start)
-    corrected = trained(
-        place.with_name(f"{algo if base else 'actor'}-seed{seed}-cdsa"), "algo=cdsa", f"env={task}",
-        f"algo.steps={options.cdsa_steps}", init=str(place), **values,
-    )  # fmt: skip
-    found = evaluations(task, run, corrected, options)
+        run = trained(place, *settings, episodes=10, init=str(cloned), **values)
+        policies = {"cloned": _policy(cloned, "last"), "last": _policy(place, "last")}
+    else:
+        run = trained(place, *settings, episodes=10, **values)
+        corrected = folder / f"actor-seed{seed}-cdsa"
+        steps = f"algo.steps={options.cdsa_steps}"
+        trained(corrected, "algo=cdsa", f"env={task}", steps, init=str(place), **values)
+        policies = variants(_policy(place, "last"), _policy(corrected, "last"), options.std)
+    step = best_step(run.directory.metrics_path)
+    if step is not None and step != run.directory.latest():
+        policies["best"] = _policy(place, str(step))
+    found = played(task, policies, options)
     content = {
         "data": name, "algo": algo, "seed": seed, "steps": run.directory.latest(), "std": options.std,
         "settings": settings, "cdsa_steps": options.cdsa_steps, "dataset": describe_dataset(file),
         "evaluations": {key: episode_columns(one) for key, one in found.items()},
-        "best_step": best_step(run.directory.metrics_path), "protocol": found["last"].protocol,
+        "best_step": step, "protocol": found["last"].protocol,
         "curve": list(curve(run.directory.metrics_path)), "wall_s": busy(run.directory.metrics_path),
         "environment": describe_environment(),
     }  # fmt: skip
@@ -121,31 +132,27 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
     return target
 
 
-def evaluations(
-    task: str, run: burnish.api.Run, corrected: burnish.api.Run, options: argparse.Namespace
-) -> dict[str, Evaluation]:
-    """Play the same episodes with every variant of a policy."""
-    policies: dict[str, Policy] = {"last": _policy(run.directory.path, "last")}
-    both: Any = _policy(corrected.directory.path, "last")
-    both.base = policies["last"]
-    policies["corrected"] = both
-    step = best_step(run.directory.metrics_path)
-    if step is not None and step != run.directory.latest():
-        policies["best"] = _policy(run.directory.path, str(step))
-    if not policies["last"].noise_sensitive:
-        noise = Perturbation(options.std)
-        policies["perturbed"] = noise.wrap(policies["last"])
-        both = copy.deepcopy(both)
-        both.base = noise.wrap(both.base)  # first the noise, then the correction
-        policies["perturbed, corrected"] = both
-    env = lookup("env", task)()
+def variants(last: Policy, corrected: Any, std: float) -> dict[str, Policy]:
+    """Return a policy, its correction, and both with noise on the actions before anything corrects them."""
+    corrected.base, noise = last, Perturbation(std)
+    both = copy.deepcopy(corrected)
+    both.base = noise.wrap(both.base)
+    return {
+        "last": last, "corrected": corrected, "perturbed": noise.wrap(last), "perturbed, corrected": both,
+    }  # fmt: skip
+
+
+def played(task: str, policies: dict[str, Policy], options: argparse.Namespace) -> dict[str, Evaluation]:
+    """Play the same episodes with every policy."""
+    env, noise = lookup("env", task)(), "random"
+    if isinstance(policies["last"], GaussianPolicy):
+        noise = "zero"
     return {
         key: evaluate(
-            policy, env, episodes=options.episodes, num_workers=options.workers,
-            sampling_noise="zero" if isinstance(policies["last"], GaussianPolicy) else "random",
+            policy, env, episodes=options.episodes, num_workers=options.workers, sampling_noise=noise
         )
         for key, policy in policies.items()
-    }  # fmt: skip
+    }
 
 
 def _policy(run: Path, checkpoint: str) -> Policy:
@@ -194,7 +201,7 @@ def _cell(interval: Interval) -> str:
     return f"{interval.value:.1f} ({interval.low:.1f} to {interval.high:.1f})"
 
 
-VARIANTS = ("last", "best", "corrected", "perturbed", "perturbed, corrected")
+VARIANTS = ("cloned", "last", "best", "corrected", "perturbed", "perturbed, corrected")
 
 
 def rows_of(algo: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -277,7 +284,7 @@ def main() -> int:
     parser.add_argument("--dataset")
     parser.add_argument("--algos", default="bc,td3_bc,iql,prdc,a2pr")
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--steps", type=int, help="gradient steps; 100,000 where nothing is tuned")
     parser.add_argument("--autocast", choices=["bfloat16"], help="number type of the algorithms' products")
     parser.add_argument("--set", nargs="*", default=[], help="more overrides of the algorithms, written down")
     parser.add_argument("--cdsa-steps", type=int, default=10_000)

@@ -122,6 +122,7 @@ def test_two_tiny_steps_on_a_fixed_dataset(name: str, tmp_path: Path) -> None:
     dataset = _random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env)
     narrow = [f"algo.{part}=[16]" for part in ("hidden_dims", "critic_dims")]
     few = ["algo.steps=2", "algo.batch_size=8", "evaluation.episodes=0", "progress=false"]
+    few += ["algo.warmup_steps=0"] if getattr(config.algo, "warmup_steps", 0) else []
     tiny = [f"experiment={name}", f"dataset={dataset}", *narrow, *few]
     outcome = train_command.train(compose_config("train", tiny), Job(tmp_path / "run"))
     assert outcome.directory.latest() == 2

@@ -12,7 +12,7 @@ episodes of the last checkpoint, of the one that evaluated best on the way, of t
 of a seed see states alike and share its correction, which knows no policy. Gaussians act by their mean.
 
 `flow+td3_bc` and its like tune a cloned policy by `experiment=<task>_<algorithm>_tuning`, for the steps
-given there unless --steps says otherwise; they play beside the clone, and are neither corrected nor perturbed.
+given there unless --steps says otherwise; they play beside the clone, neither corrected nor perturbed.
 """
 
 from __future__ import annotations

@@ -116,10 +116,13 @@ def train(*overrides: str, directory: str | Path | None = None, **values: Any) -
     written = train_command.with_resumed_parts(overrides_of(overrides, values))
     config = compose_config("train", written)
     if directory is None:
-        name = config.name or registry.name_of("algo", config.algo)
-        directory = Path("runs") / datetime.now().strftime(f"%Y-%m-%d/%H-%M-%S-{name}")
+        directory = config.resume or _new_place(config.name or registry.name_of("algo", config.algo))
     outcome = train_command.train(config, Job(Path(directory).expanduser(), tuple(written)))
     return Run(outcome.directory.path)
+
+
+def _new_place(name: str) -> Path:
+    return Path("runs") / datetime.now().strftime(f"%Y-%m-%d/%H-%M-%S-{name}")
 
 
 def clone(dataset: str | Path, *overrides: str, **values: Any) -> Run:

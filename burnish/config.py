@@ -127,11 +127,22 @@ def _hydra() -> Iterator[None]:
 def to_command(node: DictConfig) -> Any:
     """Turn the composed configuration of a command into its dataclass; `~` in a path is the home folder.
 
+    The parts of a run that is resumed are left out: they are those of the run with what was typed, and what
+    was typed may fit to these and not to the defaults.
+
     Raises:
         ConfigError: As `to_object`.
     """
-    config = to_object(node)
+    config = to_object(node if node.get("resume") is None else _without_parts(node))
     return replace(config, **{k: _at_home(v) for k, v in vars(config).items() if k in PATH_KEYS})
+
+
+def _without_parts(node: DictConfig) -> DictConfig:
+    bare = node.copy()
+    for group in GROUPS:
+        if group in bare:
+            bare[group] = None
+    return bare
 
 
 def _at_home(value: Any) -> Any:

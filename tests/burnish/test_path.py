@@ -315,6 +315,16 @@ def test_a_resumed_run_takes_values_of_its_own_parts(tuned: Run, tmp_path: Path)
     assert longer.directory.overrides[-1] == "algo.iterations=3"
 
 
+def test_what_was_typed_on_resume_is_checked_against_the_run(demonstrations: Path, tmp_path: Path) -> None:
+    """A smallest rate above the default of the largest one, and below that of the run."""
+    fast = TINY_BC | {"lr": 0.01}
+    run = burnish.clone(demonstrations, directory=tmp_path / "run", algo=fast, backbone={"width": 8}, **QUIET)
+    again = burnish.train(resume=run.path, **{"algo.min_lr": 0.005})
+    assert again.directory.config["algo"]["min_lr"] == 0.005
+    with pytest.raises(ConfigError, match=r"algo\.min_lr must be in 0\.\.lr=0\.01"):
+        burnish.train(resume=run.path, **{"algo.min_lr": 0.02})
+
+
 def test_what_was_typed_on_resume_changes_values_only(base: Run) -> None:
     with pytest.raises(ConfigError, match="would replace a part"):
         burnish.train("process=flow", resume=base)

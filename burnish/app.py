@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -87,6 +88,8 @@ class NewFolders(Callback):
     @classmethod
     def remove_unused(cls) -> None:
         """Take away the folders that were made for a job that never started, and what it logged there."""
+        if cls.noted:
+            _close_logs_in(cls.noted[0])
         with contextlib.suppress(OSError):  # not empty
             inside = list(cls.noted[0].iterdir()) if cls.noted else []
             if all(item.suffix == ".log" for item in inside):
@@ -94,6 +97,14 @@ class NewFolders(Callback):
                     item.unlink()
             for folder in cls.noted:
                 folder.rmdir()
+
+
+def _close_logs_in(folder: Path) -> None:
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).parent == folder:
+            root.removeHandler(handler)
+            handler.close()
 
 
 def _continuing(command: str, arguments: Sequence[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -111,6 +112,8 @@ def test_mistakes_end_in_one_line_and_leave_nothing_behind(
     assert message in error
     assert error.count("\n") == 1 and "Traceback" not in error
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    logs = [getattr(handler, "baseFilename", "") for handler in logging.getLogger().handlers]
+    assert not [log for log in logs if str(tmp_path) in log]  # nothing is written to a folder that is gone
 
 
 def test_a_mistake_leaves_empty_folders_of_the_person_alone(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import absl.logging
 import numpy as np
 import pytest
 import torch
@@ -32,6 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
     `--hypothesis-profile=explore` draws others.
     """
     torch.set_num_threads(1)
+    # absl, which comes with mujoco, closes the stream of its handler when logging is configured anew, unless
+    # that is standard error at this moment. While a test captures that, it would be pytest's own file.
+    absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
     patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("explore", patient)
     settings.register_profile("burnish", patient, derandomize=True)

@@ -35,6 +35,7 @@ from algos.metrics import read_jsonl
 from algos.provenance import describe_environment
 from benchmarks.learning import EPISODES, RESULTS, busy, describe_dataset, episode_columns, trained
 from burnish.config import scan_parts
+from burnish.last_and_best import last_and_best
 from envs.evaluation import Evaluation, evaluate
 from envs.statistics import Interval, bootstrap_iqm, conditional_value_at_risk
 from policies.correction import Perturbation
@@ -115,7 +116,8 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
         steps = f"algo.steps={options.cdsa_steps}"
         trained(corrected, "algo=cdsa", f"env={task}", steps, init=str(place), **values)
         policies = variants(_policy(place, "last"), _policy(corrected, "last"), options.std)
-    step = best_step(run.directory.metrics_path)
+    judged = last_and_best(run.directory)
+    step = None if judged is None else judged.best.step
     if step is not None and step != run.directory.latest():
         policies["best"] = _policy(place, str(step))
     found = played(task, policies, options)
@@ -158,12 +160,6 @@ def played(task: str, policies: dict[str, Policy], options: argparse.Namespace) 
 def _policy(run: Path, checkpoint: str) -> Policy:
     policy: Policy = burnish.load_policy(run / "checkpoints" / checkpoint / "policy")
     return policy
-
-
-def best_step(path: Path) -> int | None:
-    """Return the step whose evaluation during training had the largest mean return."""
-    rows = [row for row in read_jsonl(path) if row.get("eval/return") is not None]
-    return int(max(rows, key=lambda row: row["eval/return"])["step"]) if rows else None
 
 
 def curve(path: Path) -> Iterator[dict[str, float]]:

@@ -13,13 +13,14 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from algos.base import Metrics, Setup
 from algos.continuity import digest_of, require_unchanged
+from algos.optim import DelayedDecay, Ema
 from algos.overestimation import Probes, probes_of
 from algos.plain import capture_generator, restore_generator
 from algos.transitions import Batch, Rewarding, TransitionTable, box_of, clipped_actions, tabulate
@@ -85,6 +86,7 @@ class OfflineConfig:
     actor_lr: float = 3e-4  # Adam
     critic_lr: float = 3e-4  # Adam
     tau: float = 0.005  # share of the way that target weights go
+    ema_decay: float = 0.0  # share of the old average of the policy's weights, which ships; 0: the weights do
     hidden_dims: tuple[int, ...] = (256, 256)  # of a new actor; ReLU
     critic_dims: tuple[int, ...] = (256, 256)  # hidden widths of a critic; ReLU
     block_steps: int = 1000  # gradient steps between two reports
@@ -97,6 +99,7 @@ class OfflineConfig:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         self._require("gamma", 0 <= self.gamma <= 1, "in [0, 1]")
         self._require("tau", 0 < self.tau <= 1, "in (0, 1]")
+        self._require("ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)")
         for name in ("actor_lr", "critic_lr", "reward_scale"):
             self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
         self._require("reward_shift", math.isfinite(self.reward_shift), "finite")
@@ -150,7 +153,8 @@ class OfflineConfig:
                 torch.manual_seed(derive_seed(setup.seed, "learner"))
                 learner = self.learner(policy, table, setup)
             probes = probes_of(table, dataset.to(setup.device), rewarding)
-            return OfflineRun(self, setup, learner, table, dataset, probes=probes)
+            ema = Ema(policy, DelayedDecay(self.ema_decay, every=1)) if self.ema_decay else None
+            return OfflineRun(self, setup, learner, table, dataset, probes=probes, ema=ema)
 
     def start(self, setup: Setup) -> tuple[EpisodeDataset, Policy]:
         """Return the dataset, its actions within the box of the task, and the policy to train."""
@@ -229,8 +233,10 @@ class OfflineRun:
         dataset: EpisodeDataset,
         *,
         probes: Probes | None = None,
+        ema: Ema | None = None,
     ) -> None:
         self.config, self.learner, self.table, self._probes = config, learner, table, probes
+        self._ema = ema
         self._num_threads = setup.threads(THREADS)
         self._index = seeded_generator(setup.seed, "transitions", device=setup.device)
         self._noise = seeded_generator(setup.seed, "learner noise", device=setup.device)
@@ -273,11 +279,15 @@ class OfflineRun:
     def _step(self) -> dict[str, Tensor]:
         size, device = self.config.batch_size, self._index.device
         row = torch.randint(len(self.table), (size,), generator=self._index, device=device)
-        return self.learner.step(self.table.gather(row), self.learner.draw(size, self._noise))
+        measured = self.learner.step(self.table.gather(row), self.learner.draw(size, self._noise))
+        if self._ema is not None:
+            self._ema.update(self.learner.policy)
+        return measured
 
     def snapshot(self) -> Policy:
-        """Return a copy of the policy, in evaluation mode."""
-        return self.learner.policy.clone().eval().requires_grad_(False)
+        """Return a copy of the policy, its weights averaged where they are to be, in evaluation mode."""
+        policy = self.learner.policy if self._ema is None else cast(Policy, self._ema.module)
+        return policy.clone().eval().requires_grad_(False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a bit-exact continuation needs."""
@@ -286,6 +296,7 @@ class OfflineRun:
             "learner": self.learner.state_dict(),
             "index": capture_generator(self._index),
             "noise": capture_generator(self._noise),
+            **({} if self._ema is None else {"ema": self._ema.state_dict()}),
             **self._lasting,
         }
 
@@ -297,6 +308,10 @@ class OfflineRun:
         """
         require_unchanged(state, self._lasting)
         self.learner.load_state_dict(state["learner"])
+        if self._ema is not None and "ema" in state:
+            self._ema.load_state_dict(state["ema"])
+        elif self._ema is not None:  # averaging begins here
+            self._ema.module.load_state_dict(self.learner.policy.state_dict())
         restore_generator(self._index, state["index"])
         restore_generator(self._noise, state["noise"])
         self._done = int(state["done"])

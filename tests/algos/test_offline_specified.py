@@ -358,3 +358,33 @@ def test_a_span_needs_returns_that_differ() -> None:
         IqlConfig(return_range=1000.0).build(Setup(dataset=data, seed=1))
     with pytest.raises(ConfigError, match=r"algo\.return_range must be null with algo\.reward_scale"):
         IqlConfig(return_range=1000.0, reward_scale=2.0)
+
+
+# -- averages -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [Td3BcConfig, IqlConfig])
+def test_what_ships_is_the_average_of_the_weights(config: Any) -> None:
+    """And what learns is what learns without it."""
+    options: dict[str, Any] = {"steps": 6, "block_steps": 1, "batch_size": 16, "hidden_dims": (8,)}
+    run, plain = run_of(config(ema_decay=0.75, **options)), run_of(config(**options))
+    average = [p.detach().clone() for p in run.learner.policy.parameters()]
+    for _ in range(6):
+        run.advance()
+        plain.advance()
+        average = [
+            0.75 * a + 0.25 * p.detach() for a, p in zip(average, plain.snapshot().parameters(), strict=True)
+        ]
+    for ours, theirs in zip(run.learner.policy.parameters(), plain.learner.policy.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    for shipped, expected in zip(run.snapshot().parameters(), average, strict=True):
+        torch.testing.assert_close(shipped, expected)
+
+
+def test_an_average_asked_for_on_resuming_begins_there() -> None:
+    options: dict[str, Any] = {"steps": 4, "block_steps": 2, "hidden_dims": (8,)}
+    begun, continued = run_of(Td3BcConfig(**options)), run_of(Td3BcConfig(ema_decay=0.9, **options))
+    begun.advance()
+    continued.load_state_dict(begun.state_dict())
+    for shipped, weight in zip(continued.snapshot().parameters(), begun.snapshot().parameters(), strict=True):
+        assert torch.equal(shipped, weight)

@@ -89,6 +89,10 @@ def test_a_correction_of_a_policy_without_noise_resumes_bit_exactly(tmp_path: Pa
     assert_resumes(small(CdsaConfig), tmp_path, init=cloned(DeterministicProcess()))
 
 
+def test_an_average_of_the_weights_resumes_bit_exactly(tmp_path: Path) -> None:
+    assert_resumes(small(Td3BcConfig, ema_decay=0.9), tmp_path)
+
+
 def test_half_precision_resumes_bit_exactly(tmp_path: Path) -> None:
     assert_resumes(small(PrdcConfig, autocast="bfloat16"), tmp_path)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from algos.offpolicy import OffPolicyRun, offline_table, refuse_more_than_states
 from algos.offpolicy_config import OffPolicyConfig
 from algos.onpolicy import check_setup
 from algos.soft_learner import SoftLearner
+from algos.steerability import look_at_noise
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.latent_steering import SteeredPolicy, Steering
@@ -86,7 +88,8 @@ class DsrlConfig(OffPolicyConfig):
             meaning = {name: getattr(policy.wrapper, name) for name in ("bound", "adapter", "density")}
             lasting = meaning | {"rank": policy.noise_shape[0], "variant": self.variant}
             offline = offline_table(self, setup, policy)
-            return OffPolicyRun(self, setup, learner, offline, lasting)
+            look = partial(look_at_noise, learner.actor)
+            return OffPolicyRun(self, setup, learner, offline, lasting, look)
 
     def _steered(self, init: Policy) -> SteeredPolicy:
         """Return the policy to train; one that is steered already is steered on."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -127,6 +127,7 @@ class OffPolicyRun:
         learner: Learns.
         offline: Transitions of a dataset for a share of every batch; None: there is none.
         lasting: Further facts that must not change when the run is continued; see `algos.continuity`.
+        look: At conditions (B, C) of the warm-up with a generator of its own, before the first update.
 
     Raises:
         ConfigError: If the warm-up is longer than the run, or workers and environments do not fit.
@@ -141,10 +142,11 @@ class OffPolicyRun:
         learner: Learner,
         offline: TransitionTable | None = None,
         lasting: Mapping[str, Any] | None = None,
+        look: Callable[[Tensor, torch.Generator], Quantities] | None = None,
     ) -> None:
         assert setup.env is not None
         config.require_learning()
-        self.config, self.learner = config, learner
+        self.config, self.learner, self._look = config, learner, look
         policy, chunk = learner.policy, learner.policy.chunk
         rows = min(config.buffer_size, config.total_steps + config.num_envs * config.steps_per_iteration)
         self.replay = Replay(
@@ -165,6 +167,7 @@ class OffPolicyRun:
             engine=setup.engine,
         )
         self._generator = seeded_generator(setup.seed, "replay", device=setup.device)
+        self._look_generator = seeded_generator(setup.seed, "look", device=setup.device)
         self._num_threads = setup.threads(THREADS)
         self._lasting = {
             "seed": setup.seed,
@@ -215,6 +218,9 @@ class OffPolicyRun:
         count = math.floor(self._owed)
         self._owed -= count
         size, generator = self.config.batch_size, self._generator
+        if count and self._steps == 0 and self._look is not None:
+            batch = self.source.draw(size, self._look_generator)
+            means.add(self._look(batch.cond, self._look_generator))
         for _ in range(count):
             self._steps += 1
             batch, draws = self.source.draw(size, generator), self.learner.draw(size, generator)

@@ -1,0 +1,39 @@
+"""How much a frozen policy depends on the noise that steering chooses, beside the states that it sees."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from algos.soft_learner import LatentActor, Quantities
+
+_log = logging.getLogger(__name__)
+
+STATES, NOISES = 64, 16  # of a look
+LITTLE = 0.05  # deviation over noises per deviation over states, below which there is a warning
+
+
+@torch.no_grad()
+def look_at_noise(actor: LatentActor, cond: Tensor, generator: torch.Generator) -> Quantities:
+    """Return the deviations of executed chunks over noises and over states, normalised units; warn of little.
+
+    Args:
+        actor: Around the frozen policy; its noise is that of the warm-up.
+        cond: Visited conditions (B, C), of which the first 64 are looked at.
+        generator: Draws standard normal noise.
+    """
+    seen = cond[:STATES].repeat(NOISES, 1)
+    eps = torch.randn(len(seen), actor.latent_dim, generator=generator, device=generator.device)
+    chunks = actor.chunk(seen, actor.warmup_latent(seen, eps.to(seen.device)))
+    chunks = chunks.view(NOISES, -1, chunks.shape[1])
+    over_noise = chunks.std(dim=0).mean()
+    over_states = chunks.mean(dim=0).std(dim=0).mean()
+    if over_noise < LITTLE * over_states:
+        _log.warning(
+            "the frozen policy does nearly the same from every noise: chunks deviate by %.3g over noises, by "
+            "%.3g over states. Steering has little to choose from; clone demonstrations that differ more.",
+            over_noise, over_states,
+        )  # fmt: skip
+    return {"frozen/noise_spread": over_noise, "frozen/state_spread": over_states}

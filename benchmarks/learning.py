@@ -45,7 +45,7 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
     """Clone, fine-tune and evaluate one seed; returns the JSON file."""
     study, target = STUDIES[name], RESULTS / name / f"{algo}-seed{seed}.json"
     place = root / name / f"{algo}-seed{seed}"
-    base_path = root / name / f"{study.bases.get(algo)}-seed{seed}"
+    base_path = root / name / f"{study.bases.get(algo, algo).split()[0]}-seed{seed}"
     if target.exists():
         return add_zero_start(target, place, base_path, workers)
     if not study.bases:
@@ -54,7 +54,7 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
     demos = demonstrations(study, seed, dataset, root / name)
     if algo not in study.bases:
         return _from_nothing(name, algo, seed, target, place, workers, demos)
-    base = trained(base_path, f"experiment={study.bases[algo]}", dataset=str(demos), seed=seed)
+    base = trained(base_path, *recipe(study.bases[algo]), dataset=str(demos), seed=seed)
     experiment = study.tuned[algo]
     tuned = trained(place, *recipe(experiment), init=str(base_path), seed=seed, **processes(algo, workers))
     result = burnish.evaluate(
@@ -81,14 +81,15 @@ def demonstrations(study: Study, seed: int, dataset: str | None, root: Path) -> 
         return Path(dataset)
     path = root / f"demonstrations-seed{seed}.hdf5"
     if not path.exists():
+        first = 1_000_000 + 10_000 * seed
         burnish.collect(
-            env=study.env, episodes=study.demonstrations, first_seed=1_000_000 + 10_000 * seed, out=str(path)
+            env=study.env, episodes=study.demonstrations, first_seed=first, noise=study.noise, out=str(path)
         )
     return path
 
 
 def recipe(experiment: str) -> list[str]:
-    """Return the overrides of an entry of `Study.tuned`."""
+    """Return the overrides of an entry of `Study.bases` or `Study.tuned`."""
     name, *more = experiment.split()
     return [f"experiment={name}", *more]
 
@@ -260,7 +261,7 @@ def _data(study: Study, found: dict[str, list[dict[str, Any]]]) -> str:
     if study.demonstrations is not None:
         return (
             f"Every seed clones from {study.demonstrations} episodes of its own, recorded from the task's "
-            f"demonstrator."
+            f"demonstrator{_noise(study)}."
         )
     files = {c["dataset"]["sha256"]: c["dataset"] for runs in found.values() for c in runs}
     return (
@@ -271,6 +272,12 @@ def _data(study: Study, found: dict[str, list[dict[str, Any]]]) -> str:
             for sha, d in files.items()
         )
         + (f". {study.origin}" if study.origin else ".")
+    )
+
+
+def _noise(study: Study) -> str:
+    return (
+        "" if study.noise is None else f", with noise of {study.noise} on its actions (`noise={study.noise}`)"
     )
 
 

@@ -12,9 +12,10 @@ class Study:
     env: str
     demonstrations: int | None  # recorded per seed; None: a dataset file is given
     bases: dict[str, str]  # name of a run -> experiment that clones its initial policy; without: from nothing
-    tuned: dict[str, str]  # name of a run -> experiment that trains it, and overrides after blanks
+    tuned: dict[str, str]  # name of a run -> experiment that trains it; overrides of both after blanks
     quantity: str  # success | return
     origin: str = ""  # where the dataset file comes from
+    noise: float | None = None  # of the demonstrator, in its own units; None: as the task has it
 
 
 STUDIES = {
@@ -124,5 +125,22 @@ STUDIES = {
             "rlpd": "lift_study_rlpd",
         },
         "success",
+    ),
+    "lift-varied": Study(
+        "lift",
+        15,
+        {
+            "dppo": "lift_study_bc algo.steps=3000",
+            "dsrl": "lift_study_flow_bc algo.steps=3000",
+            "dsrl-sac": "lift_study_flow_bc algo.steps=3000",
+        },
+        {
+            "dppo": "lift_study_dppo algo.env_steps=200000",
+            "dsrl": "lift_study_dsrl",
+            "dsrl-sac": "lift_study_dsrl algo.variant=sac",
+            "rlpd": "lift_study_rlpd",
+        },
+        "success",
+        noise=0.3,
     ),
 }

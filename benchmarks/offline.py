@@ -255,7 +255,7 @@ def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     from matplotlib.colors import TABLEAU_COLORS
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    figure = Figure(figsize=(8.0, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for color, (algo, runs) in zip(TABLEAU_COLORS, found.items(), strict=False):
@@ -267,7 +267,7 @@ def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     axes.set_ylabel("return, 10 episodes")
     axes.set_title(name)
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(RESULTS / f"offline-{name}.png", dpi=120)
 
 

@@ -138,7 +138,7 @@ STUDIES = {
             "dppo": "lift_study_dppo algo.env_steps=200000",
             "dsrl": "lift_study_dsrl",
             "dsrl-sac": "lift_study_dsrl algo.variant=sac",
-            "rlpd": "lift_study_rlpd",
+            "rlpd": "lift_study_rlpd algo.total_steps=60000",
         },
         "success",
         noise=0.3,

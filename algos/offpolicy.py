@@ -157,7 +157,9 @@ class OffPolicyRun:
             steps=chunk.act_steps,
             device=setup.device,
         )
-        self.source = Mixture(self.replay, config.discounting, offline, config.offline_ratio)
+        self.source = Mixture(
+            self.replay, config.discounting, offline, config.offline_ratio, config.value_offset
+        )
         self.pool = RolloutPool(
             setup.env,
             num_envs=config.num_envs,

@@ -38,6 +38,7 @@ class OffPolicyConfig:
     gamma: float = 0.99  # discount per control step; per chunk with paper_compat
     reward_scale: float = 1.0  # rewards are scale r + shift
     reward_shift: float = 0.0  # see reward_scale
+    value_offset: float = 0.0  # added to every value, by rewards that fit; see the page
     tau: float = 0.005  # share of the way that target weights go
     critics: int = 2  # E
     critic_dims: tuple[int, ...] = (256, 256, 256)  # hidden widths
@@ -73,7 +74,8 @@ class OffPolicyConfig:
         self._require("tau", 0 < self.tau <= 1, "in (0, 1]")
         for name in ("actor_lr", "critic_lr", "alpha_lr", "reward_scale", "init_alpha"):
             self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
-        self._require("reward_shift", math.isfinite(self.reward_shift), "finite")
+        for name in ("reward_shift", "value_offset"):
+            self._require(name, math.isfinite(getattr(self, name)), "finite")
         self._require("pessimism", 0 <= self.pessimism < math.inf, "0 or more and finite")
         for name in ("aggregate", "actor_aggregate"):
             self._require(name, getattr(self, name) in AGGREGATES, f"one of {', '.join(AGGREGATES)}")

@@ -13,7 +13,7 @@ value beyond the end of an episode, whatever ended it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -188,6 +188,7 @@ class Mixture:
         discounting: What its rewards are worth.
         offline: Transitions of a dataset, discounted already; None: there is none.
         ratio: Share of a batch that comes from the dataset, to the nearest row.
+        value_offset: c; rewards get c (1 - discount), so that every value is larger by c.
     """
 
     def __init__(
@@ -196,12 +197,20 @@ class Mixture:
         discounting: Discounting,
         offline: TransitionTable | None = None,
         ratio: float = 0.0,
+        value_offset: float = 0.0,
     ) -> None:
         self.online, self.discounting, self.offline = online, discounting, offline
         self.ratio = ratio if offline is not None else 0.0
+        self.value_offset = value_offset
 
     def draw(self, n: int, generator: torch.Generator) -> ChunkBatch:
         """Return a batch of n rows, those of the dataset last."""
+        batch = self._drawn(n, generator)
+        if not self.value_offset:
+            return batch
+        return replace(batch, reward=batch.reward + self.value_offset * (1 - batch.discount))
+
+    def _drawn(self, n: int, generator: torch.Generator) -> ChunkBatch:
         count = round(self.ratio * n)
         online = self.online.gather(self.online.draw(n - count, generator), self.discounting)
         if self.offline is None or not count:

@@ -126,6 +126,23 @@ STUDIES = {
         },
         "success",
     ),
+    "cube-single-varied": Study(
+        "cube-single",
+        30,
+        {
+            "dppo": "cube_single_bc algo.steps=6000",
+            "dsrl": "cube_single_flow_bc algo.steps=6000",
+            "dsrl-sac": "cube_single_flow_bc algo.steps=6000",
+        },
+        {
+            "dppo": "cube_single_dppo algo.env_steps=300000",
+            "dsrl": "cube_single_dsrl",
+            "dsrl-sac": "cube_single_dsrl algo.variant=sac",
+            "rlpd": "cube_single_rlpd",
+        },
+        "success",
+        noise=0.8,
+    ),
     "lift-varied": Study(
         "lift",
         15,

@@ -86,6 +86,18 @@ def test_a_share_of_every_batch_comes_from_the_dataset() -> None:
     assert (Mixture(replay, Discounting(), None, 0.3).draw(10, generator).cond >= 0).all()
 
 
+def test_an_offset_moves_every_value_by_itself() -> None:
+    """Whatever follows is worth, a transition is worth the offset more; one that ends the task, too."""
+    replay = ring()
+    replay.add(**rows(0, 3))
+    plain, raised = (Mixture(replay, Discounting(gamma=0.9), table(7), 0.5, offset) for offset in (0.0, 2.0))
+    one, other = (source.draw(20, torch.Generator().manual_seed(1)) for source in (plain, raised))
+    later = torch.randn(20, generator=torch.Generator().manual_seed(2))
+    before, after = one.reward + one.discount * later, other.reward + other.discount * (later + 2.0)
+    torch.testing.assert_close(after, before + 2.0)
+    assert torch.equal(one.cond, other.cond) and one.discount.unique().numel() > 1
+
+
 def test_drawing_covers_all_rows_and_follows_from_the_generator() -> None:
     replay = ring(64)
     replay.add(**rows(0, 40))

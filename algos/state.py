@@ -136,6 +136,8 @@ class RunDirectory:
         Returns:
             Whether it is gone.
         """
+        if not self.path.is_dir():  # somebody else took it away
+            return True
         written = [self.path / name for name in (_CONFIG, _OVERRIDES, _ENVIRONMENT, ".lock")]
         folders = [self.path / name for name in (_CHECKPOINTS, "eval")]
         empty = [item for item in self.path.glob("*") if item.is_file() and not item.stat().st_size]

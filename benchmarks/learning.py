@@ -235,7 +235,7 @@ def report(name: str) -> Path:
     for algo, runs in found.items():
         lines += [_row(study, algo, content) for content in runs]
         lines.append(_pooled(study, algo, runs))
-    lines += ["", f"![learning curves]({name}.png)", "", *milestones(name, study.quantity, found), ""]
+    lines += ["", f"![learning curves]({name}.png)", "", *milestones(study.levels, study.quantity, found), ""]
     for algo, runs in found.items():
         if "mode" in runs[0]["after"]:
             lines += [_modes(algo, content) for content in runs]

@@ -10,15 +10,6 @@ from typing import Any
 
 import numpy as np
 
-LEVELS: dict[str, tuple[float, ...]] = {
-    "avoid": (0.7, 0.8, 0.9),
-    "hopper": (2500.0, 3000.0),
-    "hopper-from-nothing": (500.0, 900.0),
-    "cube-single": (0.8, 0.9),
-    "lift": (0.8, 0.9),
-}
-"""Levels of each study, in its quantity."""
-
 WINDOW = 5
 
 
@@ -46,11 +37,10 @@ def value_at(curve: Sequence[Mapping[str, float]], quantity: str, step: int) -> 
     return float(np.mean(values[-WINDOW:]))
 
 
-def milestones(name: str, quantity: str, found: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[str]:
+def milestones(
+    levels: Sequence[float], quantity: str, found: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> Iterator[str]:
     """Yield the lines of a table: an algorithm per row, its seeds in order in every cell."""
-    levels = LEVELS.get(name, ())
-    if not levels:
-        return
     shown = [_shown(level, quantity) for level in levels]
     ends = [int(run["curve"][-1]["step"]) for runs in found.values() for run in runs]
     common = min(end for end in ends if 2 * end >= max(ends))

@@ -14,6 +14,7 @@ class Study:
     bases: dict[str, str]  # name of a run -> experiment that clones its initial policy; without: from nothing
     tuned: dict[str, str]  # name of a run -> experiment that trains it; overrides of both after blanks
     quantity: str  # success | return
+    levels: tuple[float, ...]  # of the quantity, whose first times are reported
     origin: str = ""  # where the dataset file comes from
     noise: float | None = None  # of the demonstrator, in its own units; None: as the task has it
 
@@ -48,6 +49,7 @@ STUDIES = {
             "rlpd": "avoid_rlpd",
         },
         "success",
+        (0.7, 0.8, 0.9),
     ),
     "hopper": Study(
         "hopper",
@@ -72,6 +74,7 @@ STUDIES = {
             "rlpd": "hopper_rlpd",
         },
         "return",
+        (2500.0, 3000.0),
         "It was recorded in Hopper-v5 from the stochastic SAC actor of a public agent zoo, in D4RL's layout; "
         "the file is not part of this project. Another Hopper-v5 file of medium quality serves as well.",
     ),
@@ -98,9 +101,10 @@ STUDIES = {
             "rlpd": "cube_single_rlpd",
         },
         "success",
+        (0.8, 0.9),
     ),
     "hopper-from-nothing": Study(
-        "hopper", None, {}, {"ppo": "hopper_actor", "fpo": "hopper_fpo_actor"}, "return"
+        "hopper", None, {}, {"ppo": "hopper_actor", "fpo": "hopper_fpo_actor"}, "return", (500.0, 900.0)
     ),
     "lift": Study(
         "lift",
@@ -125,6 +129,7 @@ STUDIES = {
             "rlpd": "lift_study_rlpd",
         },
         "success",
+        (0.8, 0.9),
     ),
     "cube-single-varied": Study(
         "cube-single",
@@ -141,6 +146,7 @@ STUDIES = {
             "rlpd": "cube_single_rlpd",
         },
         "success",
+        (0.6, 0.7, 0.8),
         noise=0.8,
     ),
     "lift-varied": Study(
@@ -158,6 +164,7 @@ STUDIES = {
             "rlpd": "lift_study_rlpd algo.total_steps=60000",
         },
         "success",
+        (0.8, 0.9),
         noise=0.3,
     ),
 }

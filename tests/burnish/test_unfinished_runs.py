@@ -66,6 +66,7 @@ def test_files_of_others_keep_a_folder(tmp_path: Path) -> None:
     (run.path / "notes.txt").unlink()
     (run.path / "train.log").write_text("a warning")
     assert run.remove_if_bare() and not run.path.exists()
+    assert run.remove_if_bare()  # also where another process was first
 
 
 @pytest.mark.parametrize(("name", "stays"), [("train.log", False), ("result.json", True)])

@@ -25,12 +25,11 @@ def test_minutes_that_nobody_recorded_are_shares_of_the_whole_time() -> None:
         return {"curve": curve(values, timed=timed), "wall": {"tune_s": 90.0}}
 
     found = {"timed": [run([1.0] * 5, True), run([0.0] * 5, True)], "untimed": [run([1.0] * 5, False)]}
-    *_, timed, untimed = milestones("cube-single", "success", found)
+    *_, timed, untimed = milestones((0.8, 0.9), "success", found)
     assert timed == "| timed | 1 / 1 | 100 % / 0 % | 50 / – | 5.0 / – | 50 / – | 5.0 / – |"
     assert untimed == "| untimed | 1 | 100 % | 50 | ≈1.5 | 50 | ≈1.5 |"
     longer = {"a": [run([0.0] * 5 + [1.0] * 5, True)], "b": [run([0.5] * 6, True)]}
-    _, _, head, _, first, second = milestones("cube-single", "success", longer)
+    _, _, head, _, first, second = milestones((0.8, 0.9), "success", longer)
     assert "at 60 steps" in head and "| 20 % |" in first and "| 50 % |" in second
-    *_, short = milestones("cube-single", "success", longer | {"short": [run([0.0] + [1.0] * 3, True)]})
+    *_, short = milestones((0.8, 0.9), "success", longer | {"short": [run([0.0] + [1.0] * 3, True)]})
     assert "| 75 % |" in short  # the end of a run of far fewer steps
-    assert not list(milestones("unknown", "success", found))

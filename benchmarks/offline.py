@@ -219,8 +219,8 @@ def report() -> Path:
         "scores (0 random, 100 expert) with 95 % intervals over seeds and episodes, and the "
         "mean of the worst tenth of all episodes (CVaR). *Best* is the checkpoint that evaluated best on the "
         "way, left out where that is the last; choosing it needs the simulator. *Corrected*: `algo=cdsa` on "
-        "top. *Perturbed*: normal noise on the actions, before anything corrects them. `flow+iql` and its like: "
-        "a cloned policy (*cloned*), tuned by `<task>_iql_tuning`.",
+        "top. *Perturbed*: normal noise on the actions, before anything corrects them. `flow+iql` "
+        "and its like: a cloned policy (*cloned*), tuned by `<task>_iql_tuning`.",
     ]  # fmt: skip
     for name in DATA:
         if found := load(name):

@@ -62,12 +62,13 @@ class Data:
 
     task: str
     expert: str | None = None
+    noise: float | None = None  # on its actions: without, critics know nothing beside one action per state
 
 
 DATA = {
     "hopper-medium": Data("hopper"),
     "hopper-medium-expert": Data("hopper"),
-    "halfcheetah-medium": Data("halfcheetah", "medium"),
+    "halfcheetah-medium": Data("halfcheetah", "medium", noise=0.3),
 }
 
 
@@ -80,7 +81,8 @@ def dataset_of(name: str, given: str | None, root: Path) -> Path:
         raise SystemExit(f"{name} needs --dataset FILE")
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        burnish.collect(env=data.task, expert=data.expert, episodes=COLLECTED, format="d4rl", out=str(path))
+        wished = {"expert": data.expert, "noise": data.noise}
+        burnish.collect(env=data.task, episodes=COLLECTED, format="d4rl", out=str(path), **wished)
     return path
 
 

@@ -33,6 +33,8 @@ from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
 
+LOOKED_AT = 64  # transitions of the warm-up, before the first update
+
 
 class Learner(Protocol):
     """What the loop asks of a learner."""
@@ -221,7 +223,7 @@ class OffPolicyRun:
         self._owed -= count
         size, generator = self.config.batch_size, self._generator
         if count and self._steps == 0 and self._look is not None:
-            batch = self.source.draw(size, self._look_generator)
+            batch = self.source.draw(LOOKED_AT, self._look_generator)
             means.add(self._look(batch.cond, self._look_generator))
         for _ in range(count):
             self._steps += 1

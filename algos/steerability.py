@@ -11,7 +11,7 @@ from algos.soft_learner import LatentActor, Quantities
 
 _log = logging.getLogger(__name__)
 
-STATES, NOISES = 64, 16  # of a look
+NOISES = 16  # per condition
 LITTLE = 0.05  # deviation over noises per deviation over states, below which there is a warning
 
 
@@ -21,10 +21,10 @@ def look_at_noise(actor: LatentActor, cond: Tensor, generator: torch.Generator) 
 
     Args:
         actor: Around the frozen policy; its noise is that of the warm-up.
-        cond: Visited conditions (B, C), of which the first 64 are looked at.
+        cond: Visited conditions (B, C), at least two.
         generator: Draws standard normal noise.
     """
-    seen = cond[:STATES].repeat(NOISES, 1)
+    seen = cond.repeat(NOISES, 1)
     eps = torch.randn(len(seen), actor.latent_dim, generator=generator, device=generator.device)
     chunks = actor.chunk(seen, actor.warmup_latent(seen, eps.to(seen.device)))
     chunks = chunks.view(NOISES, -1, chunks.shape[1])

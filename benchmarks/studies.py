@@ -133,7 +133,7 @@ STUDIES = {
     ),
     "cube-single-varied": Study(
         "cube-single",
-        30,
+        60,
         {
             "dppo": "cube_single_bc algo.steps=6000",
             "dsrl": "cube_single_flow_bc algo.steps=6000",

@@ -8,7 +8,7 @@ of a row i, so the rows nearest to s_i can be listed once, with their distances 
 b the smallest d among the first k, every row that is not listed is at least beta r_ik away, so b <= beta r_ik
 certifies that the best listed row is the nearest of all. Only what is not certified is looked for among all
 rows, no further away than b: `algos.boxes`. Lists serve every beta, and are made when a row is asked for the
-first time. Which way is the fastest for a run, `algos.search_choice` measures.
+first time (`algos.listing`). Which way is the fastest for a run, `algos.search_choice` measures.
 
 Source: PRDC, arXiv 2306.06569, whose tree this is; lists, certificate and boxes are ours.
 """
@@ -24,6 +24,7 @@ from scipy.spatial import KDTree
 from torch import Tensor
 
 from algos.boxes import BoxTree
+from algos.listing import Listing
 
 _TILE = 65_536  # rows that brute force compares at once
 _SLACK = 1e-5  # relative error of float32 distances that a certificate allows for
@@ -137,8 +138,8 @@ class ListSearch:
         self.name = "lists" if exact else "approximate"
         self._beta, self._length = beta, min(length, m)
         self._whole = self._length == m  # every row is listed: nothing can be nearer
-        self._state, self._action = state, action
-        self._states = KDTree(state.double().numpy(), balanced_tree=False, compact_nodes=True)
+        self._action = action
+        self._listing = Listing(state, self._length)
         self._boxes = BoxTree(_scaled(state, action, beta)) if exact else None
         self._near = torch.zeros(m, self._length, dtype=torch.int32)
         self._square = torch.zeros(m, self._length)  # beta^2 r^2
@@ -154,11 +155,9 @@ class ListSearch:
         missing = rows[~self._listed[rows]].unique()
         if not len(missing):
             return
-        distance, index = self._states.query(self._state[missing].double().numpy(), k=self._length)
-        shape = (len(missing), self._length)
-        self._near[missing] = torch.from_numpy(index.reshape(shape).astype(np.int32))
-        square = torch.from_numpy(distance.reshape(shape)).square() * self._beta**2
-        self._square[missing] = square.float()
+        square, index = self._listing.nearest(missing)
+        self._near[missing] = index.int()
+        self._square[missing] = (square * self._beta**2).float()
         self._listed[missing] = True
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:

@@ -10,6 +10,7 @@ import torch
 from test_neighbors import costs, table
 
 from algos import search_choice
+from algos.listing import _TILE
 from algos.neighbors import BruteSearch, ListSearch, TreeSearch
 from algos.search_choice import Load, Rows, build_search, expected_seconds
 from policies.errors import ConfigError
@@ -71,6 +72,23 @@ def test_expected_seconds_are_those_of_batches_and_of_lists(monkeypatch: pytest.
     assert expected_seconds(rows.search("tree"), *query) == pytest.approx(100 * 3.0 * 16 / 8)
     asked = 60 * (1 - torch.tensor(-100 * 16 / 60).exp().item())
     assert expected_seconds(rows.search("lists"), *query) == pytest.approx(100 * 1.0 * 16 / 8 + 5.0 * asked)
+
+
+def test_actions_that_are_tried_are_near_the_data_and_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree is quick near the data alone, and actors of large weights of Q are far from it for long."""
+    rows, asked = rows_of(500), []
+
+    def noted(search: Any, row: Any, state: Any, action: Any, *_: Any) -> float:
+        asked.append((row, action))
+        return 1.0
+
+    monkeypatch.setattr(search_choice, "TIMED_FROM", 10)
+    monkeypatch.setattr(search_choice, "expected_seconds", noted)
+    build_search("auto", rows, load=Load(10, 200), generator=torch.Generator().manual_seed(0))
+    row, action = asked[0]
+    off = (action - rows.action[row]).abs().mean(1)
+    assert off[:100].mean() < 0.3 < 0.5 < off[100:].mean()
+    assert action.abs().max() <= 1
 
 
 def test_so_many_rows_are_asked_for() -> None:
@@ -150,9 +168,11 @@ def test_what_has_no_room_is_refused_before_it_is_made(
 
 def test_a_stated_size_is_that_of_the_arrays() -> None:
     search = ListSearch(*table(500, 0), 1.0, length=16)
-    boxes = search._boxes
+    boxes, listing = search._boxes, search._listing
     assert boxes is not None
-    stored = search._near.nbytes + search._square.nbytes + search._states.data.nbytes
-    stored += search._states.indices.nbytes + boxes._leaves.nbytes + boxes._order.nbytes
+    stored = search._near.nbytes + search._square.nbytes + boxes._leaves.nbytes + boxes._order.nbytes
+    stored += listing._state.nbytes + listing._square.nbytes + listing._tree.indices.nbytes
     stored += sum(low.nbytes + high.nbytes for low, high in boxes._levels)
-    assert stored <= rows_of(500, length=16).bytes_of("lists") * 1.2
+    assert listing._tree.data.ctypes.data == listing._state.data_ptr()  # shared
+    at_work = 8 * _TILE
+    assert stored <= (rows_of(500, length=16).bytes_of("lists") - at_work) * 1.2

@@ -1,0 +1,59 @@
+"""Lists of the nearest states: two ways that agree, of which the faster is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from algos import listing
+from algos.listing import Listing
+
+
+def states(m: int, width: int, *, copies: int = 0) -> Tensor:
+    state = torch.randn(m, width, generator=torch.Generator().manual_seed(m))
+    state[m - copies :] = state[0]
+    return state
+
+
+@given(m=st.integers(1, 300), width=st.integers(1, 20), copies=st.integers(0, 40), length=st.integers(1, 64))
+@settings(max_examples=40)
+def test_both_ways_find_the_nearest_states(m: int, width: int, copies: int, length: int) -> None:
+    state, length, rows = states(m, width, copies=min(copies, m - 1)), min(length, m), torch.arange(m)
+    every = (state.double()[:, None] - state.double()).square().sum(2)
+    made = Listing(state, length)
+    for square, index in (made.by_tree(rows), made.by_product(rows)):
+        torch.testing.assert_close(square, every.sort(dim=1).values[:, :length], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(square, every.gather(1, index), rtol=1e-9, atol=1e-12)
+        assert all(len(row.unique()) == length for row in index)
+
+
+def test_far_from_zero_nothing_is_lost() -> None:
+    """Squares are expanded, whose rounding grows with the states; those returned are of differences."""
+    state = states(200, 3) * 1e-3 + 1e3
+    made, rows = Listing(state, 8), torch.arange(200)
+    torch.testing.assert_close(made.by_product(rows)[0], made.by_tree(rows)[0], rtol=1e-3, atol=1e-12)
+
+
+@pytest.mark.parametrize(("ticks", "kept"), [((0.0, 1.0, 3.0), "tree"), ((0.0, 2.0, 3.0), "product")])
+def test_the_faster_way_is_kept_after_one_trial(ticks: tuple[float, ...], kept: str) -> None:
+    clock: Iterator[float] = iter(ticks)
+    made, rows = Listing(states(100, 4), 5, lambda: next(clock)), torch.arange(100)
+    few = made.nearest(rows[:3])  # too few to try
+    square, index = made.nearest(rows)
+    assert made.way == kept
+    torch.testing.assert_close(square, made.by_tree(rows)[0], rtol=1e-9, atol=1e-12)
+    assert torch.equal(index, made.by_tree(rows)[1]) and torch.equal(few[1], index[:3])
+    made.nearest(rows)  # asks the clock no more
+
+
+def test_all_rows_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, rows = Listing(states(50, 3), 4), torch.arange(50)
+    whole = made.by_product(rows)
+    monkeypatch.setattr(listing, "_TILE", 120)
+    pieces = made.by_product(rows)
+    assert torch.equal(pieces[1], whole[1])

@@ -140,7 +140,7 @@ STUDIES = {
             "dsrl-sac": "cube_single_flow_bc algo.steps=6000",
         },
         {
-            "dppo": "cube_single_dppo algo.env_steps=300000",
+            "dppo": "cube_single_dppo algo.env_steps=200000",
             "dsrl": "cube_single_dsrl",
             "dsrl-sac": "cube_single_dsrl algo.variant=sac",
             "rlpd": "cube_single_rlpd",

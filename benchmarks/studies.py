@@ -167,4 +167,22 @@ STUDIES = {
         (0.8, 0.9),
         noise=0.3,
     ),
+    "can-varied": Study(
+        "can",
+        60,
+        {
+            "dppo": "can_study_bc",
+            "dsrl": "can_study_flow_bc",
+            "dsrl-sac": "can_study_flow_bc",
+        },
+        {
+            "dppo": "can_study_dppo",
+            "dsrl": "can_study_dsrl",
+            "dsrl-sac": "can_study_dsrl algo.variant=sac",
+            "rlpd": "can_study_rlpd",
+        },
+        "success",
+        (0.7, 0.8, 0.9),
+        noise=0.3,
+    ),
 }

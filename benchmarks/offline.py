@@ -246,10 +246,24 @@ def section(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
     ]  # fmt: skip
     for algo, runs in found.items():
         lines += rows_of(algo, runs)
+    lines += asked_for(found)
     commits = sorted({run["environment"]["commit"][:7] for runs in found.values() for run in runs})
     draw(name, found)
     picture = f"![evaluations on the way](offline-{name}.png)"
     return [*lines, "", picture, "", f"Commits {', '.join(commits)}; the episodes are in `offline/`."]
+
+
+def asked_for(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Say which overrides were given beside the experiment, where there are any."""
+    usual, said = ("experiment=", "algo.steps=", "algo.autocast="), []
+    for algo, runs in found.items():
+        given = {
+            " ".join(f"`{override}`" for override in run["settings"] if not override.startswith(usual))
+            for run in runs
+        } - {""}  # fmt: skip
+        if given and algo != "bc":  # which has no experiment
+            said.append(f"{algo} with {' or '.join(sorted(given))}")
+    return ["", f"Beside the settings of the experiments: {'; '.join(said)}."] if said else []
 
 
 def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:

@@ -146,7 +146,7 @@ STUDIES = {
             "rlpd": "cube_single_rlpd",
         },
         "success",
-        (0.6, 0.7, 0.8),
+        (0.8, 0.9),
         noise=0.8,
     ),
     "lift-varied": Study(

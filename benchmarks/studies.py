@@ -169,7 +169,7 @@ STUDIES = {
     ),
     "can-varied": Study(
         "can",
-        60,
+        40,
         {
             "dppo": "can_study_bc",
             "dsrl": "can_study_flow_bc",
@@ -183,6 +183,6 @@ STUDIES = {
         },
         "success",
         (0.7, 0.8, 0.9),
-        noise=0.3,
+        noise=0.15,
     ),
 }

@@ -4,8 +4,8 @@ Legend: M rows, C state width, B rows that are asked for, k neighbours of each.
 
 A tree is the faster way among few dimensions. Among many it comes to nearly every row, one at a time, and a
 product of matrices comes to all of them sooner. Which it is, is tried once, on the first rows asked for.
-Both compute in float64, and distances of what was found are taken from differences, so the ways differ in
-the order of rows that are equally near, no more.
+Both compute in float64, and what they find is measured and ordered by the same lines, so lists do not depend
+on the way, but for which of the rows that are as far away as the last one are in.
 """
 
 from __future__ import annotations
@@ -53,22 +53,23 @@ class Listing:
 
     def by_tree(self, rows: Tensor) -> Found:
         """See `nearest`."""
-        distance, index = self._tree.query(self._state[rows].numpy(), k=self._length)
-        shape = (len(rows), self._length)
-        return torch.from_numpy(distance.reshape(shape)).square(), torch.from_numpy(index.reshape(shape))
+        index = self._tree.query(self._state[rows].numpy(), k=self._length)[1]
+        return self._ordered(rows, torch.from_numpy(index.reshape(len(rows), self._length)))
 
     def by_product(self, rows: Tensor) -> Found:
         """See `nearest`."""
         at_once = max(1, _TILE // len(self._state))
-        parts = [self._among_all(part) for part in rows.split(at_once)]
-        return torch.cat([part[0] for part in parts]), torch.cat([part[1] for part in parts])
+        return self._ordered(rows, torch.cat([self._among_all(part) for part in rows.split(at_once)]))
 
-    def _among_all(self, rows: Tensor) -> Found:
-        state = self._state[rows]
-        # |s - s_j|^2 up to |s|^2, which all rows share; its rounding is why the found are computed again
-        cost = torch.addmm(self._square, state, self._state.t(), alpha=-2.0)
-        index = cost.topk(self._length, largest=False, sorted=False).indices
-        square = (self._state[index] - state[:, None]).square().sum(dim=2)
+    def _among_all(self, rows: Tensor) -> Tensor:
+        # |s - s_j|^2 up to |s|^2, which all rows share; its rounding is why the found are measured again
+        cost = torch.addmm(self._square, self._state[rows], self._state.t(), alpha=-2.0)
+        return cost.topk(self._length, largest=False, sorted=False).indices
+
+    def _ordered(self, rows: Tensor, index: Tensor) -> Found:
+        """Return squared distances and rows (B, k) of those found, the first of equally near ones first."""
+        index = index.sort(dim=1).values
+        square = (self._state[index] - self._state[rows][:, None]).square().sum(dim=2)
         square, order = square.sort(dim=1, stable=True)
         return square, index.gather(1, order)
 

@@ -139,7 +139,7 @@ class ListSearch:
         self._beta, self._length = beta, min(length, m)
         self._whole = self._length == m  # every row is listed: nothing can be nearer
         self._action = action
-        self._listing = Listing(state, self._length)
+        self.listing = Listing(state, self._length)
         self._boxes = BoxTree(_scaled(state, action, beta)) if exact else None
         self._near = torch.zeros(m, self._length, dtype=torch.int32)
         self._square = torch.zeros(m, self._length)  # beta^2 r^2
@@ -155,7 +155,7 @@ class ListSearch:
         missing = rows[~self._listed[rows]].unique()
         if not len(missing):
             return
-        square, index = self._listing.nearest(missing)
+        square, index = self.listing.nearest(missing)
         self._near[missing] = index.int()
         self._square[missing] = (square * self._beta**2).float()
         self._listed[missing] = True

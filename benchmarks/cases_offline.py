@@ -172,6 +172,11 @@ def neighbours(options: argparse.Namespace) -> Iterator[Figure]:
     assert isinstance(regulariser, NearestRow) and isinstance(regulariser.search, ListSearch)
     search = regulariser.search
     pool = torch.randperm(len(run.table), generator=torch.Generator().manual_seed(5))[:POOL]
+    for way in (search.listing.by_tree, search.listing.by_product):
+        start = time.perf_counter()
+        way(pool[:BATCH])
+        took = (time.perf_counter() - start) / BATCH
+        print(f"lists {way.__name__.replace('_', ' ')}: {1e3 * took:.3f} ms per row")
     start = time.perf_counter()
     search.make_lists(pool)
     per_row = (time.perf_counter() - start) / len(pool)

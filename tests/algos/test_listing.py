@@ -32,6 +32,17 @@ def test_both_ways_find_the_nearest_states(m: int, width: int, copies: int, leng
         assert all(len(row.unique()) == length for row in index)
 
 
+def test_lists_do_not_depend_on_the_way() -> None:
+    """Copies included: a run that is continued may list by the other way, and goes on to the last bit."""
+    state, rows = states(400, 6, copies=20), torch.arange(400)
+    made = Listing(state, 64)
+    (square, index), (other_square, other_index) = made.by_tree(rows), made.by_product(rows)
+    assert torch.equal(square, other_square)
+    every = (state.double()[:, None] - state.double()).square().sum(2).sort(dim=1).values
+    decided = every[:, 63] < every[:, 64]  # else which of several equally far rows are in is open
+    assert torch.equal(index[decided], other_index[decided]) and 300 < decided.sum() < 400
+
+
 def test_far_from_zero_nothing_is_lost() -> None:
     """Squares are expanded, whose rounding grows with the states; those returned are of differences."""
     state = states(200, 3) * 1e-3 + 1e3

@@ -168,7 +168,7 @@ def test_what_has_no_room_is_refused_before_it_is_made(
 
 def test_a_stated_size_is_that_of_the_arrays() -> None:
     search = ListSearch(*table(500, 0), 1.0, length=16)
-    boxes, listing = search._boxes, search._listing
+    boxes, listing = search._boxes, search.listing
     assert boxes is not None
     stored = search._near.nbytes + search._square.nbytes + boxes._leaves.nbytes + boxes._order.nbytes
     stored += listing._state.nbytes + listing._square.nbytes + listing._tree.indices.nbytes

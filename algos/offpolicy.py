@@ -22,9 +22,11 @@ from algos.plain import capture_generator, restore_generator
 from algos.replay import ChunkBatch, Mixture, Replay
 from algos.soft_learner import LatentActor, Quantities
 from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
+from envs.datasets.episodes import EpisodeDataset
 from envs.episodes import EpisodeRow
 from envs.fit import require_fit
 from envs.rollout import Rollout, RolloutPool
+from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
 from policies.registry import name_of
@@ -274,7 +276,7 @@ def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> Tran
     """Return the transitions of the dataset where a share of the batches comes from it.
 
     Raises:
-        ConfigError: If there is no dataset, or it is of another task.
+        ConfigError: If there is no dataset, it is of another task, or its episodes end by another rule.
     """
     if not config.offline_ratio:
         if setup.dataset is not None:
@@ -289,9 +291,24 @@ def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> Tran
     dataset, advice = setup.dataset, "Use a dataset of the same task."
     require_fit("the policy", policy, dataset.source, dataset, advice=advice)
     if setup.env is not None:
+        _require_ends(dataset, setup.env.spec)
         dataset = clipped_actions(dataset, box_of(dataset, setup.env.spec))
     rewarding = Rewarding(config.gamma, config.reward_scale, config.reward_shift)
     return tabulate(dataset.to(setup.device), policy, rewarding)
+
+
+def _require_ends(dataset: EpisodeDataset, spec: EnvSpec) -> None:
+    """Refuse episodes that go on, or are cut, where success ends those of the task.
+
+    Raises:
+        ConfigError: If success is to terminate, and no episode of the dataset terminates.
+    """
+    if spec.terminate_on_success and not dataset.terminated.any():
+        raise ConfigError(
+            f"env.terminate_on_success ends an episode of {spec.name} when it is solved, but no episode of "
+            f"the dataset is terminated. Record it by burnish collect … env.terminate_on_success=true, or "
+            f"leave the option out."
+        )
 
 
 def refuse_more_than_states(policy: Policy, algo: str) -> None:

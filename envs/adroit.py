@@ -194,6 +194,7 @@ class _Adroit(Pictured):
     """What the four configurations share."""
 
     max_episode_steps: int = 200  # control steps, then truncated
+    terminate_on_success: bool = False  # true: solving the task ends an episode; false: only the limit does
     reward: str = "dense"  # "dense", or "sparse": 10 while solved, -0.1 otherwise
 
     name = ""
@@ -229,6 +230,7 @@ class _Adroit(Pictured):
             obs_names=obs_names,
             action_names=tuple(f"{joint} target [of its range]" for joint in joints),
             success_rule=self.success_rule,
+            terminate_on_success=self.terminate_on_success,
             reference_scores=(scores.min_return, scores.max_return),
         )
 

@@ -236,6 +236,7 @@ class Metaworld(Pictured):
 
     task: str = "reach"  # name of the task without its version, e.g. pick-place or drawer-open
     max_episode_steps: int = 500  # control steps, then truncated
+    terminate_on_success: bool = False  # true: solving the task ends an episode; false: only the limit does
     demonstrator: ScriptedDemonstrator = field(default_factory=ScriptedDemonstrator)
 
     def __post_init__(self) -> None:
@@ -263,6 +264,7 @@ class Metaworld(Pictured):
             obs_names=_OBS_NAMES,
             action_names=_ACTION_NAMES,
             success_rule=f"Meta-World reports success of {self.task}",
+            terminate_on_success=self.terminate_on_success,
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
@@ -276,7 +278,14 @@ class Metaworld(Pictured):
     def demonstrate(self, seed: int) -> Episode:
         """Let Meta-World's scripted policy do the episode of this seed."""
         stepper = MetaworldStepper(self.task, 1)
-        return demonstrate(stepper, self.task, seed, self.demonstrator, max_steps=self.max_episode_steps)
+        return demonstrate(
+            stepper,
+            self.task,
+            seed,
+            self.demonstrator,
+            max_steps=self.max_episode_steps,
+            terminate_on_success=self.terminate_on_success,
+        )
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
         """Photograph an episode (F, height, width, 3); options as in `envs.rendering.replay_frames`."""

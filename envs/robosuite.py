@@ -1,7 +1,8 @@
 """robomimic's state tasks in robosuite 1.5.1: lift, can, square and transport.
 
 Franka arms move by changes of the hand's pose (operational-space control at 20 Hz, stiffness 150). The
-reward is 1 on every step on which the task is solved; nothing but the limit ends an episode.
+reward is 1 on every step on which the task is solved; nothing but the limit ends an episode, unless
+`env.terminate_on_success` says so (as in off-policy work on these tasks, e.g. QC, arXiv 2507.07969).
 
 The observation is robomimic's: hand position, hand quaternion and finger positions of each arm, then the
 `object` vector. Since robosuite 1.5 that vector has another order (and, in lift, another sign):
@@ -74,6 +75,7 @@ class _Robosuite(Pictured):
     """What the four configurations share."""
 
     max_episode_steps: int = 300  # control steps, then truncated
+    terminate_on_success: bool = False  # true: solving the task ends an episode; false: only the limit does
     object_layout: str = "v15"  # order of `object`: "v15" or "v141", as in robomimic's low_dim_v15.hdf5
     engine: str = "fast"  # "fast", our control law on robosuite's model, or "robosuite", its own step
 
@@ -121,6 +123,7 @@ class _Robosuite(Pictured):
             obs_names=obs_names,
             action_names=action_names,
             success_rule=self.success_rule,
+            terminate_on_success=self.terminate_on_success,
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
@@ -155,7 +158,12 @@ class _Demonstrated(_Robosuite):
         """Let the demonstrator do the episode of this seed."""
         stepper = self._stepper(1)
         return demonstrate(
-            stepper, seed, self.demonstrator, program=self.name, max_steps=self.max_episode_steps
+            stepper,
+            seed,
+            self.demonstrator,
+            program=self.name,
+            max_steps=self.max_episode_steps,
+            terminate_on_success=self.terminate_on_success,
         )
 
 

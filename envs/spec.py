@@ -27,6 +27,7 @@ class EnvSpec:
     obs_names: tuple[str, ...]
     action_names: tuple[str, ...]
     success_rule: str = ""  # in words; empty where the task has a return but no success
+    terminate_on_success: bool = False  # whether solving a task that would go on terminates its episode
     reference_scores: tuple[float, float] | None = None  # D4RL (random, expert) returns
     goal_dim: int = 0  # Dg of goals that are told beside the observation; 0: none are
     episode_metrics: tuple[str, ...] = ()  # extra per-episode rows, e.g. "mode" of `avoid`

@@ -176,7 +176,8 @@ class ChunkVector:
     """Executes chunks on a stepper and keeps what every vector of environments must keep.
 
     Args:
-        spec: The task; its action box clips, its `max_episode_steps` truncates.
+        spec: The task; its action box clips, its `max_episode_steps` truncates, and with its
+            `terminate_on_success` a success terminates.
         stepper: The simulator.
         obs_steps: Length To of the observation history; a reset repeats the first observation.
         paper_compat: Reproduce published chunk wrappers: a limit that the simulator reports counts as
@@ -260,7 +261,8 @@ class ChunkVector:
             path[rows, j] = step.obs
             rewards[rows, j] = step.reward
             length[rows] += 1
-            terminated[rows] = step.terminated | step.truncated if self.paper_compat else step.terminated
+            ended = self._terminated(step)
+            terminated[rows] = ended | step.truncated if self.paper_compat else ended
             truncated[rows] = step.truncated | (self._elapsed[rows] >= self.spec.max_episode_steps)
             success[rows] |= step.success
             running &= ~(terminated | truncated)
@@ -299,14 +301,15 @@ class ChunkVector:
         rows = np.flatnonzero(running)
         step, count = stepper.step_through(rows, actions[rows]), np.arange(1, num_steps + 1)
         limited = step.truncated | (self._elapsed[rows, None] + count >= self.spec.max_episode_steps)
-        ended = step.terminated | limited  # (M, Ta)
+        over = self._terminated(step)  # (M, Ta)
+        ended = over | limited
         executed = np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, num_steps)
         kept, last = count <= executed[:, None], (np.arange(len(rows)), executed - 1)
         rewards, path = np.zeros((n, num_steps)), np.zeros((n, num_steps, self.spec.obs_dim))
         length, flags = np.zeros(n, np.int64), np.zeros((3, n), bool)
         rewards[rows], length[rows] = np.where(kept, step.reward, 0.0), executed
         path[rows] = np.where(kept[:, :, None], step.obs, 0.0)
-        flags[:, rows] = step.terminated[last], limited[last], (step.success & kept).any(axis=1)
+        flags[:, rows] = over[last], limited[last], (step.success & kept).any(axis=1)
         terminated, truncated, success = flags
         seen = np.concatenate([self._history[rows], step.obs], axis=1)  # (M, To + Ta, Do)
         window = executed[:, None] + np.arange(self.obs_steps)
@@ -315,6 +318,10 @@ class ChunkVector:
         self._finished |= terminated | truncated
         obs = self._history.copy()
         return ChunkStep(obs, rewards, length, terminated, truncated, success, path, self.stepper.metrics())
+
+    def _terminated(self, step: StepResult) -> Array:
+        """Tell which steps end their task, by the simulator or by `terminate_on_success`."""
+        return step.terminated | step.success if self.spec.terminate_on_success else step.terminated
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything the next steps depend on.

@@ -49,9 +49,15 @@ class Steppable(Protocol):
 
 
 def demonstrate(
-    stepper: Steppable, task: str, seed: int, options: ScriptedDemonstrator, *, max_steps: int
+    stepper: Steppable,
+    task: str,
+    seed: int,
+    options: ScriptedDemonstrator,
+    *,
+    max_steps: int,
+    terminate_on_success: bool = False,
 ) -> Episode:
-    """Do one episode, up to a few steps after the first success.
+    """Do one episode, up to the first success where that terminates it, or a few steps more.
 
     Recorded are the actions that were executed, noise included, and the physics state before each
     (`states`: time, positions, velocities).
@@ -62,16 +68,17 @@ def demonstrate(
         seed: Seed of the episode; decides the noise as well.
         options: How to demonstrate.
         max_steps: Time limit in control steps.
+        terminate_on_success: Whether solving the task terminates the episode.
     """
     from metaworld.policies import ENV_POLICY_MAP
 
     policy, rng = ENV_POLICY_MAP[f"{task}-v3"](), np.random.default_rng((seed, _NOISE_STREAM))
-    record, left = Recording(stepper, seed), max_steps
-    while left > 0:
+    record, left = Recording(stepper, seed, terminate_on_success=terminate_on_success), max_steps
+    while left > 0 and not record.ended:
         was_solved, wanted = record.was_solved, policy.get_action(record.now)
         action = np.clip(wanted + options.noise * rng.standard_normal(len(wanted)), -1, 1)
         record.step(action, states=stepper.physics_state(0))
         left -= 1
         if record.was_solved and not was_solved:
             left = min(left, options.hold)
-    return record.episode(truncated=True, success=record.was_solved)
+    return record.episode(truncated=not record.ended, success=record.was_solved)

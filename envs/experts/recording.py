@@ -24,6 +24,11 @@ class Stepper(Protocol):
 class Recording:
     """One episode in row 0 of a stepper.
 
+    Args:
+        stepper: Simulator.
+        seed: Of the episode.
+        terminate_on_success: Whether a success terminates the episode; see `EnvSpec`.
+
     Attributes:
         observations: (Do,) each, the first one before any action.
         actions: (Da,) each, as executed, float32.
@@ -33,8 +38,8 @@ class Recording:
         was_solved: Whether any step was.
     """
 
-    def __init__(self, stepper: Stepper, seed: int) -> None:
-        self._stepper, self._seed = stepper, seed
+    def __init__(self, stepper: Stepper, seed: int, *, terminate_on_success: bool = False) -> None:
+        self._stepper, self._seed, self._ends_solved = stepper, seed, terminate_on_success
         self.observations: list[Array] = [stepper.reset(0, seed)]
         self.actions: list[Array] = []
         self.rewards: list[float] = []
@@ -64,7 +69,8 @@ class Recording:
         self.observations.append(step.obs[0])
         self.actions.append(action)
         self.rewards.append(float(step.reward[0]))
-        self.ended, self.is_solved = bool(step.terminated[0]), bool(step.success[0])
+        self.is_solved = bool(step.success[0])
+        self.ended = bool(step.terminated[0]) or (self._ends_solved and self.is_solved)
         self.was_solved = self.was_solved or self.is_solved
 
     def episode(self, *, truncated: bool, success: bool, **extras: Array) -> Episode:

@@ -60,12 +60,19 @@ class ArmStepper(Protocol):
 
 
 def demonstrate(
-    stepper: ArmStepper, seed: int, options: ArmDemonstrator, *, program: str, max_steps: int
+    stepper: ArmStepper,
+    seed: int,
+    options: ArmDemonstrator,
+    *,
+    program: str,
+    max_steps: int,
+    terminate_on_success: bool = False,
 ) -> Episode:
     """Do one episode in row 0 of a stepper.
 
-    It ends a few steps after the task was solved. Recorded are the actions that were executed, noise
-    included, and the physics state before each (`states`: time, positions, velocities).
+    It ends a few steps after the task was solved, or with the first of them where success terminates.
+    Recorded are the actions that were executed, noise included, and the physics state before each
+    (`states`: time, positions, velocities).
 
     Args:
         stepper: Simulator of the task.
@@ -73,17 +80,19 @@ def demonstrate(
         options: How to demonstrate.
         program: "lift", "can" or "square".
         max_steps: Time limit in control steps.
+        terminate_on_success: Whether solving the task terminates the episode.
     """
-    rng, record = np.random.default_rng((seed, _NOISE_STREAM)), Recording(stepper, seed)
+    rng = np.random.default_rng((seed, _NOISE_STREAM))
+    record = Recording(stepper, seed, terminate_on_success=terminate_on_success)
     sight = Sight(stepper.names(0), stepper.datas[0], pace=options.pace)
     moves = PROGRAMS[program](sight, rng, options.spread)
     solved = 0
-    while solved < _LINGER and len(record) < max_steps:
+    while not record.ended and solved < _LINGER and len(record) < max_steps:
         action = next(moves)
         action[:6] += options.noise * rng.standard_normal(6)
         record.step(np.clip(action, -1, 1), states=sight.physics_state())
         solved = solved + 1 if record.is_solved else 0
-    return record.episode(truncated=True, success=solved >= _LINGER)
+    return record.episode(truncated=not record.ended, success=record.ended or solved >= _LINGER)
 
 
 # -- movements ------------------------------------------------------------------------------------------

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from point_env import PointEnv
 from point_steering import changed, dataset, flow, start
 from torch import Tensor
 
 from algos.dsrl_learner import NoiseAliasedLearner
 from algos.offpolicy import Explorer, OffPolicyRun, transitions_of
 from algos.soft_learner import SoftLearner, SoftRules, Temperature
+from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError
 from policies.folder import load_policy, save_policy
 from policies.gaussian import GaussianProcess
@@ -132,6 +135,21 @@ def test_a_share_of_the_batches_comes_from_the_dataset() -> None:
     with pytest.raises(ConfigError, match=r"algo=dsrl.*offline_ratio=0.25.*Give dataset="):
         start(changed(offline_ratio=0.25))
     run.close()
+
+
+def test_a_dataset_has_to_end_as_the_task_does() -> None:
+    @dataclass(frozen=True)
+    class Ending(PointEnv):
+        @property
+        def spec(self) -> EnvSpec:
+            return replace(super().spec, terminate_on_success=True)
+
+    ending = dataset()
+    cut = replace(ending, terminated=ending.truncated, truncated=ending.terminated)
+    with pytest.raises(ConfigError, match=r"no episode of the dataset is terminated.*burnish collect"):
+        start(changed(offline_ratio=0.25), env=Ending(), dataset=cut)
+    start(changed(offline_ratio=0.25), env=Ending(), dataset=ending).close()
+    start(changed(offline_ratio=0.25), dataset=cut).close()
 
 
 def test_steering_goes_on_from_a_steered_policy() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -114,6 +115,8 @@ def test_the_scripted_policy_succeeds_despite_noise(task: str, simulator: None) 
     first = vector_of(task)
     first.reset([3])
     assert not first.step_chunk(episode.actions[None, :-6]).success[0]  # it ends 5 steps after success
+    ended = replace(config, terminate_on_success=True).demonstrate(3)  # type: ignore[type-var]
+    assert ended.terminated and not ended.truncated and len(ended.actions) == len(episode.actions) - 5
 
 
 def test_the_list_of_tasks_is_meta_worlds(simulator: None) -> None:

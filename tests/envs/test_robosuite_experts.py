@@ -37,6 +37,18 @@ def test_demonstrations_succeed_without_being_chosen(
     assert len(set(solved.tolist())) > 1
 
 
+def test_success_ends_demonstrations_and_episodes_where_that_is_wanted(simulator: None) -> None:
+    config = env("lift", terminate_on_success=True)
+    episode, longer = (task.demonstrate(2) for task in (config, env("lift")))  # type: ignore[attr-defined]
+    assert episode.success and episode.terminated and not episode.truncated
+    assert longer.success and longer.truncated and not longer.terminated
+    assert len(longer.actions) == len(episode.actions) + 4 and episode.rewards.tolist()[-2:] == [0, 1]
+    vector = config.make_vector(1)
+    vector.reset([2])
+    step = vector.step_chunk(longer.actions[None])
+    assert step.length[0] == len(episode.actions) and step.terminated[0] and not step.truncated[0]
+
+
 def test_a_demonstration_follows_from_its_seed(simulator: None) -> None:
     config = env("lift")
     one, two, other = (config.demonstrate(seed) for seed in (5, 5, 6))  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.serial import SerialVector
+from envs.serial import SerialStepper, SerialVector
 from envs.spec import EnvSpec
+from envs.vector import ChunkVector, StepResult
 from policies.errors import CapabilityError, CheckpointError, ConfigError, TrainingError
 
 SPEC = EnvSpec(
@@ -86,6 +87,33 @@ def test_a_time_limit_truncates_and_a_real_end_at_the_limit_keeps_both_flags() -
     step = v.step_chunk(chunk(2, 4))
     assert step.length.tolist() == [2, 2]
     assert step.truncated.tolist() == [True, True] and step.terminated.tolist() == [False, True]
+
+
+def test_a_success_terminates_where_the_task_says_so() -> None:
+    spec = replace(SPEC, terminate_on_success=True)
+    v = SerialVector(spec, [Counting(), Counting(2)])
+    v.reset([7, 8])
+    step = v.step_chunk(chunk(2, 5))
+    assert step.length.tolist() == [3, 2]
+    assert step.terminated.all() and not step.truncated.any() and step.success.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_whole_chunks_end_as_steps_do(ends: bool) -> None:
+    class AtOnce(SerialStepper):
+        def step_through(self, rows: np.ndarray, actions: np.ndarray) -> StepResult:
+            steps = [self.step(rows, actions[:, j]) for j in range(actions.shape[1])]
+            return StepResult(*(np.stack(part, axis=1) for part in zip(*map(astuple, steps), strict=True)))
+
+    spec = replace(SPEC, terminate_on_success=ends)
+    results = []
+    for kind in (SerialStepper, AtOnce):
+        v = ChunkVector(spec, kind([Counting(), Counting(2)]))
+        v.reset([7, 8])
+        results.append(v.step_chunk(chunk(2, 5)))
+    for ours, theirs in zip(*map(astuple, results), strict=True):
+        np.testing.assert_equal(ours, theirs)
+    assert results[0].length.tolist() == [3 if ends else 5, 2]
 
 
 def test_resetting_some_rows_leaves_the_others_alone() -> None:

@@ -28,13 +28,15 @@ from algos.validation import matching_of
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
 from policies.backbones.mlp import MlpConfig
+from policies.compose import ComposedPolicy
 from policies.deterministic import DeterministicProcess
-from policies.errors import ConfigError
+from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.protocols import TE, Cond
 from policies.registry import name_of
 from policies.seeds import derive_seed, seeded_generator
 from policies.threads import torch_threads
+from policies.wrappers import WrappedPolicy
 
 _log = logging.getLogger(__name__)
 
@@ -166,6 +168,7 @@ class OfflineConfig:
         if spec is not None:
             require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
         if setup.init is not None:
+            refuse_several(setup.init, algo)
             require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
             if spec is not None:
                 dataset = clipped_actions(dataset, box_of(dataset, spec))
@@ -184,6 +187,23 @@ class OfflineConfig:
     @abstractmethod
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Learner:
         """Return what learns; torch's global generator is seeded for its initial weights."""
+
+
+def refuse_several(policy: Policy, algo: str) -> None:
+    """Refuse a policy that is made of policies: only one with weights of its own is trained.
+
+    Raises:
+        CapabilityError: If it is a composition, or something stands in front of it.
+    """
+    if isinstance(policy, ComposedPolicy):
+        raise CapabilityError(
+            f"algo={algo} trains one policy; init is a composition. Train its members, then compose them."
+        )
+    if isinstance(policy, WrappedPolicy):
+        raise CapabilityError(
+            f"algo={algo} trains one policy; init has '{name_of('wrapper', policy.wrapper)}' on top. Train "
+            f"the policy below, then put it on top again."
+        )
 
 
 def plain_actor(process: Any, hidden_dims: tuple[int, ...]) -> PolicyConfig:

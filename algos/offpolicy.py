@@ -26,7 +26,7 @@ from envs.datasets.episodes import EpisodeDataset
 from envs.episodes import EpisodeRow
 from envs.fit import require_fit
 from envs.rollout import Rollout, RolloutPool
-from envs.spec import EnvSpec
+from envs.spec import EnvConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
 from policies.registry import name_of
@@ -291,24 +291,31 @@ def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> Tran
     dataset, advice = setup.dataset, "Use a dataset of the same task."
     require_fit("the policy", policy, dataset.source, dataset, advice=advice)
     if setup.env is not None:
-        _require_ends(dataset, setup.env.spec)
+        _require_ends(dataset, setup.env)
         dataset = clipped_actions(dataset, box_of(dataset, setup.env.spec))
     rewarding = Rewarding(config.gamma, config.reward_scale, config.reward_shift)
     return tabulate(dataset.to(setup.device), policy, rewarding)
 
 
-def _require_ends(dataset: EpisodeDataset, spec: EnvSpec) -> None:
-    """Refuse episodes that go on, or are cut, where success ends those of the task.
+def _require_ends(dataset: EpisodeDataset, env: EnvConfig) -> None:
+    """Refuse episodes that go on where success ends those of the task; warn of the opposite.
 
     Raises:
         ConfigError: If success is to terminate, and no episode of the dataset terminates.
     """
-    if spec.terminate_on_success and not dataset.terminated.any():
+    name, terminated = env.spec.name, int(dataset.terminated.sum())
+    if env.spec.terminate_on_success and not terminated:
         raise ConfigError(
-            f"env.terminate_on_success ends an episode of {spec.name} when it is solved, but no episode of "
-            f"the dataset is terminated. Record it by burnish collect … env.terminate_on_success=true, or "
-            f"leave the option out."
+            f"env.terminate_on_success ends an episode of {name} when it is solved, but no episode of "
+            f"{dataset.source} is terminated. Record it by burnish collect … env.terminate_on_success=true, "
+            f"or leave the option out."
         )
+    if getattr(env, "terminate_on_success", None) is False and terminated:
+        _log.warning(
+            "%s: %d of %d episodes are terminated, but env=%s goes on until its limit, so the same states "
+            "have two values. Set env.terminate_on_success=true.",
+            dataset.source, terminated, dataset.num_episodes, name,
+        )  # fmt: skip
 
 
 def refuse_more_than_states(policy: Policy, algo: str) -> None:

@@ -167,7 +167,7 @@ def _policy(run: Path, checkpoint: str) -> Policy:
 def curve(path: Path) -> Iterator[dict[str, float]]:
     """Yield evaluations on the way, and how far values exceed the returns of the data."""
     for row in read_jsonl(path):
-        names = ("eval/return", "critic/overestimation", "critic/value")
+        names = ("eval/return", "critic/overestimation", "critic/value", "constraint/own_row")
         known = {key: round(float(row[key]), 4) for key in names if row.get(key) is not None}
         if known:
             yield {"step": row["step"], **known}
@@ -255,15 +255,23 @@ def section(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
 
 def asked_for(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     """Say which overrides were given beside the experiment, where there are any."""
-    usual, said = ("experiment=", "algo.steps=", "algo.autocast="), []
-    for algo, runs in found.items():
-        given = {
-            " ".join(f"`{override}`" for override in run["settings"] if not override.startswith(usual))
-            for run in runs
-        } - {""}  # fmt: skip
-        if given and algo != "bc":  # which has no experiment
-            said.append(f"{algo} with {' or '.join(sorted(given))}")
+    told = ("experiment=", "algo.steps=")  # in the table
+    given = {
+        algo: [{one for one in run["settings"] if not one.startswith(told)} for run in runs]
+        for algo, runs in found.items()
+        if algo != "bc"  # which has no experiment
+    }
+    common = set.intersection(*(one for each in given.values() for one in each)) if given else set()
+    said = [f"all of them with {_code(common)}"] if common else []
+    for algo, each in given.items():
+        others = sorted({_code(one - common) for one in each} - {""})
+        if others:
+            said.append(f"{algo} with {' or '.join(others)}")
     return ["", f"Beside the settings of the experiments: {'; '.join(said)}."] if said else []
+
+
+def _code(overrides: set[str]) -> str:
+    return " ".join(f"`{override}`" for override in sorted(overrides))
 
 
 def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:

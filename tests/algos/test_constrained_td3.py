@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from point_env import PointEnv
+from point_steering import AS_IT_IS, composed
 from torch import Tensor
 
 from algos.a2pr import A2prConfig
@@ -22,7 +23,7 @@ from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.ensembles import EnsembleConfig, aggregate
-from policies.errors import CheckpointError, ConfigError
+from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.flow import RectifiedFlow
 from policies.samplers import Euler
@@ -307,3 +308,11 @@ def test_values_of_hundreds_keep_their_digits_in_half_precision(members: int, la
             rough = critic(cond, action, members=members)
     assert rough.dtype == torch.float32
     torch.testing.assert_close(rough, exact, rtol=0, atol=2e-2)  # hidden layers are rounded, values not
+
+
+@pytest.mark.parametrize("kind", [*CONSTRAINED, IqlConfig])
+def test_only_a_policy_with_weights_of_its_own_is_tuned(kind: Any) -> None:
+    with pytest.raises(CapabilityError, match=r"init is a composition\. Train its members"):
+        run_of(small(kind), init=composed())
+    with pytest.raises(CapabilityError, match=r"init has 'steering' on top\. Train the policy below"):
+        run_of(small(kind), init=AS_IT_IS.wrap(flow()))

@@ -137,19 +137,25 @@ def test_a_share_of_the_batches_comes_from_the_dataset() -> None:
     run.close()
 
 
-def test_a_dataset_has_to_end_as_the_task_does() -> None:
+def test_a_dataset_has_to_end_as_the_task_does(caplog: pytest.LogCaptureFixture) -> None:
     @dataclass(frozen=True)
     class Ending(PointEnv):
+        terminate_on_success: bool = True
+
         @property
         def spec(self) -> EnvSpec:
-            return replace(super().spec, terminate_on_success=True)
+            return replace(super().spec, terminate_on_success=self.terminate_on_success)
 
     ending = dataset()
     cut = replace(ending, terminated=ending.truncated, truncated=ending.terminated)
-    with pytest.raises(ConfigError, match=r"no episode of the dataset is terminated.*burnish collect"):
+    with pytest.raises(ConfigError, match=r"no episode of dataset is terminated.*burnish collect"):
         start(changed(offline_ratio=0.25), env=Ending(), dataset=cut)
     start(changed(offline_ratio=0.25), env=Ending(), dataset=ending).close()
-    start(changed(offline_ratio=0.25), dataset=cut).close()
+    start(changed(offline_ratio=0.25), env=Ending(terminate_on_success=False), dataset=cut).close()
+    start(changed(offline_ratio=0.25), dataset=ending).close()  # a task that has no such choice
+    assert "are terminated" not in caplog.text
+    start(changed(offline_ratio=0.25), env=Ending(terminate_on_success=False), dataset=ending).close()
+    assert "6 of 6 episodes are terminated" in caplog.text and "env.terminate_on_success=true" in caplog.text
 
 
 def test_steering_goes_on_from_a_steered_policy() -> None:

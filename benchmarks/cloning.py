@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ import numpy as np
 
 import burnish
 from algos.provenance import describe_environment
+from benchmarks import once
 from benchmarks.learning import busy, describe_dataset, episode_columns
 from envs.datasets import read_dataset
 from envs.statistics import wilson
@@ -46,18 +46,9 @@ def run_one(task: str, seed: int, *, root: Path, workers: int) -> Path:
     target = file_of(task, seed)
     if target.exists():
         return target
-    demos, place = root / f"{task}-seed{seed}.hdf5", root / f"{task}-seed{seed}"
-    first = 1_000_000 + 10_000 * seed
-    if not demos.exists():
-        burnish.collect(env=task, episodes=DEMONSTRATIONS, first_seed=first, out=str(demos))
-    shutil.rmtree(place, ignore_errors=True)
-    run = burnish.train(
-        f"experiment={task}_scripted_bc",
-        "evaluation.episodes=0",
-        dataset=str(demos),
-        seed=seed,
-        directory=place,
-    )
+    place, first = root / f"{task}-seed{seed}", once.first_seed(seed)
+    demos = once.demonstrations(root / f"{task}-seed{seed}.hdf5", task, DEMONSTRATIONS, first=first)
+    run = once.trained(place, f"experiment={task}_scripted_bc", dataset=str(demos), seed=seed)
     found = burnish.evaluate(
         run, episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")
     ).evaluation

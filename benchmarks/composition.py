@@ -23,6 +23,7 @@ import numpy as np
 
 import burnish
 from algos.provenance import describe_environment
+from benchmarks import once, pages
 from envs.statistics import Interval, paired_difference, wilson
 
 RESULTS = Path("docs/results")
@@ -91,24 +92,18 @@ def slug(text: str) -> str:
 
 def demonstrations(task: Task, name: str, seed: int, root: Path) -> Path:
     """Record a file of demonstrations, once."""
-    path = root / f"{name}-seed{seed}.hdf5"
-    if not path.exists():
-        first = 1_000_000 + 100_000 * seed + 10_000 * list(task.data).index(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        burnish.collect(env=task.env, episodes=task.data[name], first_seed=first, out=str(path))
-    return path
+    first = once.first_seed(10 * seed + list(task.data).index(name))
+    return once.demonstrations(root / f"{name}-seed{seed}.hdf5", task.env, task.data[name], first=first)
 
 
 def cloned(task: Task, clone: Clone, seed: int, root: Path, steps: int) -> Path:
     """Clone a policy, once."""
     place = root / f"{clone.name}-seed{seed}"
-    if not (place / "checkpoints" / "last").exists():
-        own = (*task.processes[clone.process], *clone.overrides)
-        burnish.train(
-            *task.recipe, *own, "evaluation.episodes=0", f"algo.steps={steps}",
-            env=task.env, seed=seed, directory=place,
-            dataset=str(demonstrations(task, clone.data, seed, root)),
-        )  # fmt: skip
+    own = (*task.processes[clone.process], *clone.overrides)
+    demos = demonstrations(task, clone.data, seed, root)
+    once.trained(
+        place, *task.recipe, *own, f"algo.steps={steps}", env=task.env, seed=seed, dataset=str(demos)
+    )
     return place
 
 
@@ -167,7 +162,7 @@ intervals (95 %) of the pooled episodes cover the luck of seeds and of episodes.
 
 def report() -> Path:
     """Write the page."""
-    found = [json.loads(path.read_text()) for path in sorted((RESULTS / "composition").glob("*.json"))]
+    found = pages.kept("composition", advice="run it without --report first")
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for content in found:
         groups.setdefault((content["task"], content["pair"]), []).append(content)
@@ -178,9 +173,8 @@ def report() -> Path:
             lines += ["", f"### Seed {content['seed']}", ""]
             lines += [table.replace("## ", "#### ", 1) for table in content["tables"]]
     packages = found[0]["environment"]["packages"]
-    commits = sorted({content["environment"]["commit"][:7] for content in found})
     lines += ["", f"Measured with torch {packages['torch']}, mujoco {packages['mujoco']}; commits "
-              f"{', '.join(commits)}."]  # fmt: skip
+              f"{pages.commits(found)}."]  # fmt: skip
     path = RESULTS / "composition.md"
     path.write_text("\n".join(lines).rstrip() + "\n")
     return path

@@ -20,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-import burnish
-from benchmarks import pages
+from benchmarks import once, pages
 from burnish.config import register_configs
 from burnish.locate import locate
 from envs.adroit import AdroitDoor
@@ -71,11 +70,7 @@ def measure(options: argparse.Namespace) -> Path:
 def cloned(dataset: str, root: Path) -> str:
     """Clone the policy, as far as that has not been done; returns the run."""
     run = root / "cloned"
-    if (run / "checkpoints" / "last").exists():
-        burnish.train(resume=str(run))  # there is nothing to do for one that is finished
-    else:
-        values: dict[str, Any] = {"dataset": dataset, "directory": run}
-        burnish.train(*RECIPE, "evaluation.episodes=0", **values)
+    once.trained(run, *RECIPE, dataset=dataset)
     return str(run)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 import burnish
-from benchmarks import pages
+from benchmarks import once, pages
 from benchmarks.learning import describe_dataset, episode_columns
 from benchmarks.timing import interleave
 from envs.evaluation import evaluate
@@ -142,11 +142,8 @@ def run_one(task: str, family: str, seed: int, root: Path) -> Path:
 
 def demonstrations(task: str, seed: int, root: Path) -> Path:
     """Collect what the policies of a seed are cloned from, unless it is there; returns the file."""
-    path = root / task / f"demonstrations-seed{seed}.hdf5"
-    if not path.exists():
-        first = 1_000_000 + 10_000 * seed
-        burnish.collect(env=task, episodes=TASKS[task].demonstrations, first_seed=first, out=str(path))
-    return path
+    path, first = root / task / f"demonstrations-seed{seed}.hdf5", once.first_seed(seed)
+    return once.demonstrations(path, task, TASKS[task].demonstrations, first=first)
 
 
 def clone(

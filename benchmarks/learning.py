@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import json
 import logging
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -26,10 +25,11 @@ from typing import Any
 import numpy as np
 
 import burnish
-import burnish.api
 from algos.metrics import read_jsonl
 from algos.provenance import describe_environment
+from benchmarks import once
 from benchmarks.milestones import milestones
+from benchmarks.once import trained
 from benchmarks.studies import STUDIES, Study
 from envs.datasets import read_dataset
 from envs.statistics import bootstrap_mean, wilson
@@ -79,13 +79,8 @@ def demonstrations(study: Study, seed: int, dataset: str | None, root: Path) -> 
         if dataset is None:
             raise SystemExit(f"a study of {study.env} needs --dataset FILE")
         return Path(dataset)
-    path = root / f"demonstrations-seed{seed}.hdf5"
-    if not path.exists():
-        first = 1_000_000 + 10_000 * seed
-        burnish.collect(
-            env=study.env, episodes=study.demonstrations, first_seed=first, noise=study.noise, out=str(path)
-        )
-    return path
+    path, first = root / f"demonstrations-seed{seed}.hdf5", once.first_seed(seed)
+    return once.demonstrations(path, study.env, study.demonstrations, first=first, noise=study.noise)
 
 
 def recipe(experiment: str) -> list[str]:
@@ -130,6 +125,8 @@ def add_zero_start(target: Path, place: Path, base: Path, workers: int) -> Path:
     """
     content = json.loads(target.read_text())
     for key, run in (("zero_start", place), ("zero_start_before", base)):
+        if key == "zero_start_before" and base == place:  # trained from nothing
+            break
         if key not in content and (found := from_zero(run, workers)) is not None:
             content[key] = found
             target.write_text(json.dumps(content) + "\n")
@@ -160,14 +157,6 @@ def describe_dataset(path: Path) -> dict[str, Any]:
         "steps": dataset.num_frames,
         "mean_return": round(float(dataset.returns.mean()), 3),
     }
-
-
-def trained(place: Path, *overrides: str, episodes: int = 0, **values: Any) -> burnish.api.Run:
-    """Train in a directory, evaluating by so many episodes on the way, or continue the run that is there."""
-    if (place / "checkpoints" / "last").exists():
-        return burnish.train(resume=str(place))
-    shutil.rmtree(place, ignore_errors=True)
-    return burnish.train(*overrides, f"evaluation.episodes={episodes}", directory=place, **values)
 
 
 def busy(path: Path) -> float:

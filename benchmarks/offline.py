@@ -33,7 +33,9 @@ import burnish
 import burnish.api
 from algos.metrics import read_jsonl
 from algos.provenance import describe_environment
-from benchmarks.learning import EPISODES, RESULTS, busy, describe_dataset, episode_columns, trained
+from benchmarks import pages
+from benchmarks.learning import EPISODES, RESULTS, busy, describe_dataset, episode_columns
+from benchmarks.once import trained
 from burnish.config import scan_parts
 from burnish.last_and_best import last_and_best
 from envs.evaluation import Evaluation, evaluate
@@ -247,10 +249,10 @@ def section(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
     for algo, runs in found.items():
         lines += rows_of(algo, runs)
     lines += asked_for(found)
-    commits = sorted({run["environment"]["commit"][:7] for runs in found.values() for run in runs})
+    commits = pages.commits(run for runs in found.values() for run in runs)
     draw(name, found)
     picture = f"![evaluations on the way](offline-{name}.png)"
-    return [*lines, "", picture, "", f"Commits {', '.join(commits)}; the episodes are in `offline/`."]
+    return [*lines, "", picture, "", f"Commits {commits}; the episodes are in `offline/`."]
 
 
 def asked_for(found: dict[str, list[dict[str, Any]]]) -> list[str]:

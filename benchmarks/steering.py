@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-import burnish
 from algos.provenance import describe_environment
+from benchmarks import once
 from benchmarks.steering_tasks import TASKS, Task, off_sketch
 from burnish.commands.collect import CollectConfig, record
 from burnish.config import register_configs
@@ -148,11 +148,7 @@ def cloned(name: str, root: Path) -> str:
             "out": str(demos),
         }
         record(CollectConfig(env=task.base, **wanted))
-    if (run / "checkpoints" / "last").exists():
-        burnish.train(resume=str(run))  # there is nothing to do for one that is finished
-    else:
-        experiment = f"experiment={task.experiment}"
-        burnish.train(experiment, "algo=bc", "evaluation.episodes=0", dataset=str(demos), directory=run)
+    once.trained(run, f"experiment={task.experiment}", "algo=bc", dataset=str(demos))
     return str(run)
 
 

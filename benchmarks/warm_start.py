@@ -21,8 +21,7 @@ from typing import Any
 
 import numpy as np
 
-import burnish
-from benchmarks import pages
+from benchmarks import once, pages
 from burnish.commands.evaluate import task_of
 from burnish.config import register_configs
 from burnish.locate import Located, locate
@@ -146,13 +145,9 @@ def measure(task: str, seed: int, path: str, options: argparse.Namespace) -> Pat
 def cloned(task: str, seed: int, root: Path, overrides: Sequence[str]) -> str:
     """Clone the policy of a task by its recipe, unless it is there; returns the run."""
     recipe, run = RECIPES[task], root / f"{task}-seed{seed}"
-    demos = root / f"{task}-demonstrations-seed{seed}.hdf5"
-    if not demos.exists():
-        first = 1_000_000 + 10_000 * seed
-        burnish.collect(env=task, episodes=recipe.demonstrations, first_seed=first, out=str(demos))
-    if not (run / "checkpoints" / "last").exists():
-        values: dict[str, Any] = {"dataset": str(demos), "seed": seed, "directory": run}
-        burnish.train(*recipe.overrides, *SHAPE, "evaluation.episodes=0", *overrides, **values)
+    path, first = root / f"{task}-demonstrations-seed{seed}.hdf5", once.first_seed(seed)
+    demos = once.demonstrations(path, task, recipe.demonstrations, first=first)
+    once.trained(run, *recipe.overrides, *SHAPE, *overrides, dataset=str(demos), seed=seed)
     return str(run)
 
 

@@ -1,0 +1,66 @@
+"""What studies make once: demonstrations of a seed, and runs, which are continued where they were stopped."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import burnish
+import burnish.api
+from burnish.api import overrides_of
+
+_OF_THE_MACHINE = ("num_workers=", "num_threads=")
+
+
+def first_seed(seed: int) -> int:
+    """Return the first episode of a seed's demonstrations, far from those of training and evaluation."""
+    return 1_000_000 + 10_000 * seed
+
+
+def demonstrations(path: Path, env: str, episodes: int, *, first: int, noise: float | None = None) -> Path:
+    """Record a file of demonstrations, unless it is there; returns it.
+
+    Args:
+        path: The file.
+        env: Task with an expert.
+        episodes: How many.
+        first: Seed of the first attempt.
+        noise: Of the expert; None: as the task has it.
+    """
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        burnish.collect(env=env, episodes=episodes, first_seed=first, noise=noise, out=str(path))
+    return path
+
+
+def trained(place: Path, *overrides: str, episodes: int = 0, **values: Any) -> burnish.api.Run:
+    """Train in a directory, or continue the run that is there; one that is finished stays as it is.
+
+    Args:
+        place: Directory of the run.
+        overrides: Of the command line.
+        episodes: Of every evaluation on the way.
+        values: Keys and their values.
+
+    Raises:
+        SystemExit: If the run that is there was started with other overrides.
+    """
+    asked = (*overrides, f"evaluation.episodes={episodes}")
+    if (place / "checkpoints" / "last").exists():
+        _require_same(place, overrides_of(asked, values))
+        return burnish.train(resume=str(place))
+    shutil.rmtree(place, ignore_errors=True)
+    return burnish.train(*asked, directory=place, **values)
+
+
+def _require_same(place: Path, asked: list[str]) -> None:
+    """Refuse a run of another recipe: results would be told of one that was not followed."""
+    before = (place / "overrides.txt").read_text().splitlines()
+    was, wanted = ({one for one in each if not one.startswith(_OF_THE_MACHINE)} for each in (before, asked))
+    if was != wanted:
+        changes = [f"- {one}" for one in sorted(was - wanted)] + [f"+ {one}" for one in sorted(wanted - was)]
+        raise SystemExit(
+            f"{place} was started with other settings; move it away, or go back to them:\n"
+            + "\n".join(changes)
+        )

@@ -1,0 +1,36 @@
+"""What studies make once: files and runs that are there are used, and only for the recipe they were made by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.once import demonstrations, first_seed, trained
+
+TINY = (
+    "algo=bc", "env=avoid", "backbone.width=8", "algo.steps=8", "algo.warmup_steps=0", "algo.batch_size=4",
+    "algo.block_steps=4", "algo.validation_fraction=0", "num_threads=1", "progress=false",
+)  # fmt: skip
+
+
+def test_demonstrations_are_recorded_once(tmp_path: Path) -> None:
+    path = demonstrations(tmp_path / "new" / "avoid.hdf5", "avoid", 2, first=first_seed(0))
+    before = path.read_bytes()
+    assert demonstrations(path, "avoid", 3, first=first_seed(1)).read_bytes() == before
+    assert first_seed(1) - first_seed(0) > 100 * 10  # a seed's attempts at a hundred demonstrations
+
+
+def test_a_run_is_made_once_and_by_one_recipe(tmp_path: Path) -> None:
+    demos, place = demonstrations(tmp_path / "avoid.hdf5", "avoid", 2, first=0), tmp_path / "run"
+    run = trained(place, *TINY, dataset=str(demos), seed=3)
+    assert run.directory.latest() == 8
+    weights = (place / "checkpoints" / "last" / "policy").resolve()
+    made = {path: path.stat().st_mtime_ns for path in weights.rglob("*")}
+    again = trained(place, *TINY, dataset=str(demos), seed=3, num_workers=1)  # of no influence
+    assert again.directory.latest() == 8
+    assert {path: path.stat().st_mtime_ns for path in weights.rglob("*")} == made
+    with pytest.raises(SystemExit, match=r"other settings; move it away(.|\n)*- seed=3\n\+ seed=4"):
+        trained(place, *TINY, dataset=str(demos), seed=4)
+    with pytest.raises(SystemExit, match=r"\+ algo.lr=0.5"):
+        trained(place, *TINY, "algo.lr=0.5", dataset=str(demos), seed=3)

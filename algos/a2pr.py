@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from algos.base import Setup
 from algos.constrained_td3 import Actor, Backup, ConstrainedTd3Config, Draws, Quantities, Regulariser
 from algos.offline import precision
-from algos.optim import restore_optimizer
+from algos.optim import descend, restore_optimizer
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate
 from policies.registry import register
@@ -122,14 +122,14 @@ class AdvantageGuide(Regulariser):
         with self._precision():
             value = self._value_of(batch.cond)
         value_loss = (value - aim).square().mean()
-        _descend(self.value_optimizer, value_loss)
+        descend(self.value_optimizer, value_loss)
         self._before = value.detach()
         keep = (self._data_value > self._before).to(value.dtype)
         with self._precision():
             rebuilt, mean, std = self.vae(batch.cond, batch.action, draws["vae_data"])
         error = (self.vae_weight * keep[:, None] * (rebuilt - batch.action).square()).mean()
         vae_loss = error + 0.5 * divergence(mean, std)
-        _descend(self.vae_optimizer, vae_loss)
+        descend(self.vae_optimizer, vae_loss)
         return {
             "value/loss": value_loss.detach(),
             "guide/loss": vae_loss.detach(),
@@ -173,12 +173,6 @@ class AdvantageGuide(Regulariser):
             restore_optimizer(part, state[name]) if "optimizer" in name else part.load_state_dict(state[name])
 
     _parts = ("vae", "value", "vae_optimizer", "value_optimizer")
-
-
-def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    optimizer.step()
 
 
 @register("algo", "a2pr")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,11 +11,20 @@ from torch import Tensor
 
 from envs.datasets.episodes import EpisodeDataset
 from envs.spec import EnvConfig
-from policies.errors import ConfigError
+from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy, PolicyConfig
+
+AT_BOUND = 0.98  # of the box of actions or latents; entries beyond count as saturated
 
 Metrics = dict[str, float | Tensor]
 """`component/quantity` -> value; tensors are read out by the logger, never inside a hot path."""
+
+
+Draws = Mapping[str, Tensor]
+"""Random numbers of a step by name."""
+
+Quantities = dict[str, Tensor]
+"""`component/quantity` -> detached scalar."""
 
 
 @dataclass
@@ -46,6 +56,24 @@ class Setup:
         if number < 1:
             raise ConfigError(f"num_threads must be at least 1, or null; got {number}.")
         return number
+
+
+def require_states_only(policy: Policy, algo: str) -> None:
+    """Refuse a policy that looks at images or goals, where what is remembered of an observation is its state.
+
+    Raises:
+        CapabilityError: If it does.
+    """
+    if policy.goal_dim:
+        raise CapabilityError(
+            f"algo={algo} learns from states; the policy is also told goals. Use one whose goal is part of "
+            f"the state (env.goal=appended in mazes), or clone with algo=bc."
+        )
+    if policy.images:
+        raise CapabilityError(
+            f"algo={algo} learns from states; the policy also looks through the cameras "
+            f"{', '.join(policy.images)}. Use one with encoder=state, or clone with algo=bc."
+        )
 
 
 class Algorithm(Protocol):

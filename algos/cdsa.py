@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algos.base import Setup
+from algos.base import Setup, require_states_only
 from algos.offline import THREADS, OfflineRun
 from algos.optim import restore_optimizer, warmup_cosine
 from algos.transitions import Batch, Rewarding, TransitionTable, box_of, clipped_actions, tabulate
@@ -141,6 +141,7 @@ class CdsaConfig:
             raise ConfigError("algo=cdsa corrects a policy; got none. Give init=<policy directory>.")
         if setup.dataset is None:
             raise ConfigError("algo=cdsa learns where data are; got none. Give dataset=<file>.")
+        require_states_only(setup.init, "cdsa")
         dataset, advice = setup.dataset, "Use a dataset of the same task."
         require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
         if setup.env is not None:

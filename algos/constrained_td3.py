@@ -31,19 +31,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from algos.base import Setup
+from algos.base import AT_BOUND, Draws, Quantities, Setup
 from algos.offline import OfflineConfig, precision
-from algos.optim import restore_optimizer
+from algos.optim import descend, restore_optimizer
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
 from policies.policy import Policy
 from policies.protocols import Cond
-
-Draws = Mapping[str, Tensor]
-"""Random numbers of a step by name; standard normals."""
-
-Quantities = dict[str, Tensor]
-"""`component/quantity` -> detached scalar."""
 
 
 class Actor:
@@ -200,9 +194,7 @@ class Td3Learner:
         with self._precision():
             values = self.critic(batch.cond, batch.action)
         loss = len(values) * F.mse_loss(values, backup.target.expand_as(values))
-        self.critic_optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        self.critic_optimizer.step()
+        descend(self.critic_optimizer, loss)
         value, target = values.detach().mean(), backup.target.mean()
         return backup, {"critic/loss": loss.detach(), "critic/value": value, "critic/target": target}
 
@@ -213,16 +205,14 @@ class Td3Learner:
         scale = self.rules.alpha / value.detach().abs().mean()
         climb = -scale * value.mean()
         penalty, out = self.regulariser.penalty(batch, action, self.critic, draws)
-        self.actor_optimizer.zero_grad(set_to_none=True)
-        (climb + penalty).backward()
-        self.actor_optimizer.step()
+        descend(self.actor_optimizer, climb + penalty)
         with torch.no_grad():
             out |= {
                 "actor/value": value.mean(),
                 "actor/value_loss": climb,
                 "actor/constraint": penalty,
                 "actor/data_distance": (action - batch.action).square().mean().sqrt(),
-                "actor/saturated_fraction": (action.abs() > 0.98 * self.rules.limit).float().mean(),
+                "actor/saturated_fraction": (action.abs() > AT_BOUND * self.rules.limit).float().mean(),
             }
         return {name: value.detach() for name, value in out.items()}
 

@@ -23,9 +23,13 @@ _WHAT = {
     "adapter": "the way from latents to noise (algo.steering.adapter)",
     "rank": "the number of rows of a latent (algo.steering.rank)",
     "density": "the kind of actor (algo.steering.density)",
+    "sampler": "how the frozen policy denoises (algo.denoising_steps, its sampler)",
     "switch_time": "the level below which the network is tuned (algo.sampler, algo.denoising_steps, "
     "algo.tuned_steps)",
 }
+
+
+_DIGEST = 64  # letters of a SHA-256
 
 
 def require_unchanged(saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
@@ -41,8 +45,9 @@ def require_unchanged(saved: Mapping[str, Any], present: Mapping[str, Any]) -> N
     for name, value in present.items():
         if name in saved and saved[name] != value:
             raise CheckpointError(
-                f"{_WHAT[name]} must stay what it was when a run is continued: {_short(saved[name])}; got "
-                f"{_short(value)}. Resume without the change, or start a new run with it."
+                f"{_WHAT.get(name, name)} must stay what it was when a run is continued: "
+                f"{_short(saved[name])}; got {_short(value)}. Resume without the change, or start a new run "
+                f"with it."
             )
 
 
@@ -59,4 +64,4 @@ def digest_of(module: nn.Module | None) -> str | None:
 
 def _short(value: Any) -> str:
     """Return a value for a message; digests are cut."""
-    return f"{value[:12]}…" if isinstance(value, str) and len(value) > 12 else str(value)
+    return f"{value[:12]}…" if isinstance(value, str) and len(value) == _DIGEST else str(value)

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from algos.base import Setup
+from algos.base import Setup, require_states_only
 from algos.dsrl_learner import DISTILLATION_LATENTS, NoiseAliasedLearner, SteeredActor
 from algos.offline import THREADS
-from algos.offpolicy import OffPolicyRun, offline_table, refuse_more_than_states
+from algos.offpolicy import OffPolicyRun, offline_table
 from algos.offpolicy_config import OffPolicyConfig
 from algos.onpolicy import check_setup
 from algos.soft_learner import SoftLearner
@@ -78,15 +78,16 @@ class DsrlConfig(OffPolicyConfig):
                 states.
         """
         init = check_setup(setup, "dsrl")
-        refuse_more_than_states(init, "dsrl")
+        require_states_only(init, "dsrl")
         with torch_threads(setup.threads(THREADS)):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(derive_seed(setup.seed, "steering"))
                 policy = self._steered(init).to(setup.device)
                 learner = self.learner_of(policy, is_fresh=not isinstance(init, SteeredPolicy))
-            # Latents are remembered, and values are of them: what they mean must not change.
+            # Latents and their chunks are remembered, and values are of them: what they mean must not change.
             meaning = {name: getattr(policy.wrapper, name) for name in ("bound", "adapter", "density")}
-            lasting = meaning | {"rank": policy.noise_shape[0], "variant": self.variant}
+            meaning |= {"rank": policy.noise_shape[0], "sampler": repr(policy.sampler)}
+            lasting = meaning | {"variant": self.variant}
             offline = offline_table(self, setup, policy)
             look = partial(look_at_noise, learner.actor)
             return OffPolicyRun(self, setup, learner, offline, lasting, look)

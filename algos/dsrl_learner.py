@@ -24,9 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from algos.optim import restore_optimizer
+from algos.base import Draws, Quantities
+from algos.optim import descend, restore_optimizer
 from algos.replay import ChunkBatch, Mixture
-from algos.soft_learner import Draws, Quantities, SoftLearner, SoftRules, descend, half_squared_error
+from algos.soft_learner import SoftLearner, SoftRules, half_squared_error
 from policies.ensembles import Ensemble
 from policies.latent_steering import SteeredPolicy
 from policies.tanh_gaussian import gaussian_draw, highest_entropy, highest_gaussian_entropy, tanh_draw

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from algos.base import Setup
 from algos.offline import ChunkLoss, OfflineConfig, plain_actor, precision
-from algos.optim import restore_optimizer
+from algos.optim import descend, restore_optimizer
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
 from policies.gaussian import GaussianPolicy, GaussianProcess
@@ -74,15 +74,15 @@ class IqlLearner:
         target = torch.addcmul(batch.reward, batch.discount, following)
         with self._precision():
             u = best - self._value_of(batch.cond)
-        out = {"value/loss": self._descend(self.value_optimizer, expectile_loss(u, self.config.expectile))}
+        out = {"value/loss": descend(self.value_optimizer, expectile_loss(u, self.config.expectile))}
         with self._precision():
             values = self.critic(batch.cond, batch.action)
-        out["critic/loss"] = self._descend(self.critic_optimizer, (values - target).square().mean())
+        out["critic/loss"] = descend(self.critic_optimizer, (values - target).square().mean())
         polyak(self.target_critic, self.critic, self.config.tau)
         u = u.detach()
         weight = (self.config.temperature * u).exp().clamp(max=_MAX_WEIGHT)
         self._set_rate()
-        out["actor/loss"] = self._descend(self.actor_optimizer, (weight * self._misfit(batch, draws)).mean())
+        out["actor/loss"] = descend(self.actor_optimizer, (weight * self._misfit(batch, draws)).mean())
         return out | {
             "critic/value": values.detach().mean(),
             "critic/target": target.mean(),
@@ -109,13 +109,6 @@ class IqlLearner:
         share = (self.steps - 1) / self.config.steps
         for group in self.actor_optimizer.param_groups:
             group["lr"] = self.config.actor_lr * 0.5 * (1 + math.cos(math.pi * share))
-
-    @staticmethod
-    def _descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
 
     _parts = (
         *("policy", "critic", "value", "target_critic"),

@@ -130,7 +130,7 @@ class TensorBoardWriter:
             raise MissingExtraError(
                 "tensorboard=true needs the package 'tensorboard': pip install 'burnish[tensorboard]'."
             ) from None
-        self._events = SummaryWriter(str(directory), purge_step=first_step + 1 if first_step else None)
+        self._events = SummaryWriter(str(directory), purge_step=first_step + 1 if first_step else 0)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
         """Write one row."""

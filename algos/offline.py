@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor
 
-from algos.base import Metrics, Setup
+from algos.base import Metrics, Setup, require_states_only
 from algos.continuity import digest_of, require_unchanged
 from algos.optim import DelayedDecay, Ema
 from algos.overestimation import Probes, probes_of
@@ -169,6 +169,7 @@ class OfflineConfig:
             require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
         if setup.init is not None:
             refuse_several(setup.init, algo)
+            require_states_only(setup.init, algo)
             require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
             if spec is not None:
                 dataset = clipped_actions(dataset, box_of(dataset, spec))

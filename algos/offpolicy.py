@@ -27,7 +27,7 @@ from envs.episodes import EpisodeRow
 from envs.fit import require_fit
 from envs.rollout import Rollout, RolloutPool
 from envs.spec import EnvConfig
-from policies.errors import CapabilityError, ConfigError
+from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.registry import name_of
 from policies.seeds import seeded_generator
@@ -316,18 +316,6 @@ def _require_ends(dataset: EpisodeDataset, env: EnvConfig) -> None:
             "have two values. Set env.terminate_on_success=true.",
             dataset.source, terminated, dataset.num_episodes, name,
         )  # fmt: skip
-
-
-def refuse_more_than_states(policy: Policy, algo: str) -> None:
-    """Refuse a policy that looks at images or goals: the replay keeps encoded states.
-
-    Raises:
-        CapabilityError: If it does.
-    """
-    if policy.images or policy.goal_dim:
-        seen = f"the cameras {', '.join(policy.images)}" if policy.images else "goals"
-        raise CapabilityError(f"algo={algo} learns from states; the policy also looks at {seen}. Clone one "
-                              "that sees the state only.")  # fmt: skip
 
 
 def _summary(rows: list[EpisodeRow]) -> Metrics:

@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from algos.base import Metrics, Setup
+from algos.base import Metrics, Setup, require_states_only
 from algos.buffers import Appraisal, Experience
 from algos.continuity import digest_of, require_unchanged
 from algos.functional import RewardScaler, explained_variance
@@ -20,7 +20,7 @@ from algos.scratch import RunningMoments
 from algos.surrogate import GeneratorDraws, PpoLearner
 from envs.fit import require_fit
 from envs.rollout import Rollout, RolloutPool
-from policies.errors import CapabilityError, ConfigError
+from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.registry import name_of
 from policies.seeds import derive_seed, seeded_generator
@@ -28,7 +28,7 @@ from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
 
-SATURATED = 0.1  # share of terms without gradient above which a run warns, once
+SATURATED_SHARE = 0.1  # share of terms without gradient above which a run warns, once
 THREADS = 2  # that share a gradient, unless `num_threads` says otherwise; results do not depend on it
 
 
@@ -65,7 +65,7 @@ def warn_of_a_long_iteration(config: OnPolicyConfig, act_steps: int) -> None:
 
 def warn_of_saturation(share: float) -> bool:
     """Warn where bounds leave too many terms of the ratios without gradient; returns whether they do."""
-    if share <= SATURATED:
+    if share <= SATURATED_SHARE:
         return False
     _log.warning(
         "policy/saturated_fraction is %.2f: these terms of ratios are beyond a bound, without gradient. "
@@ -138,7 +138,7 @@ class OnPolicy:
             moments: See the class.
         """
         policy: Policy = ratio.policy
-        _refuse_what_rollouts_lack(config, policy)
+        require_states_only(policy, name_of("algo", config))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(setup.seed, "critic"))
             critic = config.critic.build(policy.encoder.cond_dim).to(setup.device, policy.dtype)
@@ -280,24 +280,6 @@ class OnPolicy:
         """End workers and threads."""
         self.pool.close()
         self.learner.close()
-
-
-def _refuse_what_rollouts_lack(config: OnPolicyConfig, policy: Policy) -> None:
-    """Refuse a policy that looks at images or goals: rollouts keep states.
-
-    Raises:
-        CapabilityError: If it does.
-    """
-    if policy.goal_dim:
-        raise CapabilityError(
-            f"algo={name_of('algo', config)} learns from states; the policy is also told goals. Fine-tune "
-            f"one whose goal is part of the state (env.goal=appended in mazes), or clone with algo=bc."
-        )
-    if policy.images:
-        raise CapabilityError(
-            f"algo={name_of('algo', config)} learns from states; the policy also looks through the cameras "
-            f"{', '.join(policy.images)}. Fine-tune a policy with encoder=state, or clone with algo=bc."
-        )
 
 
 def rollout_metrics(rollout: Rollout, experience: Experience) -> Metrics:

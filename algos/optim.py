@@ -55,6 +55,14 @@ def check_schedule(
         raise ConfigError(f"{name}_lr_warmup must lie in 0..{name}_lr_cycle-1={cycle - 1}; got {warmup}.")
 
 
+def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
+    """Take one step down a loss; returns it, detached."""
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
 def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Continue an optimiser's moments; rates and decays stay as they are configured now.
 

@@ -187,7 +187,7 @@ class Mixture:
         online: Experience.
         discounting: What its rewards are worth.
         offline: Transitions of a dataset, discounted already; None: there is none.
-        ratio: Share of a batch that comes from the dataset, to the nearest row.
+        ratio: Share of a batch that comes from the dataset, to the nearest row; one is of experience always.
         value_offset: c; rewards get c (1 - discount), so that every value is larger by c.
     """
 
@@ -211,7 +211,7 @@ class Mixture:
         return replace(batch, reward=batch.reward + self.value_offset * (1 - batch.discount))
 
     def _drawn(self, n: int, generator: torch.Generator) -> ChunkBatch:
-        count = round(self.ratio * n)
+        count = min(round(self.ratio * n), n - 1)
         online = self.online.gather(self.online.draw(n - count, generator), self.discounting)
         if self.offline is None or not count:
             return online

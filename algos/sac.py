@@ -19,9 +19,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from algos.base import Setup
+from algos.base import Setup, require_states_only
 from algos.offline import THREADS
-from algos.offpolicy import OffPolicyRun, offline_table, refuse_more_than_states
+from algos.offpolicy import OffPolicyRun, offline_table
 from algos.offpolicy_config import OffPolicyConfig
 from algos.onpolicy import check_setup
 from algos.scratch import fresh_policy
@@ -65,7 +65,7 @@ class SacConfig(OffPolicyConfig):
                 f"'{type(init.config.process).__name__}'. Use process=tanh_gaussian, or steer this one with "
                 "algo=dsrl."
             )
-        refuse_more_than_states(init, algo)
+        require_states_only(init, algo)
         with torch_threads(setup.threads(THREADS)):
             policy = init.clone().to(setup.device).requires_grad_(True)
             actor = SquashedActor(policy, self.density_form, is_fresh=setup.init is None)

@@ -81,6 +81,10 @@ class Rows:
         boxes = 6 * len(self) * width if how == "lists" else 0
         return list_bytes(len(self), self.length) + listing_bytes(len(self), states) + boxes
 
+    def has_room(self, how: str) -> bool:
+        """Tell whether there is memory for a way of searching; brute force, for accelerators, always has."""
+        return how == "brute" or fits(self.bytes_of(how))
+
     def search(self, how: str) -> Search:
         """Return a way of searching, after saying what it takes.
 
@@ -93,11 +97,11 @@ class Rows:
             raise ConfigError(
                 f"algo.neighbor_rank must be at most the number of transitions, {len(self)}; got {self.rank}."
             )
-        if how != "brute" and not fits(self.bytes_of(how)):
+        if not self.has_room(how):
+            less = "algo.search=brute" if how == "tree" else "a shorter algo.list_length, or algo.search=tree"
             raise ConfigError(
                 f"algo.search={how} takes up to {self.bytes_of(how) / _GIBI:.2f} GiB for {len(self)} rows; "
-                f"{(free_memory() or 0) / _GIBI:.2f} GiB are free. Take a shorter algo.list_length, or "
-                "algo.search=tree."
+                f"{(free_memory() or 0) / _GIBI:.2f} GiB are free. Take {less}."
             )
         _log.info(
             "neighbour search '%s' among %d rows takes up to %.0f MiB.",
@@ -140,13 +144,21 @@ def build_search(
         return rows.search(how)
     here = rows.state.device.type == "cpu"
     ways = ["lists" if here else "brute", "tree"] if rows.rank == 1 else ["tree"]
-    if here and ways[0] == "lists" and not fits(rows.bytes_of("lists")):
-        _log.warning("there is no room for lists of %d neighbours; a tree is searched.", rows.length)
-        ways = ["tree"]
+    ways = _with_room(ways, rows)
     if len(ways) == 1 or len(rows) < TIMED_FROM:
         return rows.search(ways[0])
     ticks = clock or (time.process_time if here else time.perf_counter)
-    return _fastest((rows.search(way) for way in ways), rows, load, generator, ticks)
+    searches = (rows.search(way) for i, way in enumerate(ways) if not i or rows.has_room(way))
+    return _fastest(searches, rows, load, generator, ticks)
+
+
+def _with_room(ways: list[str], rows: Rows) -> list[str]:
+    """Return the ways for which there is memory; the last of all where there are none, which will say so."""
+    possible = [way for way in ways if rows.has_room(way)]
+    for way in ways:
+        if possible and way not in possible:
+            _log.warning("there is no room for algo.search=%s; it is not tried.", way)
+    return possible or ways[-1:]
 
 
 def _fastest(

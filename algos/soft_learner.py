@@ -25,19 +25,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from algos.optim import restore_optimizer
+from algos.base import AT_BOUND, Draws, Quantities
+from algos.optim import descend, restore_optimizer
 from algos.replay import ChunkBatch, Mixture
 from policies.ensembles import Ensemble, aggregate, polyak
 from policies.policy import Policy
-
-Draws = Mapping[str, Tensor]
-"""Random numbers of a step by name."""
-
-Quantities = dict[str, Tensor]
-"""`component/quantity` -> detached scalar."""
-
-SATURATED = 0.98
-"""Latents beyond this count as standing at the bound."""
 
 
 class LatentActor(Protocol):
@@ -228,7 +220,7 @@ class SoftLearner:
                 "actor/alpha": alpha,
                 "actor/entropy": -log_prob.mean(),
                 "actor/latent_size": latent.square().mean().sqrt(),
-                "actor/saturated_fraction": (latent.abs() > SATURATED).float().mean(),
+                "actor/saturated_fraction": (latent.abs() > AT_BOUND).float().mean(),
             }
 
     def finish_round(
@@ -261,10 +253,3 @@ class SoftLearner:
 def half_squared_error(values: Tensor, target: Tensor) -> Tensor:
     """Return 1/2 sum_i mean (Q_i - y_i)^2 of values and targets (E, B)."""
     return 0.5 * (values - target).square().mean(dim=1).sum()
-
-
-def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
-    """Take one step down a loss."""
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    optimizer.step()

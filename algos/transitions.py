@@ -21,7 +21,7 @@ from torch import Tensor
 
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.memory import require_memory
-from policies.errors import CapabilityError, DatasetError
+from policies.errors import DatasetError
 from policies.policy import Policy
 
 _log = logging.getLogger(__name__)
@@ -138,18 +138,12 @@ def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> T
 
     Args:
         dataset: On the device of the policy.
-        policy: Says history, executed steps, encoding and normalisation.
+        policy: Of states; says history, executed steps, encoding and normalisation.
         rewarding: See there.
 
     Raises:
-        CapabilityError: If the policy looks at images or goals.
         DatasetError: If there is no transition.
     """
-    if policy.images or policy.goal_dim:
-        raise CapabilityError(
-            "offline actor-critic methods learn from states; the policy also looks at "
-            f"{', '.join(policy.images) or 'goals'}. Clone one that sees the state only."
-        )
     stretch = _stretches(dataset, policy.chunk.act_steps)
     if not len(stretch.start):
         raise DatasetError(

@@ -70,12 +70,6 @@ class AvoidScene:
         return tuple(tuple((a + b) / 2 for a, b in pairwise(row)) for row in self.pillar_x)
 
     @cached_property
-    def clearance(self) -> float:
-        """Free space on each side of a disc centred in the narrowest gap."""
-        spacing = min(b - a for row in self.pillar_x for a, b in pairwise(row))
-        return spacing / 2 - self.pillar_radius - self.disc_radius
-
-    @cached_property
     def modes(self) -> tuple[tuple[int, ...], ...]:
         """Every way through, as the gap taken in each row; a mode's id is its place here.
 

@@ -23,15 +23,16 @@ class Comparison:
     after: float
     difference: Interval
     episodes: int
-    same_protocol: bool
+    same_protocol: bool  # noise, steps, engine and versions are the same, too
 
     def __str__(self) -> str:
         """Say in one sentence whether the policies differ."""
         mean, interval = format_interval(self.quantity, asdict(self.difference))
         verdict = "clearly different" if self.difference.excludes_zero else "within noise"
+        caution = "" if self.same_protocol else " The protocols differ (start noise, engine or versions)."
         return (
             f"paired difference of {self.quantity}: {mean} (95 % interval {interval}) on "
-            f"{self.episodes} episodes: {verdict}."
+            f"{self.episodes} episodes: {verdict}.{caution}"
         )
 
 

@@ -51,8 +51,6 @@ from policies.wrappers import WrappedPolicy
 
 FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-SHIPPED = (CONFIG, WEIGHTS, CHECKSUMS, CARD)
-"""The files of a policy directory."""
 
 _HERE, _RENAME_EXCHANGE = -100, 2  # of the system call renameat2: relative to here; swap the two names
 _PART_GROUPS = ("process", "encoder", "backbone", "sampler")

@@ -132,8 +132,12 @@ def test_ddim_steps_default_to_the_initial_policy() -> None:
     assert run.policy.table.num_steps == 4
 
 
-def test_worker_processes_give_the_same_kind_of_experience() -> None:
-    run = make_run(num_workers=2, num_threads=2)
-    metrics = run.advance()
-    assert np.isfinite(float(metrics["policy/loss"]))
-    run.close()
+def test_worker_processes_report_what_one_process_does() -> None:
+    reports = []
+    for workers in (0, 2):
+        run = make_run(num_workers=workers, num_threads=2)
+        reports.append(run.advance())
+        run.close()
+    alone, shared = reports
+    assert set(alone) == set(shared) and shared["rollout/episodes"] == alone["rollout/episodes"] > 0
+    assert np.isfinite(float(shared["policy/loss"]))

@@ -150,6 +150,10 @@ def test_settings_that_a_steered_policy_does_not_take_over_are_told(caplog: Any)
             {"steering": {"density": "gaussian"}},
             r"\(algo.steering.density\) must stay .*: tanh; got gaussian",
         ),
+        (
+            {"denoising_steps": 3},
+            r"\(algo.denoising_steps, its sampler\) must stay .*Euler\(.*; got Euler\(.*steps=3,",
+        ),
         ({"steering": {"adapter": "row_repeat"}}, r"\(algo.steering.adapter\) must stay .*: full; got row_"),
     ],
 )

@@ -113,8 +113,11 @@ def test_the_best_weights_of_many_members_are_those_of_a_search() -> None:
 
 
 def test_equal_members_leave_the_weight_open() -> None:
-    pooled = estimate_weights(members((0.1, 0.0), (0.1, 0.0)), gaussian_data((0.0, 0.0)))[0]
-    assert sum(pooled.weights) == pytest.approx(1.0)
+    pooled, differing = (
+        estimate_weights(members((0.1, 0.0), other), gaussian_data((0.0, 0.0)))[0]
+        for other in ((0.1, 0.0), (0.4, 0.0))
+    )
+    assert pooled.high[0] - pooled.low[0] > 0.5 > differing.high[0] - differing.low[0]
 
 
 def test_only_convex_weights_are_estimated() -> None:

@@ -164,6 +164,18 @@ def test_what_has_no_room_is_refused_before_it_is_made(
         chosen("lists", rows)
     assert built == []
     assert chosen("auto", rows).name == "tree"
+    monkeypatch.setattr("envs.datasets.memory.free_memory", lambda: 0)
+    with pytest.raises(ConfigError, match=r"algo\.search=tree takes .* Take algo\.search=brute\."):
+        chosen("auto", rows)
+
+
+def test_a_second_way_without_room_is_not_tried(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = rows_of(1000)
+    monkeypatch.setattr(search_choice, "TIMED_FROM", 0)
+    room = iter([True, True, True, False])  # before the lists are made, while, and once they are there
+    monkeypatch.setattr(search_choice, "fits", lambda size: next(room))
+    assert chosen("auto", rows).name == "lists"
+    assert built == ["ListSearch"]
 
 
 def test_a_stated_size_is_that_of_the_arrays() -> None:

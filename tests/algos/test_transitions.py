@@ -8,6 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from algos.base import Setup
+from algos.cdsa import CdsaConfig
+from algos.iql import IqlConfig
+from algos.td3_bc import Td3BcConfig
 from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
 from envs.datasets.episodes import EpisodeDataset
 from policies.deterministic import DeterministicProcess
@@ -142,15 +146,19 @@ def test_values_do_not_look_beyond_a_mask() -> None:
     assert cut == (plain.gather(torch.arange(len(plain))).discount == 0).sum() + 2
 
 
-def test_goals_and_recordings_without_a_stretch_are_refused() -> None:
+def test_policies_that_are_told_goals_are_refused() -> None:
     one = torch.ones(3)
     limits = {"mean": one, "std": one, "min": -one, "max": one}
     goal = build_policy(
         PolicyConfig(process=DeterministicProcess()), obs_dim=3, action_dim=3, goal_dim=3,
         statistics={"state": limits, "action": limits, "goal": limits},
     )  # fmt: skip
-    with pytest.raises(CapabilityError, match="goals"):
-        tabulate(dataset(), goal, Rewarding())
+    for config in (Td3BcConfig(), IqlConfig(), CdsaConfig()):
+        with pytest.raises(CapabilityError, match="learns from states; the policy is also told goals"):
+            config.build(Setup(dataset=dataset(), init=goal))
+
+
+def test_recordings_without_a_stretch_are_refused() -> None:
     short = dataset().select([2])
     with pytest.raises(DatasetError, match="no stretch of 8 frames"):
         tabulate(short, policy(horizon=8, act_steps=8), Rewarding())

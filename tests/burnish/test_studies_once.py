@@ -1,4 +1,4 @@
-"""What studies make once: files and runs that are there are used, and only for the recipe they were made by."""
+"""What studies make once: files and runs that are there are used, and only by the recipe that made them."""
 
 from __future__ import annotations
 

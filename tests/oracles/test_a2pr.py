@@ -105,7 +105,7 @@ def draws_of(step: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.golden("a2pr_*.npz")
 def test_steps(golden_path: Path) -> None:
     arrays = read(golden_path)
-    learner, discount = learner_of(arrays), float(arrays["cfg/discount"])
+    learner, discount, moved = learner_of(arrays), float(arrays["cfg/discount"]), 0
     for t in range(1, num_steps(arrays) + 1):
         step = under(arrays, f"step{t}/")
         batch, draws = batch_of(step, discount), draws_of(step)
@@ -116,6 +116,7 @@ def test_steps(golden_path: Path) -> None:
             "guide/loss": step["vae_loss"], "guide/kept_fraction": step["vae_keep"].float().mean(),
         }  # fmt: skip
         if "bc_loss" in step:
+            moved += 1
             expected |= {
                 "actor/value_loss": step["actor_loss"], "actor/constraint": step["bc_loss"],
                 "actor/value": step["Q_value"], "guide/followed_fraction": step["use_recon"].float().mean(),
@@ -125,3 +126,4 @@ def test_steps(golden_path: Path) -> None:
                 out[name], value.float().squeeze(), **NUMBER, msg=lambda m, n=name: f"{n}: {m}"
             )
         check_weights(weights_of(learner), step)
+    assert moved  # the actor was compared, too

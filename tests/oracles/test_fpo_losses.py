@@ -302,9 +302,12 @@ def reduced(matching: Matching, pred: Tensor, arrays: dict[str, Tensor]) -> Tens
 @pytest.mark.golden("fpo_plusplus_surrogate*.npz")
 def test_huber_errors_and_the_density_of_times(golden_path: Path) -> None:
     arrays = load(golden_path)
-    for key in [name for name in arrays if name.startswith("huber_") and name != "huber_x"]:
+    deltas = [name for name in arrays if name.startswith("huber_") and name != "huber_x"]
+    densities = [name for name in arrays if name.startswith("t_icdf_beta")]
+    assert deltas and densities
+    for key in deltas:
         errors = Matching(huber=float(key.removeprefix("huber_"))).errors(arrays["huber_x"])
         torch.testing.assert_close(errors, arrays[key], **FORWARD)
-    for key in [name for name in arrays if name.startswith("t_icdf_beta")]:
+    for key in densities:
         t = time_of(arrays["t_icdf_u"], float(key.removeprefix("t_icdf_beta")))
         torch.testing.assert_close(t, 1 - arrays[key], **FORWARD)

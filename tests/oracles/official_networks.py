@@ -13,7 +13,7 @@ OUTPUT = {"rtol": 1e-4, "atol": 1e-5}
 """Tolerance of the reference numbers for float32 network outputs and their gradients."""
 
 
-def load(path: Path) -> dict[str, Tensor]:
+def read(path: Path) -> dict[str, Tensor]:
     """Read every array of a reference file."""
     with np.load(path) as arrays:
         return {name: torch.from_numpy(np.asarray(arrays[name])) for name in arrays.files}

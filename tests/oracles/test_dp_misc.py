@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from official_networks import load
+from official_networks import read
 from torch import Tensor, nn
 
 from algos.optim import Ema, PowerDecay
@@ -46,12 +46,12 @@ def episodes(values: Tensor, ends: list[int]) -> EpisodeDataset:
 
 @dp_misc
 def test_every_array_is_compared_or_known_to_be_optional(golden_path: Path) -> None:
-    assert [name for name in load(golden_path) if not re.fullmatch(f"{CHECKED}|{OPTIONAL}", name)] == []
+    assert [name for name in read(golden_path) if not re.fullmatch(f"{CHECKED}|{OPTIONAL}", name)] == []
 
 
 @dp_misc
 def test_times_are_embedded_in_the_same_waves(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     for match, expected in matching(arrays, r"sinusoidal_emb_(\d+)"):
         ours = sinusoid(arrays["sinusoidal_t"], int(match[1]))
         torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
@@ -59,7 +59,7 @@ def test_times_are_embedded_in_the_same_waves(golden_path: Path) -> None:
 
 @dp_misc
 def test_averaged_weights_follow_with_the_same_decays(golden_path: Path) -> None:
-    arrays, rule = load(golden_path), PowerDecay()
+    arrays, rule = read(golden_path), PowerDecay()
     source, steps = arrays["ema_source"], arrays["ema_get_decay_steps"]
     decays = [rule.decay(n) for n in range(len(source))]
     np.testing.assert_allclose(decays, arrays["ema_decay"], rtol=1e-12)
@@ -76,7 +76,7 @@ def test_averaged_weights_follow_with_the_same_decays(golden_path: Path) -> None
 @dp_misc
 def test_windows_are_the_same_in_the_same_order(golden_path: Path) -> None:
     """Ours reach behind the end as far as there is an observation; theirs by `after` rows at most."""
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     ends = arrays["indices_episode_ends"].tolist()
     frames = torch.arange(float(ends[-1])).unsqueeze(1)
     for match, rows in matching(arrays, r"indices_L(\d+)_b(\d+)_a(\d+)(?:_mask(\d+))?"):
@@ -108,7 +108,7 @@ def filled(rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 @dp_misc
 def test_as_many_episodes_are_held_out(golden_path: Path) -> None:
-    for match, mask in matching(load(golden_path), r"val_mask_n(\d+)_r([\d.]+)_s(\d+)"):
+    for match, mask in matching(read(golden_path), r"val_mask_n(\d+)_r([\d.]+)_s(\d+)"):
         num = int(match[1])
         data = episodes(torch.arange(float(num)).unsqueeze(1), list(range(1, num + 1)))
         train, held_out = data.split(float(match[2]), seed=int(match[3]))
@@ -125,7 +125,7 @@ def test_features_are_normalised_alike(mode: str, golden_path: Path) -> None:
 
     In one column they cancel: there the recorded result of `gaussian` is itself 1.1e-5 from the exact one.
     """
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     values = arrays["norm_data"]
     scale, offset, out = (arrays[f"norm_{mode}_off_{name}"] for name in ("scale", "offset", "out"))
     statistics = episodes(values, [len(values)]).statistics()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from official_networks import install, load
+from official_networks import install, read
 from plain_transformer import PlainTransformer
 from torch import Tensor
 
@@ -61,7 +61,7 @@ def inputs_of(arrays: dict[str, Tensor]) -> tuple[Tensor, Tensor, Cond]:
 
 def released(path: Path) -> tuple[dict[str, Tensor], DpTransformer]:
     """Return the arrays of a file and our network with its weights."""
-    arrays = load(path)
+    arrays = read(path)
     for name in ("heads", "n_head", "num_heads"):
         if name in arrays:
             return arrays, build(arrays, int(arrays[name]))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from official_networks import install, load
+from official_networks import install, read
 from official_unets import assert_gradient, nearest, shape_of
 from torch import Tensor
 
@@ -70,7 +70,7 @@ def bound_when_frozen(net: Unet1dBackbone, x: Tensor, time: Tensor, cond: Cond) 
 @pytest.mark.golden("dp_unet1d*.npz")
 @pytest.mark.parametrize("evaluate", [each_row, shared_rows, each_action, bound, bound_when_frozen])
 def test_outputs_and_gradients_equal_the_released_network(golden_path: Path, evaluate: Evaluate) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     net = build(arrays)
 
     def outputs_and_gradient(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def test_outputs_and_gradients_equal_the_released_network(golden_path: Path, eva
 
 @pytest.mark.golden("dp_unet1d*.npz")
 def test_one_time_for_all_rows_equals_the_released_network(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     net, (x, _, cond) = build(arrays), inputs(arrays, torch.float32)
     one, rows = torch.tensor([ONE_TIME]), torch.zeros(len(x), dtype=torch.long)
     with torch.no_grad():

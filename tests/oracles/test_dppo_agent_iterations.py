@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from affine import AffineConfig, AffineCritic, Arrays, assert_weights, load
+from official_networks import read
 from torch import Tensor
 
 from algos.dppo import DppoConfig
@@ -130,11 +131,6 @@ class RecordingLearner(PpoLearner):
         report = super().step(*args, **kwargs)
         self.reports.append(report)
         return report
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    with np.load(path) as file:
-        return {name: torch.from_numpy(np.asarray(file[name])) for name in file.files}
 
 
 def settings(data: Arrays) -> DppoConfig:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from official_networks import read
 from torch import Tensor
 
 from policies.processes import VPDiffusion
@@ -17,11 +17,6 @@ from policies.schedules import cosine_betas, cumulative_alphas, make_betas, spac
 Arrays = Mapping[str, Tensor]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
 LOG_PROB_TOLERANCE = {"rtol": 2e-3, "atol": 1e-3}
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    with np.load(path) as file:
-        return {name: torch.from_numpy(np.asarray(file[name])) for name in file.files}
 
 
 class AffineNet:

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from official_networks import OUTPUT, assert_gradients, install, load, official_weights, residual_dims
+from official_networks import OUTPUT, assert_gradients, install, official_weights, read, residual_dims
 
 from policies.heads import CriticConfig
 
 
 @pytest.mark.golden("dppo_net_critic*.npz")
 def test_values_and_gradients_equal_the_released_network(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     weights = official_weights(arrays)
     config = CriticConfig(**residual_dims(weights, "Q1."))
     critic = config.build(arrays["in.state"][0].numel())

@@ -13,9 +13,9 @@ from official_networks import (
     OUTPUT,
     assert_gradients,
     install,
-    load,
     official_weights,
     plain_dims,
+    read,
     residual_dims,
 )
 from torch import Tensor
@@ -49,7 +49,7 @@ def build(path: Path, arrays: dict[str, Tensor]) -> MlpBackbone:
 
 @pytest.mark.golden("dppo_net_mlp*.npz")
 def test_forward_and_gradients_equal_the_released_network(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     net, cond = build(golden_path, arrays), Cond(arrays["in.state"].flatten(1))
     out = net(arrays["in.x"], arrays["in.t"].float(), cond)
     torch.testing.assert_close(out, arrays["out0"], **OUTPUT)
@@ -58,7 +58,7 @@ def test_forward_and_gradients_equal_the_released_network(golden_path: Path) -> 
 
 @pytest.mark.golden("dppo_net_mlp*.npz")
 def test_shared_rows_equal_the_released_network(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     net, cond = build(golden_path, arrays), Cond(arrays["in.state"].flatten(1))
     order = torch.arange(len(cond))
     out = net(arrays["in.x"], arrays["in.t"].float(), cond, cond_row=order, time_row=order)
@@ -69,7 +69,7 @@ def test_shared_rows_equal_the_released_network(golden_path: Path) -> None:
 @pytest.mark.golden("dppo_net_mlp*.npz")
 @pytest.mark.parametrize("grad", [False, True])
 def test_bound_field_equals_the_released_network(golden_path: Path, grad: bool) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     net, cond = build(golden_path, arrays), Cond(arrays["in.state"].flatten(1))
     with torch.set_grad_enabled(grad):
         bound = net.bind(cond, arrays["in.t"].float())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from official_networks import OUTPUT, install, load, official_weights
+from official_networks import OUTPUT, install, official_weights, read
 from official_unets import assert_gradient, nearest, shape_of
 from torch import Tensor
 
@@ -73,7 +73,7 @@ def bound(net: Unet1dBackbone, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
 @pytest.mark.golden("dppo_net_unet*.npz")
 @pytest.mark.parametrize("evaluate", [each_row, shared_rows, bound])
 def test_outputs_and_gradients_equal_the_released_network(golden_path: Path, evaluate: Evaluate) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     released = build(golden_path, arrays)
     keys = keys_of(released)
 
@@ -96,7 +96,7 @@ def test_outputs_and_gradients_equal_the_released_network(golden_path: Path, eva
 
 @pytest.mark.golden("dppo_net_unet*.npz")
 def test_acting_without_gradients_equals_the_released_network(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     net, (x, time, cond) = build(golden_path, arrays), inputs(arrays, torch.float32)
     with torch.no_grad():
         for out in (net(x, time, cond), bound(net, x, time, cond)):

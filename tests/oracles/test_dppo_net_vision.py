@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from official_networks import OUTPUT, assert_gradients, install, load, official_weights, residual_dims
+from official_networks import OUTPUT, assert_gradients, install, official_weights, read, residual_dims
 from official_vision import encoder_keys, observation_of, sizes_of, vit_config
 from torch import Tensor
 
@@ -47,7 +47,7 @@ def build(arrays: dict[str, Tensor]) -> tuple[Policy, dict[str, str]]:
 
 @pytest.mark.golden("dppo_net_vision*.npz")
 def test_forward_and_gradients_equal_the_released_network(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     policy, keys = build(arrays)
     cond = policy.encode(observation_of(arrays))
     out = policy.field(arrays["in.x"], arrays["in.t"].float(), cond)
@@ -57,7 +57,7 @@ def test_forward_and_gradients_equal_the_released_network(golden_path: Path) -> 
 
 @pytest.mark.golden("dppo_net_vision*.npz")
 def test_one_encoding_serves_all_steps_of_the_released_network(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     policy, _ = build(arrays)
     with torch.no_grad():
         cond = policy.encode(observation_of(arrays))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from official_networks import OUTPUT, assert_gradients, install, load, official_weights, residual_dims
+from official_networks import OUTPUT, assert_gradients, install, official_weights, read, residual_dims
 from official_vision import encoder_keys, observation_of, sizes_of, vit_config
 from torch import nn
 
@@ -17,7 +17,7 @@ from policies.normalizer import Normalizer
 
 @pytest.mark.golden("dppo_net_vit*.npz")
 def test_values_and_gradients_equal_the_released_network(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     weights = official_weights(arrays)
     config, sizes = vit_config(weights), ObservationSizes(**sizes_of(arrays))
     encoder = config.build(sizes)

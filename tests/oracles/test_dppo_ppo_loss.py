@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from affine import AffineConfig, AffineCritic, Arrays, load
+from official_networks import read
 from torch import Tensor
 
 from algos.buffers import Experience
@@ -108,11 +108,6 @@ class Case:
             return NoiseTape(None)
         start, steps = self.get("bc_x_init"), self.get("bc_noise")
         return NoiseTape(torch.cat([start[:, None], steps.transpose(0, 1)], dim=1))
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    with np.load(path) as file:
-        return {name: torch.from_numpy(np.asarray(file[name])) for name in file.files}
 
 
 def names(data: Arrays) -> list[str]:

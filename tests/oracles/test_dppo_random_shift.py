@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from official_networks import load
+from official_networks import read
 
 from policies.encoders.images import windows
 
@@ -16,7 +16,7 @@ PAD = 4
 
 @pytest.mark.golden("dppo_random_shift*.npz")
 def test_shifted_images_equal_the_released_augmentation(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     images = arrays["rgb"].permute(0, 2, 3, 1).unsqueeze(1)  # (B, 1, H, W, 3)
     left, top = (arrays["shift_xy"].long() - PAD).unbind(1)
     assert not torch.equal(left, top) and left.abs().max() <= PAD and top.abs().max() <= PAD

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from official_networks import read
 from torch import Tensor, nn
 
 from policies.descent import Descent, DescentPolicy
@@ -50,11 +50,6 @@ class Toy(nn.Module):
         a, w, b, c, d = (self.get_parameter(name) for name in WEIGHTS)
         offset = (cond.vec @ w + b).unsqueeze(1)
         return lambda k, x: (torch.tanh(x @ a + offset) @ c + d).square()
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    with np.load(path) as file:
-        return {name: torch.from_numpy(np.asarray(file[name])) for name in file.files}
 
 
 def policy_of(arrays: dict[str, Tensor], alpha: float, tau: float, **settings: Any) -> DescentPolicy:

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from official_networks import load
+from official_networks import read
 from torch import Tensor, nn
 
 from policies.denoising import DenoisingPolicy
@@ -141,7 +141,7 @@ def cases(arrays: dict[str, Tensor]) -> list[tuple[str, str]]:
 
 @pytest.mark.golden("mip_losses*.npz")
 def test_losses_and_gradients_equal_the_released_ones(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     found = cases(arrays)
     assert {name for name, _ in found} == PREDICTIONS
     for name, interpolant in found:
@@ -163,7 +163,7 @@ def test_losses_and_gradients_equal_the_released_ones(golden_path: Path) -> None
 
 @pytest.mark.golden("mip_losses*.npz")
 def test_both_parts_of_a_loss_equal_the_released_ones(golden_path: Path) -> None:
-    arrays = {name: value.double() for name, value in load(golden_path).items()}
+    arrays = {name: value.double() for name, value in read(golden_path).items()}
     for name, interpolant in cases(arrays):
         if name == "flow":
             continue
@@ -178,7 +178,7 @@ def test_both_parts_of_a_loss_equal_the_released_ones(golden_path: Path) -> None
 
 @pytest.mark.golden("mip_losses*.npz")
 def test_samples_equal_the_released_ones(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     found = [key for key in arrays if key.startswith(("sample_ode_", "sample_flow_map_"))]
     assert {key.removeprefix("sample_").split("_N")[0] for key in found} == {
         f"{kind}_{start}" for kind in ("ode", "flow_map") for start in ("zero", "stochastic")

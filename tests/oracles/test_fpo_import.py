@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from official_networks import load
+from official_networks import read
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,7 +39,7 @@ def imported(weights: dict[str, Tensor], folder: Path, **options: Any) -> tuple[
 
 @pytest.mark.golden(FILE)
 def test_an_imported_policy_samples_what_the_program_samples(golden_path: Path, tmp_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     policy, conversion = imported(weights_of(arrays), tmp_path)
     assert conversion.skipped == {"the critic": 6} and conversion.tensors == 12
     loaded = load_policy(save_policy(policy, tmp_path / "policy"))
@@ -51,7 +51,7 @@ def test_an_imported_policy_samples_what_the_program_samples(golden_path: Path, 
 
 @pytest.mark.golden(FILE)
 def test_an_imported_policy_judges_actions_as_the_program_does(golden_path: Path, tmp_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     policy, _ = imported(weights_of(arrays), tmp_path)
     cond = policy.encode(policy.observation({"state": arrays["cfm_obs"].flatten(0, 1)[:, None]}))
     t = 1 - arrays["cfm_t"].flatten(0, 1).squeeze(-1)
@@ -67,7 +67,7 @@ def test_an_imported_policy_judges_actions_as_the_program_does(golden_path: Path
 
 @pytest.mark.golden(FILE)
 def test_octaves_are_the_time_features_of_the_program(golden_path: Path) -> None:
-    arrays, net = load(golden_path), OctaveEmbedding(8)
+    arrays, net = read(golden_path), OctaveEmbedding(8)
     torch.testing.assert_close(net(arrays["embed_t_in"].squeeze(1)), arrays["embed_t_out"], **FORWARD)
     assert not net.state_dict() and net.double()(torch.arange(3)).dtype == torch.float64
 
@@ -90,7 +90,7 @@ BROKEN: tuple[tuple[Callable[[dict[str, Tensor]], Any], str], ...] = (
 def test_other_tensors_are_refused(
     golden_path: Path, tmp_path: Path, break_it: Callable[[dict[str, Tensor]], Any], message: str
 ) -> None:
-    weights = weights_of(load(golden_path))
+    weights = weights_of(read(golden_path))
     break_it(weights)
     with pytest.raises(CheckpointError, match=message):
         imported(weights, tmp_path)
@@ -98,7 +98,7 @@ def test_other_tensors_are_refused(
 
 @pytest.mark.golden(FILE)
 def test_statistics_are_given_or_left_out_on_purpose(golden_path: Path, tmp_path: Path) -> None:
-    weights = {name: value for name, value in weights_of(load(golden_path)).items() if "obs" not in name}
+    weights = {name: value for name, value in weights_of(read(golden_path)).items() if "obs" not in name}
     with pytest.raises(ConfigError, match=re.escape("identity=[state]")):
         imported(weights, tmp_path)
     policy, _ = imported(weights, tmp_path, identity=["state"])

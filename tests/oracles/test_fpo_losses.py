@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from official_fpo import Stack, embed, gridworld_policy, normalised, playground_policy
-from official_networks import load
+from official_networks import read
 from torch import Tensor, nn
 
 from algos.buffers import Experience
@@ -107,14 +107,14 @@ def named(gradients: list[Tensor], module: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.golden("fpo_playground_loss*.npz")
 def test_values_targets_and_advantages(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     for ours, name in zip(appraised(arrays, Value(arrays)), ("values", "vs", "adv"), strict=True):
         torch.testing.assert_close(ours, arrays[f"gae_{name}"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.golden("fpo_playground_loss*.npz")
 def test_time_features_and_samples(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     torch.testing.assert_close(embed(arrays["embed_t_in"].squeeze(1)), arrays["embed_t_out"], **FORWARD)
     policy = playground_policy(arrays, len(arrays["schedule_t_current"]))
     torch.testing.assert_close(
@@ -135,7 +135,7 @@ def losses_of(policy: DenoisingPolicy, prediction: str, obs: Tensor, *draws: Ten
 
 @pytest.mark.golden("fpo_playground_loss*.npz")
 def test_matching_losses_in_both_modes(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     policy = playground_policy(arrays, len(arrays["schedule_t_current"]))
     obs = normalised(arrays, arrays["cfm_obs"]).flatten(0, 1)
     action, eps = arrays["cfm_action"].flatten(0, 1), arrays["cfm_eps"].flatten(0, 1)
@@ -161,7 +161,7 @@ def test_matching_losses_in_both_modes(golden_path: Path) -> None:
 @pytest.mark.parametrize("mode", PREDICTIONS)
 @pytest.mark.golden("fpo_playground_loss*.npz")
 def test_ratios_objectives_and_gradients(golden_path: Path, mode: str, averages: int) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     case, tag = Case(arrays, mode, averages), f"{mode}_avg{averages}"
     rows = Rows.sorted_from(case.index, case.ratio.inner_steps)
     with torch.no_grad():
@@ -195,10 +195,10 @@ def test_ratios_objectives_and_gradients(golden_path: Path, mode: str, averages:
 
 @pytest.mark.golden("fpo_playground_step*.npz")
 def test_two_steps_of_adam(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     losses = sorted(golden_path.parent.glob("fpo_playground_loss*.npz"))
     assert losses, "the minibatch of the step is in fpo_playground_loss*.npz"
-    case = Case(load(losses[0]), "u_but_supervise_as_eps", 1)
+    case = Case(read(losses[0]), "u_but_supervise_as_eps", 1)
     case.learner.config.actor_weight_decay = 0.0
     case.learner.actor_optimizer.param_groups[0]["lr"] = 3e-4
     draws = GeneratorDraws(torch.Generator())
@@ -213,7 +213,7 @@ def test_two_steps_of_adam(golden_path: Path) -> None:
 
 @pytest.mark.golden("fpo_playground_step*.npz")
 def test_running_statistics_are_the_true_ones(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     batches = arrays["rs_x"]
     moments = RunningMoments(batches.shape[-1])
     for i, batch in enumerate(batches):
@@ -227,7 +227,7 @@ def test_running_statistics_are_the_true_ones(golden_path: Path) -> None:
 
 @pytest.mark.golden("fpo_gridworld*.npz")
 def test_the_grid_world(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     policy = gridworld_policy(arrays, 10)
     start = Cond(arrays["sample_state"][None])
     sampled = policy.decode(start, arrays["sample_noise"][:, None])
@@ -269,7 +269,7 @@ REDUCTIONS = {"mean": "mean", "sum": "joint", "sqrt": "sqrt"}
 
 @pytest.mark.golden("fpo_plusplus_surrogate*.npz")
 def test_surrogates_and_bounds_of_losses(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     for theirs, reduction in REDUCTIONS.items():
         matching = Matching(
             reduction=reduction,
@@ -301,7 +301,7 @@ def reduced(matching: Matching, pred: Tensor, arrays: dict[str, Tensor]) -> Tens
 
 @pytest.mark.golden("fpo_plusplus_surrogate*.npz")
 def test_huber_errors_and_the_density_of_times(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     deltas = [name for name in arrays if name.startswith("huber_") and name != "huber_x"]
     densities = [name for name in arrays if name.startswith("t_icdf_beta")]
     assert deltas and densities

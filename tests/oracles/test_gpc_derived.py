@@ -8,9 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from official_networks import read
 from torch import Tensor
 
 from policies.compose import ComposedPolicy, compose
@@ -25,11 +25,6 @@ from tests.oracles.toy_field import toy_policy
 TOLERANCE: dict[str, Any] = {"atol": 1e-10, "rtol": 1e-10}
 LEVELS = 100
 NAMES = ("eps", "x0", "v", "flow", "edm")
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    with np.load(path) as file:
-        return {name: torch.from_numpy(np.asarray(file[name])) for name in file.files}
 
 
 def member(arrays: dict[str, Tensor], name: str, horizon: int) -> DenoisingPolicy:

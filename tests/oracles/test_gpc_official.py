@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from official_networks import read
 from torch import Tensor
 
 from policies.compose import ComposedPolicy, compose
@@ -23,11 +23,6 @@ from tests.oracles.toy_field import toy_policy
 TOLERANCE = 5e-5
 CASE = re.compile(r"(ddpm|ddim)_N(\d+)_w(-?[\d.]+)_(-?[\d.]+?)(_inpaint)?__action")
 DDPM_RULES = {"noise_clip": None, "min_std": 0.0, "final_std": None}
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    with np.load(path) as file:
-        return {name: torch.from_numpy(np.asarray(file[name])) for name in file.files}
 
 
 @dataclass

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from official_networks import read
 from torch import Tensor, nn
 
 from policies.denoising import DenoisingPolicy
@@ -68,11 +68,6 @@ class Toy(nn.Module):
 
     def bind(self, cond: Cond, times: Tensor, *_: Any) -> Callable[[int, Tensor], Tensor]:
         return lambda k, x: self(x, times[k].expand(len(x)), cond)
-
-
-def read(path: Path) -> Arrays:
-    with np.load(path) as file:
-        return {name: torch.from_numpy(np.asarray(file[name])) for name in file.files}
 
 
 def policy_of(arrays: Arrays, process: Any) -> DenoisingPolicy:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from official_chains import bounds_agree, chain_of, policy_of
-from official_networks import load
+from official_networks import read
 from torch import Tensor
 
 from policies.protocols import Cond
@@ -34,7 +34,7 @@ def samples_on_the_released_grid(arrays: dict[str, Tensor], path: Path) -> bool:
 
 @pytest.mark.golden("reinflow_chain_*.npz")
 def test_chains_from_given_noise(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     assert bounds_agree(arrays)
     released = samples_on_the_released_grid(arrays, golden_path)
     policy = policy_of(arrays, released_times=released)
@@ -52,7 +52,7 @@ def test_chains_from_given_noise(golden_path: Path) -> None:
 
 @pytest.mark.golden("reinflow_chain_*.npz")
 def test_log_densities_and_entropies_in_every_reduction(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     for counts_start in (0, 1):
         for (by_steps, by_dims), reduction in REDUCTIONS.items():
             ratio = chain_of(arrays, count_start=bool(counts_start), log_prob_reduction=reduction)
@@ -71,7 +71,7 @@ def test_log_densities_and_entropies_in_every_reduction(golden_path: Path) -> No
 
 @pytest.mark.golden("reinflow_chain_*.npz")
 def test_the_ratio_of_fresh_chains_is_one(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     ratio, cond = chain_of(arrays), cond_of(arrays)
     draws = torch.cat([arrays["x0_noise"][:, None], arrays["step_noise"]], dim=1)
     with torch.no_grad():

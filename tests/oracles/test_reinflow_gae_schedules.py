@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from official_networks import load
+from official_networks import read
 
 from algos.exploration import NoiseConfig
 from algos.functional import RewardScaler, gae, successor_values
@@ -25,7 +25,7 @@ RATES = {"hopper": (4.5e-5, 2e-5), "kitchen": (4.5e-5, 2e-5), "can": (2e-5, 1e-5
 
 @pytest.mark.golden("reinflow_gae_schedules*.npz")
 def test_scaled_rewards_and_advantages_over_two_iterations(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     scaler = RewardScaler(arrays["it0_reward_raw"].shape[1], gamma=float(arrays["gamma"]))
     for name in ("it0", "it1"):
         reward = scaler(arrays[f"{name}_reward_raw"], arrays[f"{name}_firsts"][:-1])
@@ -51,7 +51,7 @@ def test_scaled_rewards_and_advantages_over_two_iterations(golden_path: Path) ->
 
 @pytest.mark.golden("reinflow_gae_schedules*.npz")
 def test_the_bound_of_the_noise_falls_as_published(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     expected = arrays["noise_max_sched_hopper"]
     config = NoiseConfig(min_std=float(arrays["noise_min_hopper"]), max_std=float(expected[0]))
     ours = [config.max_std_at(i / len(expected)) for i in range(len(expected))]
@@ -60,7 +60,7 @@ def test_the_bound_of_the_noise_falls_as_published(golden_path: Path) -> None:
 
 @pytest.mark.golden("reinflow_gae_schedules*.npz")
 def test_learning_rates_rise_and_fall_as_published(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     for task, (high, low) in RATES.items():
         expected = arrays[f"lr_{task}_actor_fresh"]
         assert float(arrays[f"lr_{task}_actor_initial"]) == pytest.approx(low)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from official_flows import official_reflow, official_shortcut
-from official_networks import load
+from official_networks import read
 from torch import Tensor
 
 from policies.denoising import DenoisingPolicy
@@ -87,7 +87,7 @@ def assert_samples(arrays: dict[str, Tensor], build_policy: Any, prefix: str, **
 
 @pytest.mark.golden("reinflow_reflow_loss*.npz")
 def test_rectified_flow_equals_the_released_loss_and_gradients(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     policy = reflow(arrays)
     cond, t = Cond(arrays["obs"].flatten(1)), arrays["t"]
     x = policy.process.corrupt(arrays["x1"], arrays["x0"], t)
@@ -108,12 +108,12 @@ def test_rectified_flow_equals_the_released_loss_and_gradients(golden_path: Path
 def test_samples_of_a_rectified_flow_equal_those_of_both_grids(
     golden_path: Path, prefix: str, released: bool
 ) -> None:
-    assert_samples(load(golden_path), reflow, prefix, released_times=released)
+    assert_samples(read(golden_path), reflow, prefix, released_times=released)
 
 
 @pytest.mark.golden("reinflow_reflow_loss*.npz")
 def test_time_densities_have_the_released_quantiles(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     for official, ours in DENSITIES.items():
         generator = torch.Generator().manual_seed(0)
         t = RectifiedFlow(ours).sample_time(2_000_000, generator=generator).sort().values
@@ -125,7 +125,7 @@ def test_time_densities_have_the_released_quantiles(golden_path: Path) -> None:
 
 @pytest.mark.golden("reinflow_shortcut_loss*.npz")
 def test_a_shortcut_model_equals_the_released_loss_and_gradients(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     policy, cond = shortcut(arrays), Cond(arrays["obs"].flatten(1))
     te, action = shortcut_draws(arrays)
     x = policy.process.corrupt(action, te.eps, te.t)
@@ -147,4 +147,4 @@ def test_a_shortcut_model_equals_the_released_loss_and_gradients(golden_path: Pa
 
 @pytest.mark.golden("reinflow_shortcut_loss*.npz")
 def test_samples_of_a_shortcut_model_equal_the_released_ones(golden_path: Path) -> None:
-    assert_samples(load(golden_path), shortcut, "sample_official")
+    assert_samples(read(golden_path), shortcut, "sample_official")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from official_chains import chain_of, config_of, noise_keys, part, policy_of
-from official_networks import install, load, residual_dims
+from official_networks import install, read, residual_dims
 from torch import Tensor
 
 from algos.buffers import Experience
@@ -65,7 +65,7 @@ def assert_near(ours: Tensor, theirs: Tensor, name: str, tolerance: dict[str, fl
 
 @pytest.mark.golden("reinflow_ppo_loss_*.npz")
 def test_log_densities_ratios_and_losses(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     case = Case(arrays)
     with torch.no_grad():
         log_prob, entropy = case.ratio.log_prob(case.experience.cond, arrays["chain"])
@@ -98,7 +98,7 @@ def test_log_densities_ratios_and_losses(golden_path: Path) -> None:
 
 @pytest.mark.golden("reinflow_ppo_loss_*.npz")
 def test_gradients_of_velocity_noise_and_critic(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     case = Case(arrays)
     critic, _ = case.learner.critic_gradient(case.experience, case.index)
     keys = case.learner.critic.config.official_keys()
@@ -129,7 +129,7 @@ def actor_gradients(arrays: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.golden("reinflow_ppo_loss_*.npz")
 def test_the_distance_from_the_initial_policy(golden_path: Path) -> None:
-    arrays = load(golden_path)
+    arrays = read(golden_path)
     if "w2_loss_clean" not in arrays:
         pytest.skip("a file without the term")
     cond, start = Cond(arrays["obs"].flatten(1)), torch.zeros_like(arrays["w2_action_old"])

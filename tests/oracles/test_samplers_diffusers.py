@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from official_networks import read
 from torch import Tensor
 
 from policies.path_samplers import DPMpp2M, Heun, Midpoint
@@ -23,11 +23,6 @@ from policies.schedules import cumulative_alphas, make_betas, time_of_level
 
 FLOW = RectifiedFlow(time_scale=1.0)
 PREDICTIONS = {"epsilon": "eps", "sample": "x0", "v": "v"}
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    with np.load(path) as file:
-        return {name: torch.from_numpy(np.asarray(file[name])) for name in file.files}
 
 
 def case_names(arrays: dict[str, Tensor]) -> list[str]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from official_networks import read
 from torch import Tensor, nn
 
 from policies.executor import Replanner, WarmStart
@@ -45,11 +45,6 @@ class Toy(nn.Module):
 
     def bind(self, cond: Any, times: Tensor, *_: Any) -> Callable[[int, Tensor], Tensor]:
         return lambda k, x: x @ self.A + times[k] / self.num_levels * self.v + self.c
-
-
-def read(path: Path) -> dict[str, Tensor]:
-    with np.load(path) as file:
-        return {name: torch.from_numpy(np.asarray(file[name])) for name in file.files}
 
 
 def toy_policy(arrays: dict[str, Tensor]) -> Policy:

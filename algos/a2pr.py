@@ -200,14 +200,14 @@ class A2prConfig(ConstrainedTd3Config):
         """Check the ranges."""
         super().__post_init__()
         self.value_dims = tuple(self.value_dims)
-        self._require(
+        self.require(
             "value_dims", bool(self.value_dims) and min(self.value_dims) >= 1, "widths of at least 1"
         )
-        self._require("vae_width", self.vae_width >= 1, "at least 1")
+        self.require("vae_width", self.vae_width >= 1, "at least 1")
         for name in ("value_lr", "vae_lr"):
-            self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
+            self.require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
         for name in ("vae_weight", "constraint_weight"):
-            self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more and finite")
+            self.require(name, 0 <= getattr(self, name) < math.inf, "0 or more and finite")
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> AdvantageGuide:
         """Return the guide."""

@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from algos.base import Metrics, Setup
+from algos.base import Checked, Metrics, Setup
 from algos.continuity import digest_of, require_unchanged
 from algos.distillation import Teacher
 from algos.optim import DecayRule, DelayedDecay, Ema, PowerDecay, restore_optimizer, warmup_cosine
@@ -47,7 +47,7 @@ THREADS = 1  # of torch, unless `num_threads` says otherwise
 
 @register("algo", "bc")
 @dataclass
-class BcConfig:
+class BcConfig(Checked):
     """Behaviour cloning.
 
     Source:
@@ -85,22 +85,22 @@ class BcConfig:
             "validation_windows",
             "validation_samples",
         ):
-            _require(getattr(self, name) >= 1, name, "at least 1", getattr(self, name))
+            self.require(name, getattr(self, name) >= 1, "at least 1")
         epochs = self.epochs
-        _require(epochs is None or 0 < epochs < math.inf, "epochs", "positive and finite, or null", epochs)
-        _require(self.lr > 0, "lr", "positive", self.lr)
-        _require(self.lr < math.inf, "lr", "finite", self.lr)
-        _require(0 <= self.min_lr <= self.lr, "min_lr", f"in 0..lr={self.lr}", self.min_lr)
-        _require(self.warmup_steps >= 0, "warmup_steps", "0 or more", self.warmup_steps)
+        self.require("epochs", epochs is None or 0 < epochs < math.inf, "positive and finite, or null")
+        self.require("lr", self.lr > 0, "positive")
+        self.require("lr", self.lr < math.inf, "finite")
+        self.require("min_lr", 0 <= self.min_lr <= self.lr, f"in 0..lr={self.lr}")
+        self.require("warmup_steps", self.warmup_steps >= 0, "0 or more")
         decay = self.weight_decay
-        _require(0 <= decay < math.inf, "weight_decay", "0 or more and finite", decay)
-        _require(self.ema in EMA_RULES, "ema", f"one of {', '.join(EMA_RULES)}", self.ema)
-        _require(0 <= self.ema_decay < 1, "ema_decay", "in [0, 1)", self.ema_decay)
-        _require(self.ema_start >= 0, "ema_start", "0 or more", self.ema_start)
+        self.require("weight_decay", 0 <= decay < math.inf, "0 or more and finite")
+        self.require("ema", self.ema in EMA_RULES, f"one of {', '.join(EMA_RULES)}")
+        self.require("ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)")
+        self.require("ema_start", self.ema_start >= 0, "0 or more")
         norm, fraction, every = self.max_grad_norm, self.validation_fraction, self.validation_every
-        _require(norm is None or norm > 0, "max_grad_norm", "positive, or null", norm)
-        _require(0 <= fraction < 1, "validation_fraction", "in [0, 1)", fraction)
-        _require(every is None or every >= 0, "validation_every", "0 or more, or null", every)
+        self.require("max_grad_norm", norm is None or norm > 0, "positive, or null")
+        self.require("validation_fraction", 0 <= fraction < 1, "in [0, 1)")
+        self.require("validation_every", every is None or every >= 0, "0 or more, or null")
 
     def build(self, setup: Setup) -> Bc:
         """Check the setup and return the algorithm, ready to advance.
@@ -127,11 +127,6 @@ class BcConfig:
         return PowerDecay(max_value=self.ema_decay, update_after=self.ema_start, every=self.ema_every)
 
 
-def _require(holds: bool, name: str, rule: str, value: object) -> None:
-    if not holds:
-        raise ConfigError(f"algo.{name} must be {rule}; got {value}.")
-
-
 class Bc:
     """A cloning run in progress; see `BcConfig`.
 
@@ -154,12 +149,7 @@ class Bc:
         train, held_out = _hold_out(dataset.to(setup.device), config, setup.seed)
         self._source = self._windows(train)
         self._done, self._total = 0, config.num_steps(self._source.num)
-        _require(
-            config.warmup_steps < self._total,
-            "warmup_steps",
-            f"below {self._total} steps",
-            config.warmup_steps,
-        )
+        config.require("warmup_steps", config.warmup_steps < self._total, f"below {self._total} steps")
         self._validation = self._validation_on(held_out, setup.seed)
         self._shuffle = Shuffle(
             self._source.num, seeded_generator(setup.seed, "windows", device=setup.device)
@@ -369,7 +359,7 @@ def _teacher_of(config: BcConfig, setup: Setup, student: Policy) -> Teacher | No
     """Return the policy to learn from, if there is one."""
     if setup.teacher is not None:
         return Teacher(setup.teacher, student)
-    _require(config.teacher is None, "teacher", "loaded into setup.teacher, or null", config.teacher)
+    config.require("teacher", config.teacher is None, "loaded into setup.teacher, or null")
     return None
 
 

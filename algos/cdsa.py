@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algos.base import Setup, require_states_only
+from algos.base import Checked, Setup, require_states_only
 from algos.offline import THREADS, OfflineRun
 from algos.optim import restore_optimizer, warmup_cosine
 from algos.transitions import Batch, Rewarding, TransitionTable, box_of, clipped_actions, tabulate
@@ -109,7 +109,7 @@ class CorrectionLearner:
 
 @register("algo", "cdsa")
 @dataclass
-class CdsaConfig:
+class CdsaConfig(Checked):
     """Correction of the actions of a policy by the score of a dataset.
 
     Source:
@@ -125,10 +125,8 @@ class CdsaConfig:
     def __post_init__(self) -> None:
         """Check the ranges."""
         for name in ("steps", "batch_size", "block_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"algo.{name} must be at least 1; got {getattr(self, name)}.")
-        if not 0 < self.lr < math.inf:
-            raise ConfigError(f"algo.lr must be positive and finite; got {self.lr}.")
+            self.require(name, getattr(self, name) >= 1, "at least 1")
+        self.require("lr", 0 < self.lr < math.inf, "positive and finite")
 
     def build(self, setup: Setup) -> OfflineRun:
         """Check the setup and return the algorithm, ready to advance.

@@ -261,9 +261,9 @@ class ConstrainedTd3Config(OfflineConfig):
         """Check the ranges."""
         super().__post_init__()
         for name in ("alpha", "policy_noise", "noise_clip"):
-            self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more and finite")
-        self._require("policy_every", self.policy_every >= 1, "at least 1")
-        self._require("warmup_steps", 0 <= self.warmup_steps < self.steps, "0 or more and below algo.steps")
+            self.require(name, 0 <= getattr(self, name) < math.inf, "0 or more and finite")
+        self.require("policy_every", self.policy_every >= 1, "at least 1")
+        self.require("warmup_steps", 0 <= self.warmup_steps < self.steps, "0 or more and below algo.steps")
 
     def rules(self) -> Td3Rules:
         """Return the constants of the learner."""

@@ -66,21 +66,19 @@ class DppoConfig(PpoConfig):
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
-        self._require("tuned_steps", self.tuned_steps >= 1, "at least 1")
-        self._require("sampler", self.sampler in SAMPLERS, f"one of {', '.join(SAMPLERS)}")
-        self._require(
+        self.require("tuned_steps", self.tuned_steps >= 1, "at least 1")
+        self.require("sampler", self.sampler in SAMPLERS, f"one of {', '.join(SAMPLERS)}")
+        self.require(
             "denoising_steps", self.denoising_steps is None or self.denoising_steps >= 1, "at least 1"
         )
-        self._require("eta", 0.0 < self.eta <= 1.0, "in (0, 1]: a deterministic sampler has no density")
-        self._require("gamma_denoising", 0.0 <= self.gamma_denoising <= 1.0, "in [0, 1]")
-        self._require(
-            "entropy_coef", self.entropy_coef == 0, "0: the noise of denoising steps is not learned"
-        )
+        self.require("eta", 0.0 < self.eta <= 1.0, "in (0, 1]: a deterministic sampler has no density")
+        self.require("gamma_denoising", 0.0 <= self.gamma_denoising <= 1.0, "in [0, 1]")
+        self.require("entropy_coef", self.entropy_coef == 0, "0: the noise of denoising steps is not learned")
         for name in ("clip_range_base", "min_sampling_std", "min_log_prob_std"):
-            self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
-        self._require("noise_clip", self.noise_clip > 0, "positive")
+            self.require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
+        self.require("noise_clip", self.noise_clip > 0, "positive")
         rate, most = self.clip_range_rate, _MAX_CLIP_RATE
-        self._require("clip_range_rate", -most <= rate <= most, f"in [-{most:g}, {most:g}]")
+        self.require("clip_range_rate", -most <= rate <= most, f"in [-{most:g}, {most:g}]")
 
     def clip_range_of(self, inner_steps: int) -> Tensor:
         """Return the clip range of each tuned denoising step, (S,)."""

@@ -56,15 +56,15 @@ class DsrlConfig(OffPolicyConfig):
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
-        self._require("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
+        self.require("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
         steps = self.denoising_steps
-        self._require("denoising_steps", steps is None or steps >= 1, "at least 1, or null")
-        self._require("distillation_share", self.distillation_share > 0, "positive")
+        self.require("denoising_steps", steps is None or steps >= 1, "at least 1, or null")
+        self.require("distillation_share", self.distillation_share > 0, "positive")
         known = ", ".join(DISTILLATION_LATENTS)
-        self._require(
+        self.require(
             "distillation_latents", self.distillation_latents in DISTILLATION_LATENTS, f"one of {known}"
         )
-        self._require(
+        self.require(
             "offline_ratio", not self.offline_ratio or self.variant == "na",
             "0 with algo.variant=sac: the noise behind recorded actions is unknown",
         )  # fmt: skip
@@ -149,7 +149,7 @@ class DsrlConfig(OffPolicyConfig):
             return SoftLearner(actor, of_latents, rules)
         has_box = policy.wrapper.density == "tanh" or self.distillation_latents == "gaussian"
         rule = "gaussian with algo.steering.density=gaussian: its latents have no box"
-        self._require("distillation_latents", has_box, rule)
+        self.require("distillation_latents", has_box, rule)
         of_chunks = critics.build(cond, chunk.act_steps * chunk.action_dim).to(device, policy.dtype)
         return NoiseAliasedLearner(
             actor,

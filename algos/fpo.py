@@ -53,17 +53,17 @@ class FpoConfig(RectifiedConfig):
         super().__post_init__()
         known = (("prediction", PREDICTIONS), ("times", TIMES), ("loss_reduction", REDUCTIONS))
         for name, choices in known:
-            self._require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
-        self._require("num_draws", self.num_draws >= 1, "at least 1")
-        self._require("entropy_coef", self.entropy_coef == 0, "0: the entropy of a flow is not known")
+            self.require(name, getattr(self, name) in choices, f"one of {', '.join(choices)}")
+        self.require("num_draws", self.num_draws >= 1, "at least 1")
+        self.require("entropy_coef", self.entropy_coef == 0, "0: the entropy of a flow is not known")
         for name in ("loss_scale", "time_power"):
-            self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
+            self.require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
         for name in ("huber", "max_loss", "max_loss_negative", "max_difference"):
             value = getattr(self, name)
-            self._require(name, value is None or 0 < value < math.inf, "positive and finite, or empty")
-        self._require("action_noise", 0 <= self.action_noise < math.inf, "at least 0 and finite")
+            self.require(name, value is None or 0 < value < math.inf, "positive and finite, or empty")
+        self.require("action_noise", 0 <= self.action_noise < math.inf, "at least 0 and finite")
         bounds = self.difference_range
-        self._require(
+        self.require(
             "difference_range",
             bounds is None or (len(bounds) == 2 and bounds[0] < 0 < bounds[1]),
             "a negative and a positive number, or empty",
@@ -122,9 +122,9 @@ class AwmConfig(FpoConfig):
     def __post_init__(self) -> None:
         """Check the values."""
         super().__post_init__()
-        self._require("surrogate", self.surrogate == "ppo", "ppo: its ratios are 1, so nothing bounds them")
+        self.require("surrogate", self.surrogate == "ppo", "ppo: its ratios are 1, so nothing bounds them")
         weights: Sequence[str] = AdvantageWeighted.WEIGHTS
-        self._require("weight", self.weight in weights, f"one of {', '.join(weights)}")
+        self.require("weight", self.weight in weights, f"one of {', '.join(weights)}")
 
     def estimator(self, policy: DenoisingPolicy) -> MatchingRatio:
         """Return the ratio estimator of a policy."""

@@ -147,11 +147,11 @@ class IqlConfig(OfflineConfig):
         """Check the ranges."""
         super().__post_init__()
         self.value_dims = tuple(self.value_dims)
-        self._require(
+        self.require(
             "value_dims", bool(self.value_dims) and min(self.value_dims) >= 1, "widths of at least 1"
         )
-        self._require("expectile", 0 < self.expectile < 1, "in (0, 1)")
-        self._require("temperature", 0 <= self.temperature < math.inf, "0 or more and finite")
+        self.require("expectile", 0 < self.expectile < 1, "in (0, 1)")
+        self.require("temperature", 0 <= self.temperature < math.inf, "0 or more and finite")
 
     def actor_config(self) -> PolicyConfig:
         """Return a Gaussian whose deviation is learned from 1 on."""

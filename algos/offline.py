@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol, cast
 import torch
 from torch import Tensor
 
-from algos.base import Metrics, Setup, require_states_only
+from algos.base import Checked, Metrics, Setup, require_states_only
 from algos.continuity import digest_of, require_unchanged
 from algos.optim import DelayedDecay, Ema
 from algos.overestimation import Probes, probes_of
@@ -70,7 +70,7 @@ class Learner(Protocol):
 
 
 @dataclass
-class OfflineConfig:
+class OfflineConfig(Checked):
     """Settings of every algorithm that learns from the rewards of a fixed dataset.
 
     Without `init` a small fully connected actor of `hidden_dims` is trained from nothing, on states of mean 0
@@ -96,26 +96,22 @@ class OfflineConfig:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        self._require("autocast", self.autocast in (None, "bfloat16"), "bfloat16 or null")
+        self.require("autocast", self.autocast in (None, "bfloat16"), "bfloat16 or null")
         for name in ("steps", "batch_size", "block_steps"):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        self._require("gamma", 0 <= self.gamma <= 1, "in [0, 1]")
-        self._require("tau", 0 < self.tau <= 1, "in (0, 1]")
-        self._require("ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)")
+            self.require(name, getattr(self, name) >= 1, "at least 1")
+        self.require("gamma", 0 <= self.gamma <= 1, "in [0, 1]")
+        self.require("tau", 0 < self.tau <= 1, "in (0, 1]")
+        self.require("ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)")
         for name in ("actor_lr", "critic_lr", "reward_scale"):
-            self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
-        self._require("reward_shift", math.isfinite(self.reward_shift), "finite")
+            self.require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
+        self.require("reward_shift", math.isfinite(self.reward_shift), "finite")
         span = self.return_range
-        self._require("return_range", span is None or 0 < span < math.inf, "positive and finite, or null")
-        self._require("return_range", span is None or self.reward_scale == 1, "null with algo.reward_scale")
+        self.require("return_range", span is None or 0 < span < math.inf, "positive and finite, or null")
+        self.require("return_range", span is None or self.reward_scale == 1, "null with algo.reward_scale")
         for name in ("hidden_dims", "critic_dims"):
             widths = tuple(getattr(self, name))
             setattr(self, name, widths)
-            self._require(name, bool(widths) and min(widths) >= 1, "one or more widths, all at least 1")
-
-    def _require(self, name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ConfigError(f"algo.{name} must be {rule}; got {getattr(self, name)}.")
+            self.require(name, bool(widths) and min(widths) >= 1, "one or more widths, all at least 1")
 
     def rewarding(self, dataset: EpisodeDataset) -> Rewarding:
         """Return what is made of a reward.

@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from algos.base import Checked
 from algos.replay import Discounting
 from algos.soft_learner import SoftRules
 from policies.ensembles import AGGREGATES, EnsembleConfig
-from policies.errors import ConfigError
 
 
 @dataclass
-class OffPolicyConfig:
+class OffPolicyConfig(Checked):
     """Settings of every algorithm that learns from a replay of its own experience.
 
     A step is a control step of one environment unless it says otherwise.
@@ -66,30 +66,26 @@ class OffPolicyConfig:
         self.critic_dims = tuple(self.critic_dims)
         for name in ("total_steps", "num_envs", "steps_per_iteration", "block_steps", "actor_every",
                      "batch_size", "buffer_size", "critics"):  # fmt: skip
-            self._require(name, getattr(self, name) >= 1, "at least 1")
-        self._require("warmup_steps", self.warmup_steps >= 0, "0 or more")
-        self._require("updates_per_step", 0 < self.updates_per_step < math.inf, "positive and finite")
-        self._require("offline_ratio", 0 <= self.offline_ratio < 1, "in [0, 1)")
-        self._require("gamma", 0 <= self.gamma <= 1, "in [0, 1]")
-        self._require("tau", 0 < self.tau <= 1, "in (0, 1]")
+            self.require(name, getattr(self, name) >= 1, "at least 1")
+        self.require("warmup_steps", self.warmup_steps >= 0, "0 or more")
+        self.require("updates_per_step", 0 < self.updates_per_step < math.inf, "positive and finite")
+        self.require("offline_ratio", 0 <= self.offline_ratio < 1, "in [0, 1)")
+        self.require("gamma", 0 <= self.gamma <= 1, "in [0, 1]")
+        self.require("tau", 0 < self.tau <= 1, "in (0, 1]")
         for name in ("actor_lr", "critic_lr", "alpha_lr", "reward_scale", "init_alpha"):
-            self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
+            self.require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
         for name in ("reward_shift", "value_offset"):
-            self._require(name, math.isfinite(getattr(self, name)), "finite")
-        self._require("pessimism", 0 <= self.pessimism < math.inf, "0 or more and finite")
+            self.require(name, math.isfinite(getattr(self, name)), "finite")
+        self.require("pessimism", 0 <= self.pessimism < math.inf, "0 or more and finite")
         for name in ("aggregate", "actor_aggregate"):
-            self._require(name, getattr(self, name) in AGGREGATES, f"one of {', '.join(AGGREGATES)}")
+            self.require(name, getattr(self, name) in AGGREGATES, f"one of {', '.join(AGGREGATES)}")
         uses_subset = "subset_min" in (self.aggregate, self.actor_aggregate)
-        self._require("subset", not uses_subset or 1 <= self.subset <= self.critics, "in 1 ... algo.critics")
-        self._require(
+        self.require("subset", not uses_subset or 1 <= self.subset <= self.critics, "in 1 ... algo.critics")
+        self.require(
             "offline_ratio", not (self.paper_compat and self.offline_ratio),
             "0 with algo.paper_compat=true: transitions of a dataset have the other conventions",
         )  # fmt: skip
         self.critic_config()
-
-    def _require(self, name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ConfigError(f"algo.{name} must be {rule}; got {getattr(self, name)}.")
 
     def require_learning(self) -> None:
         """Refuse a run that ends before anything is learned.
@@ -98,7 +94,7 @@ class OffPolicyConfig:
             ConfigError: If the warm-up is longer than the run.
         """
         rule = f"at most algo.total_steps={self.total_steps}, or nothing is learned"
-        self._require("warmup_steps", self.warmup_steps <= self.total_steps, rule)
+        self.require("warmup_steps", self.warmup_steps <= self.total_steps, rule)
 
     def critic_config(self) -> EnsembleConfig:
         """Return the shape of the critics."""
@@ -121,7 +117,7 @@ class OffPolicyConfig:
             ConfigError: If the temperature is moved towards an entropy that the actor cannot have.
         """
         target = self.entropy_share * latent_dim if self.target_entropy is None else self.target_entropy
-        self._require(
+        self.require(
             "target_entropy", not self.learn_alpha or target < highest_entropy,
             f"below {highest_entropy:.4g}, the largest entropy of {latent_dim} numbers of the actor, or the "
             "temperature grows without end",

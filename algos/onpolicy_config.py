@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from algos.base import Setup
+from algos.base import Checked, Setup
 from algos.functional import SURROGATES
 from algos.optim import check_schedule
 from algos.scratch import fresh_policy
@@ -20,7 +20,7 @@ from policies.policy import Policy
 
 
 @dataclass
-class OnPolicyConfig:
+class OnPolicyConfig(Checked):
     """Settings of every algorithm that collects with the policy in training and takes clipped steps.
 
     Rates, discounts and clip ranges are dimensionless; a step is a chunk step (Ta environment steps).
@@ -82,11 +82,11 @@ class OnPolicyConfig:
             "update_epochs",
             "chunk_rows",
         ):
-            self._require(name, getattr(self, name) >= 1, "at least 1")
+            self.require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("gamma", "gae_lambda", "reward_scale_gamma"):
-            self._require(name, 0.0 <= getattr(self, name) <= 1.0, "in [0, 1]")
+            self.require(name, 0.0 <= getattr(self, name) <= 1.0, "in [0, 1]")
         for name in ("env_steps", "target_kl", "value_clip", "max_grad_norm", "bc_rows"):
-            self._require(name, getattr(self, name) is None or getattr(self, name) > 0, "positive, or empty")
+            self.require(name, getattr(self, name) is None or getattr(self, name) > 0, "positive, or empty")
         for name in (
             "vf_coef",
             "bc_weight",
@@ -94,13 +94,13 @@ class OnPolicyConfig:
             "actor_weight_decay",
             "critic_weight_decay",
         ):
-            self._require(name, 0 <= getattr(self, name) < math.inf, "at least 0 and finite")
+            self.require(name, 0 <= getattr(self, name) < math.inf, "at least 0 and finite")
         for name in ("clip_range", "reward_scale_const", "actor_lr", "critic_lr"):
-            self._require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
-        self._require("reward_scale_clip", self.reward_scale_clip > 0, "positive")
-        self._require("entropy_coef", math.isfinite(self.entropy_coef), "finite")
-        self._require("surrogate", self.surrogate in SURROGATES, f"one of {', '.join(SURROGATES)}")
-        self._require(
+            self.require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
+        self.require("reward_scale_clip", self.reward_scale_clip > 0, "positive")
+        self.require("entropy_coef", math.isfinite(self.entropy_coef), "finite")
+        self.require("surrogate", self.surrogate in SURROGATES, f"one of {', '.join(SURROGATES)}")
+        self.require(
             "batch_size",
             self.batch_size > 1 or not self.normalize_advantage,
             "at least 2 with algo.normalize_advantage=true, for one advantage normalises to 0",
@@ -112,18 +112,14 @@ class OnPolicyConfig:
     def _check_ranges(self) -> None:
         """Check the pairs of numbers, and the learning rates that may be empty."""
         quantiles = self.advantage_quantiles
-        self._require(
+        self.require(
             "advantage_quantiles",
             rising(quantiles) and quantiles[0] >= 0.0 and quantiles[1] <= 1.0,
             "two rising numbers in [0, 1]",
         )
         for name in ("actor_min_lr", "critic_min_lr"):
             low = getattr(self, name)
-            self._require(name, low is None or 0 <= low < math.inf, "at least 0 and finite, or empty")
-
-    def _require(self, name: str, holds: bool, rule: str) -> None:
-        if not holds:
-            raise ConfigError(f"algo.{name} must be {rule}; got {getattr(self, name)}.")
+            self.require(name, low is None or 0 <= low < math.inf, "at least 0 and finite, or empty")
 
     def schedule(self, who: str) -> dict[str, Any]:
         """Return the learning-rate schedule of `actor` or `critic`, as arguments of `warmup_cosine`."""

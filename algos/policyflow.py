@@ -48,9 +48,9 @@ class PolicyFlowConfig(RectifiedConfig):
         """Check the values."""
         super().__post_init__()
         known = self.log_prob_reduction in REDUCTIONS
-        self._require("log_prob_reduction", known, f"one of {', '.join(REDUCTIONS)}")
-        self._require("num_draws", self.num_draws >= 1, "at least 1")
-        self._require("brownian_coef", 0 <= self.brownian_coef < math.inf, "at least 0 and finite")
+        self.require("log_prob_reduction", known, f"one of {', '.join(REDUCTIONS)}")
+        self.require("num_draws", self.num_draws >= 1, "at least 1")
+        self.require("brownian_coef", 0 <= self.brownian_coef < math.inf, "at least 0 and finite")
 
     def estimator(self, policy: DenoisingPolicy) -> StraightPath:
         """Return the ratio estimator of a policy, with noise that has learned nothing yet."""

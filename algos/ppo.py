@@ -41,9 +41,9 @@ class PpoConfig(OnPolicyConfig):
         """Check the values."""
         super().__post_init__()
         known = self.reductions
-        self._require("log_prob_reduction", self.log_prob_reduction in known, f"one of {', '.join(known)}")
+        self.require("log_prob_reduction", self.log_prob_reduction in known, f"one of {', '.join(known)}")
         if self.log_prob_range is not None:
-            self._require("log_prob_range", rising(self.log_prob_range), "two rising numbers, or empty")
+            self.require("log_prob_range", rising(self.log_prob_range), "two rising numbers, or empty")
 
     def build(self, setup: Setup) -> OnPolicy:
         """Return PPO on a copy of the Gaussian policy `setup.init`; without one, on a fresh policy.

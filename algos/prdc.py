@@ -91,10 +91,10 @@ class PrdcConfig(ConstrainedTd3Config):
     def __post_init__(self) -> None:
         """Check the ranges."""
         super().__post_init__()
-        self._require("beta", 0 < self.beta < math.inf, "positive and finite")
-        self._require("neighbor_rank", self.neighbor_rank >= 1, "at least 1")
-        self._require("search", self.search in SEARCHES, f"one of {', '.join(SEARCHES)}")
-        self._require("list_length", self.list_length >= 2, "at least 2")
+        self.require("beta", 0 < self.beta < math.inf, "positive and finite")
+        self.require("neighbor_rank", self.neighbor_rank >= 1, "at least 1")
+        self.require("search", self.search in SEARCHES, f"one of {', '.join(SEARCHES)}")
+        self.require("list_length", self.list_length >= 2, "at least 2")
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> NearestRow:
         """Return the distance from the nearest row."""

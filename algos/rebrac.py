@@ -65,7 +65,7 @@ class RebracConfig(ConstrainedTd3Config):
         """Check the ranges."""
         super().__post_init__()
         for name in ("actor_weight", "critic_weight"):
-            self._require(name, 0 <= getattr(self, name) < math.inf, "0 or more and finite")
+            self.require(name, 0 <= getattr(self, name) < math.inf, "0 or more and finite")
 
     def rules(self) -> Td3Rules:
         """Return the constants of the learner: the actor climbs the smaller value."""

@@ -41,7 +41,7 @@ class RectifiedConfig(OnPolicyConfig):
         """Check the values."""
         super().__post_init__()
         steps = self.denoising_steps
-        self._require("denoising_steps", steps is None or steps >= 1, "at least 1")
+        self.require("denoising_steps", steps is None or steps >= 1, "at least 1")
 
     @abstractmethod
     def estimator(self, policy: DenoisingPolicy) -> FlowRatio:

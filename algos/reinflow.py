@@ -76,11 +76,11 @@ class ReinFlowConfig(PpoConfig):
         """Check the values."""
         super().__post_init__()
         steps, tuned = self.denoising_steps, self.tuned_steps
-        self._require("denoising_steps", steps >= 1, "at least 1")
-        self._require("tuned_steps", tuned is None or 1 <= tuned <= steps, f"in 1..{steps}, or empty")
+        self.require("denoising_steps", steps >= 1, "at least 1")
+        self.require("tuned_steps", tuned is None or 1 <= tuned <= steps, f"in 1..{steps}, or empty")
         for name in ("noise_clip", "clip_state"):
             value = getattr(self, name)
-            self._require(name, value is None or 0 < value < math.inf, "positive and finite, or empty")
+            self.require(name, value is None or 0 < value < math.inf, "positive and finite, or empty")
 
     def build(self, setup: Setup) -> OnPolicy:
         """Return ReinFlow on a copy of the flow policy `setup.init`.

@@ -37,4 +37,4 @@ class RlpdConfig(SacConfig):
     def __post_init__(self) -> None:
         """Check the ranges."""
         super().__post_init__()
-        self._require("offline_ratio", self.offline_ratio > 0, "above 0 (algo=sac does without a dataset)")
+        self.require("offline_ratio", self.offline_ratio > 0, "above 0 (algo=sac does without a dataset)")

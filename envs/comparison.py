@@ -29,7 +29,7 @@ class Comparison:
         """Say in one sentence whether the policies differ."""
         mean, interval = format_interval(self.quantity, asdict(self.difference))
         verdict = "clearly different" if self.difference.excludes_zero else "within noise"
-        caution = "" if self.same_protocol else " The protocols differ (start noise, engine or versions)."
+        caution = "" if self.same_protocol else " Their protocols differ."
         return (
             f"paired difference of {self.quantity}: {mean} (95 % interval {interval}) on "
             f"{self.episodes} episodes: {verdict}.{caution}"

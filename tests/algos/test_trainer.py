@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from random_walk import RandomWalk
 
-from algos.metrics import read_jsonl
+from algos.metrics import TensorBoardWriter, read_jsonl
 from algos.state import RunDirectory
 from algos.trainer import Interrupted, TrainerSettings, train
 from policies.errors import CheckpointError, ConfigError, TrainingError, WorkerError
@@ -227,6 +228,20 @@ def test_tensorboard_files_hold_the_numbers(run: RunDirectory) -> None:
     train(RandomWalk(3), run, TrainerSettings(tensorboard=True), progress=False)
     events = EventAccumulator(str(run.path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("policy/loss")] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
+def test_tensorboard_hides_what_an_attempt_left_that_was_started_over(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra 'tensorboard' is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for values in ((1.0, 2.0, 3.0), (9.0,)):
+        writer = TensorBoardWriter(tmp_path)
+        for step, value in enumerate(values, start=1):
+            writer.write({"policy/loss": value}, step)
+        writer.close()
+        time.sleep(1.1)  # files are read in the order of the seconds in their names
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("policy/loss")] == [(1, 9.0)]
 
 
 def test_lines_replace_the_bar_where_there_is_no_terminal(

@@ -228,6 +228,9 @@ def test_a_comparison_pairs_common_episodes_by_seed() -> None:
     several = compare([before, before], [after, before])
     assert several.episodes == 6 and several.difference.value == 1.0
     assert not several.difference.excludes_zero  # one of two seeds did not improve
+    assert "Their protocols differ" not in str(comparison)
+    from_zero = replace(after, protocol=after.protocol | {"start_noise": "zero"})
+    assert "Their protocols differ" in str(compare(before, from_zero))
 
 
 def test_success_is_compared_where_the_task_has_it() -> None:

@@ -164,7 +164,7 @@ class OfflineConfig(Checked):
         if spec is not None:
             require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
         if setup.init is not None:
-            refuse_several(setup.init, algo)
+            _refuse_several(setup.init, algo)
             require_states_only(setup.init, algo)
             require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
             if spec is not None:
@@ -186,7 +186,7 @@ class OfflineConfig(Checked):
         """Return what learns; torch's global generator is seeded for its initial weights."""
 
 
-def refuse_several(policy: Policy, algo: str) -> None:
+def _refuse_several(policy: Policy, algo: str) -> None:
     """Refuse a policy that is made of policies: only one with weights of its own is trained.
 
     Raises:

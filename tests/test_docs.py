@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
@@ -272,8 +273,13 @@ RUNNABLE = [page for page in OWN if page != EXAMPLES and _blocks(page, "python r
 @_names(RUNNABLE)
 def test_short_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    broken = []
     for block in _blocks(page, "python run"):
-        exec(compile(block.text, str(page.relative_to(ROOT)), "exec"), {"__name__": "example"})
+        try:
+            exec(compile(block.text, str(page.relative_to(ROOT)), "exec"), {"__name__": "example"})
+        except Exception:
+            broken.append(f"{block.text}\n{traceback.format_exc()}")
+    assert not broken, "\n".join(broken)
 
 
 @pytest.fixture

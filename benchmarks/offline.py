@@ -5,11 +5,12 @@
     python -m benchmarks.offline hopper-medium --dataset FILE --algos flow+prdc     tunes a cloned flow
     python -m benchmarks.offline hopper-medium --report         table and curve from what is there
 
-Settings are those of the experiments `<task>_<algorithm>`; `bc` clones the network of these actors, with as
-many steps as TD3 gives to its actor. Each run leaves one JSON file in docs/results/offline/:
-episodes of the last checkpoint, of the one that evaluated best on the way, of the corrected policy
-(`algo=cdsa`), and of both with noise on the actions; a run whose file is there is not repeated. The actors
-of a seed see states alike and share its correction, which knows no policy. Gaussians act by their mean.
+Settings are those of the data's own experiment (`hopper_medium_expert_iql`), or else of the task's
+(`hopper_iql`); `bc` clones the network of these actors, with as many steps as TD3 gives to its actor. Each
+run leaves one JSON file in docs/results/offline/: episodes of the last checkpoint, of the one that evaluated
+best on the way, of the corrected policy (`algo=cdsa`), and of both with noise on the actions; a run whose
+file is there is not repeated. The actors of a seed see states alike and share its correction, which knows no
+policy. Gaussians act by their mean.
 
 `flow+td3_bc` and its like tune a cloned policy by `experiment=<task>_<algorithm>_tuning`, for the steps
 given there unless --steps says otherwise; they play beside the clone, neither corrected nor perturbed.
@@ -38,6 +39,7 @@ from benchmarks.learning import EPISODES, RESULTS, busy, describe_dataset, episo
 from benchmarks.once import trained
 from burnish.config import scan_parts
 from burnish.last_and_best import last_and_best
+from burnish.overrides import experiments
 from envs.evaluation import Evaluation, evaluate
 from envs.statistics import Interval, bootstrap_iqm, conditional_value_at_risk
 from policies.correction import Perturbation
@@ -88,12 +90,15 @@ def dataset_of(name: str, given: str | None, root: Path) -> Path:
     return path
 
 
-def settings_of(task: str, base: str, algo: str, options: argparse.Namespace) -> list[str]:
+def settings_of(data: str, base: str, algo: str, options: argparse.Namespace) -> list[str]:
     """Return the overrides that choose an algorithm by its published settings, or by those for tuning."""
+    task, own = DATA[data].task, f"{data.replace('-', '_')}_{algo}"
     if algo == "bc":
         return [f"env={task}", *PLAIN, f"algo.steps={(options.steps or STEPS) // 2}"]
     name, steps = (
-        (f"{task}_{algo}_tuning", options.steps) if base else (f"{task}_{algo}", options.steps or STEPS)
+        (f"{task}_{algo}_tuning", options.steps)
+        if base
+        else (own if own in experiments() else f"{task}_{algo}", options.steps or STEPS)
     )
     more = [] if steps is None else [f"algo.steps={steps}"]
     more += [] if options.autocast is None else [f"algo.autocast={options.autocast}"]
@@ -108,7 +113,7 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
     task, file = DATA[name].task, dataset_of(name, options.dataset, options.root)
     folder, values = options.root / name, {"dataset": str(file), "seed": seed}
     base, _, tuner = algo.rpartition("+")
-    settings, place = settings_of(task, base, tuner, options), folder / f"{algo}-seed{seed}"
+    settings, place = settings_of(name, base, tuner, options), folder / f"{algo}-seed{seed}"
     if base:
         cloned = folder / f"{base}-seed{seed}"
         trained(cloned, f"experiment={task}_{BASES[base]}", **values)
@@ -118,7 +123,8 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
         run = trained(place, *settings, episodes=10, **values)
         corrected = folder / f"actor-seed{seed}-cdsa"
         steps = f"algo.steps={options.cdsa_steps}"
-        trained(corrected, "algo=cdsa", f"env={task}", steps, init=str(place), **values)
+        wished = {**values, "init": str(place)}  # whichever actor came first
+        trained(corrected, "algo=cdsa", f"env={task}", steps, indifferent=["init"], **wished)
         policies = variants(_policy(place, "last"), _policy(corrected, "last"), options.std)
     judged = last_and_best(run.directory)
     step = None if judged is None else judged.best.step

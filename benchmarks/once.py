@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import burnish
 import burnish.api
 from burnish.api import overrides_of
 
-_OF_THE_MACHINE = ("num_workers=", "num_threads=")
+_OF_THE_MACHINE = ("num_workers", "num_threads")
 
 
 def first_seed(seed: int) -> int:
@@ -34,13 +35,16 @@ def demonstrations(path: Path, env: str, episodes: int, *, first: int, noise: fl
     return path
 
 
-def trained(place: Path, *overrides: str, episodes: int = 0, **values: Any) -> burnish.api.Run:
+def trained(
+    place: Path, *overrides: str, episodes: int = 0, indifferent: Sequence[str] = (), **values: Any
+) -> burnish.api.Run:
     """Train in a directory, or continue the run that is there; one that is finished stays as it is.
 
     Args:
         place: Directory of the run.
         overrides: Of the command line.
         episodes: Of every evaluation on the way.
+        indifferent: Keys that the run that is there may have been given otherwise.
         values: Keys and their values.
 
     Raises:
@@ -48,16 +52,18 @@ def trained(place: Path, *overrides: str, episodes: int = 0, **values: Any) -> b
     """
     asked = (*overrides, f"evaluation.episodes={episodes}")
     if (place / "checkpoints" / "last").exists():
-        _require_same(place, overrides_of(asked, values))
+        _require_same(place, overrides_of(asked, values), (*_OF_THE_MACHINE, *indifferent))
         return burnish.train(resume=str(place))
     shutil.rmtree(place, ignore_errors=True)
     return burnish.train(*asked, directory=place, **values)
 
 
-def _require_same(place: Path, asked: list[str]) -> None:
+def _require_same(place: Path, asked: list[str], indifferent: Sequence[str]) -> None:
     """Refuse a run of another recipe: results would be told of one that was not followed."""
     before = (place / "overrides.txt").read_text().splitlines()
-    was, wanted = ({one for one in each if not one.startswith(_OF_THE_MACHINE)} for each in (before, asked))
+    was, wanted = (
+        {one for one in each if one.partition("=")[0] not in indifferent} for each in (before, asked)
+    )
     if was != wanted:
         changes = [f"- {one}" for one in sorted(was - wanted)] + [f"+ {one}" for one in sorted(wanted - was)]
         raise SystemExit(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
 
+from benchmarks.offline import settings_of
 from benchmarks.once import demonstrations, first_seed, trained
 
 TINY = (
@@ -34,3 +36,17 @@ def test_a_run_is_made_once_and_by_one_recipe(tmp_path: Path) -> None:
         trained(place, *TINY, dataset=str(demos), seed=4)
     with pytest.raises(SystemExit, match=r"\+ algo.lr=0.5"):
         trained(place, *TINY, "algo.lr=0.5", dataset=str(demos), seed=3)
+    assert trained(place, *TINY, dataset=str(demos), seed=4, indifferent=["seed"]).directory.latest() == 8
+
+
+@pytest.mark.parametrize(
+    ("data", "algo", "experiment"),
+    [
+        ("hopper-medium", "iql", "hopper_iql"),
+        ("hopper-medium-expert", "iql", "hopper_medium_expert_iql"),
+        ("hopper-medium-expert", "prdc", "hopper_prdc"),
+    ],
+)
+def test_offline_settings_are_the_ones_of_the_data(data: str, algo: str, experiment: str) -> None:
+    options = argparse.Namespace(steps=None, autocast=None, set=[])
+    assert settings_of(data, "", algo, options) == [f"experiment={experiment}", "algo.steps=100000"]

@@ -21,6 +21,7 @@ import numpy as np
 
 from envs.datasets.scores import reference
 from envs.door_starts import DoorStart, read_starts
+from envs.physics import get_physics, set_physics
 from envs.pixels import Pictured
 from envs.spec import EnvSpec
 from envs.vector import ChunkVector, StepResult
@@ -96,7 +97,6 @@ class AdroitStepper:
         self._views = [getattr(self.model, name)[at] for name, at in self._placed]
         self._places = [np.tile(view, (num_envs, 1)) for view in self._views]
         self._measured = {name: np.ones(num_envs) for name in scene.measured}
-        self._signature = mujoco.mjtState.mjSTATE_INTEGRATION
 
     def reset(self, row: int, seed: int) -> Array:
         """Start an episode as gymnasium-robotics does for this seed, or where a demonstration did; (Do,)."""
@@ -135,24 +135,15 @@ class AdroitStepper:
 
     def get_state(self) -> dict[str, Any]:
         """Return everything the next steps depend on, what the resets drew included."""
-        import mujoco
-
-        states = np.empty((self.num_envs, mujoco.mj_stateSize(self.model, self._signature)))
-        for row, data in enumerate(self.datas):
-            mujoco.mj_getState(self.model, data, states[row], self._signature)
         return {
-            "physics": states,
+            "physics": get_physics(self.model, self.datas),
             "places": [places.copy() for places in self._places],
             "measured": {name: values.copy() for name, values in self._measured.items()},
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `get_state`."""
-        import mujoco
-
-        for row, data in enumerate(self.datas):
-            physics = np.asarray(state["physics"][row], np.float64)
-            mujoco.mj_setState(self.model, data, physics, self._signature)
+        set_physics(self.model, self.datas, state["physics"])
         self._places = [np.array(places, np.float64) for places in state["places"]]
         self._measured = {name: np.array(values, np.float64) for name, values in state["measured"].items()}
 

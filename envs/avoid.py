@@ -26,6 +26,7 @@ import numpy as np
 
 from assets import path as asset_path
 from envs.experts.avoid import AvoidDemonstrator, demonstrate_avoid
+from envs.physics import get_physics, recorded_physics, set_physics
 from envs.pixels import Pictured
 from envs.spec import EnvSpec
 from envs.vector import ChunkVector, StepResult
@@ -155,7 +156,6 @@ class AvoidStepper:
         self._qvel = [data.qvel for data in self.datas]
         self._ctrl = [data.ctrl for data in self.datas]
         self._mj_step = mujoco.mj_step
-        self._signature = mujoco.mjtState.mjSTATE_INTEGRATION
         self._substeps = range(round(1.0 / CONTROL_HZ / self.model.opt.timestep))
         self._row_y = np.array(self.scene.row_y)
         self._gap_x = _padded(self.scene.gap_x)
@@ -193,25 +193,16 @@ class AvoidStepper:
 
     def physics_state(self, row: int) -> Array:
         """Return time, positions and velocities of one simulator, (5,)."""
-        data = self.datas[row]
-        return np.concatenate([[data.time], data.qpos, data.qvel])
+        return recorded_physics(self.datas[row])
 
     def get_state(self) -> dict[str, Array]:
         """Return integration states (N, nstate), from which physics continues bit-exactly, and gaps."""
-        import mujoco
-
-        physics = np.empty((self.num_envs, mujoco.mj_stateSize(self.model, self._signature)))
-        for data, state in zip(self.datas, physics, strict=True):
-            mujoco.mj_getState(self.model, data, state, self._signature)
-        return {"physics": physics, "gaps": self._gaps.copy()}
+        return {"physics": get_physics(self.model, self.datas), "gaps": self._gaps.copy()}
 
     def set_state(self, state: Mapping[str, Array]) -> None:
         """Continue from `get_state`."""
-        import mujoco
-
-        for row, data in enumerate(self.datas):
-            physics = np.asarray(state["physics"][row], np.float64)
-            mujoco.mj_setState(self.model, data, physics, self._signature)
+        set_physics(self.model, self.datas, state["physics"])
+        for row in range(self.num_envs):
             self._position[row] = self._qpos[row]
         self._gaps = np.array(state["gaps"])
 

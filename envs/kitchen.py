@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.scores import reference
+from envs.physics import get_physics, set_physics
 from envs.pixels import Pictured
 from envs.spec import EnvSpec
 from envs.vector import ChunkVector, StepResult
@@ -101,7 +102,6 @@ class KitchenStepper:
         self._rngs = [np.random.default_rng(0) for _ in range(num_envs)]  # each reset seeds its own
         self._observed = np.zeros((num_envs, NUM_ROBOT))  # robot positions, with noise
         self._completed = np.zeros((num_envs, len(tasks)), bool)
-        self._signature = mujoco.mjtState.mjSTATE_INTEGRATION
 
     def reset(self, row: int, seed: int) -> Array:
         """Start an episode as gymnasium-robotics does for this seed; returns (60,)."""
@@ -137,13 +137,8 @@ class KitchenStepper:
 
     def get_state(self) -> dict[str, Any]:
         """Return everything the next steps depend on, the state of the noise included."""
-        import mujoco
-
-        states = np.empty((self.num_envs, mujoco.mj_stateSize(self.model, self._signature)))
-        for row, data in enumerate(self.datas):
-            mujoco.mj_getState(self.model, data, states[row], self._signature)
         return {
-            "physics": states,
+            "physics": get_physics(self.model, self.datas),
             "observed": self._observed.copy(),
             "completed": self._completed.copy(),
             "noise": [rng.bit_generator.state for rng in self._rngs],
@@ -151,13 +146,10 @@ class KitchenStepper:
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `get_state`."""
-        import mujoco
-
         self._observed = np.array(state["observed"], np.float64)
         self._completed = np.array(state["completed"], bool)
-        for row, data in enumerate(self.datas):
-            physics = np.asarray(state["physics"][row], np.float64)
-            mujoco.mj_setState(self.model, data, physics, self._signature)
+        set_physics(self.model, self.datas, state["physics"])
+        for row in range(self.num_envs):
             self._rngs[row].bit_generator.state = state["noise"][row]
 
     def close(self) -> None:

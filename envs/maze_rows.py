@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from envs.maze_layouts import Layout
+from envs.physics import get_physics, recorded_physics, set_physics
 from envs.pixels import Pictured
 from envs.spec import EnvSpec
 from envs.vector import ChunkVector, StepResult
@@ -67,7 +68,6 @@ class MazeRows(ABC):
         self.datas = [mujoco.MjData(model) for _ in range(num_envs)]
         self._start = np.zeros((num_envs, 2))
         self._goal = np.zeros((num_envs, 2))
-        self._signature = mujoco.mjtState.mjSTATE_INTEGRATION
 
     @abstractmethod
     def reset(self, row: int, seed: int) -> Array:
@@ -102,25 +102,16 @@ class MazeRows(ABC):
 
     def physics_state(self, row: int) -> Array:
         """Return time, positions and velocities of one simulator."""
-        data = self.datas[row]
-        return np.concatenate([[data.time], data.qpos, data.qvel])
+        return recorded_physics(self.datas[row])
 
     def get_state(self) -> dict[str, Any]:
         """Return everything the next steps depend on."""
-        import mujoco
-
-        physics = np.empty((self.num_envs, mujoco.mj_stateSize(self.model, self._signature)))
-        for data, state in zip(self.datas, physics, strict=True):
-            mujoco.mj_getState(self.model, data, state, self._signature)
+        physics = get_physics(self.model, self.datas)
         return {"physics": physics, "start": self._start.copy(), "goal": self._goal.copy()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `get_state`."""
-        import mujoco
-
-        for row, data in enumerate(self.datas):
-            physics = np.asarray(state["physics"][row], np.float64)
-            mujoco.mj_setState(self.model, data, physics, self._signature)
+        set_physics(self.model, self.datas, state["physics"])
         self._start, self._goal = (np.array(state[key], np.float64) for key in ("start", "goal"))
 
     def close(self) -> None:

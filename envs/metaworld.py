@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from envs.experts.metaworld import ScriptedDemonstrator, demonstrate
+from envs.physics import get_physics, recorded_physics, set_physics
 from envs.pixels import Pictured
 from envs.spec import EnvSpec
 from envs.vector import ChunkVector, StepResult
@@ -89,7 +90,6 @@ class MetaworldStepper:
         self.model = self._env.model
         self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
         self._memory = [deepcopy(self._fresh) for _ in range(num_envs)]
-        self._signature = mujoco.mjtState.mjSTATE_INTEGRATION
 
     def reset(self, row: int, seed: int) -> Array:
         """Start an episode in one row; returns the observation (39,)."""
@@ -117,8 +117,7 @@ class MetaworldStepper:
 
     def physics_state(self, row: int) -> Array:
         """Return time, positions and velocities of one row, (1 + nq + nv,)."""
-        data = self.datas[row]
-        return np.concatenate([[data.time], data.qpos, data.qvel])
+        return recorded_physics(self.datas[row])
 
     def look(self, row: int) -> dict[str, Array]:
         """Return where the things are that resets put elsewhere, goals among them."""
@@ -135,20 +134,12 @@ class MetaworldStepper:
 
     def get_state(self) -> dict[str, Any]:
         """Return everything the next steps depend on."""
-        import mujoco
-
-        states = np.empty((self.num_envs, mujoco.mj_stateSize(self.model, self._signature)))
-        for row, data in enumerate(self.datas):
-            mujoco.mj_getState(self.model, data, states[row], self._signature)
-        return {"physics": states, "memory": deepcopy(self._memory)}
+        return {"physics": get_physics(self.model, self.datas), "memory": deepcopy(self._memory)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `get_state`."""
-        import mujoco
-
-        for row, data in enumerate(self.datas):
-            physics = np.asarray(state["physics"][row], np.float64)
-            mujoco.mj_setState(self.model, data, physics, self._signature)
+        set_physics(self.model, self.datas, state["physics"])
+        for row in range(self.num_envs):
             self._memory[row] = deepcopy(dict(state["memory"][row]))
 
     def close(self) -> None:

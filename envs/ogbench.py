@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from envs.physics import get_physics, recorded_physics, set_physics
 from envs.vector import StepResult
 from policies.errors import ConfigError
 
@@ -62,7 +63,6 @@ class OgbenchStepper:
         self._solved = np.zeros(num_envs, bool)  # everything is as wanted now
         self._memory = [deepcopy(self._fresh) for _ in range(num_envs)]
         self._rngs = [np.random.default_rng(0) for _ in range(num_envs)]  # each reset seeds its own
-        self._signature = mujoco.mjtState.mjSTATE_INTEGRATION
         self._pinch = self._env._pinch_site_id
 
     def reset(self, row: int, seed: int) -> Array:
@@ -101,8 +101,7 @@ class OgbenchStepper:
 
     def physics_state(self, row: int) -> Array:
         """Return time, positions and velocities of one row, (1 + nq + nv,)."""
-        data = self.datas[row]
-        return np.concatenate([[data.time], data.qpos, data.qvel])
+        return recorded_physics(self.datas[row])
 
     def button_states(self, row: int) -> Array | None:
         """Return the states of the buttons of one row; None where the world has none."""
@@ -127,13 +126,8 @@ class OgbenchStepper:
         Besides the integration state and what the rows remember that is the gripper pose, which the
         controller reads from the kinematics of the last physics step.
         """
-        import mujoco
-
-        states = np.empty((self.num_envs, mujoco.mj_stateSize(self.model, self._signature)))
-        for row, data in enumerate(self.datas):
-            mujoco.mj_getState(self.model, data, states[row], self._signature)
         return {
-            "physics": states,
+            "physics": get_physics(self.model, self.datas),
             "gripper_pos": np.stack([data.site_xpos[self._pinch] for data in self.datas]),
             "gripper_mat": np.stack([data.site_xmat[self._pinch] for data in self.datas]),
             "solved": self._solved.copy(),
@@ -143,12 +137,9 @@ class OgbenchStepper:
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `get_state`."""
-        import mujoco
-
         self._solved = np.array(state["solved"], bool)
+        set_physics(self.model, self.datas, state["physics"])
         for row, data in enumerate(self.datas):
-            physics = np.asarray(state["physics"][row], np.float64)
-            mujoco.mj_setState(self.model, data, physics, self._signature)
             data.site_xpos[self._pinch] = state["gripper_pos"][row]
             data.site_xmat[self._pinch] = state["gripper_mat"][row]
             for key in self._fresh:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from envs.physics import get_physics, set_physics
 from envs.robosuite_law import FINGER_RATE, compiled
 from envs.robosuite_reading import judge, reader
 from envs.robosuite_reference import begin, hide_collisions, make_robosuite
@@ -182,7 +183,6 @@ class FastStepper:
         self._read, self._is_solved = reader(self.scene.env, keys), judge(self.scene.env)
         self._halves: tuple[Callable[..., None], ...] = (mujoco.mj_step1, mujoco.mj_step2)
         self._kinematics: Callable[..., None] = mujoco.mj_kinematics
-        self._signature = mujoco.mjtState.mjSTATE_INTEGRATION
 
     def reset(self, row: int, seed: int) -> Array:
         """Start an episode in one row; returns the observation (Do,)."""
@@ -224,14 +224,9 @@ class FastStepper:
 
     def get_state(self) -> dict[str, Array]:
         """Return everything the next steps depend on: physics, postures (N, A, 7) and grips (N, A, 2)."""
-        import mujoco
-
-        states = np.empty((self.num_envs, mujoco.mj_stateSize(self.model, self._signature)))
-        for row, data in enumerate(self.datas):
-            mujoco.mj_getState(self.model, data, states[row], self._signature)
         limbs = self._limbs
         return {
-            "physics": states,
+            "physics": get_physics(self.model, self.datas),
             "rest": np.array([[limb.rest for limb in arms] for arms in limbs]),
             "grip": np.array([[limb.grip for limb in arms] for arms in limbs]),
         }
@@ -246,9 +241,8 @@ class FastStepper:
 
         if not isinstance(state, Mapping) or not {"physics", "rest", "grip"} <= state.keys():
             raise CheckpointError("the state is not one of env.engine=fast; use the engine that was saved.")
+        set_physics(self.model, self.datas, state["physics"])
         for row, data in enumerate(self.datas):
-            physics = np.asarray(state["physics"][row], np.float64)
-            mujoco.mj_setState(self.model, data, physics, self._signature)
             mujoco.mj_forward(self.model, data)
             for arm, limb in enumerate(self._limbs[row]):
                 limb.rest[:], limb.grip[:] = state["rest"][row][arm], state["grip"][row][arm]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from envs.physics import get_physics, recorded_physics, set_physics
 from envs.vector import StepResult
 from policies.errors import ConfigError
 
@@ -110,7 +111,6 @@ class RobotStepper:
         self._ctrl = [data.ctrl for data in self.datas]
         self._start = (self.datas[0].qpos.copy(), self.datas[0].qvel.copy())
         self._x = np.zeros(num_envs)
-        self._signature = mujoco.mjtState.mjSTATE_INTEGRATION
 
     def reset(self, row: int, seed: int) -> Array:
         """Start an episode as gymnasium does for this seed; returns (Do,)."""
@@ -175,25 +175,15 @@ class RobotStepper:
 
     def physics_state(self, row: int) -> Array:
         """Return time, positions and velocities of a row, as robomimic's files keep them."""
-        data = self.datas[row]
-        return np.concatenate([[data.time], data.qpos, data.qvel])
+        return recorded_physics(self.datas[row])
 
     def get_state(self) -> dict[str, Array]:
         """Return the integration states (N, nstate), from which physics continues bit-exactly, and x (N,)."""
-        import mujoco
-
-        states = np.empty((self.num_envs, mujoco.mj_stateSize(self.model, self._signature)))
-        for row, data in enumerate(self.datas):
-            mujoco.mj_getState(self.model, data, states[row], self._signature)
-        return {"physics": states, "x": self._x.copy()}
+        return {"physics": get_physics(self.model, self.datas), "x": self._x.copy()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `get_state`."""
-        import mujoco
-
-        physics = np.asarray(state["physics"], np.float64)
-        for row, data in enumerate(self.datas):
-            mujoco.mj_setState(self.model, data, physics[row], self._signature)
+        set_physics(self.model, self.datas, state["physics"])
         self._x = np.array(state["x"], np.float64)
 
     def close(self) -> None:

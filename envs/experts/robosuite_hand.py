@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from scipy.spatial.transform import Rotation
 
+from envs.physics import recorded_physics
+
 Array = np.ndarray
 
 OPEN, CLOSED = -1.0, 1.0
@@ -138,8 +140,7 @@ class Sight:
 
     def physics_state(self) -> Array:
         """Return time, positions and velocities, (1 + nq + nv,)."""
-        data = self._data
-        return np.concatenate([[data.time], data.qpos, data.qvel])
+        return recorded_physics(self._data)
 
     @property
     def _frame(self) -> Array:

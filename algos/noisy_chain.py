@@ -18,16 +18,15 @@ both places (the released one differs, and its ratios are not 1 on fresh data); 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from algos.buffers import Experience
 from algos.exploration import NoiseNet
-from algos.ratios import FlowRatio, Rows, Score
+from algos.ratios import NoisyFlowRatio, Rows, Score
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.protocols import Cond
@@ -36,7 +35,7 @@ from policies.samplers import gaussian_entropy, gaussian_log_prob, transition
 REDUCTIONS = ("mean", "per_step", "per_dim", "joint")
 
 
-class NoisyChain(FlowRatio):
+class NoisyChain(NoisyFlowRatio):
     """Acts by a noisy chain and scores whole chains; see `algos.ratios.RatioEstimator`.
 
     Args:
@@ -50,6 +49,8 @@ class NoisyChain(FlowRatio):
             part in the divisor of the reductions and in the clamp.
         log_prob_range: Clamp of the reduced log-densities, outside of which the gradient vanishes; None: off.
     """
+
+    noise: NoiseNet
 
     def __init__(
         self,
@@ -106,20 +107,6 @@ class NoisyChain(FlowRatio):
     def set_progress(self, progress: float) -> None:
         """Let the bounds of the noise follow the share of the run that is done."""
         self.noise.set_progress(progress)
-
-    def on_cpu(self) -> Self:
-        """Return the estimator as workers use it."""
-        twin = super().on_cpu()
-        twin.noise = copy.deepcopy(self.noise).cpu()
-        return twin
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is not part of the policy: the noise."""
-        return copy.deepcopy(self.noise.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        self.noise.load_state_dict(state)
 
     # -- acting ----------------------------------------------------------------------------------------
 

@@ -138,6 +138,26 @@ class FlowRatio(RatioEstimator):
         return self.policy.field
 
 
+class NoisyFlowRatio(FlowRatio):
+    """An estimator that explores with noise of its own, which learns and is saved beside the policy."""
+
+    noise: nn.Module
+
+    def on_cpu(self) -> Self:
+        """Return the estimator as workers use it."""
+        twin = super().on_cpu()
+        twin.noise = copy.deepcopy(self.noise).cpu()
+        return twin
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is not part of the policy: the noise."""
+        return copy.deepcopy(self.noise.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self.noise.load_state_dict(state)
+
+
 def reduce_log_prob(log_prob: Tensor, how: str) -> Tensor:
     """Reduce (..., Ta, Da) to (...).
 

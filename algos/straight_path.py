@@ -18,17 +18,15 @@ algorithm (the equation in the text has the old one, which has no gradient).
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from algos.buffers import Experience
-from algos.ratios import FlowRatio, Rows, Score, reduce_log_prob
+from algos.ratios import NoisyFlowRatio, Rows, Score, reduce_log_prob
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.protocols import Cond
@@ -67,7 +65,7 @@ class EndNoise(nn.Module):
         return torch.exp(self.low + self.span * self.weight.sigmoid())
 
 
-class StraightPath(FlowRatio):
+class StraightPath(NoisyFlowRatio):
     """Acts by the flow with noise on its end and scores a shift of its velocity; see the top of the file.
 
     Args:
@@ -79,6 +77,8 @@ class StraightPath(FlowRatio):
             `algos.ratios.reduce_log_prob`.
         brownian_coef: Weight of the Brownian term.
     """
+
+    noise: EndNoise
 
     def __init__(
         self,
@@ -107,20 +107,6 @@ class StraightPath(FlowRatio):
         """Executed entries, or steps, that the reduction averages over."""
         rows, dims = self.policy.chunk.act_steps, self.policy.chunk.shape[1]
         return float({"mean": rows * dims, "per_step": rows}.get(self.reduction, 1))
-
-    def on_cpu(self) -> Self:
-        """Return the estimator as workers use it."""
-        twin = super().on_cpu()
-        twin.noise = copy.deepcopy(self.noise).cpu()
-        return twin
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is not part of the policy: the noise."""
-        return copy.deepcopy(self.noise.state_dict())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        self.noise.load_state_dict(state)
 
     # -- acting ----------------------------------------------------------------------------------------
 

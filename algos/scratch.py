@@ -15,7 +15,7 @@ from torch import Tensor
 
 from algos.base import Setup
 from policies.errors import ConfigError
-from policies.normalizer import Normalizer
+from policies.normalizer import Normalizer, box_statistics
 from policies.policy import Policy, build_policy
 
 
@@ -43,14 +43,12 @@ def fresh_policy(setup: Setup, algo: str, state: Mapping[str, Tensor] | None = N
             f"env={spec.name} has goals. Give init=<policy directory>."
         )
     low, high = (torch.tensor(side) for side in (spec.action_low, spec.action_high))
-    box = {"min": low, "max": high, "mean": (low + high) / 2, "std": (high - low) / 2}
-    unit = dict(zip(("min", "max", "mean", "std"), torch.tensor([-1.0, 1.0, 0.0, 1.0]), strict=True))
-    known = {name: value.expand(spec.obs_dim) for name, value in unit.items()}
+    known = box_statistics(-torch.ones(spec.obs_dim), torch.ones(spec.obs_dim)) if state is None else state
     return build_policy(
         setup.policy,
         obs_dim=spec.obs_dim,
         action_dim=spec.action_dim,
-        statistics={"state": known if state is None else state, "action": box},
+        statistics={"state": known, "action": box_statistics(low, high)},
         seed=setup.seed,
     )
 

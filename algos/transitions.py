@@ -22,6 +22,7 @@ from torch import Tensor
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.memory import require_memory
 from policies.errors import DatasetError
+from policies.normalizer import box_statistics
 from policies.policy import Policy
 
 _log = logging.getLogger(__name__)
@@ -281,7 +282,7 @@ def box_of(dataset: EpisodeDataset, spec: Any) -> dict[str, Tensor]:
             "fill; the range of the data is taken for it, and nothing is clipped. Give env=<task>.",
             dataset.source, outside, 100 * outside / dataset.actions.numel(),
         )  # fmt: skip
-    return {"min": low, "max": high, "mean": (low + high) / 2, "std": (high - low) / 2}
+    return box_statistics(low, high)
 
 
 def clipped_actions(dataset: EpisodeDataset, box: dict[str, Tensor]) -> EpisodeDataset:

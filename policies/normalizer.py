@@ -21,6 +21,11 @@ Statistics = Mapping[str, Mapping[str, Tensor]]
 """Per feature: `min`, `max`, `mean`, `std`, each (D,), in physical units."""
 
 
+def box_statistics(low: Tensor, high: Tensor) -> dict[str, Tensor]:
+    """Return statistics of a box, each (D,): both modes map it to [-1, 1]."""
+    return {"min": low, "max": high, "mean": (low + high) / 2, "std": (high - low) / 2}
+
+
 def affine(mode: str, stats: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return (scale, offset), each (D,) float32, of `y = scale * x + offset`.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from envs.fit import require_fit
 from policies.correction import CorrectedPolicy, Correction
 from policies.errors import ConfigError
 from policies.registry import register
-from policies.seeds import derive_seed
+from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
 
 _PROBES = 4096  # rows on which the gate is measured
@@ -116,6 +116,8 @@ class CdsaConfig(Checked):
         After arXiv 2406.07541; see `policies.correction`.
     """
 
+    fixed_length: ClassVar[bool] = True  # the rate falls along it
+
     steps: int = 20_000  # gradient steps
     batch_size: int = 256  # transitions
     lr: float = 1e-3  # AdamW, at the start; falls to a tenth by a cosine
@@ -148,8 +150,7 @@ class CdsaConfig(Checked):
             dataset = clipped_actions(dataset, box_of(dataset, spec))
         with torch_threads(setup.threads(THREADS)):
             base = setup.init.clone().eval().requires_grad_(False)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive_seed(setup.seed, "correction"))
+            with seeded_weights(derive_seed(setup.seed, "correction")):
                 policy = self.correction.wrap(base).to(setup.device)
             table = tabulate(dataset.to(setup.device), policy.base, Rewarding())
             return OfflineRun(self, setup, CorrectionLearner(policy, table, self), table, dataset)

@@ -12,11 +12,9 @@ density of tanh has no floor (`paper_compat`).
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
-
-import torch
 
 from algos.base import Setup, require_states_only
 from algos.dsrl_learner import DISTILLATION_LATENTS, NoiseAliasedLearner, SteeredActor
@@ -31,14 +29,16 @@ from policies.errors import CapabilityError
 from policies.latent_steering import SteeredPolicy, Steering
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
-from policies.registry import register
+from policies.registry import name_of, register
 from policies.samplers import DDIM
-from policies.seeds import derive_seed
+from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
 
 VARIANTS = ("na", "sac")
+STILL = {"eta": 0.0, "eta_per_dim": (), "min_std": 0.0, "final_std": None}
+"""What a sampler is told, where it knows the word, so that it draws nothing after the start."""
 
 
 @register("algo", "dsrl")
@@ -50,7 +50,7 @@ class DsrlConfig(OffPolicyConfig):
     variant: str = "na"  # na: values of chunks, distilled into values of noise | sac: values of noise only
     distillation_share: float = 0.5  # steps of the distillation per step of the critics, for na
     distillation_latents: str = "gaussian"  # gaussian | box | mixture: where values are distilled, for na
-    denoising_steps: int | None = None  # of the frozen policy, for a diffusion by DDIM; None: its own sampler
+    denoising_steps: int | None = None  # of the frozen policy, without noise; None: its own sampler
     steering: Steering = field(default_factory=Steering)
 
     def __post_init__(self) -> None:
@@ -80,8 +80,7 @@ class DsrlConfig(OffPolicyConfig):
         init = check_setup(setup, "dsrl")
         require_states_only(init, "dsrl")
         with torch_threads(setup.threads(THREADS)):
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive_seed(setup.seed, "steering"))
+            with seeded_weights(derive_seed(setup.seed, "steering")):
                 policy = self._steered(init).to(setup.device)
                 learner = self.learner_of(policy, is_fresh=not isinstance(init, SteeredPolicy))
             # Latents and their chunks are remembered, and values are of them: what they mean must not change.
@@ -119,19 +118,36 @@ class DsrlConfig(OffPolicyConfig):
             )
 
     def _deciding(self, init: Policy) -> Policy:
-        """Return the policy with a sampler of so many steps that its start noise decides, if asked for."""
-        if self.denoising_steps is None:
+        """Return the policy with a sampler of so many steps that its start noise decides, if asked for.
+
+        Raises:
+            CapabilityError: If the policy takes no such number, or draws at every step all the same.
+        """
+        steps = self.denoising_steps
+        if steps is None or not init.noise_sensitive:
             return init
         if not isinstance(init, DenoisingPolicy):
             raise CapabilityError(
-                f"algo.denoising_steps={self.denoising_steps} is for a policy that denoises; got "
-                f"{type(init).__name__}. Leave it out."
+                f"algo.denoising_steps={steps} is for a policy that denoises; got {type(init).__name__}. "
+                f"Leave it out."
             )
         own: Any = init.sampler
         if isinstance(init.process, VPDiffusion) and not isinstance(own, DDIM):
             own = DDIM(clip_x0=own.clip_x0)
-        still = {"eta": 0.0, "eta_per_dim": (), "min_std": 0.0} if isinstance(own, DDIM) else {}
-        return init.with_sampler(replace(own, steps=self.denoising_steps, **still))
+        name, known = name_of("sampler", own), {f.name for f in fields(own)}
+        if "steps" not in known:
+            raise CapabilityError(
+                f"algo.denoising_steps={steps} is for a sampler that takes any number of steps; "
+                f"sampler={name} does not. Leave it out."
+            )
+        still = {word: value for word, value in STILL.items() if word in known}
+        policy = init.with_sampler(replace(own, steps=steps, **still))
+        if not policy.is_deterministic:
+            raise CapabilityError(
+                f"algo.denoising_steps={steps} leaves the policy its sampler={name}, which draws noise at "
+                f"every step. Give an init with a deterministic one, e.g. sampler=euler."
+            )
+        return policy
 
     def learner_of(self, policy: SteeredPolicy, *, is_fresh: bool = True) -> SoftLearner:
         """Return what learns; torch's global generator decides the initial weights.

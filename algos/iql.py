@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -138,6 +138,8 @@ class IqlConfig(OfflineConfig):
     Source:
         arXiv 2110.06169, section 5.
     """
+
+    fixed_length: ClassVar[bool] = True  # the actor's rate falls along it
 
     expectile: float = 0.7  # of values
     temperature: float = 3.0  # beta, of advantages in weights

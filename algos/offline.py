@@ -34,7 +34,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.protocols import TE, Cond
 from policies.registry import name_of
-from policies.seeds import derive_seed, seeded_generator
+from policies.seeds import derive_seed, seeded_generator, seeded_weights
 from policies.threads import torch_threads
 from policies.wrappers import WrappedPolicy
 
@@ -79,7 +79,9 @@ class OfflineConfig(Checked):
 
     makes_policy: ClassVar[bool] = True  # process, backbone and the like of a new policy are its own choice
 
-    steps: int = 1_000_000  # gradient steps of the critic
+    fixed_length: ClassVar[bool] = False  # whether `steps` shapes what is learned on the way
+
+    steps: int = 1_000_000  # gradient steps of the critic; a run may be continued with more of them
     batch_size: int = 256  # transitions
     gamma: float = 0.99  # discount per environment step
     reward_scale: float = 1.0  # rewards are scale r + shift
@@ -147,8 +149,7 @@ class OfflineConfig(Checked):
             dataset, policy = self.start(setup)
             rewarding = self.rewarding(dataset)
             table = tabulate(dataset.to(setup.device), policy, rewarding)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive_seed(setup.seed, "learner"))
+            with seeded_weights(derive_seed(setup.seed, "learner")):
                 learner = self.learner(policy, table, setup)
             probes = probes_of(table, dataset.to(setup.device), rewarding)
             ema = Ema(policy, DelayedDecay(self.ema_decay, every=1)) if self.ema_decay else None
@@ -229,8 +230,13 @@ def precision(autocast: str | None, device: torch.device) -> AbstractContextMana
 
 
 class Budget(Protocol):
-    """What a run is told: gradient steps, transitions of a batch, gradient steps between two reports."""
+    """What a run is told: gradient steps, transitions of a batch, gradient steps between two reports.
 
+    Attributes:
+        fixed_length: Whether a rate follows the number of steps, so that a run cannot be made longer.
+    """
+
+    fixed_length: ClassVar[bool]
     steps: int
     batch_size: int
     block_steps: int
@@ -261,7 +267,7 @@ class OfflineRun:
             "seed": setup.seed,
             "init": digest_of(setup.init),
             "dataset": dataset.digest(),
-            "total": config.steps,
+            **({"total": config.steps} if config.fixed_length else {}),
         }
         self._done = 0
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any, Self
 
-import torch
 from torch import nn
 
 from algos.base import Metrics, Setup, require_states_only
@@ -23,7 +22,7 @@ from envs.rollout import Rollout, RolloutPool
 from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.registry import name_of
-from policies.seeds import derive_seed, seeded_generator
+from policies.seeds import derive_seed, seeded_generator, seeded_weights
 from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
@@ -139,8 +138,7 @@ class OnPolicy:
         """
         policy: Policy = ratio.policy
         require_states_only(policy, name_of("algo", config))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(setup.seed, "critic"))
+        with seeded_weights(derive_seed(setup.seed, "critic")):
             critic = config.critic.build(policy.encoder.cond_dim).to(setup.device, policy.dtype)
         learner = PpoLearner(
             config,
@@ -172,6 +170,11 @@ class OnPolicy:
             origin=origin,
             moments=moments,
         )
+
+    @property
+    def budget(self) -> str:
+        """The key that lengthens the run."""
+        return "algo.iterations" if self.config.env_steps is None else "algo.env_steps"
 
     @property
     def policy(self) -> Policy:

@@ -42,7 +42,7 @@ from policies.policy import Policy
 from policies.processes.flow import LinearPath
 from policies.registry import register
 from policies.samplers import Euler
-from policies.seeds import derive_seed
+from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
 
 
@@ -121,8 +121,7 @@ class ReinFlowConfig(PpoConfig):
         like = next(policy.field.parameters())
         with torch.no_grad(), torch_threads(1):
             times, cond = policy.scored_net.features(*self._probe(policy))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(seed, "noise"))
+        with seeded_weights(derive_seed(seed, "noise")):
             noise = self.noise.build(policy.chunk.shape, times.shape[-1], cond.shape[-1])
         return NoisyChain(
             policy,

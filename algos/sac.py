@@ -30,7 +30,7 @@ from envs.fit import require_fit
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
 from policies.registry import name_of, register
-from policies.seeds import derive_seed
+from policies.seeds import derive_seed, seeded_weights
 from policies.squashed import TanhGaussianPolicy
 from policies.tanh_gaussian import highest_entropy, tanh_draw
 from policies.threads import torch_threads
@@ -69,8 +69,7 @@ class SacConfig(OffPolicyConfig):
         with torch_threads(setup.threads(THREADS)):
             policy = init.clone().to(setup.device).requires_grad_(True)
             actor = SquashedActor(policy, self.density_form, is_fresh=setup.init is None)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(derive_seed(setup.seed, "soft_critics"))
+            with seeded_weights(derive_seed(setup.seed, "soft_critics")):
                 critic = self.critic_config().build(policy.encoder.cond_dim, actor.latent_dim)
             critic = critic.to(policy.device, policy.dtype)
             rules = self.rules(actor.latent_dim, actor.highest_entropy)

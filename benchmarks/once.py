@@ -12,6 +12,7 @@ import burnish.api
 from burnish.api import overrides_of
 
 _OF_THE_MACHINE = ("num_workers", "num_threads")
+_LENGTHS = ("algo.steps=", "algo.total_steps=")
 
 
 def first_seed(seed: int) -> int:
@@ -38,7 +39,9 @@ def demonstrations(path: Path, env: str, episodes: int, *, first: int, noise: fl
 def trained(
     place: Path, *overrides: str, episodes: int = 0, indifferent: Sequence[str] = (), **values: Any
 ) -> burnish.api.Run:
-    """Train in a directory, or continue the run that is there; one that is finished stays as it is.
+    """Train in a directory, or continue the run that is there, also by more steps than it was started with.
+
+    One that is finished stays as it is.
 
     Args:
         place: Directory of the run.
@@ -52,21 +55,31 @@ def trained(
     """
     asked = (*overrides, f"evaluation.episodes={episodes}")
     if (place / "checkpoints" / "last").exists():
-        _require_same(place, overrides_of(asked, values), (*_OF_THE_MACHINE, *indifferent))
-        return burnish.train(resume=str(place))
+        more = _compared(place, overrides_of(asked, values), (*_OF_THE_MACHINE, *indifferent))
+        return burnish.train(*more, resume=str(place))
     shutil.rmtree(place, ignore_errors=True)
     return burnish.train(*asked, directory=place, **values)
 
 
-def _require_same(place: Path, asked: list[str], indifferent: Sequence[str]) -> None:
-    """Refuse a run of another recipe: results would be told of one that was not followed."""
+def _compared(place: Path, asked: list[str], indifferent: Sequence[str]) -> list[str]:
+    """Refuse a run of another recipe: results would be told of one that was not followed.
+
+    Returns:
+        What is to be changed in the run that is there: its length, if it is to be longer.
+    """
     before = (place / "overrides.txt").read_text().splitlines()
     was, wanted = (
         {one for one in each if one.partition("=")[0] not in indifferent} for each in (before, asked)
     )
-    if was != wanted:
-        changes = [f"- {one}" for one in sorted(was - wanted)] + [f"+ {one}" for one in sorted(wanted - was)]
-        raise SystemExit(
-            f"{place} was started with other settings; move it away, or go back to them:\n"
-            + "\n".join(changes)
-        )
+    if not (was ^ wanted):
+        return []
+    lengths = [sorted(each) for each in (was - wanted, wanted - was)]
+    if all(len(each) == 1 and each[0].startswith(_LENGTHS) for each in lengths):
+        (old,), (new,) = lengths
+        (key, _, few), (same, _, many) = old.partition("="), new.partition("=")
+        if key == same and int(many) > int(few):
+            return [new]
+    changes = [f"- {one}" for one in sorted(was - wanted)] + [f"+ {one}" for one in sorted(wanted - was)]
+    raise SystemExit(
+        f"{place} was started with other settings; move it away, or go back to them:\n" + "\n".join(changes)
+    )

@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from policies.policy import PART_GROUPS
+
 CARD = "README.md"
-_PART_GROUPS = ("process", "encoder", "backbone", "sampler")
 _NAMES = {"success": "success rate", "return": "return", "d4rl_score": "D4RL score"}
 
 
@@ -91,7 +92,7 @@ def _indexed(evaluation: Mapping[str, Any]) -> dict[str, Any]:
 def _parts(description: Mapping[str, Any]) -> Iterator[str]:
     parts = description["parts"]
     yield from ("| | |", "|---|---|")
-    yield from (f"| {group} | {_cell(parts[group])} |" for group in _PART_GROUPS if group in parts)
+    yield from (f"| {group} | {_cell(parts[group])} |" for group in PART_GROUPS if group in parts)
     yield f"| observation | {description['obs_steps']} × {description['obs_dim']} |"
     for camera, (height, width, _) in description.get("images", {}).items():
         yield f"| camera {_cell(camera)} | {height} × {width} |"

@@ -171,6 +171,13 @@ class ComposedPolicy(DenoisingPolicy):
         view._use_sampler(self.sampler, tuned_steps=None, log_prob_min_std=None)
         return view
 
+    def with_act_steps(self, act_steps: int) -> Self:
+        """Return a view of which the lead executes another number of rows."""
+        view = super().with_act_steps(act_steps)
+        lead, *others = self.fields
+        view.members = nn.ModuleList([lead.with_act_steps(act_steps), *others])
+        return view
+
     # -- NoiseDecoder ---------------------------------------------------------------------------------
 
     def bind(self, cond: Cond) -> BoundField:

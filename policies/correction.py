@@ -20,12 +20,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from policies.backbones.mlp import MlpConfig
-from policies.errors import ConfigError
+from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
 from policies.protocols import Cond, SampleHook
 from policies.registry import register
@@ -133,6 +134,19 @@ class CorrectedPolicy(WrappedPolicy):
         self.register_buffer("mean", torch.zeros(conds))
         self.register_buffer("std", torch.ones(conds))
         self.register_buffer("gate", torch.tensor(math.inf))
+
+    def with_act_steps(self, act_steps: int) -> Self:
+        """Return the policy itself where nothing changes.
+
+        Raises:
+            CapabilityError: If it was trained for another number.
+        """
+        if act_steps == self.chunk.act_steps:
+            return self
+        raise CapabilityError(
+            f"this correction was trained for {self.chunk.act_steps} executed steps; got "
+            f"act_steps={act_steps}. Leave act_steps out, or train another one (algo=cdsa)."
+        )
 
     def decode(
         self,

@@ -238,6 +238,8 @@ class DenoisingPolicy(Policy):
                 "density under one network. Use with_guidance(1)."
             )
         clip, final, floor = self.table.clip_action, self.sampler.final_std, self.log_prob_min_std
+        scored = self.table.schedule_std[-1].clamp(min=floor)
+        recorded = self.table.net_time[self.table.num_steps - self.tuned_steps :]
         has_zero_std = bool((self.table.schedule_std.clamp(min=floor) <= 0).any())
         if self.is_deterministic or has_zero_std or self.table.memory is not None:
             reason = "is deterministic"
@@ -248,9 +250,12 @@ class DenoisingPolicy(Policy):
         elif self.table.clip_state is not None:
             reason = f"clamps states to ±{self.table.clip_state:g}, which are then no Gaussian draws"
             advice = "Use clip_state=null."
-        elif final is not None and final < floor:
-            reason = f"ends with a deviation of {final:g}, which is scored as {floor:g}"
-            advice = f"Use final_std=null, or at least {floor:g}."
+        elif final is not None and bool((scored - final).abs().max() > 1e-6):
+            reason = f"ends with a deviation of {final:g}, which is scored as {scored.max():g}"
+            advice = f"Use final_std=null, or {scored.max():g}."
+        elif isinstance(self.field, SwitchedField) and not bool(self.field.is_tuned(recorded).all()):
+            reason = f"records {self.tuned_steps} steps, of which the first are those of the frozen network"
+            advice = "Use with_sampler(…, tuned_steps=<as many as were tuned>)."
         else:
             return
         raise CapabilityError(

@@ -127,6 +127,12 @@ class SchedulerLoop:
             settings |= {"clip_sample": clip is not None, "clip_sample_range": 1.0 if clip is None else clip}
         kind = getattr(diffusers, self.sampler.scheduler)
         known = set(inspect.signature(kind.__init__).parameters)
+        algorithm = str(settings.get("algorithm_type", ""))
+        if algorithm.startswith("sde") or settings.get("stochastic_sampling"):
+            raise ConfigError(
+                f"sampler.options of {self.sampler.scheduler} make it draw noise of its own, which our seeds "
+                "do not reach. Use a deterministic setting, or sampler=ddpm, or ddim with sampler.eta."
+            )
         if unknown := sorted(set(self.sampler.options) - known):
             raise ConfigError(f"sampler.options {unknown} are no settings of {self.sampler.scheduler}.")
         if clip is not None and self.sampler.scheduler not in _CLIPS:

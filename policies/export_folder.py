@@ -25,7 +25,7 @@ from policies.runner import ENCODER, LOOP, MODEL, SAMPLE, SIGNATURE, STEP
 REPORT, CARD, RUNNER = "report.json", "README.md", "runner.py"
 PROGRAM, PACKAGE = "policy.pt2", "policy.aot.pt2"
 MODELS = (MODEL, ENCODER, STEP, LOOP, PROGRAM, PACKAGE)
-"""Files that hold the policy, in all formats; an export that replaces another one removes those it lacks."""
+"""Files that hold the policy, in all formats."""
 
 Run = Callable[[Mapping[str, Tensor]], list[np.ndarray]]
 """Inputs by name -> actions (B, Ta, Da) and plan (B, R, Da)."""
@@ -94,12 +94,12 @@ def refuse_to_replace(directory: str | Path, *, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def draft_of(target: Path) -> Iterator[Path]:
-    """Collect files aside and move them into `target` when all is well; a failure leaves nothing behind."""
+    """Collect files aside and move them into `target` when all is well; a failure before changes nothing."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as draft:
         yield Path(draft)
         target.mkdir(exist_ok=True)
-        for name in MODELS:
+        for name in (*MODELS, RUNNER):  # those of another format
             (target / name).unlink(missing_ok=True)
         for path in Path(draft).iterdir():
             path.replace(target / path.name)

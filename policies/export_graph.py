@@ -32,7 +32,7 @@ from policies.weight_cache import seal
 OPSET = 18
 
 _TRACED_BATCH = 3
-_SYMBOLIC_BATCH = 1009  # sizes that are equal would be taken for one, so this is no other size, nor a product
+SYMBOLIC_BATCH = 1009  # sizes that are equal would be taken for one, so this is no other size, nor a product
 _NUDGE = 1e-6  # of the noise, whose deviation is 1: about what rounding adds up to
 _log = logging.getLogger(__name__)
 
@@ -206,7 +206,7 @@ def own_rounding(model: Traceable, batch_sizes: Sequence[int], seed: int) -> flo
 
 def _write_graph(model: Traceable, path: Path, seed: int, *, is_symbolic: bool) -> None:
     """Trace the model and write the graph, weights included, with a dynamic batch."""
-    size = _SYMBOLIC_BATCH if model.has_gradients else _TRACED_BATCH
+    size = SYMBOLIC_BATCH if model.has_gradients else _TRACED_BATCH
     inputs = model.example(size, torch.Generator().manual_seed(seed))
     shapes = dynamic_shapes(model, inputs)
     call: dict[str, Any] = {"f": str(path)}

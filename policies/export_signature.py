@@ -19,7 +19,7 @@ from policies.errors import CheckpointError, ConfigError, ExportError
 from policies.protocols import ChunkSpec
 from policies.runner import SIGNATURE
 from policies.strict_json import read_json
-from policies.wire import Feature
+from policies.wire import Feature, short
 
 KINDS = (("onnx", "whole"), ("onnx", "step"), ("torch", "whole"))
 """Formats and graphs that there are."""
@@ -106,12 +106,12 @@ def _checked(facts: dict[str, Any]) -> Signature:
     kind = (facts.get("format"), facts.get("graph"))
     if kind not in KINDS:
         known = ", ".join(" with ".join(one) for one in KINDS)
-        raise ValueError(f"format and graph must be one of {known}; got {_short(kind)}.")
+        raise ValueError(f"format and graph must be one of {known}; got {short(kind)}.")
     inputs = {str(name): _feature(f"inputs.{name}", one) for name, one in _map(facts, "inputs").items()}
     outputs = _map(facts, "outputs")
     action, plan = (_feature(f"outputs.{name}", outputs.get(name)) for name in ("action", "plan"))
     if not {"observation", "noise"} <= inputs.keys():
-        raise ValueError(f"inputs must hold observation and noise; got {_short(sorted(inputs))}.")
+        raise ValueError(f"inputs must hold observation and noise; got {short(sorted(inputs))}.")
     noise = inputs.pop("noise")
     chunk = _chunk(facts, action, plan)
     _check_inputs(inputs, chunk)
@@ -162,7 +162,7 @@ def _check_inputs(inputs: Mapping[str, Feature], chunk: ChunkSpec) -> None:
             fits = len(shape) == 4 and (shape[0], shape[3]) == (chunk.obs_steps, 3) and is_image
         if not fits:
             raise ValueError(
-                f"inputs.{_short(name)} must be observation (To, Do), goal (Dg) or images (To, H, W, 3) of "
+                f"inputs.{short(name)} must be observation (To, Do), goal (Dg) or images (To, H, W, 3) of "
                 f"uint8 with To={chunk.obs_steps}; got {shape}, {feature.dtype}."
             )
 
@@ -170,28 +170,26 @@ def _check_inputs(inputs: Mapping[str, Feature], chunk: ChunkSpec) -> None:
 def _feature(key: str, data: Any) -> Feature:
     """Read shape and type of an input or output, without its batch."""
     if not isinstance(data, dict) or data.get("dtype") not in _DTYPES:
-        raise ValueError(
-            f"{_short(key)} must be an object with shape, and dtype one of {', '.join(_DTYPES)}."
-        )
+        raise ValueError(f"{short(key)} must be an object with shape, and dtype one of {', '.join(_DTYPES)}.")
     shape = data.get("shape")
     if not isinstance(shape, list) or not 1 <= len(shape) <= 8 or shape[0] != "B":
-        raise ValueError(f"{_short(key)}.shape must be a list that begins with 'B'; got {_short(shape)}.")
+        raise ValueError(f"{short(key)}.shape must be a list that begins with 'B'; got {short(shape)}.")
     sizes = tuple(_count(f"{key}.shape", size) for size in shape[1:])
     if math.prod(sizes) > MAX_NUMBERS:
-        raise ValueError(f"{_short(key)}.shape must have at most {MAX_NUMBERS} numbers; got {_short(shape)}.")
+        raise ValueError(f"{short(key)}.shape must have at most {MAX_NUMBERS} numbers; got {short(shape)}.")
     return Feature(sizes, data["dtype"])
 
 
 def _map(data: Mapping[str, Any], key: str) -> dict[str, Any]:
     found = data.get(key)
     if not isinstance(found, dict):
-        raise ValueError(f"{key} must be an object; got {_short(found)}.")
+        raise ValueError(f"{key} must be an object; got {short(found)}.")
     return found
 
 
 def _count(key: str, value: Any, least: int = 1) -> int:
     if type(value) is not int or not least <= value <= MAX_NUMBERS:
-        raise ValueError(f"{_short(key)} must be whole, {least} to {MAX_NUMBERS}; got {_short(value)}.")
+        raise ValueError(f"{short(key)} must be whole, {least} to {MAX_NUMBERS}; got {short(value)}.")
     return value
 
 
@@ -201,28 +199,23 @@ def _limits(action: Mapping[str, Any], key: str, width: int) -> tuple[float, ...
     if values is None:
         return None
     if not isinstance(values, list) or len(values) != width or not all(map(_is_number, values)):
-        raise ValueError(f"outputs.action.{key} must hold {width} numbers, or null; got {_short(values)}.")
+        raise ValueError(f"outputs.action.{key} must hold {width} numbers, or null; got {short(values)}.")
     return tuple(float(value) for value in values)
 
 
 def _task(facts: Mapping[str, Any]) -> str | None:
     task = facts.get("task")
     if task is not None and not isinstance(task, str):
-        raise ValueError(f"task must be a text, or null; got {_short(task)}.")
+        raise ValueError(f"task must be a text, or null; got {short(task)}.")
     return task
 
 
 def _rate(facts: Mapping[str, Any]) -> float | None:
     rate = facts.get("control_hz")
     if rate is not None and not (_is_number(rate) and rate > 0):
-        raise ValueError(f"control_hz must be positive, or null; got {_short(rate)}.")
+        raise ValueError(f"control_hz must be positive, or null; got {short(rate)}.")
     return None if rate is None else float(rate)
 
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float)
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from policies.errors import ExportError
 from policies.export_graph import (
+    SYMBOLIC_BATCH,
     SampledPolicy,
     dynamic_shapes,
     parity_of,
@@ -23,7 +24,6 @@ from policies.export_graph import (
     worst_of,
 )
 
-_TRACED_BATCH = 1009  # sizes that are equal would be taken for one, so this is no other size, nor a product
 _COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -31,8 +31,7 @@ class Program:
     """A loaded program, called as a graph is: inputs by name to arrays.
 
     Args:
-        call: The program.
-        names: Its inputs in their order, where it takes them one by one; None: it takes all at once.
+        call: The program; takes all inputs by name.
     """
 
     def __init__(self, call: Any) -> None:
@@ -94,7 +93,7 @@ def missing_compiler() -> str | None:
 
 def _traced(model: Any, seed: int) -> torch.export.ExportedProgram:
     """Trace a model with a symbolic batch."""
-    inputs = model.example(_TRACED_BATCH, torch.Generator().manual_seed(seed))
+    inputs = model.example(SYMBOLIC_BATCH, torch.Generator().manual_seed(seed))
     shapes = dynamic_shapes(model, inputs)
     if model.has_gradients:
         model = _ByName(spell_out(model, inputs), list(inputs))

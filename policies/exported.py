@@ -81,7 +81,7 @@ class ExportedPolicy:
     ) -> Tensor:
         """Choose actions (B, Ta, Da); see `Policy.act`. They are not clipped, as a policy's are not."""
         items = dict(obs) if isinstance(obs, Mapping) else {"state": obs}
-        inputs = {name: torch.as_tensor(value) for name, value in items.items()}
+        inputs = {name: _as_sent(torch.as_tensor(value)) for name, value in items.items()}
         inputs["observation"] = inputs.pop("state").float()
         if noise is None:
             noise = self.sample_noise(len(inputs["observation"]), generator=generator)
@@ -100,6 +100,12 @@ def refuse_to_run_code(folder: Path, signature: Signature, *, trust: bool) -> No
             "and policy folders are expected not to; got trust=false. Say trust=true if you made it or trust "
             "who did; otherwise ask for format=onnx, which executes nothing."
         )
+
+
+def _as_sent(value: Tensor) -> Tensor:
+    """Return images in [0, 1], (B, To, H, W, C), as the bytes that an export takes; others as they are."""
+    is_image = value.dim() == 5 and value.is_floating_point()
+    return (255 * value).round().clamp(0, 255).to(torch.uint8) if is_image else value
 
 
 def _example(signature: Signature) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
 from policies.fields import SwitchedField
 from policies.operators import Composition
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import PART_GROUPS, Policy, PolicyConfig, build_policy
 from policies.strict_json import read_json
 from policies.typed import check_types
 from policies.wrappers import WrappedPolicy
@@ -53,7 +53,6 @@ FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
 _HERE, _RENAME_EXCHANGE = -100, 2  # of the system call renameat2: relative to here; swap the two names
-_PART_GROUPS = ("process", "encoder", "backbone", "sampler")
 _SIZES = ("obs_dim", "goal_dim", "action_dim", "obs_steps", "horizon", "act_steps", "action_start")
 _KEYS = {
     *("format", "parts", "switch_time", "images", "normalizer", "observation_clip", "goal_dropout"),
@@ -63,6 +62,7 @@ _KEYS = {
 _MAX_SIZE, _MAX_TEXT, _MAX_MEMBERS, _MAX_NESTED = 100_000, 1000, 64, 8
 _SPARE_BYTES, _BYTES_PER_BYTE = 512 * 2**20, 32  # what may be allocated beside, and for, a byte of weights
 _SPARE_OPERATIONS, _OPERATIONS_PER_TENSOR = 5_000, 100
+_OPERATIONS_PER_STEP, _MOST_STEPS = 200, 1000  # to lay out what a sampler does, of as many steps
 
 
 def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dic
     field = None if isinstance(policy, ComposedPolicy) else getattr(policy, "field", None)
     return {
         "format": FORMAT,
-        "parts": {group: registry.to_json(group, getattr(config, group)) for group in _PART_GROUPS},
+        "parts": {group: registry.to_json(group, getattr(config, group)) for group in PART_GROUPS},
         "switch_time": field.switch_time if isinstance(field, SwitchedField) else None,
         "tuned_above": isinstance(field, SwitchedField) and field.tuned_above,
         "obs_dim": policy.obs_dim,
@@ -113,27 +113,65 @@ def save_policy(
         provenance: Facts for the model card (task, algorithm, dataset, versions, results); JSON types.
 
     Raises:
-        CheckpointError: If `directory` exists and is not a policy directory.
+        CheckpointError: If `directory` exists and is not a policy directory, or if the policy could not be
+            loaded again: a weight or a setting is not finite, or more precise than a file keeps.
     """
     target = Path(directory)
-    if target.exists() and not (target / CONFIG).exists() and any(target.iterdir()):
+    if target.is_symlink():
+        target = target.resolve()  # what the link leads to is replaced, not the link
+    if target.exists() and not _may_be_replaced(target):
         raise CheckpointError(f"{target} exists and is not a policy directory; choose another place.")
+    description, state = _as_json(describe(policy, provenance)), _weights_of(policy)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
     aside.mkdir()
     try:
-        description = describe(policy, provenance)
-        (aside / CONFIG).write_text(json.dumps(description, indent=2, sort_keys=True) + "\n")
-        state = {k: v.detach().cpu().contiguous().clone() for k, v in policy.state_dict().items()}
+        (aside / CONFIG).write_text(description + "\n")
         save_file(state, aside / WEIGHTS)
         write_checksums(aside, (CONFIG, WEIGHTS))
         count = sum(p.numel() for p in policy.parameters())
-        (aside / CARD).write_text(render_card(description, count))
+        (aside / CARD).write_text(render_card(json.loads(description), count))
         _sync(aside)
         _swap(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return target
+    return Path(directory)
+
+
+def _may_be_replaced(target: Path) -> bool:
+    """Tell whether a path is a policy directory, or an empty one."""
+    return target.is_dir() and ((target / CONFIG).exists() or not any(target.iterdir()))
+
+
+def _as_json(description: dict[str, Any]) -> str:
+    """Return a description as text.
+
+    Raises:
+        CheckpointError: If a number in it is not finite, or it holds what is no JSON.
+    """
+    try:
+        return json.dumps(description, indent=2, sort_keys=True, allow_nan=False)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"the description of this policy cannot be saved: {error}. Use null where there is no bound."
+        ) from None
+
+
+def _weights_of(policy: Policy) -> dict[str, Tensor]:
+    """Return the weights on the CPU, as a file keeps them.
+
+    Raises:
+        CheckpointError: If a value could not be loaded again.
+    """
+    state = {k: v.detach().cpu().contiguous().clone() for k, v in policy.state_dict().items()}
+    for name, value in state.items():
+        if value.dtype == torch.float64:
+            raise CheckpointError(
+                f"'{name}' has double precision, which files do not keep; call .float() first."
+            )
+        if fault := fault_of(name, value, value.dtype):
+            raise CheckpointError(f"this policy cannot be saved: '{name}' {fault}.")
+    return state
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:
@@ -194,12 +232,11 @@ def load_policy(directory: str | Path) -> Policy:
     data = read_config(home)
     shapes, nbytes = _read_shapes(home / WEIGHTS)
     registry.scan_policies()
-    budget = Budget(
-        _SPARE_BYTES + _BYTES_PER_BYTE * nbytes, _SPARE_OPERATIONS + _OPERATIONS_PER_TENSOR * len(shapes)
-    )
     try:
         _check_description(data)
-        with budget:
+        operations = _SPARE_OPERATIONS + _OPERATIONS_PER_TENSOR * len(shapes)
+        operations += _OPERATIONS_PER_STEP * min(_steps_of(data), _MOST_STEPS)
+        with Budget(_SPARE_BYTES + _BYTES_PER_BYTE * nbytes, operations):
             policy = _rebuild(data)
     except MissingExtraError:
         raise
@@ -235,8 +272,8 @@ def _check_description(data: Any, nested: int = 0) -> None:
     if type(data.get("tuned_above", False)) is not bool:
         raise ConfigError(f"tuned_above must be true or false; got {str(data['tuned_above'])[:80]}.")
     for group, part in data["parts"].items():
-        if group not in _PART_GROUPS or not isinstance(part, dict):
-            raise ConfigError(f"parts must hold objects for {', '.join(_PART_GROUPS)}; got '{group[:80]}'.")
+        if group not in PART_GROUPS or not isinstance(part, dict):
+            raise ConfigError(f"parts must hold objects for {', '.join(PART_GROUPS)}; got '{group[:80]}'.")
         check_types(registry.lookup(group, str(part.get("name"))), part, group)
     wrappers = data.get("wrappers", [])
     if not isinstance(wrappers, list) or len(wrappers) > _MAX_NESTED:
@@ -252,6 +289,13 @@ def _check_description(data: Any, nested: int = 0) -> None:
         check_types(Composition, data["composition"], "composition")
         for member in members:
             _check_description(member, nested + 1)
+
+
+def _steps_of(data: Mapping[str, Any]) -> int:
+    """Return how many steps the samplers of a description take together, members included."""
+    steps = data["parts"]["sampler"].get("steps")
+    own = steps if type(steps) is int else 0
+    return own + sum(_steps_of(member) for member in data.get("members", ()))
 
 
 def _check_values(value: Any) -> None:
@@ -280,7 +324,7 @@ def _rebuild_inner(data: Mapping[str, Any]) -> Policy:
         members = [_rebuild(member) for member in data["members"]]
         return ComposedPolicy(members, Composition(**data["composition"]), sampler=sampler)
     described = {"encoder": {"name": "state"}} | data["parts"]  # there was one encoder at first
-    parts = {group: registry.from_json(group, described[group]) for group in _PART_GROUPS}
+    parts = {group: registry.from_json(group, described[group]) for group in PART_GROUPS}
     names = ("obs_steps", "horizon", "act_steps", "action_start")
     modes = {"state": "limits", "goal": "limits", "action": "limits"} | data["normalizer"]
     horizons = {name: data[name] for name in names}

@@ -31,7 +31,7 @@ class Inpaint(Hook):
     """Pin a part of the chunk to known values and let the rest follow.
 
     The known values replace x0, so the next state holds them at its own noise level; after the last
-    step they are exact, also with a sampler that injects noise there.
+    step they are exact, also with a sampler that injects noise there, unless `clip_action` bounds them.
 
     Args:
         known: (B, Th, Da) or broadcastable, normalised.

@@ -6,7 +6,6 @@ told by the caller or taken as published, and is written down with the policy.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from policies import registry
+from policies.checksums import sha256
 from policies.denoising import DenoisingPolicy
 from policies.errors import CheckpointError, ConfigError
 from policies.fields import SwitchedField
@@ -119,7 +119,7 @@ def import_policy(
     _check_actions(policy)
     return policy, Conversion(
         checkpoint.name,
-        hashlib.sha256(checkpoint.read_bytes()).hexdigest(),
+        sha256(checkpoint),
         found,
         registry.to_json("source", source),
         len(tensors) - sum(skipped.values()),

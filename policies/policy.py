@@ -19,9 +19,15 @@ from policies.encoders import Encoder, ImageShape, ObservationSizes
 from policies.errors import CapabilityError, ConfigError
 from policies.normalizer import Normalizer, Statistics
 from policies.protocols import ChunkSpec, Cond, Observation, Reduction, SampleHook
+from policies.seeds import seeded_weights
+from policies.weight_cache import forget
 
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 """Where a module keeps what is assigned to it."""
+
+
+PART_GROUPS = ("process", "encoder", "backbone", "sampler")
+"""The registered parts of a policy, by the names that they have in `PolicyConfig`."""
 
 
 @dataclass
@@ -49,6 +55,20 @@ class PolicyConfig:
     def chunk(self, action_dim: int) -> ChunkSpec:
         """Return the horizons for an action width."""
         return ChunkSpec(action_dim, self.horizon, self.act_steps, self.obs_steps, self.action_start)
+
+
+def _features(modes: Mapping[str, str], dims: Mapping[str, int]) -> list[str]:
+    """Return the features that there are; every one of them needs a mode.
+
+    Raises:
+        ConfigError: If one is missing, or unknown.
+    """
+    there = [name for name, dim in dims.items() if dim]
+    if unknown := sorted(set(modes) - set(dims)):
+        raise ConfigError(f"policy.normalizer knows {', '.join(dims)}; got {', '.join(unknown)}.")
+    if missing := [name for name in there if name not in modes]:
+        raise ConfigError(f"policy.normalizer must give a mode to {', '.join(missing)} as well.")
+    return there
 
 
 class Policy(nn.Module):
@@ -80,7 +100,7 @@ class Policy(nn.Module):
         sizes = ObservationSizes(obs_dim, config.obs_steps, goal_dim, images or {})
         self.encoder: Encoder = config.encoder.build(sizes)
         dims = {"state": obs_dim, "goal": goal_dim, "action": action_dim}
-        modes = {k: config.normalizer[k] for k, d in dims.items() if d}
+        modes = {k: config.normalizer[k] for k in _features(config.normalizer, dims)}
         clip = config.observation_clip
         clips = {} if clip is None else {k: clip for k in modes if k != "action"}
         self.normalizer = Normalizer(modes, dims, clips)
@@ -215,6 +235,23 @@ class Policy(nn.Module):
         view.__dict__.update({name: self.__dict__[name].copy() for name in _REGISTERED})
         return view
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move or convert all weights, and let go of what was computed from them where they were."""
+        moved = super()._apply(fn, recurse)
+        forget(self)
+        return moved
+
+    def with_act_steps(self, act_steps: int) -> Self:
+        """Return a view that executes another number of the rows that it predicts.
+
+        Raises:
+            ConfigError: If the horizon is shorter.
+        """
+        view = self._view()
+        view.config = replace(self.config, act_steps=act_steps)
+        view.chunk = replace(self.chunk, act_steps=act_steps)
+        return view
+
     def on_cpu(self) -> Self:
         """Return the policy if it is on the CPU, else a copy there: worker processes compute on the CPU."""
         return self if self.device.type == "cpu" else self.clone().cpu()
@@ -266,8 +303,7 @@ def build_policy(
         seed: Seeds the initial weights; the global random state is left untouched.
     """
     config = complete(config)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded_weights(seed):
         policy = config.process.policy_class()(
             config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim, images=images
         )

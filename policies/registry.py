@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
@@ -41,7 +42,7 @@ def register(group: str, name: str) -> Callable[[T], T]:
         if not is_dataclass(cls):
             raise TypeError(f"@register needs a dataclass; got {cls!r}. Put @dataclass below it.")
         taken = _PARTS.setdefault(group, {}).get(name)
-        if taken is not None and taken.__qualname__ != cls.__qualname__:
+        if taken is not None and _origin(taken) != _origin(cls):
             raise ConfigError(
                 f"{group}={name} is already registered by {taken.__module__}.{taken.__qualname__}."
             )
@@ -49,6 +50,12 @@ def register(group: str, name: str) -> Callable[[T], T]:
         return cls
 
     return decorate
+
+
+def _origin(cls: type) -> tuple[str, str]:
+    """Return where a class is defined; the same for a file that runs as the main program and is imported."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return file or cls.__module__, cls.__qualname__
 
 
 def parts(group: str) -> dict[str, type]:

@@ -14,8 +14,7 @@ the run may consist of steps that lead to where the next one begins.
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -205,9 +204,7 @@ def with_act_steps(policy: AnyPolicy, act_steps: int | None) -> AnyPolicy:
             f"act_steps={act_steps} needs a policy that predicts a horizon; {type(policy).__name__} does not "
             f"say. Leave act_steps out."
         )
-    view = copy.copy(policy)
-    view.chunk = replace(policy.chunk, act_steps=act_steps)
-    return view
+    return policy.with_act_steps(act_steps)
 
 
 def _check(warm_start: WarmStart, policy: DenoisingPolicy) -> None:

@@ -351,7 +351,7 @@ class Runner:
         seen = {}
         for name in sorted(self.inputs.keys() - {"noise"}):
             facts = self.inputs[name]
-            value = np.asarray(newest[name], dtype=facts["dtype"])
+            value = _typed(name, newest[name], facts["dtype"])
             shape = facts["shape"][1 if name in NOT_HISTORIES else 2 :]
             if list(value.shape) != shape:
                 raise ValueError(f"{name} must have shape {tuple(shape)}; got {value.shape}.")
@@ -599,6 +599,17 @@ def check(folder: str | Path) -> float:
     action = sample.pop("action")
     found = Runner(folder).predict(sample).action
     return float(np.abs(found - action).max() / max(1.0, np.abs(action).max()))
+
+
+def _typed(name: str, value: Any, dtype: str) -> Array:
+    """Return an input in its type; images are never rounded: 0.9 of 1 would be black."""
+    given = np.asarray(value)
+    are_bytes = given.dtype.kind in "iu" and bool(((given >= 0) & (given <= 255)).all())
+    if dtype == "uint8" and not are_bytes:
+        raise ValueError(
+            f"{name} must be bytes, 0 to 255; got {given.dtype}. Use np.rint(255 * x).astype(np.uint8)."
+        )
+    return given.astype(dtype, copy=False)
 
 
 def _array(values: Any) -> Array | None:

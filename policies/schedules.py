@@ -12,7 +12,9 @@ cosine betas in float64 rounded to float32, the other two in float32, products i
 
 from __future__ import annotations
 
+import logging
 import math
+from functools import cache
 from itertools import pairwise
 
 import torch
@@ -20,11 +22,15 @@ from torch import Tensor
 
 from policies.errors import ConfigError
 
+_log = logging.getLogger(__name__)
+
 SCHEDULES = ("cosine", "linear", "scaled_linear")
 SPACINGS = ("leading", "trailing", "linspace")
 
 COSINE_OFFSET = 0.008
 MAX_BETA = 0.999
+LOWEST_START = 0.75
+"""A sampler that begins below this share of the levels starts from noise where there should be less of it."""
 SNAP = 1e-3
 """Levels closer than this to an integer are that integer: float32 times carry an error of about 1e-7 K."""
 
@@ -86,6 +92,16 @@ def level_of_time(t: Tensor, num_levels: int) -> Tensor:
     return torch.where((tau - nearest).abs() < SNAP, nearest, tau).clamp(-1.0, num_levels - 1.0)
 
 
+@cache
+def _warn_of_start(num_levels: int, steps: int, first: int) -> None:
+    """Warn once of a sampler that starts from noise where there should be less of it."""
+    _log.warning(
+        "sampler.steps=%d with sampler.spacing=leading begins at level %d of %d, as diffusers does, but from "
+        "pure noise: samples are spread wrongly. Use sampler.spacing=trailing, or fewer steps.",
+        steps, first, num_levels - 1,
+    )  # fmt: skip
+
+
 def spaced_levels(num_levels: int, steps: int, spacing: str = "leading") -> list[int]:
     """Choose the levels that a sampler visits, noisiest first.
 
@@ -93,7 +109,8 @@ def spaced_levels(num_levels: int, steps: int, spacing: str = "leading") -> list
         num_levels: K.
         steps: How many levels to visit, 1 to K; a single one must be the noisiest (`trailing`).
         spacing: `leading` takes multiples of K // steps and ends at 0; `trailing` starts at K-1;
-            `linspace` includes both ends.
+            `linspace` includes both ends. A `leading` one that begins far from K-1, where a chunk still
+            shows through the noise that it is started from, is taken with a warning.
 
     Raises:
         ConfigError: If steps does not fit or the spacing is unknown.
@@ -112,7 +129,10 @@ def spaced_levels(num_levels: int, steps: int, spacing: str = "leading") -> list
             "nearly clean and is returned as it is. Use sampler.spacing=trailing, or 2 steps or more."
         )
     if spacing == "leading":
-        return [i * (num_levels // steps) for i in reversed(range(steps))]
+        stride = num_levels // steps
+        if stride * (steps - 1) < LOWEST_START * (num_levels - 1):
+            _warn_of_start(num_levels, steps, stride * (steps - 1))
+        return [i * stride for i in reversed(range(steps))]
     if spacing == "trailing":
         return [round(num_levels - i * num_levels / steps) - 1 for i in range(steps)]
     if spacing == "linspace":

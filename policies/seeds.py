@@ -7,6 +7,8 @@ weights, shuffles, noise, episodes. A name is chosen where it is used; there is 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -29,3 +31,11 @@ def seeded_generator(
 ) -> torch.Generator:
     """Return a generator at the start of a stream; see `derive_seed`."""
     return torch.Generator(device=device).manual_seed(derive_seed(seed, stream, *key))
+
+
+@contextmanager
+def seeded_weights(seed: int) -> Iterator[None]:
+    """Draw initial weights from a seed, on the CPU; every global generator is afterwards as it was before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` would seed those of accelerators too
+        yield

@@ -64,8 +64,7 @@ class Selection:
         return below.sum(dim=1).clamp(max=self.candidates - 1)
 
 
-@dataclass(frozen=True, eq=False)
-class LowEnergy:
+class LowEnergy(nn.Module):
     """Scores plans by their energy, the lower the better.
 
     Args:
@@ -73,10 +72,11 @@ class LowEnergy:
         t: Sampling time whose energy is compared, the last one that was trained.
     """
 
-    policy: Any
-    t: float
+    def __init__(self, policy: Any, t: float) -> None:
+        super().__init__()
+        self.policy, self.t = policy, t
 
-    def __call__(self, plans: Tensor, obs: Observation) -> Tensor:
+    def forward(self, plans: Tensor, obs: Observation) -> Tensor:
         """Return minus the energies (B, N) of physical plans (B, N, Th, Da)."""
         x = self.policy.normalize_action(plans.flatten(0, 1))
         cond = self.policy.encode(obs).repeat(plans.shape[1])

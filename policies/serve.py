@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from policies.export_folder import MODELS, Surroundings
 from policies.exported import ExportedPolicy
 from policies.history import Array
 from policies.policy import Policy
-from policies.wire import Feature, Schema
+from policies.wire import Feature, Schema, floats_of
 
 STATE = "observation"
 """What the state is called between machines, as in exported folders; policies call it `state`."""
@@ -47,8 +46,8 @@ class ServedPolicy:
             chunk.obs_steps,
             around.task,
             around.control_hz,
-            _floats(around.action_low),
-            _floats(around.action_high),
+            floats_of(around.action_low),
+            floats_of(around.action_high),
             fingerprint,
         )
 
@@ -87,7 +86,3 @@ class ServedFolder:
         obs = {"state" if name == STATE else name: value for name, value in inputs.items()}
         actions: Array = self._policy.act(obs, noise=torch.from_numpy(noise)).numpy()
         return actions
-
-
-def _floats(values: Any) -> tuple[float, ...] | None:
-    return None if values is None else tuple(float(value) for value in values)

@@ -135,7 +135,7 @@ def seal(module: nn.Module) -> None:
 def forget(module: nn.Module) -> None:
     """Empty the caches of a module and of its children.
 
-    Needed only after writes that PyTorch does not report; see the top of this file.
+    Needed only after writes that PyTorch does not report, see the top of this file, and to free memory.
     """
     for kept in _caches(module):
         kept.clear()

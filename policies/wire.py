@@ -119,7 +119,7 @@ class Schema:
         try:
             inputs = {str(name): _feature(one) for name, one in data["inputs"].items()}
             own: dict[str, Any] = {key: data[key] for key in ("obs_steps", "task", "control_hz", "policy")}
-            low, high = _floats(data["action_low"]), _floats(data["action_high"])
+            low, high = floats_of(data["action_low"]), floats_of(data["action_high"])
             return cls(inputs, _feature(data["action"]), action_low=low, action_high=high, **own)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ServingError("malformed", f"the server's description cannot be read: {error!r}.") from None
@@ -140,7 +140,8 @@ def _feature(data: Mapping[str, Any]) -> Feature:
     return Feature(tuple(int(n) for n in data["shape"]), str(data["dtype"]))
 
 
-def _floats(values: Any) -> tuple[float, ...] | None:
+def floats_of(values: Any) -> tuple[float, ...] | None:
+    """Return numbers as a tuple; None of None."""
     return None if values is None else tuple(float(value) for value in values)
 
 
@@ -165,7 +166,7 @@ def unpack(frame: bytes) -> dict[str, Any]:
         raise
     except Exception as error:  # msgpack raises half a dozen kinds
         raise ServingError(
-            "malformed", f"a message must be one msgpack map; it cannot be read: {_short(error)}"
+            "malformed", f"a message must be one msgpack map; it cannot be read: {short(error)}"
         ) from None
     if not isinstance(data, dict) or not isinstance(data.get("type"), str):
         raise ServingError("malformed", "a message must be a map with a text 'type'.")
@@ -191,7 +192,7 @@ def from_wire(name: str, data: Any) -> Array:
         raise ServingError("malformed", f"'{name}' must be a map of dtype, shape and data.")
     dtype, shape, raw = data["dtype"], data["shape"], data["data"]
     if dtype not in DTYPES:
-        raise ServingError("dtype", f"'{name}' must be one of {', '.join(DTYPES)}; got {_short(dtype)}.")
+        raise ServingError("dtype", f"'{name}' must be one of {', '.join(DTYPES)}; got {short(dtype)}.")
     if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_is_size, shape)):
         raise ServingError("malformed", f"the shape of '{name}' must be a short list of sizes.")
     expected = math.prod(shape) * np.dtype(dtype).itemsize
@@ -217,7 +218,7 @@ def read_observation(data: Any, schema: Schema, max_abs: float) -> dict[str, Arr
         ServingError: `malformed`, `missing`, `dtype`, `shape`, `nan` or `range`; names the entry.
     """
     if not isinstance(data, dict) or set(data) != set(schema.inputs):
-        found = sorted(map(_short, data)) if isinstance(data, dict) else _short(data)
+        found = sorted(map(short, data)) if isinstance(data, dict) else short(data)
         raise ServingError("missing", f"an observation must have {sorted(schema.inputs)}; got {found}.")
     return {
         name: check_array(name, from_wire(name, data[name]), one, max_abs)
@@ -246,6 +247,7 @@ def check_array(name: str, value: Array, feature: Feature, max_abs: float) -> Ar
     return value.astype(feature.dtype)
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Return a stranger's value for a message."""
     text = str(value)
     return text if len(text) <= 80 else f"{text[:80]}…"

@@ -96,6 +96,12 @@ class WrappedPolicy(Policy):
         view.base = base.with_sampler(sampler, **options)
         return view
 
+    def with_act_steps(self, act_steps: int) -> Self:
+        """Return a view whose inner policy executes another number of rows."""
+        view = self._view()
+        view.base = self.base.with_act_steps(act_steps)
+        return view
+
     def refuse_hooks(self, start: tuple[Tensor, float] | None, hooks: Sequence[SampleHook]) -> None:
         """Refuse what changes the loop of a policy that has none of its own.
 

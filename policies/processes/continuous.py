@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from policies.errors import ConfigError
 from policies.processes.diffusion import PREDICTIONS
@@ -85,6 +86,16 @@ class VPContinuous(GaussianPath):
             return LAST_ANGLE * sigma, -LAST_ANGLE * alpha
         slope = ((BETA_END - BETA_START) * (1.0 - t) + BETA_START) / 2
         return slope * alpha, -slope * alpha.square() / sigma
+
+    def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
+        """Return the time (any shape) at which ln(alpha / sigma) = log_ratio, between 0 and 1."""
+        if self.schedule == "cosine":
+            u = torch.atan(torch.exp(-log_ratio)) / LAST_ANGLE
+        else:
+            loss = softplus(-2.0 * log_ratio) / 2.0  # -ln alpha
+            half = BETA_START / 2.0
+            u = 2.0 * loss / (half + torch.sqrt(half * half + (BETA_END - BETA_START) * loss))
+        return (1.0 - u).clamp(0.0, 1.0)
 
     def net_time(self, t: Tensor) -> Tensor:
         """Return time_scale (1 - t)."""

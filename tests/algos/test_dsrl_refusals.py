@@ -15,16 +15,26 @@ from algos.plain import from_plain, to_plain
 from algos.replay import ChunkBatch
 from algos.soft_learner import SoftLearner, SoftRules
 from policies.compose import compose
+from policies.denoising import DenoisingPolicy
 from policies.ensembles import EnsembleConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.latent_steering import SteeredPolicy, Steering
+from policies.path_samplers import Ancestral
 from policies.policy import Policy
-from policies.processes import Edm, Mip, Regression, VPDiffusion
-from policies.samplers import DDIM
+from policies.processes import Consistency, Edm, Mip, Regression, VPDiffusion
+from policies.samplers import DDIM, Euler
 from policies.squashed import TanhGaussianProcess
 from policies.tanh_gaussian import highest_entropy
 
 every_variant = pytest.mark.parametrize("variant", ["na", "sac"])
+
+
+def _sampled(policy: Policy, sampler: Any) -> Policy:
+    """Return the policy with another sampler."""
+    assert isinstance(policy, DenoisingPolicy)
+    return policy.with_sampler(sampler)
+
+
 OBS = torch.rand(6, 1, 2, generator=torch.Generator().manual_seed(4)) * 2 - 1
 
 
@@ -104,6 +114,39 @@ def test_a_composition_of_random_steps_is_steered_by_as_many_steps_without_noise
     shipped = run.snapshot()
     assert isinstance(shipped, SteeredPolicy) and shipped.base.sampler == DDIM(steps=3)  # type: ignore[attr-defined]
     assert torch.equal(shipped.chunk_of(*_at(shipped)), shipped.chunk_of(*_at(shipped)))
+    run.close()
+
+
+@pytest.mark.parametrize("process", [Mip(), Regression(), TanhGaussianProcess()])
+def test_a_policy_that_is_deaf_to_its_noise_is_refused_whatever_steps_are_asked_for(process: Any) -> None:
+    with pytest.raises(CapabilityError, match=rf"algo=dsrl.*no influence.*{type(process).__name__}"):
+        start(changed(denoising_steps=3), init=flow(process))
+
+
+@pytest.mark.parametrize(
+    ("init", "message"),
+    [
+        (flow(Regression(start_noise=True)), r"any number of steps; sampler=direct does not. Leave it out"),
+        (flow(Consistency()), r"algo.denoising_steps=3 leaves .* sampler=consistency, which draws"),
+    ],
+)
+def test_steps_are_refused_where_they_would_have_no_effect_or_not_suffice(init: Policy, message: str) -> None:
+    with pytest.raises(CapabilityError, match=message) as refused:
+        start(changed(denoising_steps=3), init=init)
+    assert "chooses one with algo.denoising_steps" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("process", "noisy", "still"),
+    [
+        (VPDiffusion(num_levels=4), DDIM(steps=2, eta=0.5, final_std=0.1), DDIM(steps=3)),
+        (None, Ancestral(steps=2), Ancestral(steps=3, eta=0.0)),
+        (None, Euler(steps=2, min_std=0.1, final_std=0.2), Euler(steps=3)),
+    ],
+)
+def test_asking_for_steps_silences_every_noise_of_the_sampler(process: Any, noisy: Any, still: Any) -> None:
+    run = start(changed(denoising_steps=3), init=_sampled(flow(process), noisy))
+    assert run.snapshot().base.sampler == still  # type: ignore[attr-defined]
     run.close()
 
 

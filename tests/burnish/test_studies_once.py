@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.offline import settings_of
-from benchmarks.once import demonstrations, first_seed, trained
+from benchmarks.once import _compared, demonstrations, first_seed, trained
 
 TINY = (
     "algo=bc", "env=avoid", "backbone.width=8", "algo.steps=8", "algo.warmup_steps=0", "algo.batch_size=4",
@@ -37,6 +37,15 @@ def test_a_run_is_made_once_and_by_one_recipe(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"\+ algo.lr=0.5"):
         trained(place, *TINY, "algo.lr=0.5", dataset=str(demos), seed=3)
     assert trained(place, *TINY, dataset=str(demos), seed=4, indifferent=["seed"]).directory.latest() == 8
+
+
+def test_a_run_that_was_shorter_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "overrides.txt").write_text("algo=td3_bc\nalgo.steps=8\nseed=0\n")
+    assert _compared(tmp_path, ["algo=td3_bc", "algo.steps=8", "seed=0"], ()) == []
+    assert _compared(tmp_path, ["algo=td3_bc", "algo.steps=16", "seed=0"], ()) == ["algo.steps=16"]
+    for other in (["algo.steps=4", "seed=0"], ["algo.steps=16", "seed=1"], ["algo.total_steps=16", "seed=0"]):
+        with pytest.raises(SystemExit, match="other settings"):
+            _compared(tmp_path, ["algo=td3_bc", *other], ())
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.correction import Correction
 from policies.deterministic import DeterministicProcess
+from policies.errors import CheckpointError
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion
 
@@ -95,6 +96,29 @@ def test_an_average_of_the_weights_resumes_bit_exactly(tmp_path: Path) -> None:
 
 def test_half_precision_resumes_bit_exactly(tmp_path: Path) -> None:
     assert_resumes(small(PrdcConfig, autocast="bfloat16"), tmp_path)
+
+
+def test_a_run_is_continued_with_more_steps_as_if_it_had_had_them(tmp_path: Path) -> None:
+    setup = Setup(dataset=dataset(), seed=3, num_threads=1)
+    short, whole = small(PrdcConfig).build(setup), small(PrdcConfig, steps=18).build(setup)
+    for run in (short, whole):
+        while run.progress < 12:
+            run.advance()
+    longer = small(PrdcConfig, steps=18).build(setup)
+    longer.load_state_dict(copy.deepcopy(short.state_dict()))
+    assert timeless(longer.advance()) == timeless(whole.advance())
+    assert longer.progress == whole.progress == 15
+
+
+@pytest.mark.parametrize("config", [IqlConfig, CdsaConfig], ids=lambda c: c.__name__)
+def test_a_run_whose_rates_follow_its_length_keeps_it(config: Any) -> None:
+    setup = Setup(dataset=dataset(), seed=3, num_threads=1, init=cloned(DeterministicProcess()))
+    if config is IqlConfig:
+        setup = replace(setup, init=None)
+    begun = small(config).build(setup)
+    begun.advance()
+    with pytest.raises(CheckpointError, match=r"the length of the run \(algo\.steps\) must stay"):
+        small(config, steps=18).build(setup).load_state_dict(begun.state_dict())
 
 
 def test_a_search_that_was_chosen_by_trying_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

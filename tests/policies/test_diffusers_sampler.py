@@ -95,6 +95,16 @@ def test_every_scheduler_finds_a_gaussian_target(scheduler: str) -> None:
             lambda: Diffusers(options={"nonsense": 1}).table(VPDiffusion()),
             r"\['nonsense'\] are no settings",
         ),
+        (
+            lambda: Diffusers(options={"algorithm_type": "sde-dpmsolver++"}).table(VPDiffusion()),
+            "make it draw noise of its own",
+        ),
+        (
+            lambda: Diffusers(
+                scheduler="FlowMatchEulerDiscreteScheduler", options={"stochastic_sampling": True}
+            ).table(RectifiedFlow()),
+            "make it draw noise of its own",
+        ),
         (lambda: Diffusers(clip_x0=1.0).table(VPDiffusion()), "clip_x0 must be null with scheduler=DPM"),
     ],
 )

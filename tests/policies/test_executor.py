@@ -10,6 +10,8 @@ import torch
 from small_policies import ACTION_DIM, observations, small_policy
 from torch import Tensor
 
+from policies.compose import compose
+from policies.correction import Correction
 from policies.errors import CapabilityError, ConfigError
 from policies.executor import (
     Execution,
@@ -22,6 +24,7 @@ from policies.executor import (
 )
 from policies.gaussian import GaussianProcess
 from policies.hooks import Inpaint
+from policies.latent_steering import Steering
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.samplers import DDIM, DDPM, Euler
@@ -343,10 +346,26 @@ def test_another_number_of_executed_steps_takes_other_rows_of_the_same_plan() ->
     few = with_act_steps(policy, 1)
     assert with_act_steps(policy, None) is policy and policy.chunk.act_steps == 3
     assert torch.equal(few.act(observations(B), noise=noise), policy.act(observations(B), noise=noise)[:, :1])
+    assert few.chunk.act_steps == few.config.act_steps == 1 and policy.config.act_steps == 3
     with pytest.raises(ConfigError, match=r"must fit into chunk\.horizon=5; got 0 \+ 6"):
         with_act_steps(policy, 6)
     with pytest.raises(CapabilityError, match="act_steps=2 needs a policy that predicts a horizon; object"):
         with_act_steps(object(), 2)
+
+
+def test_policies_around_a_policy_execute_other_rows_too() -> None:
+    base = policy_of("ddim", act_steps=3)
+    steered, corrected = Steering().wrap(base), Correction().wrap(base)
+    few = with_act_steps(steered, 1)
+    assert few.chunk.act_steps == 1 and few.act(observations(B)).shape[1] == 1
+    assert steered.chunk.act_steps == 3
+    assert with_act_steps(corrected, 3) is corrected
+    with pytest.raises(CapabilityError, match="trained for 3 executed steps; got act_steps=1"):
+        with_act_steps(corrected, 1)
+    composed = compose([base, base], [0.5, 0.5])
+    few = with_act_steps(composed, 1)
+    assert few.act(observations(B)).shape[1] == 1 and composed.chunk.act_steps == 3
+    assert few.fields[0].chunk.act_steps == 1 and base.chunk.act_steps == 3
 
 
 # -- refusals -------------------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from small_policies import observations, small_policy
 
 from burnish.locate import locate
-from policies import folder
-from policies.errors import CheckpointError
+from policies import folder, registry
+from policies.errors import CheckpointError, ConfigError, MissingExtraError
 from policies.fields import SwitchedField
 from policies.folder import load_policy, save_policy
 from policies.gaussian import GaussianProcess
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
-from policies.samplers import DDIM, Euler
+from policies.samplers import DDIM, DDPM, Euler
 
 POLICIES = {
     "ddpm": lambda: small_policy(VPDiffusion(num_levels=5)),
@@ -220,3 +222,70 @@ def test_values_that_cannot_act_are_refused(
     save_file(state | {name: change(state[name])}, weights)
     with pytest.raises(CheckpointError, match=f"'{name}' .*{message}"):
         load_policy(tmp_path / "policy")
+
+
+# -- what is saved can be loaded --------------------------------------------------------------------------
+
+
+def _combinations() -> list[tuple[str, str, int | None]]:
+    registry.scan_policies()
+    found: list[tuple[str, str, int | None]] = []
+    for process, kind in registry.parts("process").items():
+        for sampler, choice in registry.parts("sampler").items():
+            for steps in (None, 100):
+                try:
+                    (choice() if steps is None else choice(steps=steps)).table(kind())
+                except (ConfigError, MissingExtraError, TypeError, AttributeError):
+                    continue  # they do not belong together, or it has no such number
+                found.append((process, sampler, steps))
+    return found
+
+
+@pytest.mark.parametrize(("process", "sampler", "steps"), _combinations())
+def test_every_process_loads_with_every_sampler(
+    process: str, sampler: str, steps: int | None, tmp_path: Path
+) -> None:
+    choice = registry.lookup("sampler", sampler)
+    policy = small_policy(
+        registry.lookup("process", process)(), choice() if steps is None else choice(steps=steps)
+    )
+    assert load_policy(save_policy(policy, tmp_path / "policy")).sampler == policy.sampler
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda p: p.normalizer.get_buffer("action_scale").fill_(math.nan), "action_scale' must be finite"),
+        (lambda p: p.normalizer.get_buffer("action_scale").zero_(), "action_scale' must not hold zeros"),
+        (lambda p: p._use_sampler(DDPM(clip_x0=math.inf), tuned_steps=None, log_prob_min_std=None), "null"),
+        (lambda p: p.double(), "has double precision"),
+    ],
+)
+def test_what_could_not_be_loaded_is_not_saved_over_what_can(
+    spoil: Callable[[Any], Any], message: str, tmp_path: Path
+) -> None:
+    policy = small_policy(VPDiffusion(num_levels=5))
+    save_policy(policy, tmp_path / "policy")
+    broken = policy.clone()
+    spoil(broken)
+    with pytest.raises(CheckpointError, match=message):
+        save_policy(broken, tmp_path / "policy")
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
+    obs, noise = observations(2), policy.sample_noise(2)
+    assert torch.equal(load_policy(tmp_path / "policy").act(obs, noise=noise), policy.act(obs, noise=noise))
+    with pytest.raises(CheckpointError, match="cannot be saved"):
+        save_policy(policy, tmp_path / "other", provenance={"success": math.nan})
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_link_stays_one_and_a_file_is_refused(tmp_path: Path) -> None:
+    save_policy(small_policy(), tmp_path / "10")
+    (tmp_path / "last").symlink_to("10")
+    second = small_policy(RectifiedFlow())
+    assert save_policy(second, tmp_path / "last") == tmp_path / "last"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "last"]
+    assert (tmp_path / "last").is_symlink() and type(load_policy(tmp_path / "10").process) is RectifiedFlow
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(CheckpointError, match="is not a policy directory"):
+        save_policy(second, tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "precious"

@@ -6,6 +6,7 @@ from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_po
 
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
+from policies.fields import SwitchedField
 from policies.gaussian import GaussianProcess
 from policies.hooks import Hook
 from policies.policy import PolicyConfig, build_policy
@@ -13,6 +14,7 @@ from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import ChainPolicy, ChunkSpec, Field, MatchingLoss, NoiseDecoder
 from policies.samplers import DDIM, DDPM, Euler
+from policies.weight_cache import WeightCache
 
 EXPLORE = {"min_std": 0.1, "final_std": None}
 
@@ -243,3 +245,44 @@ def test_a_gaussian_refuses_what_it_would_have_to_ignore() -> None:
     config = PolicyConfig(process=GaussianProcess(), backbone=object())
     with pytest.raises(ConfigError, match="needs a fully connected backbone"):
         build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM)
+
+
+@pytest.mark.parametrize(
+    ("modes", "message"),
+    [
+        ({"state": "limits", "action": "limits"}, "must give a mode to goal as well"),
+        ({"obs": "limits"}, "knows state, goal, action; got obs"),
+    ],
+)
+def test_features_without_a_mode_and_modes_without_a_feature_are_named(
+    modes: dict[str, str], message: str
+) -> None:
+    config = PolicyConfig(backbone=MlpConfig(width=8), normalizer=modes)
+    with pytest.raises(ConfigError, match=f"policy.normalizer {message}"):
+        build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM, goal_dim=GOAL_DIM)
+
+
+def test_a_policy_that_moves_lets_go_of_what_it_computed_where_it_was() -> None:
+    policy = small_policy(VPDiffusion(num_levels=5)).eval()
+    policy.act(observations(2))
+    caches = [one for part in policy.modules() for one in vars(part).values() if isinstance(one, WeightCache)]
+    assert any(cache._entry is not None for cache in caches)
+    policy.double()
+    assert all(cache._entry is None for cache in caches)
+
+
+def test_a_last_step_with_more_noise_than_is_scored_has_another_density() -> None:
+    policy = small_policy(VPDiffusion(num_levels=5), DDPM(min_std=0.1, final_std=0.5, clip_action=None))
+    cond = policy.encode({"state": observations(2)})
+    with pytest.raises(CapabilityError, match=r"ends with a deviation of 0\.5, which is scored as 0\.1"):
+        policy.sample_chain(cond)
+
+
+def test_steps_of_the_frozen_network_are_not_scored_as_those_of_the_tuned_one() -> None:
+    policy = small_policy(VPDiffusion(num_levels=6), DDPM(min_std=0.1, final_std=None, clip_action=None))
+    policy.field = SwitchedField(policy.field, policy.clone().field, 2.5)
+    cond = policy.encode({"state": observations(2)})
+    with pytest.raises(CapabilityError, match="records 6 steps, of which the first are those of the frozen"):
+        policy.sample_chain(cond)
+    tuned = policy.with_sampler(policy.sampler, tuned_steps=3)
+    tuned.sample_chain(cond)

@@ -21,7 +21,7 @@ from policies.exported import ExportedPolicy
 from policies.history import ChunkActor
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
-from policies.runner import Limits, RateReport, Runner, Track, check, draw_noise, run_at_rate
+from policies.runner import Limits, RateReport, Runner, Track, _typed, check, draw_noise, run_at_rate
 from policies.samplers import DDPM, Euler
 
 pytest.importorskip("onnx")
@@ -182,6 +182,14 @@ def test_what_does_not_fit_is_refused(made: Any, newest: Any, message: str, tmp_
         Runner(tmp_path)
     with pytest.raises(ValueError, match=r"inputs must be \['noise', 'observation'\]; got \['noise'\]"):
         Runner(made[1]).predict({"noise": np.zeros(1)})
+
+
+def test_images_are_taken_as_bytes_and_never_rounded_to_black() -> None:
+    assert _typed("front", np.full((2, 2, 3), 200), "uint8").dtype == np.uint8
+    for image in (np.full((2, 2, 3), 0.9), np.full((2, 2, 3), -1), np.full((2, 2, 3), 256)):
+        with pytest.raises(ValueError, match=r"front must be bytes, 0 to 255; got (float64|int64)"):
+            _typed("front", image, "uint8")
+    assert _typed("observation", [1, 2], "float32").dtype == np.float32
 
 
 def test_the_table_of_steps_is_plain_json(made: Any) -> None:

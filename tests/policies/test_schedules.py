@@ -72,3 +72,10 @@ def test_unknown_names_are_refused_with_the_choices() -> None:
         make_betas(10, "sigmoid")
     with pytest.raises(ConfigError, match="one of leading, trailing, linspace; got 'karras'"):
         spaced_levels(10, 5, "karras")
+
+
+def test_a_start_far_from_the_noise_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert spaced_levels(23, 10) == [18, 16, 14, 12, 10, 8, 6, 4, 2, 0] and not caplog.records
+    for _ in range(2):
+        assert spaced_levels(23, 13)[0] == 12
+    assert ["begins at level 12 of 22" in record.getMessage() for record in caplog.records] == [True]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from itertools import product
 
+import pytest
 import torch
 
-from policies.seeds import derive_seed, seeded_generator
+from policies.seeds import derive_seed, seeded_generator, seeded_weights
 
 
 def test_streams_repeat_and_differ() -> None:
@@ -28,3 +29,16 @@ def test_many_seeds_rarely_meet() -> None:
 def test_a_seed_means_the_same_in_every_version() -> None:
     assert derive_seed(0, "episode", 3, 7) == 882650996
     assert derive_seed(12, "critic") == 1081799111
+
+
+def test_drawing_weights_leaves_every_global_generator_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(seed: int) -> None:
+        raise AssertionError(f"the generators of accelerators were seeded with {seed}")
+
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", refuse)
+    monkeypatch.setattr(torch.cuda, "manual_seed", refuse)
+    before = torch.get_rng_state()
+    with seeded_weights(3):
+        drawn = torch.rand(4)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(drawn, torch.rand(4, generator=torch.Generator().manual_seed(3)))

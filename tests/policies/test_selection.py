@@ -101,6 +101,14 @@ def test_plans_may_be_judged_by_an_energy() -> None:
     torch.testing.assert_close(scores[2, 1], -alone)
 
 
+def test_what_judges_is_a_part_of_what_is_judged_by_it() -> None:
+    policy, judge = small_policy(), small_policy()
+    best = BestOfN(policy, LowEnergy(judge, t=0.9), Selection(candidates=2))
+    assert judge in list(best.modules())
+    best.train(False)
+    assert not judge.training
+
+
 def test_hooks_and_a_warm_start_reach_every_candidate() -> None:
     policy, obs = small_policy(VPDiffusion(10), DDIM(steps=5)), {"state": observations(3)}
     best = BestOfN(policy, far_from_observed, Selection(candidates=4))

@@ -1,0 +1,61 @@
+"""Names of parts: each belongs to one class, however often its file is imported."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from policies import registry
+from policies.errors import ConfigError
+from policies.samplers import Euler
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    yield "test_group"
+    registry._PARTS.pop("test_group", None)
+
+
+def part(module: str, file: str | None) -> type:
+    """Return a class `Part` of a module that lies in a file."""
+    there = types.ModuleType(module)
+    if file is not None:
+        there.__file__ = file
+    sys.modules[module] = there
+
+    class Part:
+        pass
+
+    Part.__module__, Part.__qualname__ = module, "Part"
+    return dataclass(Part)
+
+
+def test_a_class_of_the_same_name_elsewhere_does_not_take_the_place(group: str) -> None:
+    first = registry.register(group, "one")(part("ours", "/a/ours.py"))
+    with pytest.raises(ConfigError, match=r"test_group=one is already registered by ours\.Part"):
+        registry.register(group, "one")(part("theirs", "/b/theirs.py"))
+    assert registry.lookup(group, "one") is first
+
+
+def test_a_file_that_runs_as_the_main_program_may_be_imported_too(group: str) -> None:
+    registry.register(group, "one")(part("as_main", "/a/plugin.py"))
+    again = registry.register(group, "one")(part("imported", "/a/plugin.py"))
+    assert registry.lookup(group, "one") is again
+
+
+def test_a_cell_of_a_notebook_may_be_run_again(group: str) -> None:
+    registry.register(group, "one")(part("notebook", None))
+    again = registry.register(group, "one")(part("notebook", None))
+    assert registry.lookup(group, "one") is again
+
+
+def test_a_built_in_part_cannot_be_replaced() -> None:
+    mine = part("mine", "/a/mine.py")
+    mine.__qualname__ = "Euler"
+    with pytest.raises(ConfigError, match="sampler=euler is already registered by"):
+        registry.register("sampler", "euler")(mine)
+    assert registry.lookup("sampler", "euler") is Euler

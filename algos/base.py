@@ -45,9 +45,9 @@ class Setup:
     def threads(self, default: int) -> int:
         """Return the threads of an algorithm that takes `default` unless told otherwise.
 
-        Cloning gives them to every operation of torch, where more than one rarely helps small networks and
-        changes numbers in their last bits. On-policy algorithms compute shares of a gradient on so many
-        threads of one torch thread each; results are the same for any number.
+        On-policy algorithms compute shares of a gradient on so many threads of one torch thread each; results
+        are the same for any number. All others give them to every operation of torch, where more than one
+        rarely helps small networks and changes numbers in their last bits.
 
         Raises:
             ConfigError: If the number is not positive.
@@ -90,7 +90,10 @@ def require_states_only(policy: Policy, algo: str) -> None:
 
 
 class Algorithm(Protocol):
-    """A training run in progress."""
+    """A training run in progress.
+
+    One that can be lengthened has a further attribute `budget`, the key that is raised, e.g. `algo.steps`.
+    """
 
     @property
     def progress(self) -> int:

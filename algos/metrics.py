@@ -71,12 +71,24 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return [row for _, row in _complete_rows(Path(path))]
 
 
-def truncate_jsonl(path: Path, size: int) -> None:
-    """Cut a metrics file back to its first `size` bytes, and to complete rows where it is shorter."""
+def truncate_jsonl(path: Path, size: int, *, through: int | None = None) -> None:
+    """Cut a metrics file back to its first `size` bytes, and to complete rows where it is shorter.
+
+    Args:
+        path: The file; it may not exist.
+        size: Bytes that stay.
+        through: Rows behind them up to this step stay too; None: none does.
+    """
     if not path.exists():
         return
     if size > path.stat().st_size:
         size = max((end for end, _ in _complete_rows(path)), default=0)
+    elif through is not None:
+        for end, row in _complete_rows(path):
+            if end > size:
+                if row.get("step", through + 1) > through:
+                    break
+                size = end
     os.truncate(path, size)
 
 

@@ -281,6 +281,11 @@ class OfflineRun:
         """Gradient steps to do."""
         return self.config.steps
 
+    @property
+    def budget(self) -> str | None:
+        """The key that makes a run longer; None: its length is part of it."""
+        return None if self.config.fixed_length else "algo.steps"
+
     def advance(self) -> Metrics:
         """Take a block of gradient steps and report the means of what was measured."""
         count = min(self.config.block_steps, self.total - self._done)

@@ -137,7 +137,7 @@ class OffPolicyRun:
         ConfigError: If the warm-up is longer than the run, or workers and environments do not fit.
     """
 
-    unit = "env_steps"
+    unit, budget = "env_steps", "algo.total_steps"
 
     def __init__(
         self,
@@ -182,6 +182,8 @@ class OffPolicyRun:
             **(lasting or {}),
         }
         self.progress, self._steps, self._owed = 0, 0, 0.0
+        self._acting: LatentActor | None = None  # on the CPU, as it was after so many steps:
+        self._acting_steps = 0
 
     @property
     def total(self) -> int:
@@ -189,20 +191,21 @@ class OffPolicyRun:
         return self.config.total_steps
 
     def advance(self) -> Metrics:
-        """Act and learn for a block of control steps, and report it."""
+        """Act and learn for a block, which ends with so many control steps or updates, and report it."""
         before, means, seconds = self.progress, Means(), {"rollout": 0.0, "update": 0.0}
-        until = min(before + self.config.block_steps, self.total)
+        until, last = min(before + self.config.block_steps, self.total), self._steps + self.config.block_steps
         episodes: list[EpisodeRow] = []
         with torch_threads(self._num_threads):
-            while self.progress < until:
+            while self.progress < until and self._steps < last:
                 began = time.perf_counter()
                 rollout = self._collect()
                 collected = time.perf_counter()
                 episodes += rollout.episodes
                 self._learn(means)
+                self._wait()
                 seconds["rollout"] += collected - began
                 seconds["update"] += time.perf_counter() - collected
-        found = means.read()  # waits for the device
+        found = means.read()
         spent = {f"time/{what}_s": value for what, value in seconds.items()}
         spent["time/env_steps_per_s"] = (self.progress - before) / sum(seconds.values())
         return found | _summary(episodes) | {"replay/rows": float(len(self.replay))} | spent
@@ -210,14 +213,33 @@ class OffPolicyRun:
     def _collect(self) -> Rollout:
         """Execute chunks in all environments and remember them."""
         is_warmup = self.progress < self.config.warmup_steps
-        actor = Explorer(self.learner.actor.on_cpu(), is_warmup=is_warmup)
-        rollout = self.pool.collect(actor, self.config.steps_per_iteration)
+        rollout = self.pool.collect(
+            Explorer(self._actor_on_cpu(), is_warmup=is_warmup), self.config.steps_per_iteration
+        )
         self.replay.add(**transitions_of(rollout, self.learner.policy))
         executed = int(rollout.length.sum())
         self.progress += executed
         if self.progress >= self.config.warmup_steps:
             self._owed += executed * self.config.updates_per_step
         return rollout
+
+    def _actor_on_cpu(self) -> LatentActor:
+        """Return what acts as workers use it; of a copy, only weights that were trained are renewed."""
+        actor = self.learner.actor
+        if self._acting is None:
+            self._acting = actor.on_cpu()
+        elif self._steps > self._acting_steps and self._acting.policy is not actor.policy:
+            with torch.no_grad():
+                for mine, trained in zip(self._acting.parameters(), actor.parameters(), strict=True):
+                    mine.copy_(trained)
+        self._acting_steps = self._steps
+        return self._acting
+
+    def _wait(self) -> None:
+        """Let the device finish, so that its time counts as an update's; the next round's copy would wait."""
+        device = self.learner.policy.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     def _learn(self, means: Means) -> None:
         """Take the steps that are due."""
@@ -266,6 +288,7 @@ class OffPolicyRun:
         restore_generator(self._generator, state["generator"])
         self.pool.load_state_dict(state["pool"])
         self.progress, self._steps, self._owed = state["progress"], state["steps"], state["owed"]
+        self._acting = None
 
     def close(self) -> None:
         """End the workers."""
@@ -279,7 +302,7 @@ def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> Tran
         ConfigError: If there is no dataset, it is of another task, or its episodes end by another rule.
     """
     if not config.offline_ratio:
-        if setup.dataset is not None:
+        if setup.dataset is not None and setup.init is not None:  # a new policy takes its scales
             _log.warning("no batch takes rows of the dataset: algo.offline_ratio, their share, is 0.")
         return None
     algo = name_of("algo", config)

@@ -27,7 +27,7 @@ class OffPolicyConfig(Checked):
     warmup_steps: int = 8_000  # of them, before anything is learned
     num_envs: int = 4  # environments side by side
     steps_per_iteration: int = 1  # chunk steps of every environment between two rounds of updates
-    block_steps: int = 1000  # control steps between two reports
+    block_steps: int = 1000  # control steps between two reports; updates, where these are more
     # updates
     updates_per_step: float = 1.25  # steps of the critics per executed control step
     actor_every: int = 1  # steps of the critics per step of actor and temperature

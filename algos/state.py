@@ -21,7 +21,6 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,7 +31,7 @@ from algos.metrics import append_jsonl, truncate_jsonl
 from algos.plain import from_plain, to_plain
 from algos.provenance import describe_environment
 from policies.checksums import CHECKSUMS, is_intact, write_checksums
-from policies.errors import CheckpointError, ConfigError
+from policies.errors import CheckpointError
 from policies.folder import save_policy
 from policies.policy import Policy
 
@@ -57,39 +56,12 @@ class RunDirectory:
     Reading needs nothing; writing checkpoints and metrics belongs to whoever holds `claim`.
 
     Args:
-        path: An existing run directory; see `create` and `open`.
+        path: An existing run directory; see `create_at` and `open`.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._lock: IO[str] | None = None  # held from `create_at` to the end of the first `claim`
-
-    @classmethod
-    def create(
-        cls,
-        root: str | Path,
-        name: str,
-        config: Mapping[str, Any],
-        overrides: Sequence[str] = (),
-        *,
-        day: str | None = None,
-    ) -> RunDirectory:
-        """Make `<root>/<day>/<name>` (`-2`, `-3`, ... where the name is taken) and describe the run in it.
-
-        Args:
-            root: Folder of all runs.
-            name: Folder name of this run.
-            config: The fully resolved configuration.
-            overrides: What the user changed, one override per line.
-            day: Name of the folder between; today as YYYY-MM-DD when None.
-
-        Raises:
-            ConfigError: If the name is not a plain folder name.
-        """
-        if not name or name.startswith(".") or Path(name).name != name:
-            raise ConfigError(f"the name of a run must be a plain folder name; got '{name}'.")
-        path = _make_new(Path(root) / (day or date.today().isoformat()), name)
-        return cls.create_at(path, config, overrides)
 
     @classmethod
     def create_at(
@@ -303,11 +275,11 @@ class RunDirectory:
         return from_plain(state)
 
     def rewind(self, step: int | None, *, metrics_bytes: int = 0) -> None:
-        """Forget everything after a checkpoint: later checkpoints and metrics rows.
+        """Forget everything after a checkpoint: later checkpoints and rows of later steps.
 
         Args:
             step: The checkpoint that is continued from; None forgets the whole past.
-            metrics_bytes: `metrics_bytes` at the time of that checkpoint.
+            metrics_bytes: `metrics_bytes` at the time of that checkpoint; its evaluation may follow.
         """
         later = [s for s in self.checkpoints() if step is None or s > step]
         if step is not None:
@@ -316,7 +288,7 @@ class RunDirectory:
             (self.path / _CHECKPOINTS / _LAST).unlink(missing_ok=True)
         for old in reversed(later):
             self._remove(old)
-        truncate_jsonl(self.metrics_path, metrics_bytes)
+        truncate_jsonl(self.metrics_path, metrics_bytes, through=step)
 
     # -- numbers ----------------------------------------------------------------------------------
 
@@ -363,17 +335,17 @@ class RunDirectory:
         shutil.rmtree(aside, ignore_errors=True)
 
 
-def _make_new(folder: Path, name: str) -> Path:
-    """Make a folder that did not exist; counts up where the name is taken."""
-    folder.mkdir(parents=True, exist_ok=True)
-    number = 1
+def new_folder(path: Path) -> Path:
+    """Make a folder that nobody else made, `path` or where that is taken `path-2`, `path-3`, …; return it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made, number = path, 1
     while True:
-        path = folder / (name if number == 1 else f"{name}-{number}")
         try:
-            path.mkdir()
-            return path
+            made.mkdir()
+            return made
         except FileExistsError:
             number += 1
+            made = path.with_name(f"{path.name}-{number}")
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -28,12 +28,6 @@ Evaluator = Callable[[Policy, int], Mapping[str, float]]
 """Evaluates the policy of a step; names without a component are logged as `eval/<name>`."""
 
 
-HOW_TO_GO_ON = {
-    "env_steps": " To go on, raise algo.env_steps where it is set, otherwise algo.iterations.",
-    "gradient_steps": " To go on, start a new run from its policy: init={run}.",
-}
-
-
 SAID_AFTER = 2
 """Iterations after which a long run is announced."""
 
@@ -160,27 +154,32 @@ class _Session:
                 f"Resume with the configuration and data that the run was started with."
             ) from error
         self.saved = step
-        if self._is_complete():
-            self.evaluated = step
-        else:
+        is_at_end = self.algorithm.progress >= self.algorithm.total
+        if not (is_at_end and (self.evaluator is None or self._takes_over_evaluation())):
             self.run.rewind(step, metrics_bytes=metrics_bytes)
+            self._takes_over_evaluation()
 
-    def _is_complete(self) -> bool:
-        """Whether nothing is left to do: the end was saved, and evaluated where that is wanted."""
-        algorithm, rows = self.algorithm, read_jsonl(self.run.metrics_path)
-        if algorithm.progress < algorithm.total:
-            return False
+    def _takes_over_evaluation(self) -> bool:
+        """Count the present step as evaluated if the last row says so, and tell whether it does."""
+        rows = read_jsonl(self.run.metrics_path)
         last = rows[-1] if rows else {}
-        was_evaluated = last.get("step") == algorithm.progress and any(k.startswith("eval/") for k in last)
-        return was_evaluated or self.evaluator is None
+        if last.get("step") != self.saved or not any(name.startswith("eval/") for name in last):
+            return False
+        self.evaluated = self.saved
+        self.elapsed_s = max(self.elapsed_s, last.get("time/elapsed_s") or 0.0)
+        return True
 
     def say_if_finished(self) -> None:
         """Tell whoever resumes a finished run how to go on."""
         algorithm = self.algorithm
         if 0 < algorithm.total <= algorithm.progress == self.saved:
-            advice = HOW_TO_GO_ON.get(algorithm.unit, "").format(run=self.run.path)
-            unit = algorithm.unit.replace("_", " ")
-            _log.info("%s is already finished: %d %s.%s", self.run.path, algorithm.progress, unit, advice)
+            budget, unit = getattr(algorithm, "budget", None), algorithm.unit.replace("_", " ")
+            advice = f"start a new run from its policy: init={self.run.path}"
+            advice = f"raise {budget}" if budget else advice
+            _log.info(
+                "%s is already finished: %d %s. To go on, %s.",
+                self.run.path, algorithm.progress, unit, advice,
+            )  # fmt: skip
 
     @contextmanager
     def opened(self, progress: bool | None) -> Iterator[None]:
@@ -308,10 +307,10 @@ def all_finite(policy: Policy) -> bool:
 
 
 def _due(before: int, now: int, every: int, total: int) -> bool:
-    """Whether a multiple of `every` (0: none) or the end was reached after `before`."""
+    """Whether a multiple of `every` (0: none) or the end was reached after `before`; below 0, anything is."""
     if now <= before:
         return False
-    return now >= total or (every > 0 and now // every > before // every)
+    return before < 0 or now >= total or (every > 0 and now // every > before // every)
 
 
 _DEFAULT: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}

@@ -197,7 +197,7 @@ class _Stretches:
 
 def _stretches(dataset: EpisodeDataset, steps: int) -> _Stretches:
     """Return every stretch that ends where the task does, or that has a known successor."""
-    over, end = _over(dataset), _episode_end(dataset)
+    over, end = dataset.over, _episode_end(dataset)
     start = torch.arange(dataset.num_frames, device=over.device)
     wanted = start[:, None] + torch.arange(steps, device=over.device)
     inside = torch.minimum(wanted, end[:, None])
@@ -205,18 +205,14 @@ def _stretches(dataset: EpisodeDataset, steps: int) -> _Stretches:
     real = (wanted <= end[:, None]) & ~ended_before
     length = real.sum(dim=1)
     last = start + length - 1
-    known = (last < end) | over[last] if dataset.next_observations is None else torch.ones_like(over)
+    if dataset.next_observations is None:
+        known = (last < end) | dataset.terminated[last]  # a last frame with mask 0 may hold no action
+    else:
+        known = torch.ones_like(over)
     keep = ((length == steps) | over[last]) & known
     frames = torch.minimum(wanted, last[:, None])
     parts = (start, last, frames, length, over[last], real)
     return _Stretches(*(part[keep] for part in parts))
-
-
-def _over(dataset: EpisodeDataset) -> Tensor:
-    """Return where values must not look beyond a frame, (N,) bool."""
-    if "masks" in dataset.extras:
-        return dataset.terminated | (dataset.extras["masks"] == 0)
-    return dataset.terminated
 
 
 def _episode_end(dataset: EpisodeDataset) -> Tensor:

@@ -110,14 +110,22 @@ def train(*overrides: str, directory: str | Path | None = None, **values: Any) -
 
     Args:
         overrides: Anything the command line takes, e.g. `"experiment=hopper_dppo"`, `"algo.lr=1e-3"`.
-        directory: The run directory; None: runs/<date>/<time>-<name>.
+        directory: The run directory; None: runs/<date>/<time>-<name>, numbered where that is taken.
         values: Keys and their values, e.g. `algo="bc"`, `env="avoid"`, `dataset="avoid.hdf5"`.
+
+    Raises:
+        ConfigError: If something is refused; among others a directory beside `resume`.
     """
     written = train_command.with_resumed_parts(overrides_of(overrides, values))
     config = compose_config("train", written)
-    if directory is None:
-        directory = config.resume or _new_place(config.name or registry.name_of("algo", config.algo))
-    outcome = train_command.train(config, Job(Path(directory).expanduser(), tuple(written)))
+    if directory is not None and config.resume is not None:
+        raise ConfigError(
+            f"resume={config.resume} goes on in that run's own directory; got directory={directory}. Leave "
+            f"directory out; for a new run from its policy give init={config.resume} instead of resume."
+        )
+    place = directory or config.resume or _new_place(config.name or registry.name_of("algo", config.algo))
+    is_proposed = directory is None and config.resume is None
+    outcome = train_command.train(config, Job(Path(place).expanduser(), tuple(written), is_proposed))
     return Run(outcome.directory.path)
 
 

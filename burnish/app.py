@@ -15,7 +15,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, flag_override
 
 from burnish.commands import COMMANDS
 from burnish.config import register_configs, to_command
@@ -75,7 +75,10 @@ def with_main_key(command: str, arguments: Sequence[str]) -> list[str]:
 
 
 class NewFolders(Callback):
-    """Notes, before Hydra makes the folder of a job, which folders around it do not exist yet."""
+    """Before Hydra makes the folder of a job: numbers it where nobody typed one and the name is taken.
+
+    Notes which folders around it do not exist yet.
+    """
 
     noted: ClassVar[list[Path]] = []  # innermost first
 
@@ -84,6 +87,15 @@ class NewFolders(Callback):
         HydraConfig.instance().set_config(config)  # as Hydra does next; the name may refer to it
         folder = Path(config.hydra.run.dir).absolute()
         self.noted[:] = [place for place in (folder, *folder.parents) if not place.exists()]
+        if (made := _numbered(config, "run")) is not None:
+            self.noted[:] = [made.absolute(), *(place for place in self.noted if place != folder)]
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Let two sweeps that start in the same second have a folder each."""
+        HydraConfig.instance().set_config(config)
+        if (made := _numbered(config, "sweep")) is not None:
+            with flag_override(config.hydra, "readonly", False):  # every job of the sweep composes from these
+                config.hydra.overrides.hydra.append(f"hydra.sweep.dir={quoted(str(made))}")
 
     @classmethod
     def remove_unused(cls) -> None:
@@ -97,6 +109,23 @@ class NewFolders(Callback):
                     item.unlink()
             for folder in cls.noted:
                 folder.rmdir()
+
+
+def _numbered(config: DictConfig, kind: str) -> Path | None:
+    """Make the folder of a run or a sweep that nobody chose, and write its name into the configuration."""
+    folder, key = Path(config.hydra[kind].dir), f"hydra.{kind}.dir"
+    is_typed = any(text.lstrip("+").startswith(f"{key}=") for text in config.hydra.overrides.hydra)
+    if is_typed or folder == Path():
+        return None
+    from algos.state import new_folder
+
+    try:
+        made = new_folder(folder)
+    except OSError:  # Hydra words it
+        return None
+    with flag_override(config.hydra, "readonly", False):
+        config.hydra[kind].dir = str(made)
+    return made
 
 
 def _close_logs_in(folder: Path) -> None:

@@ -283,6 +283,11 @@ def _parse_value(text: str) -> tuple[str, Any]:
         or override.package is not None
     ):
         raise ConfigError(f"'{text}' cannot be used here; write key=value.")
+    if override.key_or_group == "experiment":
+        raise ConfigError(
+            f"'{text}' would replace the whole configuration, and a run is resumed with its own. Leave it "
+            f"out, or start a new run with it."
+        )
     if override.key_or_group in GROUPS:
         raise ConfigError(f"'{text}' would replace a part; only values (key=value) can be changed here.")
     return override.key_or_group, override.value()

@@ -109,7 +109,9 @@ def keys_of(command: str) -> tuple[str, ...]:
 
 
 def quoted(value: Any) -> str:
-    """Write a value in Hydra's grammar."""
+    """Write a value in Hydra's grammar; numbers and arrays of numpy and torch as plain ones."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
     if value is None:
         return "null"
     if isinstance(value, bool):

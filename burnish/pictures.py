@@ -22,6 +22,11 @@ CURVES = (
     ("rollout/return", "mean return, training episodes"),
     ("validation/action_mse_best", "held-out error of the best sampled chunk"),
     ("policy/loss", "policy loss"),
+    ("critic/overestimation", "overestimation by the critics"),
+    ("critic/loss", "critic loss"),
+    ("actor/loss", "actor loss"),
+    ("score/loss", "score loss"),
+    ("dynamics/loss", "loss of the inverse dynamics"),
 )
 """What can be drawn, most telling first."""
 
@@ -64,8 +69,8 @@ def learning_curves(
 ) -> bytes | None:
     """Draw the most telling metrics that the runs have, a panel each; None where there is nothing to draw.
 
-    A task with success has no panel of returns, a task without none of successes; the loss is drawn where
-    it says something, in cloning.
+    A task with success has no panel of returns, a task without none of successes; losses are drawn where
+    they say something, in cloning and offline learning.
 
     Args:
         metrics: The logged rows of every run, by label; all of one task.
@@ -75,8 +80,10 @@ def learning_curves(
     """
     drawn = {name: read_curves(metrics, name) for name, _ in CURVES}
     skip = "/return" if drawn["eval/success"] else "/success" if drawn["eval/return"] else "?"
-    is_cloning = not drawn["rollout/return"]
-    names = {name for name, _ in CURVES if not name.endswith(skip) and (is_cloning or name != "policy/loss")}
+    explores, shown = bool(drawn["rollout/return"]), ("eval/", "rollout/", "validation/")
+    names = {
+        name for name, _ in CURVES if not name.endswith(skip) and (not explores or name.startswith(shown))
+    }
     panels = [(title, drawn[name]) for name, title in CURVES if name in names]
     panels = [(title, curves) for title, curves in panels if any(len(c.steps) > 1 for c in curves)][:3]
     if not panels:

@@ -223,6 +223,7 @@ class _Adroit(Pictured):
             success_rule=self.success_rule,
             terminate_on_success=self.terminate_on_success,
             reference_scores=(scores.min_return, scores.max_return),
+            packages=("gymnasium-robotics",),
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from envs.datasets.episodes import Episode, EpisodeDataset
+from envs.spec import named_options
 from policies.errors import CapabilityError, ConfigError, DatasetError
 
 if TYPE_CHECKING:
@@ -99,21 +100,52 @@ def collect(
     if episodes < 1:
         raise ConfigError(f"episodes must be at least 1; got {episodes}.")
     env = _told(env, {"noise": noise, "expert": expert})
-    keeps_all = keep_failures or not env.spec.success_rule
-    kept: list[Episode] = []
-    for attempts in range(1, MAX_ATTEMPTS * episodes + 1):
-        episode = env.demonstrate(first_seed + attempts - 1)
-        if episode.success or keeps_all:
-            kept.append(photographed(env, episode))
-        if progress is not None:
-            progress(len(kept), attempts)
-        if len(kept) == episodes:
-            meta = _origin(env) | {"first_seed": first_seed, "attempts": attempts}
-            return EpisodeDataset.from_episodes(kept, meta=meta)
-    raise DatasetError(
-        f"the expert of {env.spec.name} succeeded in {len(kept)} of {MAX_ATTEMPTS * episodes} attempts; "
-        f"expected {episodes}. Lower its noise, or keep failures."
-    )
+    attempts = _Attempts(env, episodes, first_seed, keep_failures or not env.spec.success_rule, progress)
+    dataset = EpisodeDataset.from_episodes(attempts, meta=_origin(env) | {"first_seed": first_seed})
+    dataset.meta["attempts"] = attempts.done
+    return dataset
+
+
+@dataclass
+class _Attempts:
+    """Attempts of an expert; iterating makes them, and gives the episodes to keep one by one.
+
+    Attributes:
+        wanted: Episodes to keep.
+        keeps_all: Also those without success.
+        done: Attempts so far.
+    """
+
+    env: Any
+    wanted: int
+    first_seed: int
+    keeps_all: bool
+    progress: Callable[[int, int], None] | None
+    done: int = 0
+
+    def __iter__(self) -> Iterator[Episode]:
+        """Yield the episodes.
+
+        Raises:
+            DatasetError: If there are too few.
+        """
+        kept = 0
+        while kept < self.wanted:
+            if self.done == MAX_ATTEMPTS * self.wanted:
+                raise DatasetError(
+                    f"the expert of {self.env.spec.name} succeeded in {kept} of {self.done} attempts; "
+                    f"expected {self.wanted}. Lower its noise, or keep failures."
+                )
+            episode = self.env.demonstrate(self.first_seed + self.done)
+            self.done += 1
+            is_kept = episode.success or self.keeps_all
+            kept += is_kept
+            if is_kept:
+                episode = photographed(self.env, episode)
+            if self.progress is not None:
+                self.progress(kept, self.done)
+            if is_kept:
+                yield episode
 
 
 _WISHES = {"noise": "has no noise to set", "expert": "is the only one of its task"}
@@ -132,6 +164,4 @@ def _told(env: Any, wishes: Mapping[str, Any]) -> Any:
 
 def _origin(env: Any) -> dict[str, Any]:
     """Describe where the episodes come from, in plain values."""
-    options = asdict(env) if is_dataclass(env) and not isinstance(env, type) else {}
-    name = env.spec.name
-    return {"source": f"demonstrations of {name}", "env": {"name": name, **options}}
+    return {"source": f"demonstrations of {env.spec.name}", "env": named_options(env)}

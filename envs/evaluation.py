@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from envs.episodes import EpisodeRow
 from envs.evaluation_protocol import EvaluationSettings, as_evaluated, described, staged
@@ -225,11 +227,7 @@ def _play(
     count = min(max(1, num_workers), episodes, num_envs)
     shares = [part.tolist() for part in np.array_split(np.arange(episodes), count)]
     widths = [len(part) for part in np.array_split(np.arange(num_envs), count)]
-    policy: Any = player.policy
-    was_training = getattr(policy, "training", False)
-    if was_training:
-        policy.eval()
-    try:
+    with _in_evaluation_mode(player.policy):
         sent = _on_cpu(player) if num_workers else player
         arguments = [(env, sent, share, width) for share, width in zip(shares, widths, strict=True)]
         workers = start_workers(Evaluator, arguments, processes=num_workers > 0)
@@ -237,9 +235,21 @@ def _play(
             return [row for rows in workers.call("run", [()] * count, on_message=counter) for row in rows]
         finally:
             workers.close()
+
+
+@contextmanager
+def _in_evaluation_mode(policy: EvaluatedPolicy) -> Iterator[None]:
+    """Put every part of a policy into evaluation mode, and back into its own afterwards."""
+    if not isinstance(policy, nn.Module):
+        yield
+        return
+    modes = [(part, part.training) for part in policy.modules()]
+    policy.eval()
+    try:
+        yield
     finally:
-        if was_training:
-            policy.train()
+        for part, mode in modes:
+            part.training = mode
 
 
 def _on_cpu(player: Player) -> Player:

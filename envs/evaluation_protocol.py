@@ -15,7 +15,7 @@ from typing import Any
 from envs.fit import require_fit
 from envs.pixels import PICTURE_OPTIONS, seen_by
 from envs.player import BLOCK_ROWS, EvaluatedPolicy
-from envs.spec import EnvConfig
+from envs.spec import EnvConfig, options_of
 from policies.encoders import ImageShape
 from policies.errors import CapabilityError, ConfigError
 from policies.executor import Replanner, WarmStart, with_act_steps
@@ -94,14 +94,14 @@ def described(env: EnvConfig, settings: EvaluationSettings, staged_env: EnvConfi
         **_describe_images(staged_env),
         "block_rows": BLOCK_ROWS,
         "engine": "exact",
-        "versions": {name: _version(name) for name in _VERSIONS},
+        "versions": {name: _version(name) for name in (*_VERSIONS, *env.spec.packages)},
     }
 
 
 def _describe(env: EnvConfig) -> dict[str, Any]:
     """Describe a task by JSON values."""
     spec = env.spec
-    options: dict[str, Any] = asdict(env) if is_dataclass(env) and not isinstance(env, type) else {}
+    options = options_of(env)
     for name in ("demonstrator", *PICTURE_OPTIONS):  # no part of the task that is evaluated
         options.pop(name, None)
     description: dict[str, Any] = json.loads(

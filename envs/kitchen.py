@@ -237,6 +237,7 @@ class _Kitchen(Pictured):
             success_rule=f"all four sub-tasks were completed: {', '.join(self.tasks)}",
             reference_scores=(scores.min_return, scores.max_return),
             episode_metrics=("subtasks",),
+            packages=("gymnasium-robotics",),
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:

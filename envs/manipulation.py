@@ -110,6 +110,7 @@ class _World(Pictured):
             obs_names=obs_names,
             action_names=_ACTION_NAMES,
             success_rule=self.success_rule,
+            packages=("ogbench", "dm-control"),
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:

@@ -151,6 +151,8 @@ class _PointMaze(_Maze):
     hold: int = 1  # steps of the simulator (10 ms) for which an action is kept
     demonstrator: MazeDemonstrator = field(default_factory=MazeDemonstrator)  # who `demonstrate` is
 
+    packages = ("gymnasium-robotics",)
+
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
         super().__post_init__()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -126,6 +126,7 @@ class MazeTask(Pictured, ABC):
     max_episode_steps: int
     goal: str  # whether, and how, the goal is told
     goal_choices: tuple[str, ...] = ()
+    packages: ClassVar[tuple[str, ...]] = ()  # see `EnvSpec.packages`
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
@@ -179,6 +180,7 @@ class MazeTask(Pictured, ABC):
             action_names=actions,
             success_rule=f"within {radius_m:g} m of the goal",
             goal_dim=len(GOAL_NAMES) if self.goal == "separate" else 0,
+            packages=self.packages,
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:

@@ -256,6 +256,7 @@ class Metaworld(Pictured):
             action_names=_ACTION_NAMES,
             success_rule=f"Meta-World reports success of {self.task}",
             terminate_on_success=self.terminate_on_success,
+            packages=("metaworld",),
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:

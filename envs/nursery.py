@@ -28,14 +28,14 @@ from multiprocessing.connection import Connection
 
 from policies.errors import ConfigError, WorkerError
 
-_ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")}
+ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")}
 _PRELOAD = ("envs.rollout", "envs.player", "mujoco", "gymnasium") if sys.platform == "linux" else ()
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from envs.nursery import tend; tend(*map(int, sys.argv[2:]))"
 )
 _GRACE_S = 5.0  # time a process gets to end by itself before it is killed
-_WORD = 8  # bytes of the numbers that requests and answers consist of
+_WORD = 8  # bytes of each of the two numbers that requests and answers consist of
 _PR_SET_PDEATHSIG = 1
 _lock = threading.RLock()
 _current: Nursery | None = None
@@ -68,6 +68,9 @@ class Nursery:
         if os.name != "posix":
             raise ConfigError("worker processes need Linux or macOS; use num_workers=0 on this system.")
         self.owner = os.getpid()
+        self._asked = 0  # number of the last request
+        self._asking = False
+        self._left: list[int] = []  # ended workers whose exit code nobody waits for
         self._control, theirs = socket.socketpair()
         # The kernel's signal follows the *thread* that starts a process; only the main thread may ask for it.
         in_main_thread = threading.current_thread() is threading.main_thread()
@@ -77,7 +80,7 @@ class Nursery:
                 [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **_ONE_THREAD},
+                env={**os.environ, **ONE_THREAD},
                 process_group=0,  # out of reach of a Ctrl-C in the terminal, from the first moment on
             )
         self._finalizer = weakref.finalize(self, _close, self._control, self._process)
@@ -94,26 +97,39 @@ class Nursery:
             WorkerError: If the nursery does not live.
         """
         ours, theirs = socket.socketpair()
-        with theirs:
+        with ours, theirs:
             pid = self._ask(0, [theirs.fileno()])
-        return Child(self, pid, Connection(ours.detach()))
+            if pid <= 1:  # a signal to it would reach this program, or everything
+                raise WorkerError(f"the process that starts workers must name a process; got {pid}.")
+            return Child(self, pid, Connection(ours.detach()))
 
     def reap(self, pid: int) -> int:
         """Wait for a worker that has ended or is about to; returns its exit code, negative for a signal."""
-        with contextlib.suppress(WorkerError):
-            return self._ask(pid, [])
+        with _lock:
+            if self._asking:  # a finalizer runs in the middle of a request of the same thread
+                self._left.append(pid)
+                return -signal.SIGKILL
+            with contextlib.suppress(WorkerError):
+                while self._left:
+                    self._ask(self._left.pop(), [])
+                return self._ask(pid, [])
         return -signal.SIGKILL  # the nursery was killed, and the workers with it
 
     def _ask(self, number: int, descriptors: list[int]) -> int:
+        """Send a request and wait for its answer; that of one that was interrupted is dropped."""
         with _lock:
+            self._asked += 1
+            self._asking = True
             try:
-                socket.send_fds(self._control, [number.to_bytes(_WORD, "little", signed=True)], descriptors)
-                answer = self._control.recv(_WORD)
+                socket.send_fds(self._control, [_packed(self._asked, number)], descriptors)
+                while (answer := _unpacked(self._control.recv(2 * _WORD))) is not None:
+                    if answer[0] == self._asked:
+                        return answer[1]
             except OSError:
-                answer = b""
-        if len(answer) != _WORD:
-            raise WorkerError("the process that starts workers has died. Out of memory? Try fewer workers.")
-        return int.from_bytes(answer, "little", signed=True)
+                pass
+            finally:
+                self._asking = False
+        raise WorkerError("the process that starts workers has died. Out of memory? Try fewer workers.")
 
 
 def fork_worker() -> Child:
@@ -135,12 +151,13 @@ def tend(descriptor: int, parent: int, die_with_parent: int) -> None:
         importlib.import_module(module)
     with socket.socket(fileno=descriptor) as control:
         while True:
-            message, descriptors, _, _ = socket.recv_fds(control, _WORD, 1)
-            if not message:
+            message, descriptors, _, _ = socket.recv_fds(control, 2 * _WORD, 1)
+            request = _unpacked(message)
+            if request is None:
                 break
-            number = int.from_bytes(message, "little", signed=True)
+            which, number = request
             answer = _fork(control, descriptors[0]) if descriptors else _exit_code(number)
-            control.sendall(answer.to_bytes(_WORD, "little", signed=True))
+            control.sendall(_packed(which, answer))
     os._exit(0)
 
 
@@ -167,7 +184,24 @@ def _fork(control: socket.socket, descriptor: int) -> int:
 
 
 def _exit_code(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    """Wait for a worker; one that was asked for before, by a request that was interrupted, is gone."""
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return -signal.SIGKILL
+
+
+def _packed(which: int, number: int) -> bytes:
+    """Return a request or an answer: the number of the request, and what it asks or is told."""
+    return b"".join(value.to_bytes(_WORD, "little", signed=True) for value in (which, number))
+
+
+def _unpacked(message: bytes) -> tuple[int, int] | None:
+    """Read what `_packed` made; None where the other side hung up."""
+    if len(message) != 2 * _WORD:
+        return None
+    which, number = message[:_WORD], message[_WORD:]
+    return int.from_bytes(which, "little", signed=True), int.from_bytes(number, "little", signed=True)
 
 
 def _die_with(parent: int) -> None:

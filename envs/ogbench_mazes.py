@@ -81,6 +81,7 @@ class _OgbenchMaze(MazeTask):
     maze = ""
     radius_m = 0.5  # of the goal
     goal_choices = GOALS
+    packages = ("ogbench",)
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""

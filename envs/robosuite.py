@@ -124,6 +124,7 @@ class _Robosuite(Pictured):
             action_names=action_names,
             success_rule=self.success_rule,
             terminate_on_success=self.terminate_on_success,
+            packages=("robosuite",),
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from envs.seeding import seeded_globally
 from envs.vector import StepResult
 from policies.errors import CapabilityError, ConfigError
 
@@ -118,7 +119,7 @@ def make_robosuite(task: str, num_arms: int) -> Any:
     """
     from envs.make import require
 
-    with _quiet(), _global_seed(_MODEL_SEED):
+    with _quiet(), seeded_globally(_MODEL_SEED):
         robosuite = require("robosuite", extra="robosuite")
         from robosuite.controllers import load_composite_controller_config
 
@@ -149,20 +150,8 @@ def hide_collisions(model: Any) -> None:
 def begin(env: Any, seed: int) -> None:
     """Start an episode of robosuite's that depends on its seed alone."""
     env.rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
-    with _global_seed(seed), _quiet():
+    with seeded_globally(seed), _quiet():  # robosuite draws from numpy's global generator
         env.reset()
-
-
-@contextlib.contextmanager
-def _global_seed(seed: int) -> Iterator[None]:
-    """Seed the global numpy generator, from which robosuite draws, and put it back afterwards."""
-    before = np.random.get_state()
-    bits = np.random.MT19937(np.random.SeedSequence(seed))
-    np.random.set_state(np.random.RandomState(bits).get_state())
-    try:
-        yield
-    finally:
-        np.random.set_state(before)
 
 
 @contextlib.contextmanager

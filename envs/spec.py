@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from envs.vector import VectorEnv
@@ -31,6 +31,7 @@ class EnvSpec:
     reference_scores: tuple[float, float] | None = None  # D4RL (random, expert) returns
     goal_dim: int = 0  # Dg of goals that are told beside the observation; 0: none are
     episode_metrics: tuple[str, ...] = ()  # extra per-episode rows, e.g. "mode" of `avoid`
+    packages: tuple[str, ...] = ()  # besides MuJoCo and gymnasium, whose versions decide what happens
 
 
 class EnvConfig(Protocol):
@@ -48,3 +49,13 @@ class EnvConfig(Protocol):
             MissingExtraError: If the simulator is not installed; names the extra.
         """
         ...
+
+
+def options_of(env: EnvConfig) -> dict[str, Any]:
+    """Return the options of a task; none where its configuration is no dataclass."""
+    return asdict(env) if is_dataclass(env) and not isinstance(env, type) else {}
+
+
+def named_options(env: EnvConfig) -> dict[str, Any]:
+    """Return a task in plain values: its name and its options."""
+    return {"name": env.spec.name, **options_of(env)}

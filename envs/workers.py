@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from envs.nursery import Child, exit_on_hangup, fork_worker
+from envs.nursery import ONE_THREAD, Child, exit_on_hangup, fork_worker
 from policies.errors import BurnishError, ConfigError, WorkerError
 from policies.threads import torch_threads
 
@@ -265,7 +265,8 @@ def _settle(place: dict[str, Any]) -> None:
     """Take over where the program looks for modules and files, and its environment variables."""
     sys.path[:] = place["path"]
     os.chdir(place["directory"])
-    os.environ.update({name: value for name, value in place["environment"].items() if name not in os.environ})
+    os.environ.clear()
+    os.environ.update(place["environment"] | ONE_THREAD)
 
 
 def _answer(link: Connection) -> None:

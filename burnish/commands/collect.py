@@ -47,6 +47,8 @@ class CollectConfig:
             raise ConfigError(f"noise must be 0 or more and finite, or null; got {self.noise}.")
         if not 0 <= self.valid_fraction < 1:
             raise ConfigError(f"valid_fraction must be in [0, 1); got {self.valid_fraction}.")
+        if self.valid_fraction and self.episodes == 1:
+            raise ConfigError(f"valid_fraction={self.valid_fraction} needs at least 2 episodes; got 1.")
         if format_to_write(self.out, self.format) != "robomimic" and self.valid_fraction:
             raise ConfigError(f"valid_fraction needs format=robomimic; got {self.valid_fraction}.")
 

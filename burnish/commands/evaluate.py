@@ -29,6 +29,8 @@ from policies.policy import Policy
 
 SUMMARISED = ("success", "d4rl_score", "return", "return_var", "return_cvar", "length")
 """What tables and reports show of an evaluation, where it is defined."""
+OF_COMPOSE = ("weights", "operator", "temperature", "sampler", "dataset", "data", "search", "estimate")
+"""Keys that a single policy has no use for."""
 
 
 @dataclass
@@ -124,8 +126,8 @@ def evaluate(config: EvalConfig) -> Result:
     """Evaluate the policy, and the other one on the same episodes, and write the results."""
     if config.policy is None:
         raise ConfigError("eval needs policy=<run or policy directory>, or compose=[a,b].")
-    of_compose = ("weights", "sampler", "dataset", "data")
-    if given := [name for name in of_compose if getattr(config, name) not in (None, {})]:
+    default = EvalConfig()
+    if given := [name for name in OF_COMPOSE if getattr(config, name) != getattr(default, name)]:
         raise ConfigError(f"{given[0]} belongs to compose=[a,b]; a single policy has no use for it.")
     if config.out is not None:
         check_file_to_write(config.out)

@@ -195,7 +195,8 @@ def _curves(page: Page, named: Mapping[str, RunDirectory], groups: Sequence[Grou
         png = learning_curves(metrics, unit, colours=colours, means=means)
         subject = f"{' and '.join(means)}: " if len(groups) > 1 else ""
         if png is None:
-            page.text(f"{subject}Nothing to draw: fewer than two rows were logged.")
+            what = "success, return, held-out error, losses"
+            page.text(f"{subject}Nothing to draw: none of what is drawn ({what}) was logged twice.")
             continue
         pictures["learning.png" if len(shared) == 1 else f"learning-{number}.png"] = png
         page.picture(png, f"{subject}Numbers logged while training, over {unit.replace('_', ' ')}.")

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from burnish.commands.export import surroundings_of
 from burnish.console import output
+from burnish.device import device_of
 from burnish.job import Job
 from burnish.locate import locate
 from envs.evaluation_protocol import with_steps
@@ -35,7 +36,7 @@ class ServeConfig(ServerSettings):
     policy: str | None = None  # a run (its last checkpoint), a checkpoint, a policy directory, or an export
     trust: bool = False  # open an exported folder of format=torch, which can execute code of its maker
     steps: int | None = None  # denoising steps; null: the policy's own
-    device: str = "cpu"  # where the policy decides, e.g. cuda
+    device: str = "cpu"  # cpu, cuda or cuda:<n>: where the policy decides
     metrics_port: int | None = None  # of http://127.0.0.1:<port>/metrics; 0: any that is free; null: none
     new_client: str | None = None  # make keys of a client of this name in keys=<folder>, and stop
 
@@ -84,8 +85,9 @@ def served_by(config: ServeConfig) -> Served:
                 "an exported folder has its steps inside and runs on the CPU; leave steps and device out."
             )
         return ServedFolder(config.policy, trust=config.trust)
+    device = device_of(config.device)
     found = locate(config.policy)
-    policy = cast(Policy, with_steps(found.load(), config.steps)).to(config.device)
+    policy = cast(Policy, with_steps(found.load(), config.steps)).to(device)
     return ServedPolicy(policy, surroundings_of(found), weights_of(found.path))
 
 

@@ -7,22 +7,22 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import torch
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING
 
 from algos.base import Algorithm, Setup
-from algos.state import RunDirectory
+from algos.state import RunDirectory, new_folder
 from algos.trainer import Interrupted, TrainerSettings
 from algos.trainer import train as run_trainer
 from burnish.commands.evaluate import evaluate_with, headline
 from burnish.config import GROUPS, describe, describe_part, restore
 from burnish.console import output, table
+from burnish.device import device_of
 from burnish.job import Job
 from burnish.last_and_best import last_and_best
 from burnish.locate import RUN_CONFIG, Located, check_folder_to_write, locate
@@ -80,7 +80,7 @@ class TrainConfig:
     evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(episodes=50))
     num_workers: int = Setup.num_workers  # rollout processes, each with its own noise; 0: this one, as if 1
     engine: str = Setup.engine  # exact | envpool, which only collects: see Environments; evaluation is exact
-    num_threads: int | None = Setup.num_threads  # null: 1 in cloning (of torch), 2 in fine-tuning (gradients)
+    num_threads: int | None = Setup.num_threads  # null: 2 on-policy (sharing gradients), else 1 (of torch)
     device: str = "cpu"  # cpu, cuda or cuda:<n>: where gradients are computed; rollouts stay on the CPU
     progress: bool | None = None  # null: a bar on a terminal, lines elsewhere
 
@@ -117,12 +117,18 @@ def train(config: TrainConfig, job: Job) -> Outcome:
         _refuse_a_new_policy_where_algo_makes_it(config, job.overrides)
         check_folder_to_write(job.directory, "hydra.run.dir")
         config = _with_lasting_paths(config)
-        return _train(config, lambda: RunDirectory.create_at(job.directory, describe(config), job.overrides))
+        return _train(config, lambda: _new_run(config, job), job.overrides)
     directory = RunDirectory.open(config.resume)
     known = parts_of(directory)
     changes = [text for text in job.overrides if not text.startswith("resume=") and text not in known]
     config = restore(TrainConfig, directory.config, changes)
     return _train(config, lambda: directory, changes, is_new=False)
+
+
+def _new_run(config: TrainConfig, job: Job) -> RunDirectory:
+    """Make the directory of a new run."""
+    place = new_folder(job.directory) if job.is_proposed else job.directory
+    return RunDirectory.create_at(place, describe(config), job.overrides)
 
 
 def with_resumed_parts(overrides: Sequence[str]) -> list[str]:
@@ -175,9 +181,23 @@ def _refuse_a_new_policy_where_algo_makes_it(config: TrainConfig, overrides: Seq
 
 def _typed_about_a_policy(overrides: Sequence[str]) -> list[str]:
     """Return the keys among overrides that say what a new policy is."""
+    return [key for key in _keys_of(overrides) if key.partition(".")[0] in (*PARTS, "policy")]
+
+
+def _keys_of(overrides: Sequence[str]) -> list[str]:
+    """Return the keys and groups of overrides."""
     parser = OverridesParser.create()
-    keys = [str(parser.parse_override(text).key_or_group) for text in overrides]
-    return [key for key in keys if key.partition(".")[0] in (*PARTS, "policy")]
+    return [str(parser.parse_override(text).key_or_group) for text in overrides]
+
+
+def _say_where_nothing_is_evaluated(config: TrainConfig, overrides: Sequence[str]) -> None:
+    """Warn of what was typed about evaluations where there is no task to evaluate in."""
+    if config.env is not None or config.evaluation.episodes == 0:
+        return
+    if vain := [key for key in _keys_of(overrides) if key.startswith(("evaluation.", "trainer.eval_"))]:
+        _log.warning("nothing is evaluated, in spite of %s: give env=<task> as well.", ", ".join(vain))
+    elif getattr(config.algo, "makes_policy", False):
+        _log.info("nothing is evaluated while training: give env=<task> for that.")
 
 
 def _say_what_init_replaces(config: TrainConfig, init: Policy) -> None:
@@ -215,7 +235,7 @@ def _teacher(config: TrainConfig) -> Located | None:
 def _train(
     config: TrainConfig,
     open_directory: Callable[[], RunDirectory],
-    changes: Sequence[str] = (),
+    typed: Sequence[str],
     *,
     is_new: bool = True,
 ) -> Outcome:
@@ -224,13 +244,14 @@ def _train(
     Args:
         config: What to do.
         open_directory: Makes or opens the run directory.
-        changes: Overrides that distinguish `config` from what the directory was started with.
+        typed: Overrides; of a directory that is continued, those that distinguish it from what it was.
         is_new: Whether the directory is made here, and taken away again if nothing is learned.
     """
     if config.algo is None:
         raise ConfigError(f"train needs algo=<name>; choose one of: {', '.join(registry.parts('algo'))}.")
     algorithm = config.algo.build(prepare(config))
     last: dict[str, float] = {}
+    _say_where_nothing_is_evaluated(config, typed)
     try:
         _try_evaluation(config, algorithm)
         directory = open_directory()
@@ -242,7 +263,7 @@ def _train(
                 evaluator=_evaluator(config, directory, last),
                 progress=config.progress,
                 provenance=provenance(config),
-                amendment=(describe(config), changes) if changes else None,
+                amendment=(describe(config), typed) if typed and not is_new else None,
             )
     finally:
         algorithm.close()
@@ -290,7 +311,7 @@ def _taken_away_if_bare(directory: RunDirectory | None) -> Iterator[None]:
 
 def prepare(config: TrainConfig) -> Setup:
     """Load what a run is built from; everything that can be refused is refused here or in `build`."""
-    device = _device(config.device)
+    device = device_of(config.device)
     check_seeds("seed", config.seed)
     if config.num_workers < 0:
         raise ConfigError(f"num_workers must be 0 or more; got {config.num_workers}.")
@@ -317,22 +338,6 @@ def prepare(config: TrainConfig) -> Setup:
         num_threads=config.num_threads,
         device=device,
     )
-
-
-def _device(name: str) -> torch.device:
-    """Return the device of a name.
-
-    Raises:
-        ConfigError: If it is of another kind, or not there.
-    """
-    device: torch.device | None = None
-    with suppress(RuntimeError):
-        device = torch.device(name)
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be cpu, cuda or cuda:<n>; got '{name}'.")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device={name} is not available on this machine. Use device=cpu.")
-    return device
 
 
 def provenance(config: TrainConfig) -> dict[str, Any]:

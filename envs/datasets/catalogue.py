@@ -10,7 +10,6 @@ Sources:
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -18,6 +17,7 @@ from functools import cache
 from itertools import product
 from pathlib import Path
 
+from envs.datasets.scores import expand
 from policies.errors import DatasetError
 
 FOLDER_VARIABLE = "BURNISH_DATASETS"
@@ -103,13 +103,6 @@ def catalogue() -> dict[str, Entry]:
     """Return all known datasets by name."""
     found = [*_d4rl(), *_ogbench(), *_robomimic(), *_minari()]
     return {entry.name: entry for entry in found}
-
-
-def expand(pattern: str) -> list[str]:
-    """Return the names that a pattern stands for: `a-{b,c}` -> a-b, a-c."""
-    parts = re.split(r"\{([^}]*)\}", pattern)
-    choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
-    return ["".join(choice) for choice in product(*choices)]
 
 
 def _d4rl_paths() -> Iterator[tuple[str, str]]:
@@ -207,11 +200,14 @@ def find_dataset(given: str | Path) -> Path:
     A name is looked for in the folder of downloads, then where the publisher's own program keeps its files.
 
     Raises:
-        DatasetError: If it is the name of a public dataset that is not on this machine.
+        DatasetError: If it is the name of a public dataset that is not on this machine, or nearly one.
     """
     path = Path(given)
     entry = catalogue().get(str(given))
-    if path.exists() or entry is None:
+    if path.exists():
+        return path
+    if entry is None:
+        _refuse_near_name(str(given))
         return path
     places = [download_folder() / entry.path, Path.home() / entry.elsewhere]
     for place in places:
@@ -221,3 +217,13 @@ def find_dataset(given: str | Path) -> Path:
         f"{given}: expected a file or a downloaded dataset; it is neither in {places[0]} nor in {places[1]}. "
         f"Fetch it: burnish data download name={given}."
     )
+
+
+def _refuse_near_name(given: str) -> None:
+    """Refuse what is no path and looks like the name of a public dataset."""
+    near = [] if Path(given).suffix else get_close_matches(given, catalogue(), n=3)
+    if near:
+        raise DatasetError(
+            f"{given}: expected a file, a folder or the name of a downloaded dataset; there is no such path. "
+            f"Similar names: {', '.join(near)}."
+        )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from envs.datasets.room import pieces
-from policies.errors import DatasetError
+from policies.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
     from envs.datasets.episodes import Episode, EpisodeDataset
@@ -60,6 +60,19 @@ def check_episode(episode: Episode, first: Episode, source: str) -> None:
     for key, (got, want) in expected.items():
         if np.shape(got) != want:
             raise DatasetError(f"{source}: key '{key}' must have shape {want}; got {np.shape(got)}.")
+
+
+def refuse_images(dataset: EpisodeDataset, form: str) -> None:
+    """Refuse images before a dataset is written in a format without a place for them.
+
+    Raises:
+        ConfigError: If there are some.
+    """
+    if dataset.images:
+        raise ConfigError(
+            f"images of the cameras {', '.join(dataset.images)} need format=robomimic; got format={form}. "
+            f"Leave them out with dataset.with_cameras(()), or write robomimic."
+        )
 
 
 def _check_index(data: EpisodeDataset) -> None:

@@ -7,6 +7,7 @@ or `next_observations` where the source knows it (it always does for what `burni
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from envs.datasets.checks import check_dataset, check_episode
 from envs.datasets.images import Images
+from envs.datasets.memory import require_memory
 from envs.datasets.room import MEMORY, Frames, Room
 from envs.datasets.statistics_cache import statistics_of
 from policies.encoders import ImageShape
@@ -251,6 +253,13 @@ class EpisodeDataset:
         """Whether each episode succeeded, (E,) bool, or None where the source does not say."""
         return self.episode_extras.get("success")
 
+    @property
+    def over(self) -> Tensor:
+        """Frames that values must not look beyond: the task ended there, or `masks` is 0, (N,) bool."""
+        if "masks" in self.extras:
+            return self.terminated | (self.extras["masks"] == 0)
+        return self.terminated
+
     def __len__(self) -> int:
         """Return the number of frames."""
         return self.num_frames
@@ -278,22 +287,28 @@ class EpisodeDataset:
         Raises:
             DatasetError: If there are none of one of them.
         """
-        missing = sorted(set(cameras) - set(self.images))
+        chosen = tuple(cameras)
+        missing = sorted(set(chosen) - set(self.images))
         if missing:
             raise DatasetError(
                 f"{self.source}: expected images of the cameras {missing}; there are some of "
                 f"{sorted(self.images) or 'none'}."
             )
-        return replace(self, images={camera: self.images[camera].loaded() for camera in cameras})
+        images = {camera: self.images[camera].loaded() for camera in chosen}
+        if list(images.items()) == list(self.images.items()):
+            return self
+        return self._derived(images=images)
 
     def to(self, device: torch.device | str) -> EpisodeDataset:
         """Return the dataset on another device; images stay where they are."""
         if torch.device(device) == self.observations.device:
             return self
-        moved = self._apply(
-            lambda value: value.to(device), lambda value: value.to(device), self.episode_start.to(device)
+        return self._apply(
+            lambda value: value.to(device),
+            lambda value: value.to(device),
+            self.episode_start.to(device),
+            room=MEMORY,
         )
-        return replace(moved, room=MEMORY)
 
     def select(self, episodes: Sequence[int] | Tensor) -> EpisodeDataset:
         """Return the named episodes, in the order named.
@@ -312,7 +327,7 @@ class EpisodeDataset:
         frames = torch.arange(int(start[-1]), device=rows.device) + offset
         images = {camera: one.select(frames) for camera, one in self.images.items()}
         return self._apply(
-            lambda value: self.room.take(value, frames), lambda value: value[rows], start, images
+            lambda value: self.room.take(value, frames), lambda value: value[rows], start, images=images
         )
 
     def split(self, valid_fraction: float = 0.1, *, seed: int = 0) -> tuple[EpisodeDataset, EpisodeDataset]:
@@ -360,7 +375,10 @@ class EpisodeDataset:
 
     @property
     def transition_frames(self) -> Tensor:
-        """Frames with a known successor, or with none to know because the task ended, (M,) int64."""
+        """Frames with a known successor, or with none to know because the task ended, (M,) int64.
+
+        A mask of 0 is no such end: on the last frame of a recording there may have been no action either.
+        """
         if self.next_observations is not None:
             return torch.arange(self.num_frames, device=self.terminated.device)
         inside = torch.ones_like(self.terminated)
@@ -376,7 +394,7 @@ class EpisodeDataset:
         frame with mask 0 counts as terminated although its recording goes on.
 
         Raises:
-            DatasetError: If there is none.
+            DatasetError: If there is none, or arrays that are kept on a disk do not fit into memory.
         """
         frames = self.transition_frames
         if not len(frames):
@@ -384,18 +402,20 @@ class EpisodeDataset:
                 f"{self.source}: expected frames with a known successor or a real end; got {self.num_frames} "
                 "that are the last of cut episodes, so there is no transition. Record successors."
             )
+        if self.room.on_disk:
+            width = 2 * self.obs_dim + self.action_dim + 4
+            require_memory(4 * len(frames) * width, f"{self.source}, as transitions")
         if self.next_observations is not None:
             successor = self.next_observations[frames]
         else:
             ends = self.episode_start[1:] - 1
             successor = self.observations[(frames + 1).where(~torch.isin(frames, ends), frames)]
-        over = self.terminated | (self.extras["masks"] == 0) if "masks" in self.extras else self.terminated
         return Transitions(
             observations=self.observations[frames],
             actions=self.actions[frames],
             rewards=self.rewards[frames],
             next_observations=successor,
-            terminated=over[frames],
+            terminated=self.over[frames],
             frames=frames,
         )
 
@@ -414,11 +434,10 @@ class EpisodeDataset:
         frames: Callable[[Tensor], Tensor],
         episodes: Callable[[Tensor], Tensor],
         start: Tensor,
-        images: dict[str, Images] | None = None,
+        **others: Any,
     ) -> EpisodeDataset:
-        return replace(
-            self,
-            images=self.images if images is None else images,
+        """Return the dataset with its tensors by frame and by episode mapped, and other fields replaced."""
+        return self._derived(
             observations=frames(self.observations),
             actions=frames(self.actions),
             rewards=frames(self.rewards),
@@ -428,7 +447,14 @@ class EpisodeDataset:
             next_observations=None if self.next_observations is None else frames(self.next_observations),
             extras={key: frames(value) for key, value in self.extras.items()},
             episode_extras={key: episodes(value) for key, value in self.episode_extras.items()},
+            **others,
         )
+
+    def _derived(self, **changes: Any) -> EpisodeDataset:
+        """Return the dataset with fields made of its own, which need no second check."""
+        made = copy.copy(self)
+        made.__dict__.update(changes)
+        return made
 
 
 @dataclass

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from envs.datasets import memory
 from envs.datasets.hdf5 import read_hdf5
 from envs.datasets.room import Column, Room
 from policies.encoders import ImageShape
@@ -251,9 +252,11 @@ class Images:
             yield self[torch.arange(first, min(first + _BLOCK, len(self)))].numpy()
 
     def loaded(self) -> Images:
-        """Return the same images in memory, if they fit there."""
+        """Return the same images in memory, if they are not too many and fit there."""
         size = int(np.prod(self.shape))
-        if size > MEMORY_BYTES or (isinstance(self.store, InMemory) and self.frames is None):
+        if isinstance(self.store, InMemory) and self.frames is None:
+            return self
+        if size > MEMORY_BYTES or not memory.fits(size):
             return self
         pixels = np.empty(self.shape, np.uint8)
         first = 0

@@ -7,7 +7,9 @@ What does not fit is kept in files instead (`envs.datasets.room`), images apart 
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+from contextlib import suppress
+from pathlib import Path, PurePath
+from typing import NamedTuple
 
 from policies.errors import DatasetError
 
@@ -16,10 +18,24 @@ SHARE = 0.8
 WORTH_SAYING = 2**30
 """Bytes from which on it is said how much a reading takes."""
 _GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 _FACTS = Path("/proc/meminfo")
 _GIBI = 2**30
 
 _log = logging.getLogger(__name__)
+
+
+class _Form(NamedTuple):
+    """Where a version of control groups keeps its folders, and what the files in them are called."""
+
+    folder: str
+    limit: str
+    used: str
+    caches: str
+
+
+_V2 = _Form("", "memory.max", "memory.current", "inactive_file")
+_V1 = _Form("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def fits(needed: int) -> bool:
@@ -72,11 +88,30 @@ def _of_the_machine() -> int | None:
 
 
 def _of_the_container() -> int | None:
-    """Read limit and use of the container; its file caches give way, too."""
+    """Return what is left in the control group that has least, of those that this process is in."""
+    found = (_left_in(_GROUPS / form.folder / path, form) for form, path in _own_groups())
+    return min((left for left in found if left is not None), default=None)
+
+
+def _own_groups() -> set[tuple[_Form, PurePath]]:
+    """Return the groups that this process is in, with all that they are part of; "." is the whole."""
+    groups = {(form, PurePath(".")) for form in (_V1, _V2)}
+    with suppress(OSError, ValueError):
+        for line in _OWN_GROUPS.read_text(encoding="utf-8").splitlines():
+            _, kinds, path = line.split(":", 2)  # 0::/a/b, or 4:memory:/a/b
+            form = _V1 if "memory" in kinds.split(",") else None if kinds else _V2
+            if form is not None and ".." not in path:
+                group = PurePath(path.lstrip("/"))
+                groups |= {(form, one) for one in (group, *group.parents)}
+    return groups
+
+
+def _left_in(folder: Path, form: _Form) -> int | None:
+    """Read limit and use of a group; its file caches give way, too. None without a limit."""
     try:
-        limit, used = (int((_GROUPS / f"memory.{name}").read_text()) for name in ("max", "current"))
-        facts = (line.split() for line in (_GROUPS / "memory.stat").read_text().splitlines())
-        caches = next(int(value) for name, value in facts if name == "inactive_file")
+        limit, used = (int((folder / name).read_text()) for name in (form.limit, form.used))
+        facts = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        caches = next(int(value) for name, value in facts if name == form.caches)
     except (OSError, ValueError, StopIteration):
         return None
     return limit - used + caches

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from envs.datasets.checks import refuse_images
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.hdf5 import write_hdf5
 from envs.datasets.minari import ACHIEVED, GOAL, OWN_ATTRIBUTE, STATE
 from envs.datasets.minari_storage import MAIN_FILE, METADATA, find_data
+from envs.spec import named_options
 from policies.errors import DatasetError
 
 if TYPE_CHECKING:
@@ -59,9 +60,11 @@ def write_minari(
         algorithm: What acted, in words.
 
     Raises:
+        ConfigError: If there are images, which this writer does not store.
         DatasetError: If the name is not one of Minari's, the folder holds something else, or the successors
             are not the next observations (as after `d4rl_compat`), which Minari cannot store.
     """
+    refuse_images(dataset, "minari")
     target, dataset = Path(path), dataset.to("cpu")
     name = dataset_id or target.name
     if not _NAME.fullmatch(name.rsplit("/", 1)[-1]):
@@ -153,8 +156,7 @@ def _metadata(dataset: EpisodeDataset, env: EnvConfig | None, name: str, algorit
     low, high = (env.spec.action_low, env.spec.action_high) if env else (-np.inf, np.inf)
     meta = {key: value for key, value in dataset.meta.items() if key not in _OWN_META}
     if env is not None:
-        options: dict[str, Any] = asdict(env) if is_dataclass(env) and not isinstance(env, type) else {}
-        meta["env"] = {"name": env.spec.name, **options}
+        meta["env"] = named_options(env)
     return {
         "total_episodes": dataset.num_episodes,
         "total_steps": dataset.num_frames,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import lzma
+import math
 import zipfile
 import zlib
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -25,9 +26,14 @@ _UNREADABLE = (OSError, ValueError, EOFError, LookupError, zipfile.BadZipFile, z
 
 @contextmanager
 def _open(path: Path) -> Iterator[np.lib.npyio.NpzFile]:
+    with _readable(path), np.load(path, allow_pickle=False) as archive:
+        yield archive
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            yield archive
+        yield
     except BurnishError:
         raise
     except _UNREADABLE as error:
@@ -53,6 +59,47 @@ def peek_npz(path: str | Path) -> tuple[str, ...] | None:
 def _begins_like_a_zip(path: Path) -> bool:
     with open(path, "rb") as file:
         return file.read(4) in (b"PK\x03\x04", b"PK\x05\x06")
+
+
+class Member(NamedTuple):
+    """An array of an archive; its numbers come in pieces, flat and in the order of the file."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    pieces: Iterator[np.ndarray]
+
+
+def walk_npz(path: str | Path, at_once: int) -> Iterator[Member]:
+    """Yield the arrays of an archive, to be looked at one after another; only numbers are read.
+
+    Args:
+        path: The archive.
+        at_once: Bytes of a piece.
+
+    Raises:
+        DatasetError: If it is damaged.
+    """
+    path = Path(path)
+    with _open(path) as archive:
+        assert archive.zip is not None
+        for key in archive.files:
+            with archive.zip.open(_name_of(archive, key)) as member:
+                shape, _, dtype = _header(member) or ((), False, np.dtype(object))
+                yield Member(key, shape, dtype, _flat(member, shape, dtype, at_once, path, key))
+
+
+def _flat(
+    member: IO[bytes], shape: tuple[int, ...], dtype: np.dtype, at_once: int, path: Path, key: str
+) -> Iterator[np.ndarray]:
+    """Yield numbers (n,); nothing where there are none."""
+    left = math.prod(shape) if dtype.kind in "biuf" else 0
+    step = max(at_once // max(dtype.itemsize, 1), 1)
+    for first in range(0, left, step):
+        size = dtype.itemsize * min(step, left - first)
+        with _readable(path):
+            values = np.frombuffer(_whole(member, size, key), dtype)
+        yield values
 
 
 def read_npz(path: str | Path, required: Collection[str], optional: Collection[str] = ()) -> Arrays:
@@ -98,13 +145,11 @@ def read_npz_into(
 def _spilled(archive: np.lib.npyio.NpzFile, key: str, room: Room) -> np.ndarray:
     """Copy a member out piece by piece; what is laid out or typed unusually is read whole."""
     assert archive.zip is not None
-    name = f"{key}.npy" if f"{key}.npy" in archive.zip.namelist() else key
-    with archive.zip.open(name) as member:
-        version = np.lib.format.read_magic(member)
-        header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        if version not in header:
+    with archive.zip.open(_name_of(archive, key)) as member:
+        header = _header(member)
+        if header is None:
             return archive[key]
-        shape, by_columns, dtype = header[version](member)
+        shape, by_columns, dtype = header
         if by_columns or not shape or dtype.kind not in "biuf":
             return archive[key]
         out = room.empty(shape, dtype)
@@ -112,6 +157,19 @@ def _spilled(archive: np.lib.npyio.NpzFile, key: str, room: Room) -> np.ndarray:
             size = out[part].nbytes
             out[part] = np.frombuffer(_whole(member, size, key), dtype).reshape(out[part].shape)
     return out
+
+
+def _name_of(archive: np.lib.npyio.NpzFile, key: str) -> str:
+    """Return what the file of an array is called in its archive."""
+    assert archive.zip is not None
+    return f"{key}.npy" if f"{key}.npy" in archive.zip.namelist() else key
+
+
+def _header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype] | None:
+    """Read shape, whether columns come first, and type; None for arrays of unusual types."""
+    version = np.lib.format.read_magic(member)
+    known = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    return known[version](member) if version in known else None
 
 
 def _whole(member: IO[bytes], size: int, key: str) -> bytes:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,8 @@ from envs.datasets.hdf5 import peek_hdf5, read_hdf5, read_numbers, write_hdf5
 from envs.datasets.images import Images, InHdf5, camera_of
 from envs.datasets.room import Frames, room_for
 from envs.datasets.unread import tell_unread
-from policies.errors import DatasetError
+from envs.spec import options_of
+from policies.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
     from envs.spec import EnvConfig
@@ -70,12 +70,15 @@ def write_robomimic(
         dataset: Episodes on any device.
         env: The task they come from, recorded as `env_args`.
         layout: Widths of the observation's parts by key, in order; None: one key `flat`.
-        valid_fraction: Share of episodes listed under mask/valid, the others under mask/train; 0: no masks.
+        valid_fraction: Share of episodes listed under mask/valid, in [0, 1), the others under mask/train; at
+            least one episode is listed under each. 0: no masks.
         seed: Decides which.
 
     Raises:
+        ConfigError: If the share is not one, or there is only one episode to divide.
         DatasetError: If the layout does not add up to the width of the observations.
     """
+    _check_share(valid_fraction, dataset.num_episodes)
     dataset = dataset.to("cpu")
     parts = dict(layout or {_FLAT: dataset.obs_dim})
     if sum(parts.values()) != dataset.obs_dim:
@@ -317,11 +320,18 @@ def _read_demo(demo: h5py.Group, layout: list[tuple[str, int]], source: str) -> 
 
 
 def _read_all(demo: h5py.Group, name: str, source: str) -> dict[str, np.ndarray]:
-    """Read the datasets of a group that may be absent."""
+    """Read the datasets below a group that may be absent; a slash in a key stands for a group within."""
     if name not in demo:
         return {}
-    items = _group(demo, name, source).items()
-    return {key: read_numbers(item, f"{source}/{name}", key) for key, item in items}
+    group = _group(demo, name, source)
+    found: dict[str, np.ndarray] = {}
+    for key, item in group.items():
+        if isinstance(item, h5py.Group):
+            inner = _read_all(group, key, f"{source}/{name}")
+            found |= {f"{key}/{rest}": values for rest, values in inner.items()}
+        else:
+            found[key] = read_numbers(item, f"{source}/{name}", key)
+    return found
 
 
 def _read_ends(demo: h5py.Group, num: int, source: str) -> dict[str, bool]:
@@ -467,10 +477,21 @@ def _write_demo(group: h5py.Group, dataset: EpisodeDataset, number: int, parts: 
             group.attrs[key] = dataset.episode_extras[key][number].item()
 
 
+def _check_share(valid_fraction: float, num_episodes: int) -> None:
+    """Refuse a share of the episodes that leaves none on one side."""
+    if not 0 <= valid_fraction < 1:
+        raise ConfigError(f"valid_fraction must lie in [0, 1); got {valid_fraction}.")
+    if valid_fraction and num_episodes < 2:
+        raise ConfigError(
+            f"valid_fraction={valid_fraction} needs at least 2 episodes, one for each side; got "
+            f"{num_episodes}. Leave it out."
+        )
+
+
 def _write_masks(file: h5py.File, num_episodes: int, valid_fraction: float, seed: int) -> None:
     """List training and validation demonstrations."""
     order = torch.randperm(num_episodes, generator=torch.Generator().manual_seed(seed)).tolist()
-    num_valid = min(max(round(valid_fraction * num_episodes), 1), num_episodes)
+    num_valid = min(max(round(valid_fraction * num_episodes), 1), num_episodes - 1)
     for name, chosen in (("valid", order[:num_valid]), ("train", order[num_valid:])):
         names = [f"demo_{number}".encode() for number in sorted(chosen)]
         file.create_dataset(f"mask/{name}", data=np.array(names, dtype="S"))
@@ -481,5 +502,9 @@ def _env_args(dataset: EpisodeDataset, env: EnvConfig | None) -> dict[str, Any]:
     if env is None:
         known = dataset.meta.get("env_args")
         return dict(known) if known else {"env_name": "unknown", "type": _GYM_TYPE, "env_kwargs": {}}
-    kwargs: dict[str, Any] = asdict(env) if is_dataclass(env) and not isinstance(env, type) else {}
-    return {"env_name": env.spec.name, "env_version": "1", "type": _GYM_TYPE, "env_kwargs": kwargs}
+    return {
+        "env_name": env.spec.name,
+        "env_version": "1",
+        "type": _GYM_TYPE,
+        "env_kwargs": options_of(env),
+    }

@@ -1,7 +1,8 @@
 """What a file holds, key by key, before anything is made of it; also of files that cannot be read as data.
 
-Arrays are looked at in pieces, so that a file may be larger than the memory. Keys of episodes are put
-together: `data/demo_*/actions` stands for the actions of all demonstrations.
+Arrays of HDF5 files and npz archives are looked at in pieces, so that a file may be larger than the memory;
+tables of Parquet and Arrow files are looked at one by one. Keys of episodes are put together:
+`data/demo_*/actions` stands for the actions of all demonstrations, `*/actions` for those of numbered folders.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import h5py
 import numpy as np
 
 from envs.datasets.hdf5 import peek_hdf5, read_hdf5
+from envs.datasets.npz import peek_npz, walk_npz
 from policies.errors import DatasetError
 
 _PIECE = 16 * 2**20  # bytes looked at in one go
@@ -125,11 +127,9 @@ def _arrays(path: Path) -> Iterator[Stored]:
     if path.suffix in (".parquet", ".arrow"):
         yield from _columns(path)
         return
-    from envs.datasets.npz import peek_npz
-
-    keys = peek_npz(path)
-    if keys is not None:
-        yield from _members(path, keys)
+    if peek_npz(path) is not None:
+        for key, shape, dtype, parts in walk_npz(path, _PIECE):
+            yield Stored(key, shape, str(dtype), parts)
         return
     with peek_hdf5(path) as file:
         is_hdf5 = file is not None
@@ -161,14 +161,6 @@ def _pieces(item: h5py.Dataset) -> Iterator[np.ndarray]:
         yield item[first : first + step]
 
 
-def _members(path: Path, keys: tuple[str, ...]) -> Iterator[Stored]:
-    from envs.datasets.npz import read_npz
-
-    for key in keys:
-        values = read_npz(path, [key])[key]
-        yield Stored(key, values.shape, str(values.dtype), iter([values]))
-
-
 def _columns(path: Path) -> Iterator[Stored]:
     from envs.datasets.minari_storage import column_of
     from envs.make import require
@@ -185,7 +177,8 @@ def _columns(path: Path) -> Iterator[Stored]:
     for name in table.column_names:
         for key, values in _flat(name, column_of(table[name].combine_chunks())):
             known = values if values.dtype.kind in "biuf" else np.zeros(0)
-            yield Stored(f"{path.parent.name}/{key}", values.shape, str(values.dtype), iter([known]))
+            folder = "*" if path.parent.name.isdecimal() else path.parent.name
+            yield Stored(f"{folder}/{key}", values.shape, str(values.dtype), iter([known]))
 
 
 def _flat(name: str, column: Any) -> Iterator[tuple[str, np.ndarray]]:

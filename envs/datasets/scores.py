@@ -97,7 +97,7 @@ def references() -> dict[str, Reference]:
     for patterns, values in _TABLE.items():
         first = patterns.split("-")[0]
         for pattern in patterns.replace("{name}", first).split("|"):
-            table.update(dict.fromkeys(_expand(pattern), Reference(*values)))
+            table.update(dict.fromkeys(expand(pattern), Reference(*values)))
     return dict(sorted(table.items()))
 
 
@@ -144,8 +144,8 @@ def return_of_score(name: str, score: ArrayLike) -> np.ndarray:
     return np.asarray(score, dtype=np.float64) / 100.0 * spread + known.min_return
 
 
-def _expand(pattern: str) -> list[str]:
-    """`a-{b,c}-v{0,1}` -> a-b-v0, a-b-v1, a-c-v0, a-c-v1."""
+def expand(pattern: str) -> list[str]:
+    """Return the names that a pattern stands for: `a-{b,c}-v{0,1}` -> a-b-v0, a-b-v1, a-c-v0, a-c-v1."""
     parts = re.split(r"\{([^}]*)\}", pattern)
     choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
     return ["".join(choice) for choice in product(*choices)]

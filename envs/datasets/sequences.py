@@ -78,8 +78,7 @@ class Sequences:
         self._last = last.repeat_interleave(dataset.lengths)
         self._is_end = torch.zeros(dataset.num_frames, dtype=torch.bool, device=device)
         self._is_end[ends] = True
-        over = dataset.terminated | (dataset.extras["masks"] == 0) if "masks" in dataset.extras else None
-        self._over = dataset.terminated if over is None else over
+        self._over = dataset.over
 
     def gather(self, frames: Tensor) -> Stretches:
         """Return the stretches that begin at `frames` (B,), integers in 0..num-1 on the dataset's device."""

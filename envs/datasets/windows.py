@@ -8,7 +8,8 @@ begin at the newest observation (DPPO), To-1 for chunks that begin at the oldest
 Every episode is stored with copies of its first and last rows around it where windows reach beyond it, so
 that each window is one contiguous stretch of memory: row r of `as_strided(x, (M-T+1, T*d), (d, 1))` is the
 window starting at r, without any copy until a batch is gathered (`_Laid`). Arrays that are mapped from files
-(`envs.datasets.room`) are not copied: their rows are looked up one by one (`_Looked`), with the same numbers.
+(`envs.datasets.room`), or too large for a second one in memory, are not copied: their rows are looked up one
+by one (`_Looked`), with the same numbers.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from envs.datasets import memory
 from envs.datasets.episodes import EpisodeDataset
 from policies.errors import DatasetError
 from policies.protocols import ChunkSpec
 
+_INDEX_BYTES = 48  # of a row, while it is found out which frame goes there
 _log = logging.getLogger(__name__)
 
 
@@ -81,11 +84,10 @@ class Windows:
         self.obs_dim = dataset.obs_dim
         self._images = dataset.with_cameras(cameras).images
         self._index(dataset, pad_end)
-        kind = _Looked if dataset.room.on_disk else _Laid
         behind = chunk.horizon - 1 if pad_end else 0
         frames = (dataset, self.frames, self._episode[self.frames])
-        self._obs = kind(*frames, dataset.observations, chunk.obs_steps, chunk.obs_steps - 1, 0)
-        self._action = kind(*frames, dataset.actions, chunk.horizon, chunk.action_start, behind)
+        self._obs = _rows_of(*frames, dataset.observations, chunk.obs_steps, chunk.obs_steps - 1, 0)
+        self._action = _rows_of(*frames, dataset.actions, chunk.horizon, chunk.action_start, behind)
         del self._episode
 
     @property
@@ -230,6 +232,23 @@ class _Looked:
         first, last = self._start[episode, None], self._start[episode + 1, None] - 1
         wanted = self._frames[index, None] + self._offset
         return torch.minimum(torch.maximum(wanted, first), last), wanted
+
+
+def _rows_of(
+    dataset: EpisodeDataset,
+    frames: Tensor,
+    episode: Tensor,
+    values: Tensor,
+    steps: int,
+    before: int,
+    behind: int,
+) -> _Laid | _Looked:
+    """Return the stretches of an array: laid out where there is room for it, else looked up."""
+    num = (len(values) + dataset.num_episodes * (before + behind)) if before or behind else 0
+    needed = num * (values.shape[1] * values.element_size() + _INDEX_BYTES)
+    in_memory = values.device.type == "cpu"
+    kind = _Looked if dataset.room.on_disk or (in_memory and not memory.fits(needed)) else _Laid
+    return kind(dataset, frames, episode, values, steps, before, behind)
 
 
 def _padded(

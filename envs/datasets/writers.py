@@ -65,8 +65,4 @@ def write_dataset(
         return
     if valid_fraction:
         raise ConfigError(f"valid_fraction needs format=robomimic; got format={chosen}, which has no masks.")
-    if dataset.images:
-        raise ConfigError(
-            f"images of the cameras {', '.join(dataset.images)} need format=robomimic; got format={chosen}."
-        )
     WRITERS[chosen](path, dataset, env)

@@ -15,9 +15,7 @@ Source:
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +24,7 @@ from envs.datasets.episodes import Episode
 from envs.experts.ogbench import recorded
 from envs.experts.recording import Recording
 from envs.ogbench import OgbenchStepper
+from envs.seeding import seeded_globally
 
 Array = np.ndarray
 
@@ -56,7 +55,7 @@ def play(world: str, task: int, seed: int, *, noisy: bool, length: int) -> Episo
     record, rng = Recording(stepper, seed), np.random.default_rng((seed, _STREAM))
     p_stack = rng.uniform(*_P_STACK.get(world, _P_STACK_ELSEWHERE))
     noise = rng.uniform(0, _MAX_NOISE) * _NOISE_SHAPE
-    with seeded_globally(seed):  # the oracles draw from numpy's global generator
+    with seeded_globally((seed, _STREAM)):  # the oracles draw from numpy's global generator
         env = stepper.bind(0)
         oracles = _oracles(env, world, noisy)
         obs, info = record.observations[0], env.compute_ob_info()
@@ -84,18 +83,6 @@ def stays_visible(qpos: Array) -> bool:
     y, z = qpos[:, _CUBE_Y], qpos[:, _CUBE_Z]
     in_drawer = (z >= _DRAWER_Z[0]) & (z <= _DRAWER_Z[1])
     return not bool(((y >= _TABLE_Y[1]) | ((y <= _TABLE_Y[0]) & ~in_drawer)).any())
-
-
-@contextlib.contextmanager
-def seeded_globally(seed: int) -> Iterator[None]:
-    """Seed numpy's global generator, and put it back afterwards."""
-    before = np.random.get_state()
-    bits = np.random.MT19937(np.random.SeedSequence((seed, _STREAM)))
-    np.random.set_state(np.random.RandomState(bits).get_state())
-    try:
-        yield
-    finally:
-        np.random.set_state(before)
 
 
 class _Judge:

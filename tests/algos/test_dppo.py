@@ -46,6 +46,13 @@ def test_advance_counts_executed_steps_and_keeps_the_frozen_network() -> None:
     run.close()
 
 
+def test_a_run_names_the_budget_that_lengthens_it() -> None:
+    for config, budget in ((SMALL, "algo.iterations"), (replace(SMALL, env_steps=500), "algo.env_steps")):
+        run = make_run(config)
+        assert run.budget == budget
+        run.close()
+
+
 def test_minibatches_drop_the_rest_and_are_at_least_one() -> None:
     run = make_run()
     sizes = [len(index) for index in run.learner.minibatches(96, draws())]

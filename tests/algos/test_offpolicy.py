@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +14,15 @@ from point_env import PointEnv
 from point_steering import changed, dataset, flow, start
 from torch import Tensor
 
-from algos.dsrl_learner import NoiseAliasedLearner
+from algos.dsrl_learner import NoiseAliasedLearner, SteeredActor
 from algos.offpolicy import Explorer, OffPolicyRun, transitions_of
+from algos.plain import from_plain, to_plain
 from algos.soft_learner import SoftLearner, SoftRules, Temperature
 from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError
 from policies.folder import load_policy, save_policy
-from policies.gaussian import GaussianProcess
 from policies.latent_steering import SteeredPolicy, Steering
+from policies.mixture import MixtureProcess
 from policies.processes.diffusion import VPDiffusion
 from policies.samplers import DDIM
 
@@ -79,6 +82,74 @@ def test_updates_follow_the_executed_steps_and_wait_for_the_warm_up() -> None:
     run.close()
 
 
+def test_a_block_ends_with_so_many_control_steps_or_updates() -> None:
+    """A round executes at most 4 control steps, and learns 10 times as often."""
+    run = start(changed(warmup_steps=20, updates_per_step=10.0, total_steps=100, steps_per_iteration=1,
+                        block_steps=20))  # fmt: skip
+    run.advance()
+    assert 20 <= run.progress < 24 and run._steps in (0, 10, 20, 30, 40)  # nearly a whole block of warm-up
+    before, learned = run.progress, run._steps
+    run.advance()
+    assert run.progress - before <= 8 and 20 <= run._steps - learned < 60
+    run.close()
+
+
+def test_where_blocks_end_changes_nothing_that_is_learned() -> None:
+    found = []
+    for block in (1, 7, 1000):
+        run = start(changed(updates_per_step=2.0, warmup_steps=10, block_steps=block))
+        while run.progress < run.total:
+            run.advance()
+        found.append((run.progress, run._steps, run.snapshot().state_dict()))
+        run.close()
+    for progress, steps, weights in found[1:]:
+        assert (progress, steps) == found[0][:2]
+        assert all(torch.equal(value, found[0][2][name]) for name, value in weights.items())
+
+
+def test_what_a_device_still_computes_counts_as_time_of_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, clock, waited = start(changed(block_steps=20)), [0.0], []
+
+    def wait() -> None:
+        clock[0] += 1.0
+
+    monkeypatch.setattr("algos.offpolicy.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(run, "_wait", wait)
+    found = run.advance()
+    assert found["time/rollout_s"] == 0.0 and found["time/update_s"] == clock[0] >= 2.0
+    monkeypatch.undo()
+    monkeypatch.setattr("torch.cuda.synchronize", waited.append)
+    run._wait()
+    assert not waited
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(type(run.learner.policy), "device", device)
+    run._wait()
+    assert waited == [device]
+    run.close()
+
+
+def test_a_copy_that_acts_is_made_once_and_follows_what_is_learned() -> None:
+    run = start(changed(warmup_steps=20))
+    actor, copies = run.learner.actor, []
+
+    def elsewhere() -> SteeredActor:
+        twin = copy.copy(actor)
+        twin.policy = actor.policy.clone()
+        copies.append(twin)
+        return twin
+
+    actor.on_cpu = elsewhere  # type: ignore[method-assign, assignment]
+    for _ in range(4):
+        run.advance()
+        assert run._actor_on_cpu() is copies[0]
+        same = [torch.equal(p, q) for p, q in zip(copies[0].parameters(), actor.parameters(), strict=True)]
+        assert all(same)
+    assert len(copies) == 1 and run._steps > 0
+    run.load_state_dict(from_plain(to_plain(run.state_dict())))
+    assert run._actor_on_cpu() is copies[1]
+    run.close()
+
+
 def test_the_actor_moves_every_so_many_steps() -> None:
     run = start(changed(actor_every=4, updates_per_step=1.0, total_steps=20))
     moved: list[bool] = []
@@ -105,6 +176,12 @@ def test_the_warm_up_stays_in_the_box_where_values_are_of_latents() -> None:
     assert type(run.learner) is SoftLearner
     latent = run.learner.actor.warmup_latent(torch.zeros(1, 2), torch.tensor([[0.1, 5.0]]))
     torch.testing.assert_close(latent, torch.tensor([[0.1 / 0.3, 1.0]]))
+    run.close()
+
+
+def test_a_run_names_the_budget_that_lengthens_it() -> None:
+    run = start()
+    assert run.budget == "algo.total_steps" and hasattr(run.config, run.budget.partition(".")[2])
     run.close()
 
 
@@ -227,8 +304,8 @@ def test_a_diffusion_of_random_steps_is_steered_by_as_many_steps_without_noise_a
 
 
 def test_steps_of_a_policy_without_steps_are_refused() -> None:
-    with pytest.raises(CapabilityError, match=r"algo.denoising_steps=3.*got GaussianPolicy"):
-        start(changed(denoising_steps=3), init=flow(GaussianProcess()))
+    with pytest.raises(CapabilityError, match=r"algo.denoising_steps=3.*got MixturePolicy"):
+        start(changed(denoising_steps=3), init=flow(MixtureProcess()))
     with pytest.raises(ConfigError, match=r"algo.denoising_steps must be at least 1"):
         changed(denoising_steps=0)
 

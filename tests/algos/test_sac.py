@@ -258,6 +258,15 @@ def test_data_tell_the_scale_and_fill_their_share_of_batches_within_the_box() ->
     run.close()
 
 
+def test_only_a_policy_that_has_its_scales_has_no_use_for_a_dataset(caplog: pytest.LogCaptureFixture) -> None:
+    setup = {"dataset": dataset(), "policy": shape(state="limits", act_steps=2)}
+    first = start(setup=setup)
+    assert "no batch takes rows" not in caplog.text
+    start(setup={**setup, "init": first.snapshot()}).close()
+    assert "no batch takes rows of the dataset" in caplog.text
+    first.close()
+
+
 def test_without_data_observations_must_be_taken_as_they_are() -> None:
     for mode in ("limits", "gaussian"):
         with pytest.raises(ConfigError, match=rf"algo=sac.*state={mode}.*state=identity.*Give init="):

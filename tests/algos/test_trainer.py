@@ -20,7 +20,7 @@ from policies.folder import load_policy
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
-    return RunDirectory.create(tmp_path, "walk", {"seed": 0})
+    return RunDirectory.create_at(tmp_path / "walk", {"seed": 0})
 
 
 def rows_without_time(run: RunDirectory) -> list[dict]:
@@ -60,12 +60,12 @@ def test_only_the_newest_checkpoints_are_kept(run: RunDirectory) -> None:
 @pytest.mark.parametrize("stop_at", [1, 4, 9])
 def test_interrupted_run_continues_as_if_it_had_never_stopped(tmp_path: Path, stop_at: int) -> None:
     settings = TrainerSettings(checkpoint_every=4)
-    whole = RunDirectory.create(tmp_path, "whole", {})
+    whole = RunDirectory.create_at(tmp_path / "whole", {})
     torch.manual_seed(5)
     straight = RandomWalk(10)
     train(straight, whole, settings, progress=False)
 
-    parts = RunDirectory.create(tmp_path, "parts", {})
+    parts = RunDirectory.create_at(tmp_path / "parts", {})
     torch.manual_seed(5)
     first = RandomWalk(10)
     first.signals[stop_at] = signal.SIGTERM
@@ -288,13 +288,73 @@ def test_resuming_a_finished_run_says_so_and_changes_nothing(
     train(RandomWalk(10), run, TrainerSettings(eval_every=0), evaluator=evaluator, progress=False)
     assert evaluations == [10] and run.metrics_path.read_bytes() == before
     (line,) = caplog.messages
-    assert line.endswith(
-        "is already finished: 10 env steps. To go on, raise algo.env_steps where it is set, "
-        "otherwise algo.iterations."
-    )
+    advice = f"start a new run from its policy: init={run.path}"
+    assert line.endswith(f"is already finished: 10 env steps. To go on, {advice}.")
     caplog.clear()
     train(RandomWalk(12), run, progress=False)  # raised: it goes on
     assert run.latest() == 12 and "finished" not in caplog.text
+
+
+def test_a_finished_run_names_the_key_that_lengthens_it(
+    run: RunDirectory, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Lengthened(RandomWalk):
+        budget = "algo.laps"
+
+    train(Lengthened(3), run, progress=False)
+    caplog.set_level(logging.INFO)
+    train(Lengthened(3), run, progress=False)
+    assert caplog.messages[-1].endswith("already finished: 3 env steps. To go on, raise algo.laps.")
+
+
+def test_a_lengthened_run_keeps_the_evaluation_of_its_former_end(run: RunDirectory) -> None:
+    evaluated: list[int] = []
+
+    def evaluator(policy: torch.nn.Module, step: int) -> dict[str, float]:
+        evaluated.append(step)
+        return {"success": step / 100}
+
+    settings = TrainerSettings(eval_every=4)
+    train(RandomWalk(6), run, settings, evaluator=evaluator, progress=False)
+    train(RandomWalk(9), run, settings, evaluator=evaluator, progress=False)
+    rows = read_jsonl(run.metrics_path)
+    assert evaluated == [4, 6, 8, 9]
+    assert [row["step"] for row in rows if "eval/success" in row] == evaluated
+    assert [row["step"] for row in rows if "policy/loss" in row] == list(range(1, 10))
+    times = [row["time/elapsed_s"] for row in rows]
+    assert times == sorted(times)
+
+
+def test_an_evaluation_behind_the_last_checkpoint_survives_a_kill(run: RunDirectory) -> None:
+    class Dies(RandomWalk):
+        def advance(self) -> dict:
+            if self.progress == 5:
+                raise OSError("power cut")
+            return super().advance()
+
+    evaluated: list[int] = []
+
+    def evaluator(policy: torch.nn.Module, step: int) -> dict[str, float]:
+        evaluated.append(step)
+        return {"success": 1.0}
+
+    settings = TrainerSettings(checkpoint_every=4, eval_every=4)
+    with pytest.raises(OSError, match="power cut"):
+        train(Dies(8), run, settings, evaluator=evaluator, progress=False)
+    train(RandomWalk(8), run, settings, evaluator=evaluator, progress=False)
+    assert evaluated == [4, 8]
+    steps = [(row["step"], "eval/success" in row) for row in read_jsonl(run.metrics_path)]
+    assert steps == [(1, False), (2, False), (3, False), (4, False), (4, True),
+                     (5, False), (6, False), (7, False), (8, False), (8, True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("every", "steps"), [(0, [0, 6]), (4, [0, 4, 6])])
+def test_the_first_evaluation_is_made_whatever_the_interval(
+    run: RunDirectory, every: int, steps: list[int]
+) -> None:
+    settings = TrainerSettings(eval_every=every, eval_first=True)
+    train(RandomWalk(6), run, settings, evaluator=lambda policy, step: {"success": 1.0}, progress=False)
+    assert [row["step"] for row in read_jsonl(run.metrics_path) if "eval/success" in row] == steps
 
 
 def test_an_evaluation_that_a_kill_prevented_is_made_up_for(run: RunDirectory) -> None:

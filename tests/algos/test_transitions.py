@@ -193,3 +193,13 @@ def test_a_table_gathers_what_was_put_in() -> None:
         batch.reward, torch.tensor([4.0, 1.0])
     )
     assert batch.plan.shape == (2, 0) and len(batch) == 2
+
+
+def test_a_last_frame_with_a_mask_of_0_is_no_transition() -> None:
+    """It may hold no action: all agree on which frames are transitions."""
+    data = dataset(successors=False)
+    masks = torch.ones(data.num_frames)
+    masks[sum(LENGTHS[:3]) - 1] = 0  # the end of the episode that was cut
+    masked = replace(data, extras={"masks": masks})
+    table = tabulate(masked, policy(horizon=1, act_steps=1), Rewarding(0.9))
+    assert len(table) == len(masked.transition_frames) == data.num_frames - 1

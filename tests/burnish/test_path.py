@@ -288,6 +288,32 @@ def test_what_would_fail_later_is_refused_before_training(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("algo", "typed", "level", "message"),
+    [
+        ("bc", {"evaluation.episodes": 3, "trainer.eval_every": 10}, "WARNING",
+         "nothing is evaluated, in spite of evaluation.episodes, trainer.eval_every: "
+         "give env=<task> as well."),
+        ("td3_bc", {}, "INFO", "nothing is evaluated while training: give env=<task> for that."),
+        ("bc", {}, "INFO", ""),
+        ("bc", {"evaluation.episodes": 0}, "INFO", ""),
+        ("td3_bc", {"env": "avoid", "evaluation.episodes": 1}, "INFO", ""),
+    ],
+)  # fmt: skip
+def test_a_run_without_a_task_says_that_nothing_is_evaluated(
+    algo: str, typed: dict[str, Any], level: str, message: str,
+    demonstrations: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    tiny = TINY_BC if algo == "bc" else {"steps": 4, "hidden_dims": [8], "critic_dims": [8]}
+    with caplog.at_level(logging.INFO):
+        burnish.train(
+            directory=tmp_path / "run", algo=algo, dataset=demonstrations,
+            **{f"algo.{key}": value for key, value in tiny.items()}, **QUIET, **typed,
+        )  # fmt: skip
+    found = [(one.levelname, one.message) for one in caplog.records if "nothing is eval" in one.message]
+    assert found == ([(level, message)] if message else [])
+
+
 def test_a_stopped_run_names_the_command_that_continues_it(
     demonstrations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -328,6 +354,8 @@ def test_what_was_typed_on_resume_is_checked_against_the_run(demonstrations: Pat
 def test_what_was_typed_on_resume_changes_values_only(base: Run) -> None:
     with pytest.raises(ConfigError, match="would replace a part"):
         burnish.train("process=flow", resume=base)
+    with pytest.raises(ConfigError, match=r"'experiment=avoid_bc' would replace the whole configuration"):
+        burnish.train("experiment=avoid_bc", resume=base)
 
 
 def test_a_place_without_a_policy_is_described(tmp_path: Path) -> None:
@@ -348,6 +376,24 @@ def test_keyword_values_are_written_in_the_grammar_of_overrides(tmp_path: Path) 
         "out='it\\'s a=b, c'",
         "on=true",
     ]
+
+
+def test_numbers_of_numpy_and_torch_are_written_as_plain_ones() -> None:
+    numbers = {"a": np.float64(2.5), "b": np.int64(3), "c": np.bool_(True), "d": torch.tensor(0.5)}
+    assert overrides_of((), numbers) == ["a=2.5", "b=3", "c=true", "d=0.5"]
+    nested = {"a": [np.float64(2.5), (np.int64(3),)], "b": {"c": np.arange(2)}}
+    assert overrides_of((), nested) == ["a=[2.5,[3]]", "b.c=[0,1]"]
+    assert compose_config("eval", overrides_of((), {"temperature": np.float64(2.5)})).temperature == 2.5
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("operator", "or"), ("temperature", 2.0), ("search.keep", [2]), ("estimate.levels", 3),
+     ("weights", [0.5, 0.5]), ("dataset", "x.hdf5")],
+)  # fmt: skip
+def test_keys_of_a_composition_are_refused_beside_a_single_policy(base: Run, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{key.partition('.')[0]} belongs to compose=\[a,b\]"):
+        burnish.evaluate(base, **{key: value})
 
 
 @pytest.mark.parametrize(

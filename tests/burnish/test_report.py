@@ -11,7 +11,7 @@ import pytest
 from algos.state import RunDirectory
 from burnish import pictures
 from burnish.behaviour import describe_ways
-from burnish.commands.report import grouped
+from burnish.commands.report import ReportConfig, grouped, report
 
 
 def made(path: Path, algo: str, env: dict[str, Any] | None, seed: int = 0) -> RunDirectory:
@@ -60,6 +60,33 @@ def test_a_run_has_one_colour_and_only_its_group_is_averaged(monkeypatch: pytest
     assert lines["mean, two"].get_ydata() == pytest.approx([0.6, 0.8])
     for line in training.lines[:2]:
         assert line.get_color() == lines[line.get_label()].get_color() == colours[line.get_label()]
+
+
+@pytest.mark.parametrize(
+    ("logged", "titles"),
+    [
+        (["critic/loss", "actor/loss"], ["critic loss", "actor loss"]),
+        (["score/loss", "dynamics/loss"], ["score loss", "loss of the inverse dynamics"]),
+        (["critic/loss", "eval/return"], ["mean return, evaluation", "critic loss"]),
+        (["critic/loss", "rollout/return"], ["mean return, training episodes"]),
+    ],
+)
+def test_losses_are_drawn_where_nothing_is_explored(
+    logged: list[str], titles: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(pictures, "to_png", lambda figure: drawn.append(figure) or b"")
+    metrics = {"a": [row for name in logged for row in rows(1.0, 0.5, name=name)]}
+    pictures.learning_curves(metrics, "gradient_steps")
+    assert [axes.get_title() for axes in drawn[0].axes] == titles
+
+
+def test_a_page_without_curves_says_what_was_not_logged(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", "bc", None)
+    for step in (1, 2):
+        run.log({"time/steps_per_s": 3.0}, step)
+    page = report(ReportConfig(run=str(run.path), episodes=0)).read_text()
+    assert "none of what is drawn (success, return, held-out error, losses) was logged twice" in page
 
 
 @pytest.mark.parametrize("number", [3, 10, 25])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from algos.progress import planned
 from algos.state import RunDirectory
 from algos.trainer import train
 from burnish.app import NewFolders
-from policies.errors import CheckpointError
+from burnish.cli import main
+from policies.errors import CheckpointError, ConfigError
 
 TINY = {
     "backbone.width": 8, "algo.steps": 8, "algo.warmup_steps": 0, "algo.batch_size": 4, "algo.block_steps": 4,
@@ -59,6 +61,58 @@ def test_a_run_that_another_process_begins_is_left_alone(demos: Path, tmp_path: 
     assert (begun.path / "config.yaml").is_file()
 
 
+class OneSecond(datetime):
+    """A clock that stands still."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> datetime:
+        return datetime(2025, 1, 2, 3, 4, 5, tzinfo=tz)
+
+
+def test_runs_that_start_in_the_same_second_have_a_folder_each(
+    demos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for clock in ("hydra.core.utils.datetime", "burnish.api.datetime"):
+        monkeypatch.setattr(clock, OneSecond)
+    monkeypatch.chdir(tmp_path)
+    settings = {"name": "twin", "dataset": str(demos), **TINY}
+    typed = ["train", *(f"{key}={value}" for key, value in settings.items())]
+
+    def run(*more: str) -> None:
+        monkeypatch.setattr("sys.argv", ["burnish"])
+        with pytest.raises(SystemExit) as ended:
+            main([*typed, *more])
+        assert not ended.value.code
+
+    run()
+    run()
+    assert burnish.train(**settings).path.name == "03-04-05-twin-3"
+    run("seed=1,2", "--multirun")
+    run("seed=3", "--multirun")
+    day = tmp_path / "runs" / "2025-01-02"
+    found = {str(path.parent.relative_to(day)) for path in day.rglob("train.log")}
+    found |= {str(path.parent.relative_to(day)) for path in day.rglob("config.yaml")}
+    name = "03-04-05-twin"
+    jobs = {f"{name}-4/0", f"{name}-4/1", f"{name}-5/0"}
+    assert found == {name, f"{name}-2", f"{name}-3"} | jobs
+    assert all(RunDirectory.open(day / one).latest() == 8 for one in found)
+    with pytest.raises(ConfigError, match="nothing here"):
+        monkeypatch.setattr("burnish.commands.train.prepare", _refuse)
+        burnish.train(**settings)
+    assert not (day / f"{name}-6").exists()
+
+
+def _refuse(config: Any) -> Any:
+    raise ConfigError("nothing here")
+
+
+def test_a_directory_beside_resume_is_refused(demos: Path, tmp_path: Path) -> None:
+    run = burnish.clone(demos, directory=tmp_path / "run", **TINY)
+    with pytest.raises(ConfigError, match=r"resume=.*got directory=.*init="):
+        burnish.train(resume=run, directory=tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 def test_files_of_others_keep_a_folder(tmp_path: Path) -> None:
     run = RunDirectory.create_at(tmp_path / "run", {"seed": 0})
     (run.path / "notes.txt").write_text("mine")
@@ -98,6 +152,6 @@ def test_a_long_run_is_announced_once(
 ) -> None:
     monkeypatch.setattr("algos.trainer.LONG_S", long_s)
     with caplog.at_level(logging.INFO, logger="algos"):
-        train(RandomWalk(6), RunDirectory.create(tmp_path, "walk", {}), progress=False)
+        train(RandomWalk(6), RunDirectory.create_at(tmp_path / "walk", {}), progress=False)
     found = [text for text in caplog.messages if "are planned, about" in text]
     assert len(found) == lines and all(text.startswith("6 ") for text in found)

@@ -63,7 +63,7 @@ def test_killed_runs_lose_nothing_before_their_last_checkpoint(tmp_path: Path) -
     moments = random.Random(0)
     # Opened anew: a maker holds its run, and here other processes write.
     run, whole = (
-        RunDirectory.open(RunDirectory.create(tmp_path, name, {}).path) for name in ("killed", "whole")
+        RunDirectory.open(RunDirectory.create_at(tmp_path / name, {}).path) for name in ("killed", "whole")
     )
     newest = 0
     for _ in range(3):
@@ -82,7 +82,7 @@ def test_killed_runs_lose_nothing_before_their_last_checkpoint(tmp_path: Path) -
 
 
 def test_terminated_run_saves_the_step_it_reached(tmp_path: Path) -> None:
-    run = RunDirectory.open(RunDirectory.create(tmp_path, "run", {}).path)
+    run = RunDirectory.open(RunDirectory.create_at(tmp_path / "run", {}).path)
     process = start(run, ENDLESS, 50)
     wait_for_progress(process, run, 0)
     process.terminate()

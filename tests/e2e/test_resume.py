@@ -71,7 +71,7 @@ def assert_resumes_bit_exactly(
     build: Any, tmp_path: Path, settings: TrainerSettings, stops: list[int]
 ) -> None:
     """Compare an uninterrupted run with one that ends without warning at `stops` and is resumed."""
-    whole, parts = (RunDirectory.create(tmp_path, name, {}) for name in ("whole", "parts"))
+    whole, parts = (RunDirectory.create_at(tmp_path / name, {}) for name in ("whole", "parts"))
     torch.manual_seed(0)
     algorithm = build()
     train_until(algorithm, whole, settings, None)
@@ -162,7 +162,7 @@ def test_learning_from_a_replay_resumes_bit_exactly(name: str, num_workers: int,
     setup = Setup(env=Avoid(), seed=3, num_workers=num_workers, num_threads=1, **parts)
     settings = TrainerSettings(checkpoint_every=35, log_every=1)
     assert_resumes_bit_exactly(lambda: config.build(setup), tmp_path, settings, stops=[30, 60, 130])
-    replay = RunDirectory.open(next(tmp_path.glob("*/parts"))).load_training_state()["algorithm"]["replay"]
+    replay = RunDirectory.open(tmp_path / "parts").load_training_state()["algorithm"]["replay"]
     assert len(replay["rows"]) == config.buffer_size
 
 
@@ -174,7 +174,7 @@ def test_a_run_killed_within_an_iteration_continues_as_if_nothing_had_happened(
     config, parts = off_policy("na-mixed")
     setup = Setup(env=Avoid(), seed=3, num_workers=0, num_threads=1, **parts)
     settings = TrainerSettings(checkpoint_every=35, log_every=1)
-    whole, killed = (RunDirectory.create(tmp_path, name, {}) for name in ("whole", "killed"))
+    whole, killed = (RunDirectory.create_at(tmp_path / name, {}) for name in ("whole", "killed"))
     for run, is_killed in ((whole, False), (killed, True), (killed, False)):
         algorithm = config.build(setup)
         place = {
@@ -214,7 +214,7 @@ def test_a_longer_budget_continues_a_run_from_its_replay(tmp_path: Path) -> None
     setup = Setup(env=Avoid(), seed=3, num_workers=0, num_threads=1, **parts)
     states = []
     for budgets in ((160,), (80, 160)):
-        run = RunDirectory.create(tmp_path, f"run{len(budgets)}", {})
+        run = RunDirectory.create_at(tmp_path / f"run{len(budgets)}", {})
         for budget in budgets:
             algorithm = replace(config, total_steps=budget).build(setup)
             train_until(algorithm, run, TrainerSettings(checkpoint_every=80), None)

@@ -1,3 +1,4 @@
+import weakref
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -52,6 +53,20 @@ def test_failures_are_kept_on_request():
     data = collect(Toy(), episodes=4, keep_failures=True)
     assert data.success.tolist() == [True, False, True, False]
     assert data.episode_extras["seed"].tolist() == [0, 1, 2, 3]
+
+
+def test_episodes_are_let_go_of_one_by_one():
+    made, alive = [], []
+
+    class Counted(Toy):
+        def demonstrate(self, seed):
+            alive.append(sum(one() is not None for one in made))
+            episode = super().demonstrate(seed)
+            made.append(weakref.ref(episode))
+            return episode
+
+    assert collect(Counted(), episodes=6).num_episodes == 6
+    assert max(alive) <= 3  # the first, which the others are compared with, the last one kept, a failure
 
 
 def test_noise_reaches_the_expert():

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from envs.datasets import Episode, EpisodeDataset, read_dataset, write_robomimic
-from envs.datasets.images import Compressed, Images
+from envs.datasets import Episode, EpisodeDataset, memory, read_dataset, write_robomimic
+from envs.datasets.images import Compressed, Images, InMemory
 from policies.errors import DatasetError
 from policies.protocols import ChunkSpec
 
@@ -94,6 +94,18 @@ def test_what_nobody_looks_at_is_not_read(tmp_path: Path) -> None:
         data.with_cameras(["front"])
     with pytest.raises(DatasetError, match=r"cameras \['top'\]; there are some of \['front', 'wrist'\]"):
         data.with_cameras(["top"])
+
+
+def test_images_are_loaded_where_they_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_robomimic(tmp_path / "demo.hdf5", filmed())
+    data = read_dataset(tmp_path / "demo.hdf5")
+    size = sum(LENGTHS) * int(np.prod(SHAPE))
+    monkeypatch.setattr(memory, "free_memory", lambda: size)
+    assert data.with_cameras(data.images) is data
+    monkeypatch.setattr(memory, "free_memory", lambda: 2 * size)
+    loaded = data.with_cameras(data.images)
+    assert all(isinstance(images.store, InMemory) for images in loaded.images.values())
+    assert loaded.digest() == data.digest() and loaded.with_cameras(data.images) is loaded
 
 
 def test_one_pixel_changes_the_digest() -> None:

@@ -114,6 +114,16 @@ def test_returns_are_summed_per_episode_and_to_go_per_frame(dataset):
     np.testing.assert_allclose(dataset.returns, expected, rtol=1e-12)
 
 
+def test_a_mask_ends_values_but_makes_no_transition(dataset):
+    assert dataset.over is dataset.terminated
+    masks = torch.ones(dataset.num_frames)
+    masks[[2, 4]] = 0  # inside an episode, and on the last frame of one that was cut
+    masked = replace(dataset, extras={"masks": masks}, next_observations=None)
+    assert torch.equal(masked.over, dataset.terminated | (masks == 0))
+    steps = masked.transitions()
+    assert 4 not in steps.frames.tolist() and torch.equal(steps.terminated, masked.over[steps.frames])
+
+
 def test_selected_episodes_keep_everything_that_belongs_to_them(dataset):
     part = dataset.select([2, 0])
     assert part.lengths.tolist() == [6, 4]

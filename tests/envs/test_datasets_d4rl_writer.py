@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import h5py
 import numpy as np
@@ -17,8 +18,10 @@ from envs.datasets import (
     read_dataset,
     write_d4rl,
     write_dataset,
+    write_minari,
 )
 from envs.datasets.d4rl import load_d4rl
+from envs.datasets.images import Images
 from envs.datasets.writers import WRITERS, format_to_write
 from policies.errors import ConfigError, DatasetError
 
@@ -52,6 +55,26 @@ def test_reading_what_was_written_gives_the_same_dataset(tmp_path, dataset, succ
     back = read_dataset(tmp_path / "demos.hdf5")
     assert back.digest() == dataset.digest()
     assert dataset_format(tmp_path / "demos.hdf5") == "d4rl" and back.meta["attempts"] == 15
+
+
+def test_extra_keys_of_nearly_one_name_are_all_kept(tmp_path, dataset):
+    per_frame = torch.arange(float(dataset.num_frames))
+    names = ("infos/goal_", "infos/episodes/seed", "infos", "infos/states/x")
+    extras = {"goal": per_frame, **dataset.extras} | {name: i * per_frame for i, name in enumerate(names)}
+    dense = replace(dataset, extras=extras)
+    write_d4rl(tmp_path / "demos.hdf5", dense)
+    back = read_dataset(tmp_path / "demos.hdf5")
+    assert back.digest() == dense.digest()
+    with h5py.File(tmp_path / "demos.hdf5") as file:
+        np.testing.assert_array_equal(file["infos/goal"], dataset.extras["infos/goal"])
+
+
+@pytest.mark.parametrize("write", [write_d4rl, write_minari, partial(write_dataset, format="d4rl")])
+def test_images_are_refused_where_there_is_no_place_for_them(tmp_path, dataset, write):
+    seen = Images.of(np.zeros((dataset.num_frames, 2, 2, 3), np.uint8))
+    with pytest.raises(ConfigError, match="images of the cameras top need format=robomimic; got format="):
+        write(tmp_path / "demos-v0", replace(dataset, images={"top": seen}))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_recording_that_was_merely_cut_is_a_time_out(tmp_path, dataset):

@@ -284,7 +284,16 @@ def test_what_another_program_downloaded_is_found(tmp_path: Path, monkeypatch: p
     theirs.parent.mkdir(parents=True)
     theirs.write_bytes(npz())
     assert find_dataset("scene-play-v0") == theirs
-    assert find_dataset(tmp_path / "other.hdf5") == tmp_path / "other.hdf5"
+    for path in (tmp_path / "other.hdf5", Path("hopper-medum-v2.hdf5"), Path("demos")):
+        assert find_dataset(path) == path
+
+
+def test_a_mistyped_name_is_told_the_names_like_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DatasetError, match=r"hopper-medum-v2: expected .*names: .*hopper-medium-v2"):
+        read_dataset("hopper-medum-v2")
+    Path("hopper-medum-v2").mkdir()
+    assert find_dataset("hopper-medum-v2") == Path("hopper-medum-v2")
 
 
 def test_any_address_can_be_fetched(tmp_path: Path, server: Server) -> None:

@@ -90,6 +90,7 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pyte
     facts.write_text("MemTotal: 900 kB\nMemAvailable:   500 kB\n", encoding="ascii")
     monkeypatch.setattr(memory, "_FACTS", facts)
     monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "none")
     assert memory.free_memory() == 512_000
     for name, text in (("max", "300000"), ("current", "200000"), ("stat", "anon 1\ninactive_file 50000\n")):
         (tmp_path / f"memory.{name}").write_text(f"{text}\n")
@@ -98,3 +99,33 @@ def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pyte
     assert memory.free_memory() == 512_000
     facts.unlink()
     assert memory.free_memory() is None
+
+
+V2 = ("max", "current", "inactive_file")
+V1 = ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+
+
+@pytest.mark.parametrize(
+    ("groups", "top", "names"),
+    [
+        ("0::/user/job/step\n", "", V2),
+        ("5:cpu,cpuacct:/else\n4:memory:/user/job/step\n0::/user/job/x\n", "memory", V1),
+    ],
+)
+def test_the_narrowest_group_of_a_process_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, groups: str, top: str, names: tuple[str, str, str]
+) -> None:
+    limit, used, caches = names
+    left = {"": None, "user": 400_000, "user/job": 90_000, "user/job/step": 2**63, "else": 1, "user/job/x": 2}
+    for group, most in left.items():
+        folder = tmp_path / top / group
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"memory.{limit}").write_text("max\n" if most is None else f"{most}\n")
+        (folder / f"memory.{used}").write_text("50000\n")
+        own = "inactive_file 7\n" if top else ""  # without that of the groups below
+        (folder / "memory.stat").write_text(f"anon 1\n{own}{caches} 20000\n")
+    (tmp_path / "own").write_text(groups)
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory, "_FACTS", tmp_path / "none")
+    assert memory.free_memory() == 90_000 - 50_000 + 20_000

@@ -167,24 +167,45 @@ def test_official_transitions_are_the_same(
 @pytest.mark.parametrize("pad_end", [True, False])
 @pytest.mark.parametrize(("obs_steps", "start"), [(1, 0), (3, 0), (3, 2)])
 def test_windows_of_a_mapped_dataset_are_those_in_memory(
-    tmp_path: Path, data: EpisodeDataset, pad_end: bool, obs_steps: int, start: int, crowded: None
+    tmp_path: Path,
+    data: EpisodeDataset,
+    pad_end: bool,
+    obs_steps: int,
+    start: int,
+    request: pytest.FixtureRequest,
 ) -> None:
     chunk = ChunkSpec(2, horizon=5, act_steps=2, obs_steps=obs_steps, action_start=start)
     inside = data.windows(chunk, pad_end)
+    request.getfixturevalue("crowded")
     outside = read_dataset(robomimic(tmp_path, data)).windows(chunk, pad_end)
+    beside = data.windows(chunk, pad_end)  # in memory, without room for a second array
     index = torch.randperm(len(inside), generator=torch.Generator().manual_seed(0))
-    ours, theirs = outside.gather(index), inside.gather(index)
-    for key in ("obs", "action", "mask"):
-        assert torch.equal(getattr(ours, key), getattr(theirs, key)), key
+    theirs = inside.gather(index)
+    for ours in (outside.gather(index), beside.gather(index)):
+        for key in ("obs", "action", "mask"):
+            assert torch.equal(getattr(ours, key), getattr(theirs, key)), key
+
+
+def test_rows_are_laid_out_a_second_time_where_there_is_room_for_them(
+    data: EpisodeDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = []
+    for free in (None, 1000):
+        monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
+        for obs_steps in (1, 2):  # rows of single observations are those of the dataset
+            kinds.append(type(data.windows(ChunkSpec(2, 3, 1, obs_steps))._obs).__name__)
+    assert kinds == ["_Laid", "_Laid", "_Laid", "_Looked"]
 
 
 @pytest.mark.parametrize("validation", [0.0, 0.4])
 def test_cloning_from_files_is_cloning_from_memory(
-    tmp_path: Path, data: EpisodeDataset, validation: float, crowded: None
+    tmp_path: Path, data: EpisodeDataset, validation: float, request: pytest.FixtureRequest
 ) -> None:
-    inside, outside = replace(data, extras={}), read_dataset(d4rl(tmp_path, replace(data, extras={})))
-    weights = []
-    for source in (inside, outside):
+    inside, weights = replace(data, extras={}), []
+    for where in ("memory", "files"):
+        if where == "files":
+            request.getfixturevalue("crowded")
+        source = inside if where == "memory" else read_dataset(d4rl(tmp_path, inside))
         config = BcConfig(
             steps=5, batch_size=16, warmup_steps=1, validation_fraction=validation, validation_windows=8
         )
@@ -206,6 +227,8 @@ def test_a_table_of_transitions_that_does_not_fit_is_refused(
         DatasetError, match=r"a.hdf5, as a table of transitions: reading it takes .* of memory"
     ):
         tabulate(outside, policy, Rewarding())
+    with pytest.raises(DatasetError, match=r"a.hdf5, as transitions: reading it takes .* of memory"):
+        outside.transitions()
 
 
 def test_statistics_do_not_depend_on_where_arrays_are_and_are_those_of_all_rows(

@@ -6,12 +6,14 @@ import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from envs import evaluation_protocol
 from envs.comparison import compare, format_interval
 from envs.episodes import EpisodeRow
 from envs.evaluation import Evaluation, evaluate
@@ -136,6 +138,35 @@ def test_an_evaluation_leaves_the_policy_as_it_is() -> None:
     assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
 
 
+class Shifted(torch.nn.Module):
+    """A policy around another, in training mode as every module that is made."""
+
+    noise_shape = (4, 3)
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy, self.chunk = policy, policy.chunk
+        self.seen: set[bool] = set()
+
+    def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        return self.policy.sample_noise(n, generator=generator)
+
+    def act(self, obs: dict[str, Tensor], *, noise: Tensor) -> Tensor:
+        self.seen |= {part.training for part in self.modules()}
+        return self.policy.act(obs, noise=noise) + 0.01
+
+
+def test_every_part_of_a_policy_is_evaluated_in_evaluation_mode_and_gets_its_own_back() -> None:
+    for top, inner, part in product((True, False), repeat=3):
+        policy = Shifted(small().train(inner)).train(top)
+        policy.policy.train(inner)
+        policy.policy.normalizer.train(part)
+        before = [module.training for module in policy.modules()]
+        evaluate(policy, TASK, episodes=1)
+        assert [module.training for module in policy.modules()] == before
+        assert policy.seen == {False}
+
+
 def test_steps_change_the_sampler_of_the_evaluation_only() -> None:
     policy = small(RectifiedFlow())
     native = policy.sampler.steps
@@ -193,6 +224,33 @@ def test_the_hash_covers_the_protocol_and_not_the_policy() -> None:
     other = evaluate(Standing(), env("hopper", max_episode_steps=31), episodes=2)
     assert other.protocol_hash != a.protocol_hash
     assert set(a.protocol["versions"]) == {"mujoco", "gymnasium", "burnish"}
+
+
+def test_the_protocol_has_the_versions_of_what_a_task_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = {"mujoco": "3", "gymnasium": "1", "burnish": "0", "ogbench": "7", "robosuite": "8"}
+    monkeypatch.setattr(evaluation_protocol, "_version", lambda name: installed.get(name, "another"))
+
+    def versions(name: str) -> dict[str, str]:
+        task = env(name)
+        found: dict[str, str] = evaluation_protocol.described(task, EvaluationSettings(), task)["versions"]
+        return found
+
+    always = {"mujoco": "3", "gymnasium": "1", "burnish": "0"}
+    assert versions("hopper") == versions("avoid") == versions("antmaze-umaze") == always
+    assert versions("og-antmaze-medium") == always | {"ogbench": "7"}
+    assert versions("cube-single") == always | {"ogbench": "7", "dm-control": "another"}
+    assert versions("lift") == always | {"robosuite": "8"}
+    assert versions("metaworld") == always | {"metaworld": "another"}
+    for name in ("kitchen-mixed", "adroit-door", "pointmaze-umaze"):
+        assert versions(name) == always | {"gymnasium-robotics": "another"}
+
+
+def test_evaluations_from_before_packages_were_recorded_are_read_and_compared() -> None:
+    now = evaluate(Standing(), TASK, episodes=2)
+    before = replace(now, protocol={**now.protocol, "versions": {"mujoco": "3.0"}})
+    restored = Evaluation.from_json(before.to_json())
+    found = compare(restored, now)
+    assert restored == before and found.episodes == 2 and not found.same_protocol
 
 
 def test_the_summary_has_a_score_where_references_exist_and_no_success_without_a_rule() -> None:

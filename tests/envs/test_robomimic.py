@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -14,8 +15,10 @@ from envs.datasets import (
     write_robomimic,
 )
 from envs.datasets.robomimic import read_models
-from policies.errors import DatasetError
+from policies.errors import ConfigError, DatasetError
 from policies.protocols import ChunkSpec
+
+MASKS = ("train", "valid")
 
 
 def episode(length, seed, *, terminated=True):
@@ -62,6 +65,32 @@ def test_reading_what_was_written_gives_the_same_dataset(tmp_path, dataset, layo
     assert_same(dataset, back)
     assert back.meta["attempts"] == 15
     assert back.meta["obs_layout"] == (layout or {"flat": 5})
+
+
+def test_keys_with_slashes_are_read_as_they_were_written(tmp_path, dataset):
+    frames, episodes = torch.arange(dataset.num_frames), torch.arange(dataset.num_episodes)
+    extras = dataset.extras | {"infos/qpos": frames.double(), "infos/deep/er": frames}
+    nested = replace(dataset, extras=extras, episode_extras=dataset.episode_extras | {"infos/a": episodes})
+    write_robomimic(tmp_path / "demo.hdf5", nested)
+    assert_same(nested, read_dataset(tmp_path / "demo.hdf5"))
+
+
+@pytest.mark.parametrize("share", [-0.2, 1.0, 1.5, float("nan")])
+def test_a_share_for_validation_outside_its_range_is_refused_before_anything_is_written(
+    tmp_path, dataset, share
+):
+    with pytest.raises(ConfigError, match=r"valid_fraction must lie in \[0, 1\); got "):
+        write_robomimic(tmp_path / "demo.hdf5", dataset, valid_fraction=share)
+    with pytest.raises(ConfigError, match=r"valid_fraction=0.5 needs at least 2 episodes"):
+        write_robomimic(tmp_path / "demo.hdf5", dataset.select([0]), valid_fraction=0.5)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("share", "valid"), [(0.01, 1), (0.99, 11)])
+def test_a_share_for_validation_leaves_an_episode_on_each_side(tmp_path, dataset, share, valid):
+    write_robomimic(tmp_path / "demo.hdf5", dataset, valid_fraction=share)
+    sizes = {mask: read_robomimic(tmp_path / "demo.hdf5", mask=mask).num_episodes for mask in MASKS}
+    assert sizes == {"train": 12 - valid, "valid": valid}
 
 
 def test_unknown_successors_stay_unknown(tmp_path, dataset):

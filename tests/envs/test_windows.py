@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.datasets import EpisodeDataset
+from envs.datasets import EpisodeDataset, episodes
 from policies.errors import DatasetError
 from policies.protocols import ChunkSpec
 
@@ -71,6 +71,15 @@ def test_gather_follows_the_index_in_any_order_and_with_repeats():
     for got, expected in ((batch.obs, everything.obs), (batch.action, everything.action)):
         assert torch.equal(got, expected[index])
     assert torch.equal(batch.mask, everything.mask[index])
+
+
+def test_what_is_made_of_a_dataset_is_not_checked_again(monkeypatch):
+    data = make([5, 7])
+    monkeypatch.setattr(episodes, "check_dataset", None)
+    assert data.select([1]).select([0]).lengths.tolist() == [7]
+    assert data.to("meta").room is data.room
+    assert data.with_cameras([]) is data
+    assert len(data.windows(ChunkSpec(3, 4, 2, 2))) == 12
 
 
 def test_no_window_sees_another_episode():

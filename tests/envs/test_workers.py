@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from envs import nursery
 from envs.workers import LocalWorkers, ProcessWorkers, receive, send, start_workers
 from policies.errors import ConfigError, WorkerError
 
@@ -40,6 +41,9 @@ class Probe:
 
     def environment(self) -> tuple[int, int, str]:
         return os.getpid(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
 
     def fail(self, who: int) -> None:
         if who == self.start:
@@ -136,6 +140,20 @@ def test_every_worker_is_a_process_with_one_thread(pool: ProcessWorkers) -> None
     assert os.getpid() not in pool.pids
 
 
+def test_a_worker_has_the_environment_of_the_program_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nursery, "_current", None)  # one that starts with the first value
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    name = "BURNISH_TEST_OF_WORKERS"
+    for value in ("first", "second", None):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+        workers = ProcessWorkers(Probe, [(1,)])
+        assert workers.call("variable", [(name,)]) == [value]
+        assert workers.call("variable", [("OMP_NUM_THREADS",)]) == ["1"]
+        workers.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_to_the_whole_job_do_not_end_the_workers(pool: ProcessWorkers, number: int) -> None:
     for pid in pool.pids:
@@ -178,6 +196,60 @@ def test_an_object_that_cannot_be_built_or_sent_is_a_clear_error() -> None:
 def test_the_number_of_arguments_is_checked(pool: ProcessWorkers) -> None:
     with pytest.raises(ConfigError, match="2 workers need as many arguments; got 1"):
         pool.call("environment", [()])
+
+
+def test_an_interrupt_while_a_worker_is_started_leaves_the_others_alone(
+    pool: ProcessWorkers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(nursery.socket, "send_fds", after_sending(interrupted))
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                ProcessWorkers(Probe, [(3,)])
+    later = ProcessWorkers(Probe, [(4,), (5,)])
+    for workers in (later, pool):
+        assert [pid for pid, _, _ in workers.call("environment", [(), ()])] == workers.pids
+    children = later._children
+    later.close()
+    assert [child.end() for child in children] == [0, 0]
+
+
+def test_a_worker_that_is_asked_for_again_after_an_interrupt_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = nursery.fork_worker()
+    with monkeypatch.context() as patched:
+        patched.setattr(nursery.socket, "send_fds", after_sending(interrupted))
+        with pytest.raises(KeyboardInterrupt):
+            child.end(grace_s=0.0)
+    assert child.end() == -signal.SIGKILL and not alive(child.pid)
+    assert nursery.fork_worker().end(grace_s=0.0) == -signal.SIGKILL
+
+
+def test_a_finalizer_in_the_middle_of_a_request_does_not_take_its_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forgotten = nursery.fork_worker()
+    with monkeypatch.context() as patched:
+        patched.setattr(nursery.socket, "send_fds", after_sending(lambda: forgotten.end(grace_s=0.0)))
+        workers = ProcessWorkers(Probe, [(1,)])
+    assert [pid for pid, _, _ in workers.call("environment", [()])] == workers.pids
+    workers.close()
+    assert not alive(forgotten.pid)
+
+
+def after_sending(happens: Callable[[], object]) -> Callable[..., None]:
+    """Return a `socket.send_fds` after which something happens, before the answer is received."""
+    send_fds = nursery.socket.send_fds
+
+    def sent(*arguments: Any) -> None:
+        send_fds(*arguments)
+        happens()
+
+    return sent
+
+
+def interrupted() -> None:
+    """Do what Ctrl-C does."""
+    raise KeyboardInterrupt
 
 
 def test_local_workers_do_the_same_here_on_one_thread() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.offline import settings_of
+from benchmarks.offline import scores, settings_of
 from benchmarks.once import _compared, demonstrations, first_seed, trained
 
 TINY = (
@@ -59,3 +60,16 @@ def test_a_run_that_was_shorter_goes_on(tmp_path: Path) -> None:
 def test_offline_settings_are_the_ones_of_the_data(data: str, algo: str, experiment: str) -> None:
     options = argparse.Namespace(steps=None, autocast=None, set=[])
     assert settings_of(data, "", algo, options) == [f"experiment={experiment}", "algo.steps=100000"]
+
+
+def test_the_best_checkpoint_of_a_seed_may_be_its_last() -> None:
+    protocol = {"env": {"reference_scores": [0.0, 200.0]}}
+
+    def run(**returns: float) -> dict[str, Any]:
+        evaluations = {name: {"return": [value, value]} for name, value in returns.items()}
+        return {"protocol": protocol, "evaluations": evaluations}
+
+    found = scores([run(last=100.0, best=150.0), run(last=120.0)], "best")
+    assert found is not None and found.tolist() == [[75.0, 75.0], [60.0, 60.0]]
+    assert scores([run(last=100.0), run(last=120.0)], "best") is None
+    assert scores([run(last=100.0, corrected=1.0), run(last=120.0)], "corrected") is None

@@ -356,7 +356,10 @@ class _Rows:
         if self.w:
             return (t + t_next) / 2
         noise = self.place(t)[0] * self.place(t_next)[0]
-        return float(self.process.time_of_lambda(torch.tensor(-0.5 * math.log(noise)))) if noise > 0 else None
+        if not noise > 0:
+            return None
+        log_ratio = torch.tensor(-0.5 * math.log(noise), dtype=torch.float64)
+        return float(self.process.time_of_lambda(log_ratio))
 
     def add(self, t: float, *, ends: float) -> None:
         """Evaluate at t and go on to `ends` with that slope; remember nothing."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,8 +87,9 @@ class Windows:
         self._index(dataset, pad_end)
         behind = chunk.horizon - 1 if pad_end else 0
         frames = (dataset, self.frames, self._episode[self.frames])
-        self._obs = _rows_of(*frames, dataset.observations, chunk.obs_steps, chunk.obs_steps - 1, 0)
-        self._action = _rows_of(*frames, dataset.actions, chunk.horizon, chunk.action_start, behind)
+        seen = _Wanted(*frames, dataset.observations, chunk.obs_steps, chunk.obs_steps - 1, 0)
+        done = _Wanted(*frames, dataset.actions, chunk.horizon, chunk.action_start, behind)
+        self._obs, self._action = _rows_of(seen), _rows_of(done)
         del self._episode
 
     @property
@@ -157,10 +159,10 @@ class Windows:
             )
 
 
-class _Laid:
-    """Stretches of rows of an array, laid out so that each is contiguous.
+class _Wanted(NamedTuple):
+    """Stretches of rows of an array, one for every window.
 
-    Args:
+    Attributes:
         dataset: Whose episodes.
         frames: (W,) frame of every window.
         episode: (W,) its episode.
@@ -170,24 +172,27 @@ class _Laid:
         behind: Rows that it may reach behind an episode.
     """
 
-    def __init__(
-        self,
-        dataset: EpisodeDataset,
-        frames: Tensor,
-        episode: Tensor,
-        values: Tensor,
-        steps: int,
-        before: int,
-        behind: int,
-    ) -> None:
-        self._shape = (steps, values.shape[1])
-        rows, real = _padded(dataset, values, before, behind)
-        self._rows = _rows(rows, steps)
-        self._real = None if real is None else _rows(real.unsqueeze(1), steps)
-        self._all_real = torch.ones(1, steps, dtype=torch.bool, device=rows.device)
+    dataset: EpisodeDataset
+    frames: Tensor
+    episode: Tensor
+    values: Tensor
+    steps: int
+    before: int
+    behind: int
+
+
+class _Laid:
+    """Stretches, laid out so that each is contiguous."""
+
+    def __init__(self, wanted: _Wanted) -> None:
+        self._shape = (wanted.steps, wanted.values.shape[1])
+        rows, real = _padded(wanted.dataset, wanted.values, wanted.before, wanted.behind)
+        self._rows = _rows(rows, wanted.steps)
+        self._real = None if real is None else _rows(real.unsqueeze(1), wanted.steps)
+        self._all_real = torch.ones(1, wanted.steps, dtype=torch.bool, device=rows.device)
         # Frame i of episode e is row i + e*(copies per episode) + (copies before) of a padded store; a
         # window starts as many rows earlier as there are copies before the episode.
-        self._row = (frames + episode * (before + behind)).int()
+        self._row = (wanted.frames + wanted.episode * (wanted.before + wanted.behind)).int()
 
     def rows(self, index: Tensor) -> Tensor:
         """Return the stretches (B, T, d) of windows (B,)."""
@@ -203,19 +208,10 @@ class _Laid:
 class _Looked:
     """The same stretches, row by row from where they are; see `_Laid`."""
 
-    def __init__(
-        self,
-        dataset: EpisodeDataset,
-        frames: Tensor,
-        episode: Tensor,
-        values: Tensor,
-        steps: int,
-        before: int,
-        behind: int,
-    ) -> None:
-        self._values, self._frames, self._episode = values, frames, episode
-        self._start = dataset.episode_start
-        self._offset = torch.arange(steps, device=frames.device) - before
+    def __init__(self, wanted: _Wanted) -> None:
+        self._values, self._frames, self._episode = wanted.values, wanted.frames, wanted.episode
+        self._start = wanted.dataset.episode_start
+        self._offset = torch.arange(wanted.steps, device=wanted.frames.device) - wanted.before
 
     def rows(self, index: Tensor) -> Tensor:
         """Return the stretches (B, T, d) of windows (B,)."""
@@ -234,21 +230,14 @@ class _Looked:
         return torch.minimum(torch.maximum(wanted, first), last), wanted
 
 
-def _rows_of(
-    dataset: EpisodeDataset,
-    frames: Tensor,
-    episode: Tensor,
-    values: Tensor,
-    steps: int,
-    before: int,
-    behind: int,
-) -> _Laid | _Looked:
+def _rows_of(wanted: _Wanted) -> _Laid | _Looked:
     """Return the stretches of an array: laid out where there is room for it, else looked up."""
-    num = (len(values) + dataset.num_episodes * (before + behind)) if before or behind else 0
+    dataset, values, copies = wanted.dataset, wanted.values, wanted.before + wanted.behind
+    num = (len(values) + dataset.num_episodes * copies) if copies else 0
     needed = num * (values.shape[1] * values.element_size() + _INDEX_BYTES)
     in_memory = values.device.type == "cpu"
-    kind = _Looked if dataset.room.on_disk or (in_memory and not memory.fits(needed)) else _Laid
-    return kind(dataset, frames, episode, values, steps, before, behind)
+    is_looked_up = dataset.room.on_disk or (in_memory and not memory.fits(needed))
+    return _Looked(wanted) if is_looked_up else _Laid(wanted)
 
 
 def _padded(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,8 @@ from burnish.commands.evaluate import Result
 from burnish.composition import CompositionResult, compose_and_compare
 from burnish.config import compose_config
 from burnish.console import log_lines
-from burnish.job import Job
-from burnish.locate import locate
+from burnish.job import Job, goes_on_in_place
+from burnish.locate import locate, place_now
 from burnish.overrides import quoted
 from policies import registry
 from policies.errors import ConfigError
@@ -119,18 +118,11 @@ def train(*overrides: str, directory: str | Path | None = None, **values: Any) -
     written = train_command.with_resumed_parts(overrides_of(overrides, values))
     config = compose_config("train", written)
     if directory is not None and config.resume is not None:
-        raise ConfigError(
-            f"resume={config.resume} goes on in that run's own directory; got directory={directory}. Leave "
-            f"directory out; for a new run from its policy give init={config.resume} instead of resume."
-        )
-    place = directory or config.resume or _new_place(config.name or registry.name_of("algo", config.algo))
+        raise goes_on_in_place(config.resume, f"directory={directory}")
+    place = directory or config.resume or place_now(config.name or registry.name_of("algo", config.algo))
     is_proposed = directory is None and config.resume is None
     outcome = train_command.train(config, Job(Path(place).expanduser(), tuple(written), is_proposed))
     return Run(outcome.directory.path)
-
-
-def _new_place(name: str) -> Path:
-    return Path("runs") / datetime.now().strftime(f"%Y-%m-%d/%H-%M-%S-{name}")
 
 
 def clone(dataset: str | Path, *overrides: str, **values: Any) -> Run:

@@ -20,7 +20,7 @@ from omegaconf import DictConfig, flag_override
 from burnish.commands import COMMANDS
 from burnish.config import register_configs, to_command
 from burnish.explain import USER_ERRORS, explain
-from burnish.job import Job
+from burnish.job import Job, goes_on_in_place
 from burnish.overrides import check_arguments, quoted
 
 EXIT_USER_ERROR = 2
@@ -137,13 +137,20 @@ def _close_logs_in(folder: Path) -> None:
 
 
 def _continuing(command: str, arguments: Sequence[str]) -> list[str]:
-    """Let Hydra compose with the parts of the resumed run, and write into it instead of a new directory."""
+    """Let Hydra compose with the parts of the resumed run, and write into it instead of a new directory.
+
+    Raises:
+        ConfigError: If another directory is asked for.
+    """
     resumed = [a.partition("=")[2] for a in arguments if a.startswith("resume=")]
     if command != "train" or not resumed or resumed[-1] in ("", "null"):
         return list(arguments)
     known: list[str] = COMMANDS[command].load().with_resumed_parts(arguments)
-    chosen = any(a.startswith("hydra.run.dir=") for a in arguments)
-    return known if chosen else [*known, f"hydra.run.dir={os.path.expanduser(resumed[-1])}"]
+    run = Path(resumed[-1]).expanduser()
+    for chosen in (a.partition("=")[2] for a in arguments if a.startswith("hydra.run.dir=")):
+        if Path(chosen).expanduser().absolute() != run.absolute():
+            raise goes_on_in_place(run, f"hydra.run.dir={chosen}")
+    return [*known, f"hydra.run.dir={run}"]
 
 
 def wants_traceback() -> bool:

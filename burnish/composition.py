@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from algos.gpc import Search, Trial, WeightEstimate, estimate_weights, search_weights
+from algos.state import new_folder
 from burnish.config import describe_part
 from burnish.console import Counting, table
-from burnish.locate import Located, check_folder_to_write, locate
+from burnish.locate import Located, check_folder_to_write, locate, place_now
 from envs.comparison import Comparison, compare, format_interval
 from envs.datasets import read_dataset
 from envs.evaluation import Evaluation
@@ -96,10 +96,8 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
         ConfigError: If the configuration does not make sense.
     """
     found = _members(config)
-    target = Path(config.out) if config.out is not None else _new_folder()
-    check_folder_to_write(target)
-    if target.is_dir() and any(target.iterdir()):
-        raise ConfigError(f"out={target} exists; choose another directory.")
+    if config.out is not None:
+        _check_out(Path(config.out))
     members = {name: one.load() for name, one in found.items()}
     first = next(iter(found.values()))
     env = config.env if config.env is not None else _task_of(first)
@@ -114,6 +112,7 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
     evaluation = _play("composition", policy, env, config)
     alone = {name: _play(name, member, env, config) for name, member in members.items()}
     comparisons = {name: compare(one, evaluation) for name, one in alone.items()}
+    target = Path(config.out) if config.out is not None else new_folder(place_now("compose"))
     result = CompositionResult(policy, search, estimate, evaluation, alone, comparisons, target)
     _write(config, result, found, env)
     return result
@@ -155,8 +154,10 @@ def _task_of(found: Located) -> Any:
     return task_of(found, " Give env=<name>.")
 
 
-def _new_folder() -> Path:
-    return Path("runs") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S-compose")
+def _check_out(target: Path) -> None:
+    check_folder_to_write(target)
+    if target.is_dir() and any(target.iterdir()):
+        raise ConfigError(f"out={target} exists; choose another directory.")
 
 
 def _start(config: EvalConfig, members: list[Policy]) -> ComposedPolicy:

@@ -11,8 +11,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from datetime import datetime
-from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -31,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="burnish-demo",
         description=str(__doc__).replace(": what `make demo` runs", ""),
-        epilog="It takes no arguments and a few minutes on two cores, and writes to runs/demo/<time>.",
+        epilog="It takes no arguments and a few minutes on two cores, and writes to runs/<date>/<time>-demo.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.parse_args(arguments)
@@ -39,11 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     set_thread_defaults()
     import burnish
+    from algos.state import new_folder
     from burnish.console import output
+    from burnish.locate import place_now
     from envs.comparison import format_interval
 
-    out, console = Path("runs/demo") / datetime.now().strftime("%Y-%m-%d-%H-%M-%S"), output()
-    out.mkdir(parents=True, exist_ok=True)
+    out, console = new_folder(place_now("demo")), output()
     workers = min(2, os.cpu_count() or 1)
     started = time.perf_counter()
 

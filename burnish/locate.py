@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,11 @@ def check_file_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
     if target.is_dir():
         raise ConfigError(f"{key}={target} is a folder; give the name of a file, e.g. {target / 'name'}.")
     _check_parents(target, key)
+
+
+def place_now(name: str) -> Path:
+    """Return runs/<date>/<time>-<name>, which may be taken (`algos.state.new_folder`)."""
+    return Path("runs") / datetime.now().strftime(f"%Y-%m-%d/%H-%M-%S-{name}")
 
 
 def check_folder_to_write(path: str | os.PathLike[str], key: str = "out") -> None:

@@ -127,6 +127,16 @@ def test_a_mistake_leaves_empty_folders_of_the_person_alone(
         assert sorted(map(str, Path().rglob("*"))) == ["mine", "mine/inner", "runs"]
 
 
+def test_a_run_goes_on_in_its_own_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _main("train", "resume=one", "hydra.run.dir=other", monkeypatch=monkeypatch) == 2
+    error = capsys.readouterr().err
+    assert "resume=one goes on in that run's own directory; got hydra.run.dir=other" in error
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_run_below_a_file_is_refused_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -349,7 +359,7 @@ def test_the_demo_explains_itself_and_refuses_arguments(
     assert ended.value.code == code and list(tmp_path.iterdir()) == []
     shown = capsys.readouterr()
     assert "usage: burnish-demo" in shown.out + shown.err
-    assert code or ("whole path" in shown.out and "runs/demo" in shown.out)
+    assert code or ("whole path" in shown.out and "runs/<date>" in shown.out)
 
 
 def test_threads_default_to_one_unless_the_person_chose(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,7 +80,8 @@ def test_weights_are_given_or_estimated(
     pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = burnish.compose(pair, weights=[0.25, 0.75], out="given", **SHORT)
+    given = burnish.compose(pair, weights=[0.25, 0.75], **SHORT)
+    assert given.path.parts[0] == "runs" and given.path.name.endswith("-compose")
     assert given.search is None and given.policy.composition.weights == (0.25, 0.75)
     knots = [[[0, 1], [1, 0]], [[0, 0], [1, 1]]]
     scheduled = burnish.compose(pair, weights=knots, out="scheduled", **SHORT)

@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from algos.base import Checked, Setup, require_states_only
 from algos.offline import THREADS, OfflineRun
 from algos.optim import restore_optimizer, warmup_cosine
-from algos.transitions import Batch, Rewarding, TransitionTable, box_of, clipped_actions, tabulate
+from algos.transitions import (
+    Batch,
+    Rewarding,
+    TransitionTable,
+    box_of,
+    clipped_actions,
+    deviations,
+    tabulate,
+)
 from envs.fit import require_fit
 from policies.correction import CorrectedPolicy, Correction
 from policies.errors import ConfigError
@@ -45,10 +53,8 @@ class CorrectionLearner:
 
     def __init__(self, policy: CorrectedPolicy, table: TransitionTable, config: CdsaConfig) -> None:
         self._policy, self.config, self.steps = policy, config, 0
-        cond = table.cond.double()
-        std = cond.std(dim=0, correction=0)
-        policy.mean.copy_(cond.mean(dim=0))
-        policy.std.copy_(torch.where(std < 1e-4, torch.ones_like(std), std))
+        policy.mean.copy_(table.cond.double().mean(dim=0))
+        policy.std.copy_(deviations(table.cond))
         rows = torch.linspace(0, len(table) - 1, min(_PROBES, len(table)), device=table.device).long()
         self._probes = table.gather(rows)
         self._trained = [*policy.score.parameters(), *policy.inverse.parameters()]

@@ -43,7 +43,8 @@ class SteeredActor:
         form: Of the squashed density, one of `policies.tanh_gaussian.FORMS`.
         within_box: Keep latents of the warm-up within the box of the actor, where critics learn of latents; a
             Gaussian has no box.
-        is_fresh: Warm up as the frozen policy alone, instead of as the actor does already.
+        is_fresh: Warm up as the frozen policy with normal noise in the form that latents have (with another
+            adapter than `full` less free than its own), instead of as the actor does already.
     """
 
     def __init__(
@@ -75,9 +76,9 @@ class SteeredActor:
         return twin
 
     def warmup_latent(self, cond: Tensor, eps: Tensor) -> Tensor:
-        """Return latents (B, L) at which the policy acts as given: the frozen one alone, or steered already.
+        """Return latents (B, L) of normal noise for the frozen policy, or of the actor that steers already.
 
-        Those of the frozen policy alone are kept within the box if asked.
+        Those of normal noise are kept within the box if asked.
         """
         if not self._is_fresh:
             return self.draw(cond, eps)[0]

@@ -12,7 +12,8 @@ Source: PRDC, arXiv 2306.06569, and its released code.
 
 Deviations from the released code:
     * the neighbour search is exact by another way (`algos.neighbors`), so ties may break differently;
-    * actions are normalised to [-1, 1] before distances are taken.
+    * actions are normalised to [-1, 1] before distances are taken;
+    * conditions of a policy that is given are standardised for them, whatever that policy normalises by.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from algos.base import Setup
 from algos.constrained_td3 import Actor, ConstrainedTd3Config, Draws, Quantities, Regulariser
 from algos.neighbors import Search
 from algos.search_choice import SEARCHES, Load, Rows, build_search
-from algos.transitions import Batch, TransitionTable
+from algos.transitions import Batch, TransitionTable, deviations
 from policies.ensembles import Ensemble
 from policies.registry import register
 from policies.seeds import seeded_generator
@@ -43,16 +44,24 @@ class NearestRow(Regulariser):
         search: Over the rows of the table.
         action: (M, A), the actions of the rows.
         other: Makes a search by its name, for a run that is continued as it began; None: always this one.
+        scale: (C,), what conditions are divided by before distances are taken; None: nothing.
     """
 
-    def __init__(self, search: Search, action: Tensor, other: Callable[[str], Search] | None = None) -> None:
-        self.search, self._action, self._other = search, action, other
+    def __init__(
+        self,
+        search: Search,
+        action: Tensor,
+        other: Callable[[str], Search] | None = None,
+        scale: Tensor | None = None,
+    ) -> None:
+        self.search, self._action, self._other, self._scale = search, action, other, scale
 
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
         """See `Regulariser`."""
-        found = self.search.nearest(batch.row, batch.cond, action.detach())
+        state = batch.cond if self._scale is None else batch.cond / self._scale
+        found = self.search.nearest(batch.row, state, action.detach())
         neighbour = self._action.index_select(0, found.row)
         return F.mse_loss(action, neighbour), {
             "constraint/own_row": (found.row == batch.row).float().mean(),
@@ -98,7 +107,9 @@ class PrdcConfig(ConstrainedTd3Config):
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> NearestRow:
         """Return the distance from the nearest row."""
-        state, action = table.cond.contiguous(), table.action.contiguous()
+        scale = None if setup.init is None else deviations(table.cond)  # a new actor standardises by itself
+        state = table.cond.contiguous() if scale is None else table.cond / scale
+        action = table.action.contiguous()
         rows = Rows(state, action, self.beta, self.neighbor_rank, self.list_length)
         build = partial(
             build_search,
@@ -106,4 +117,4 @@ class PrdcConfig(ConstrainedTd3Config):
             load=Load(max(1, self.steps // self.policy_every), self.batch_size),
             generator=seeded_generator(setup.seed, "neighbour search"),
         )
-        return NearestRow(build(self.search), rows.action, build if self.search == "auto" else None)
+        return NearestRow(build(self.search), rows.action, build if self.search == "auto" else None, scale)

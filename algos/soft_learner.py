@@ -107,15 +107,12 @@ class Temperature:
         """alpha, detached."""
         return self.log.detach().exp().squeeze(0)
 
-    def move(self, log_prob: Tensor) -> Tensor:
-        """Take a step on log-densities (B,); return alpha before it."""
-        before = self.value
-        if self.optimizer is not None:
-            loss = -(self.log * (log_prob.detach() + self.rules.target_entropy)).mean()
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            self.optimizer.step()
-        return before
+    def move(self, log_prob: Tensor) -> Quantities:
+        """Take a step on log-densities (B,), where alpha learns; return its loss."""
+        if self.optimizer is None:
+            return {}
+        loss = -(self.log * (log_prob.detach() + self.rules.target_entropy)).mean()
+        return {"actor/alpha_loss": descend(self.optimizer, loss)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a continuation needs."""
@@ -171,8 +168,9 @@ class SoftLearner:
             out = self._move_critic(batch, draws, self.temperature.value)
         else:
             latent, log_prob = self.actor.draw(batch.cond, draws["eps"])
-            alpha = self.temperature.move(log_prob)
-            out = self._move_critic(batch, draws, alpha)
+            alpha = self.temperature.value
+            out = self.temperature.move(log_prob)
+            out |= self._move_critic(batch, draws, alpha)
             out |= self._move_actor(batch, latent, log_prob, alpha, draws)
         polyak(self.target_critic, self.critic, self.rules.tau)
         return out

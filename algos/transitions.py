@@ -27,6 +27,7 @@ from policies.policy import Policy
 
 _log = logging.getLogger(__name__)
 _ENCODED_AT_ONCE = 65_536
+_STILL = 1e-4  # deviation below which a number counts as constant
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,12 @@ class Rewarding:
 
 
 @torch.no_grad()
+def deviations(cond: Tensor) -> Tensor:
+    """Return the deviation (C,) of each number of conditions (M, C); 1 of those that hardly move."""
+    std = cond.double().std(dim=0, correction=0)
+    return torch.where(std < _STILL, torch.ones_like(std), std).to(cond)
+
+
 def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> TransitionTable:
     """Return the transitions of a dataset as a policy sees them.
 

@@ -5,7 +5,7 @@ never sees a stale value. A weight counts as changed when
 
 * it is another tensor, or its storage moved (`.to`, `load_state_dict(assign=True)`, swapped `.data`);
 * its autograd version advanced (`copy_`, `lerp_`, `load_state_dict`, for-each optimisers, EMA);
-* any optimiser of `torch.optim` took a step: fused optimisers do not advance versions.
+* an optimiser of `torch.optim` that holds its storage took a step: fused optimisers do not advance versions.
 
 Not seen are writes through `weight.data` in place, direct calls of fused kernels (`torch._fused_adamw_`),
 in-place writes to a flat vector whose slices became the weights (`vector_to_parameters`), writes by other
@@ -16,30 +16,47 @@ Several threads may use one cache, also with different sources: each gets the va
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 T = TypeVar("T")
+_PLAIN = (nn.Parameter, Tensor)
 
 
 class _OptimizerSteps:
-    """Counts the steps of every optimiser in this process."""
+    """Steps of every optimiser in this process: how many, and the last that may have written to a storage."""
 
     count = 0
+    last: ClassVar[dict[int, int]] = {}  # address of a storage -> number of the step
+    anywhere = 0  # the last step on tensors whose storage is not known
+
+    @classmethod
+    def wrote(cls, storages: Iterable[int], since: int) -> bool:
+        """Return whether a step after the `since`-th one may have written there."""
+        return cls.anywhere > since or any(cls.last.get(place, 0) > since for place in storages)
 
 
 @cache
-def _count_optimizer_steps() -> None:
-    def after_step(*_: Any) -> None:
-        _OptimizerSteps.count += 1
+def _watch_optimizers() -> None:
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        _OptimizerSteps.count = number = _OptimizerSteps.count + 1
+        for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+            if type(tensor) in _PLAIN:
+                _OptimizerSteps.last[_storage(tensor)] = number
+            else:
+                _OptimizerSteps.anywhere = number
 
     register_optimizer_step_post_hook(after_step)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 @dataclass(frozen=True)
@@ -49,12 +66,13 @@ class _Entry(Generic[T]):
     value: T
     sources: tuple[Tensor, ...]
     aliases: tuple[Tensor, ...]  # they keep the storage alive: no new weight sits at a freed address
+    storages: frozenset[int]  # their addresses
     versions: tuple[int, ...]
     steps: int
 
     def is_current(self, sources: Sequence[Tensor]) -> bool:
         """Return whether these are the sources and none of them changed."""
-        if self.steps != _OptimizerSteps.count or len(sources) != len(self.sources):
+        if len(sources) != len(self.sources) or _OptimizerSteps.wrote(self.storages, self.steps):
             return False
         known = zip(sources, self.sources, self.aliases, self.versions, strict=True)
         return all(
@@ -98,14 +116,15 @@ class WeightCache(Generic[T]):
             return compute()
         if entry is not None and entry.is_current(sources):
             return entry.value
-        _count_optimizer_steps()
+        _watch_optimizers()
         # Taken before computing: a write in the meantime makes the entry stale.
         steps, versions = _OptimizerSteps.count, tuple(source._version for source in sources)
         aliases = tuple(source.detach() for source in sources)
+        storages = frozenset(map(_storage, aliases))
         no_autocast = torch.autocast(sources[0].device.type, enabled=False)
         with torch.inference_mode(False), torch.no_grad(), no_autocast:
             value = compute()
-        self._entry = _Entry(value, tuple(sources), aliases, versions, steps)
+        self._entry = _Entry(value, tuple(sources), aliases, storages, versions, steps)
         return value
 
 
@@ -119,7 +138,7 @@ def _cacheable(sources: Sequence[Tensor]) -> bool:
         return False
     # Anything but plain tensors (functional transforms, fake tensors) and anything without a version is
     # computed afresh.
-    return all(type(source) in (nn.Parameter, Tensor) and not source.is_inference() for source in sources)
+    return all(type(source) in _PLAIN and not source.is_inference() for source in sources)
 
 
 def seal(module: nn.Module) -> None:

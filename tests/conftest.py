@@ -73,12 +73,16 @@ def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run `@pytest.mark.golden("pattern*")` tests once per matching file, through `golden_path`."""
+    """Run `@pytest.mark.golden("pattern*")` tests once per matching file, through `golden_path`.
+
+    With `but="pattern*"` those of another pattern are left to other tests.
+    """
     mark = metafunc.definition.get_closest_marker("golden")
     if mark is None:
         return
     folder = Path(metafunc.config.getoption("--golden"))
-    paths = sorted(path for path in folder.glob(mark.args[0]) if path.is_file())
+    others = set(folder.glob(mark.kwargs["but"])) if "but" in mark.kwargs else set()
+    paths = sorted(path for path in folder.glob(mark.args[0]) if path.is_file() and path not in others)
     if paths:
         metafunc.parametrize("golden_path", paths, ids=[path.name for path in paths])
     else:

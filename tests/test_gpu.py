@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from point_env import PointEnv
+from point_steering import changed, start
 from small_policies import observations, small_policy
 from two_modes import two_mode_setup
 
@@ -100,3 +103,21 @@ def test_offline_steps_stay_on_the_device() -> None:
     run = config.build(setup)
     assert all(torch.as_tensor(value).isfinite() for value in run.advance().values())
     assert run.table.device.type == run.learner.policy.device.type == "cuda"
+
+
+@pytest.mark.parametrize("variant", ["na", "sac"])
+def test_steering_learns_on_the_device_and_goes_on_from_its_state(variant: str) -> None:
+    config, device = changed(variant=variant, total_steps=24), torch.device("cuda")
+    run, again = (start(config, device=device) for _ in range(2))
+    run.advance()
+    again.load_state_dict(copy.deepcopy(run.state_dict()))
+    for each in (run, again):
+        while each.progress < each.total:
+            assert all(torch.as_tensor(value).isfinite().all() for value in each.advance().values())
+        each.close()
+    assert run.replay.device.type == run.learner.policy.device.type == "cuda"
+    weights = [
+        {name: value.cpu() for name, value in one.snapshot().state_dict().items()} for one in (run, again)
+    ]
+    for name, value in weights[0].items():
+        torch.testing.assert_close(weights[1][name], value, atol=1e-5, rtol=1e-4)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import count, takewhile
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from algos.dsrl_learner import SteeredActor
 from algos.replay import ChunkBatch
-from algos.soft_learner import SoftRules
+from algos.soft_learner import SoftLearner, SoftRules
 from policies.deterministic import DeterministicProcess
 from policies.ensembles import Ensemble, EnsembleConfig
 from policies.latent_steering import Steering
@@ -67,19 +69,19 @@ def actor_of(arrays: Arrays, prefix: str) -> SteeredActor:
     """Return the actor of a file, around its base policy."""
     horizon, action_dim = (int(n) for n in arrays["cfg_T_A"])
     base = LinearBase(arrays["base_W"], arrays["base_b"], horizon, action_dim)
-    widths = tuple(len(arrays[f"{prefix}.latent_pi.{i}.bias"]) for i in (0, 3))
+    widths = tuple(
+        len(arrays[f"{prefix}.latent_pi.{i}.bias"]) for i in _linears(arrays, f"{prefix}.latent_pi")
+    )
     policy = Steering(bound=float(arrays["cfg_bw"]), hidden_dims=widths).wrap(base)
     policy.actor.trunk.load_state_dict(_trunk_weights(arrays, prefix))
     return SteeredActor(policy, form="floored")
 
 
 def _trunk_weights(arrays: Arrays, prefix: str) -> dict[str, Tensor]:
-    names = {
-        "latent_pi.0": "inlet",
-        "latent_pi.1": "norms.0",
-        "latent_pi.3": "layers.0",
-        "latent_pi.4": "norms.1",
-    }
+    names, hidden = {}, _linears(arrays, f"{prefix}.latent_pi")
+    for number, place in enumerate(hidden):
+        names[f"latent_pi.{place}"] = "inlet" if number == 0 else f"layers.{number - 1}"
+        names[f"latent_pi.{place + 1}"] = f"norms.{number}"
     kinds = ("weight", "bias")
     found = {
         f"{ours}.{kind}": arrays[f"{prefix}.{theirs}.{kind}"]
@@ -87,7 +89,9 @@ def _trunk_weights(arrays: Arrays, prefix: str) -> dict[str, Tensor]:
         for kind in kinds
     }
     heads = {
-        f"layers.1.{kind}": torch.cat([arrays[f"{prefix}.{head}.{kind}"] for head in ("mu", "log_std")])
+        f"layers.{len(hidden) - 1}.{kind}": torch.cat(
+            [arrays[f"{prefix}.{head}.{kind}"] for head in ("mu", "log_std")]
+        )
         for kind in kinds
     }
     return found | heads
@@ -104,13 +108,19 @@ def ensemble_of(arrays: Arrays, prefix: str) -> Ensemble:
 
 
 def _layers(arrays: Arrays, prefix: str) -> list[dict[str, Tensor]]:
-    layers = []
-    for linear, norm in ((0, 1), (3, 4), (6, None)):
-        layer = {kind: arrays[f"{prefix}.{linear}.{kind}"] for kind in ("weight", "bias")}
-        if norm is not None:
-            layer |= {"scale": arrays[f"{prefix}.{norm}.weight"], "shift": arrays[f"{prefix}.{norm}.bias"]}
+    layers, linears = [], _linears(arrays, prefix)
+    for place in linears:
+        layer = {kind: arrays[f"{prefix}.{place}.{kind}"] for kind in ("weight", "bias")}
+        if place != linears[-1]:
+            norm = f"{prefix}.{place + 1}"
+            layer |= {"scale": arrays[f"{norm}.weight"], "shift": arrays[f"{norm}.bias"]}
         layers.append(layer)
     return layers
+
+
+def _linears(arrays: Arrays, prefix: str) -> list[int]:
+    """Return the places of linear layers; after each but an output come a normalisation and a tanh."""
+    return list(takewhile(lambda place: f"{prefix}.{place}.weight" in arrays, count(0, 3)))
 
 
 def rules_of(arrays: Mapping[str, Any]) -> SoftRules:
@@ -140,6 +150,23 @@ def draws_of(arrays: Arrays) -> dict[str, Tensor]:
         "next_eps": arrays["eps_pi_next_obs"],
         "subset": torch.arange(arrays["q_pred"].shape[1]),
     }
+
+
+def same_losses(found: Mapping[str, Tensor], arrays: Arrays) -> None:
+    """Compare what a step reports."""
+    told = {"critic/loss": "critic_loss", "actor/loss": "actor_loss", "actor/alpha_loss": "ent_coef_loss"}
+    for ours, theirs in told.items():
+        assert ours in found or theirs == "ent_coef_loss"
+        if ours in found and f"logged_{theirs}" in arrays:
+            assert float(found[ours]) == pytest.approx(float(arrays[f"logged_{theirs}"]), abs=1e-5), ours
+    assert float(found["actor/alpha"]) == pytest.approx(float(arrays["logged_ent_coef"]), abs=1e-6)
+
+
+def same_temperature(learner: SoftLearner, arrays: Arrays) -> None:
+    """Compare the logarithm of alpha after a step, where it learns."""
+    assert ("log_ent_coef_after" in arrays) == learner.rules.learn_alpha
+    if learner.rules.learn_alpha:
+        torch.testing.assert_close(learner.temperature.log.detach(), arrays["log_ent_coef_after"], **WEIGHT)
 
 
 def same_actor(actor: SteeredActor, arrays: Arrays, prefix: str) -> None:

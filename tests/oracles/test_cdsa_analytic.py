@@ -118,8 +118,9 @@ def test_a_trained_score_points_where_the_exact_one_does(golden_path: Path) -> N
 def test_a_trained_score_is_the_stated_one_where_much_noise_covers_the_queries(golden_path: Path) -> None:
     arrays = read(golden_path)
     sigma = float(arrays["sigmas"].max())
-    score = trained_score(arrays, arrays["data"], sigma, steps=600)
-    assert correlation(score(arrays["queries"]), arrays[f"score_{sigma}"]) > 0.95
+    near = covered(arrays["queries"], arrays["data"], sigma)
+    score = trained_score(arrays, arrays["data"], sigma, steps=1200, lr=3e-3)
+    assert correlation(score(arrays["queries"][near]), arrays[f"score_{sigma}"][near]) > 0.95
 
 
 @pytest.mark.golden("cdsa_analytic*.npz")
@@ -128,8 +129,18 @@ def test_a_score_that_is_trained_on_normal_data_is_the_stated_one(golden_path: P
     mean, root = arrays["gauss_mu"], torch.linalg.cholesky(arrays["gauss_cov"])
     draws = torch.randn(4096, len(mean), generator=generator(3), dtype=torch.float64)
     sigma = float(arrays["sigmas"].max())
-    score = trained_score(arrays, mean + draws @ root.T, sigma, steps=600)
-    assert correlation(score(arrays["queries"]), arrays[f"gauss_score_{sigma}"]) > 0.95
+    data = mean + draws @ root.T
+    near = covered(arrays["queries"], data, sigma)
+    score = trained_score(arrays, data, sigma, steps=600)
+    assert correlation(score(arrays["queries"][near]), arrays[f"gauss_score_{sigma}"][near]) > 0.95
+
+
+def covered(queries: Tensor, data: Tensor, sigma: float) -> Tensor:
+    """Return which queries (Q,) lie where noise carries the data; skips where hardly any does."""
+    near = torch.cdist(queries, data).amin(dim=1) <= sigma * math.sqrt(data.shape[1])
+    if near.sum() < 4:
+        pytest.skip("the file asks about no place near the data")
+    return near
 
 
 def trained_score(

@@ -83,7 +83,7 @@ def draws_of(step: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"target": step["noise_raw"], "next_start": none, "start": none}
 
 
-@pytest.mark.golden("prdc_[!k]*.npz")
+@pytest.mark.golden("prdc_*.npz", but="prdc_knn*.npz")
 def test_steps(golden_path: Path) -> None:
     arrays = read(golden_path)
     learner, discount = learner_of(arrays), float(arrays["cfg/discount"])
@@ -107,7 +107,7 @@ def test_steps(golden_path: Path) -> None:
         check_weights(weights_of(learner), step)
 
 
-@pytest.mark.golden("prdc_[!k]*.npz")
+@pytest.mark.golden("prdc_*.npz", but="prdc_knn*.npz")
 def test_every_exact_search_finds_the_released_neighbours(golden_path: Path) -> None:
     arrays = read(golden_path)
     state, action, beta = arrays["states"], arrays["actions"], float(arrays["cfg/beta"])

@@ -124,6 +124,27 @@ def test_unchanged_weights_are_computed_once() -> None:
     assert values[0] is values[2]
 
 
+def test_steps_on_other_weights_change_nothing_here() -> None:
+    module, other = Sum(), Sum()
+    with torch.no_grad():
+        module()
+        _step(torch.optim.Adam, fused=True)(other)
+        module()
+    assert module.computed == 1
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_steps_on_the_same_storage_are_seen(frozen: bool) -> None:
+    module, twin = Sum(), Sum()
+    for mine, theirs in zip(module.parameters(), twin.parameters(), strict=True):
+        theirs.data = mine.data
+    module.requires_grad_(not frozen)
+    with torch.no_grad():
+        before = module()
+        _step(torch.optim.Adam, fused=True)(twin)
+        assert torch.equal(module(), module.fresh()) and not torch.equal(module(), before)
+
+
 def test_gradients_are_never_cut_by_the_cache() -> None:
     module = Sum()
     with torch.no_grad():

@@ -27,6 +27,7 @@ from envs.datasets import read_dataset
 from envs.datasets.episodes import EpisodeDataset
 
 STATE, ACTION, BATCH, BLOCK = 11, 3, 256, 10
+NEAREST = {"a fresh actor": 4.0, "near the data": 2.0, "data actions with noise": 20.0}  # floors
 POOL = 2048  # rows whose lists are made before PRDC is timed; batches are drawn from them
 
 
@@ -63,6 +64,13 @@ def learner_of(run: OfflineRun) -> Td3Learner:
     """Return the learner of a run on the TD3 core."""
     assert isinstance(run.learner, Td3Learner)
     return run.learner
+
+
+def list_search_of(run: OfflineRun) -> ListSearch:
+    """Return the search of a PRDC run by lists."""
+    regulariser = learner_of(run).regulariser
+    assert isinstance(regulariser, NearestRow) and isinstance(regulariser.search, ListSearch)
+    return regulariser.search
 
 
 def same_weights(run: OfflineRun, peer: PlainTd3Bc) -> None:
@@ -168,9 +176,7 @@ def neighbours(options: argparse.Namespace) -> Iterator[Figure]:
     setup = Setup(dataset=dataset_of(options), seed=0)
     run, plain = PrdcConfig(steps=10**9).build(setup), Td3BcConfig(steps=10**9).build(setup)
     learner, peer = learner_of(run), PlainPrdc(arrays_of(run))
-    regulariser = learner.regulariser
-    assert isinstance(regulariser, NearestRow) and isinstance(regulariser.search, ListSearch)
-    search = regulariser.search
+    search = list_search_of(run)
     pool = torch.randperm(len(run.table), generator=torch.Generator().manual_seed(5))[:POOL]
     for way in (search.listing.by_tree, search.listing.by_product):
         start = time.perf_counter()
@@ -189,11 +195,21 @@ def neighbours(options: argparse.Namespace) -> Iterator[Figure]:
             near_the_data(run)
             same_weights(run, peer)
         stand_still(learner, peer)
-        yield search_alone(options, run, search, peer, pool, place)
+        yield search_alone(options, run, peer, pool, place, actions_of(run, pool), NEAREST[place])
         blocks = {"ours": ours_of(run, pool), "tree": theirs_of(peer, pool), "td3_bc": ours_of(plain, pool)}
         times = timed(options, blocks)
+        print(f"{place}: a search that costs nothing would gain {times['tree'] / times['td3_bc']:.2f}")
         yield Figure(f"PRDC step, {place}", "lists", "a tree per step", times["ours"], times["tree"], floor)
     yield Figure(f"PRDC step, {place}", "lists", "our TD3+BC step", times["ours"], times["td3_bc"], 0.67)
+    place, data = "data actions with noise", run.table.gather(pool[:BATCH]).action
+    noise = 0.2 * torch.randn(data.shape, generator=torch.Generator().manual_seed(7))
+    yield search_alone(options, run, peer, pool, place, (data + noise).clamp(-1, 1), NEAREST[place])
+
+
+def actions_of(run: OfflineRun, pool: Tensor) -> Tensor:
+    """Return what the actor does on the first rows of a pool."""
+    batch, actor = run.table.gather(pool[:BATCH]), learner_of(run).actor
+    return actor(batch.cond, actor.draw(BATCH, torch.Generator().manual_seed(6)), grad=False).detach()
 
 
 def stand_still(learner: Td3Learner, peer: PlainTd3Bc) -> None:
@@ -208,14 +224,14 @@ def stand_still(learner: Td3Learner, peer: PlainTd3Bc) -> None:
 def search_alone(
     options: argparse.Namespace,
     run: OfflineRun,
-    search: ListSearch,
     peer: PlainPrdc,
     pool: Tensor,
     place: str,
+    action: Tensor,
+    floor: float,
 ) -> Figure:
-    """Time the search for the actions of the actor."""
-    batch, actor = run.table.gather(pool[:BATCH]), learner_of(run).actor
-    action = actor(batch.cond, actor.draw(BATCH, torch.Generator().manual_seed(6)), grad=False).detach()
+    """Time the search for actions (BATCH, A)."""
+    search, batch = list_search_of(run), run.table.gather(pool[:BATCH])
     key = {"state": batch.cond}
     found = search.nearest(batch.row, batch.cond, action)
     require_close("nearest actions", run.table.action[found.row], peer.aim(key, action), 1e-6)
@@ -228,5 +244,5 @@ def search_alone(
             "tree": lambda: peer.aim(key, action),
         },
     )
-    name, floor = f"nearest rows of 256, {place}", 4.0 if place == "a fresh actor" else 2.0
+    name = f"nearest rows of 256, {place}"
     return Figure(name, "lists", "scipy's tree", times["ours"], times["tree"], floor)

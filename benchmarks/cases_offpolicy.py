@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from algos.dsrl import DsrlConfig
 from algos.dsrl_learner import NoiseAliasedLearner
@@ -17,6 +18,7 @@ from benchmarks import peers
 from benchmarks.peers_offpolicy import PlainDsrl, PlainReplay
 from benchmarks.sides import CHUNK, OBS, copy_trunk, plain_nets, require_close, unit_statistics
 from benchmarks.timing import Figure, interleave
+from policies.ensembles import EnsembleConfig
 from policies.latent_steering import SteeredPolicy, Steering
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
@@ -103,6 +105,48 @@ def steered(options: argparse.Namespace) -> Iterator[Figure]:
             times["peer"],
             floor,
         )
+
+
+def ensembles(options: argparse.Namespace) -> Iterator[Figure]:
+    """Ten small critics forwards and backwards, as one, against a loop over modules."""
+    count, width, rows = 10, 64, 64
+    net = EnsembleConfig(members=count, hidden_dims=(width, width)).build(OBS, LATENT)
+    modules = [relu_net(OBS + LATENT, (width, width)) for _ in range(count)]
+    net.load_members(
+        [[dict(layer.named_parameters()) for layer in one if isinstance(layer, nn.Linear)] for one in modules]
+    )
+    both = torch.randn(rows, OBS + LATENT, generator=torch.Generator().manual_seed(0))
+    cond, action = both.split([OBS, LATENT], dim=1)
+
+    def ours() -> Tensor:
+        net.zero_grad(set_to_none=True)
+        loss = net(cond, action).square().mean(dim=1).sum()
+        loss.backward()
+        return loss.detach()
+
+    def theirs() -> Tensor:
+        for one in modules:
+            one.zero_grad(set_to_none=True)
+        loss = torch.stack([one(both).square().mean() for one in modules]).sum()
+        loss.backward()
+        return loss.detach()
+
+    require_close("ten critics", ours(), theirs(), 1e-5)
+    first = modules[0][0].weight.grad
+    require_close("their gradients", net.weight[0].grad[0].t(), first, 1e-5)  # type: ignore[index]
+    blocks = {"ours": ours, "peer": theirs}
+    times = interleave(blocks, rounds=options.rounds, clock=time.process_time)
+    name = f"{count} critics of width {width}"
+    yield Figure(name, "one stack", "a loop", times["ours"], times["peer"], 2.5)
+
+
+def relu_net(inputs: int, widths: tuple[int, ...]) -> nn.Sequential:
+    """Return linear layers with ReLU between them, and one output."""
+    sizes = (inputs, *widths)
+    layers: list[nn.Module] = []
+    for before, after in pairwise(sizes):
+        layers += [nn.Linear(before, after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
 
 
 def dsrl(options: argparse.Namespace) -> Iterator[Figure]:

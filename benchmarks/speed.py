@@ -25,7 +25,7 @@ from benchmarks.cases_acting import exported, rollout, sampling, transformer, un
 from benchmarks.cases_flows import flow, reinflow
 from benchmarks.cases_learning import cloning, gather, iteration, update
 from benchmarks.cases_offline import neighbours, offline
-from benchmarks.cases_offpolicy import dsrl, replay, steered
+from benchmarks.cases_offpolicy import dsrl, ensembles, replay, steered
 from benchmarks.timing import Figure
 
 CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
@@ -46,6 +46,7 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
         neighbours,
         replay,
         steered,
+        ensembles,
         dsrl,
     )
 }

@@ -149,7 +149,7 @@ class IqlConfig(OfflineConfig):
 
     Published elsewhere: expectile 0.9 and temperature 10 for antmaze (reward_shift -1); 0.8 and 3 for Adroit;
     by the reproduction a deterministic policy and tau 0.001 for hopper-medium and hopper-medium-replay, and
-    expectile 0.5 and temperature 6 for hopper-medium-expert.
+    expectile 0.5 and temperature 6 on rewards as recorded for hopper-medium-expert.
 
     Source:
         arXiv 2110.06169, section 5; the top of the file.

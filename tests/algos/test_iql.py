@@ -88,6 +88,7 @@ def test_what_a_new_actor_is_has_no_meaning_beside_an_old_one() -> None:
     [
         ("hopper_medium_iql", (True, 0.7, 3.0, 0.001, 1000.0)),
         ("hopper_medium_replay_iql", (True, 0.7, 3.0, 0.001, 1000.0)),
+        ("hopper_medium_expert_iql", (False, 0.5, 6.0, 0.005, None)),
         ("hopper_iql", (False, 0.7, 3.0, 0.005, 1000.0)),
     ],
 )

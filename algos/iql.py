@@ -7,9 +7,18 @@ Legend: tau expectile, u advantage, bar target copy, beta temperature::
     Q loss  = mean over both critics of mean (Q - y)^2,   y = r + discount V(s'), V before its step
     policy  = mean min(exp(beta u), 100) * (- log pi(a | s)),   u before the step of V
 
-A policy that samples is weighted by the same factors in its matching loss (advantage-weighted regression).
+For a deterministic policy the sum of its squared errors, sum (pi(s) - a)^2, takes the place of - log pi. A
+policy that samples is weighted by the same factors in its matching loss (advantage-weighted regression).
 
-Source: IQL, arXiv 2110.06169; order and constants of a well-known single-file reproduction.
+Source: IQL, arXiv 2110.06169; order, constants and the deterministic actor of a well-known single-file
+reproduction (CORL).
+
+Deviations from that reproduction:
+    * the Gaussian learns its log-variance (`policies.heads`), there the log of its deviation: a step of Adam
+      moves the latter half as far; start (1) and limits of the deviation are the same;
+    * `return_range` is about returns of whole episodes; there, an episode without an end loses its last row,
+      and is then cut at every thousandth one, so that cuts slide into its neighbours;
+    * no dropout: published for Adroit, and there given to a Gaussian actor, which ignores it.
 """
 
 from __future__ import annotations
@@ -25,10 +34,12 @@ import torch
 from torch import Tensor
 
 from algos.base import Setup
-from algos.offline import ChunkLoss, OfflineConfig, plain_actor, precision
+from algos.offline import ChunkLoss, OfflineConfig, OfflineRun, plain_actor, precision
 from algos.optim import descend, restore_optimizer
 from algos.transitions import Batch, TransitionTable
+from policies.deterministic import DeterministicPolicy
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
+from policies.errors import ConfigError
 from policies.gaussian import GaussianPolicy, GaussianProcess
 from policies.policy import Policy, PolicyConfig
 from policies.registry import register
@@ -91,10 +102,14 @@ class IqlLearner:
         }
 
     def _misfit(self, batch: Batch, draws: Mapping[str, Tensor]) -> Tensor:
-        """Return the negative log-likelihood (B,) of recorded chunks, or the matching loss."""
+        """Return how badly recorded chunks fit (B,).
+
+        Negative log-likelihoods, and squared errors of a deterministic policy, are summed over the entries
+        of a chunk; other matching losses are averaged.
+        """
         with self._precision():
             loss = self._cloning(batch, draws).to(batch.real) * batch.real
-        if isinstance(self.policy, GaussianPolicy):
+        if isinstance(self.policy, (GaussianPolicy, DeterministicPolicy)):
             return self.policy.chunk.action_dim * loss.sum(dim=1)
         return loss.sum(dim=1) / batch.real.sum(dim=1)
 
@@ -130,13 +145,14 @@ class IqlLearner:
 @register("algo", "iql")
 @dataclass
 class IqlConfig(OfflineConfig):
-    """IQL with the published settings of locomotion; its new policy is Gaussian.
+    """IQL with the published settings of locomotion; its new policy is Gaussian or deterministic.
 
-    Published elsewhere: expectile 0.9 and temperature 10 for antmaze (reward_shift -1); 0.5 and 6 for
-    hopper-medium-expert; 0.8 and 3 for Adroit.
+    Published elsewhere: expectile 0.9 and temperature 10 for antmaze (reward_shift -1); 0.8 and 3 for Adroit;
+    by the reproduction a deterministic policy and tau 0.001 for hopper-medium and hopper-medium-replay, and
+    expectile 0.5 and temperature 6 on rewards as recorded for hopper-medium-expert.
 
     Source:
-        arXiv 2110.06169, section 5.
+        arXiv 2110.06169, section 5; the top of the file.
     """
 
     fixed_length: ClassVar[bool] = True  # the actor's rate falls along it
@@ -144,6 +160,7 @@ class IqlConfig(OfflineConfig):
     expectile: float = 0.7  # of values
     temperature: float = 3.0  # beta, of advantages in weights
     value_dims: tuple[int, ...] = (256, 256)  # hidden widths of V; ReLU
+    deterministic: bool = False  # a new actor has no density and is regressed; false: Gaussian
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -155,8 +172,23 @@ class IqlConfig(OfflineConfig):
         self.require("expectile", 0 < self.expectile < 1, "in (0, 1)")
         self.require("temperature", 0 <= self.temperature < math.inf, "0 or more and finite")
 
+    def build(self, setup: Setup) -> OfflineRun:
+        """Return the algorithm, ready to advance; see `OfflineConfig.build`.
+
+        Raises:
+            ConfigError: Also if a deterministic actor is asked for beside a policy to start from.
+        """
+        if self.deterministic and setup.init is not None:
+            raise ConfigError(
+                "algo.deterministic must be false with init: it decides what a new actor is; got true. Set "
+                "algo.deterministic=false, or leave out init."
+            )
+        return super().build(setup)
+
     def actor_config(self) -> PolicyConfig:
-        """Return a Gaussian whose deviation is learned from 1 on."""
+        """Return a Gaussian whose deviation is learned from 1 on, or a deterministic policy."""
+        if self.deterministic:
+            return super().actor_config()
         process = GaussianProcess(init_std=1.0, min_std=math.exp(-20), max_std=math.exp(2))
         return plain_actor(process, self.hidden_dims)
 

@@ -5,31 +5,63 @@
 
 Sums run over the entries of an action. Where no next action was recorded, it costs nothing.
 
-Source: ReBRAC, arXiv 2305.09836.
+A hidden layer of a critic is linear, ReLU, LayerNorm (eps 1e-6); the actor has no LayerNorm and ends in tanh.
+Hidden weights begin uniform within 1 / sqrt(fan in), hidden biases at 0.1, weights and biases of the last
+layer uniform within 0.001 (actor) or 0.003 (critics). States are as recorded.
 
-Deviations: layers are initialised as in the rest of the package; actor targets follow the weights after the
-step, not before it; states are standardised.
+Source: ReBRAC, arXiv 2305.09836, and its released code.
+
+Deviations from the released code:
+    * the target of the actor follows its weights after the step; there, by a slip, those before it;
+    * of two steps the second moves actor and targets, as on all of this core; there the first;
+    * a recording that merely stops keeps its last transition, whose next action, as none is known, costs
+      nothing; there that transition is dropped;
+    * actions are normalised to [-1, 1] before distances are taken.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from algos.base import Setup
-from algos.constrained_td3 import Actor, ConstrainedTd3Config, Draws, Quantities, Regulariser, Td3Rules
+from algos.constrained_td3 import (
+    Actor,
+    ConstrainedTd3Config,
+    Draws,
+    Quantities,
+    Regulariser,
+    Td3Learner,
+    Td3Rules,
+)
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig
+from policies.errors import CheckpointError
+from policies.policy import Policy, PolicyConfig
 from policies.registry import register
+
+_HIDDEN_BIAS = 0.1
+_LAST_OF_ACTOR, _LAST_OF_CRITICS = 1e-3, 3e-3
+_NORM_EPS = 1e-6
 
 
 class BothActions(Regulariser):
-    """Squared distances from the recorded action and from the recorded next one; see the top of the file."""
+    """Squared distances from the recorded action and from the recorded next one; see the top of the file.
 
-    def __init__(self, actor_weight: float, critic_weight: float) -> None:
+    Args:
+        actor_weight: beta1.
+        critic_weight: beta2.
+        lasting: What a run must keep when it is continued, and weights do not tell.
+    """
+
+    def __init__(self, actor_weight: float, critic_weight: float, lasting: Mapping[str, Any]) -> None:
         self.actor_weight, self.critic_weight = actor_weight, critic_weight
+        self._lasting = dict(lasting)
 
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
@@ -42,11 +74,45 @@ class BothActions(Regulariser):
         distance = (action - batch.next_action).square().sum(dim=1)
         return self.critic_weight * batch.has_next * distance
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what must last."""
+        return dict(self._lasting)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Check what must last.
+
+        Raises:
+            CheckpointError: If it is not as it was: the weights would fit, and mean something else.
+        """
+        if dict(state) != self._lasting:
+            raise CheckpointError(
+                f"networks and states of algo=rebrac must stay what they were when a run is continued: "
+                f"{dict(state) or 'those of an earlier version'}; got {self._lasting}. Resume without the "
+                f"change, or start a new run."
+            )
+
+
+@torch.no_grad()
+def begin_actor(policy: Policy) -> None:
+    """Let the weights of a new actor begin as published; see the top of the file.
+
+    Drawn by torch's global generator on the CPU, as all initial weights.
+    """
+    *hidden, last = (layer for layer in policy.modules() if isinstance(layer, nn.Linear))
+    for layer in hidden:  # whose weights PyTorch draws as published
+        layer.bias.fill_(_HIDDEN_BIAS)
+    for part in (last.weight, last.bias):
+        part.copy_(torch.empty(part.shape).uniform_(-_LAST_OF_ACTOR, _LAST_OF_ACTOR))
+
 
 @register("algo", "rebrac")
 @dataclass
 class RebracConfig(ConstrainedTd3Config):
     """ReBRAC with the published settings of hopper-medium.
+
+    Published (beta1, beta2) for medium, medium-replay and medium-expert data: (0.001, 0.01), (0.01, 0.001),
+    (0.01, 0.1) in halfcheetah; (0.01, 0.01), (0.05, 0.5), (0.1, 0.01) in hopper; (0.05, 0.1), (0.05, 0.01),
+    (0.01, 0.01) in walker2d.
 
     Source:
         arXiv 2305.09836 and its released code.
@@ -60,6 +126,7 @@ class RebracConfig(ConstrainedTd3Config):
     critic_dims: tuple[int, ...] = (256, 256, 256)
     actor_weight: float = 0.01  # beta1, of the distance of the actor from the data
     critic_weight: float = 0.01  # beta2, of the distance of next actions from the data
+    normalize_states: bool = False  # a new actor and its critics see states of mean 0 and deviation 1
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -71,10 +138,30 @@ class RebracConfig(ConstrainedTd3Config):
         """Return the constants of the learner: the actor climbs the smaller value."""
         return replace(super().rules(), actor_value="min")
 
+    def actor_config(self) -> PolicyConfig:
+        """Return a deterministic policy of states as they are, unless they are to be normalised."""
+        config = super().actor_config()
+        modes = config.normalizer | ({} if self.normalize_states else {"state": "identity"})
+        return replace(config, normalizer=modes)
+
     def critic_config(self) -> EnsembleConfig:
         """Return critics with normalised layers."""
-        return EnsembleConfig(hidden_dims=self.critic_dims, layer_norm=True)
+        return EnsembleConfig(
+            hidden_dims=self.critic_dims,
+            layer_norm=True,
+            norm_after=True,
+            norm_eps=_NORM_EPS,
+            hidden_bias=_HIDDEN_BIAS,
+            last_bound=_LAST_OF_CRITICS,
+        )
+
+    def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Td3Learner:
+        """Return the learner; a new actor begins as published."""
+        if setup.init is None:
+            begin_actor(policy)
+        return super().learner(policy, table, setup)
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> BothActions:
         """Return both penalties."""
-        return BothActions(self.actor_weight, self.critic_weight)
+        lasting = {"norm": "after", "normalize_states": self.normalize_states}
+        return BothActions(self.actor_weight, self.critic_weight, lasting)

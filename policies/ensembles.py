@@ -7,6 +7,7 @@ CPU, one after the other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,12 +27,16 @@ _LARGE = 32_768  # rows times width
 
 @dataclass(frozen=True)
 class EnsembleConfig:
-    """Shape of an ensemble of action values Q(s, a)."""
+    """Shape of an ensemble of action values Q(s, a), and how its weights begin."""
 
     members: int = 2  # E
     hidden_dims: tuple[int, ...] = (256, 256)  # widths of the hidden layers
     activation: str = "relu"  # relu, mish or tanh
     layer_norm: bool = False  # normalise before each activation
+    norm_after: bool = False  # normalise after each activation instead
+    norm_eps: float = 1e-5  # added to variances
+    hidden_bias: float | None = None  # initial biases of hidden layers; None: as PyTorch draws them
+    last_bound: float | None = None  # limit of the last layer's initial weights and biases; None: PyTorch's
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -44,6 +49,12 @@ class EnsembleConfig:
                 "critic.hidden_dims must name at least one width, all at least 1; got "
                 f"{list(self.hidden_dims)}."
             )
+        if not 0 < self.norm_eps < math.inf:
+            raise ConfigError(f"critic.norm_eps must be positive and finite; got {self.norm_eps}.")
+        if self.norm_after and not self.layer_norm:
+            raise ConfigError("critic.norm_after needs critic.layer_norm=true; got false.")
+        if self.last_bound is not None and not 0 <= self.last_bound < math.inf:
+            raise ConfigError(f"critic.last_bound must be 0 or more and finite; got {self.last_bound}.")
 
     def build(self, cond_dim: int, action_dim: int) -> Ensemble:
         """Build the networks for conditions (B, C) and flattened chunks (B, A)."""
@@ -53,8 +64,9 @@ class EnsembleConfig:
 class Ensemble(nn.Module):
     """E networks from (B, in) to one number each.
 
-    Members are initialised one by one as PyTorch initialises linear layers. Under autocast the last layer
-    keeps the type of its weights: values of hundreds need more than the eight bits of bfloat16.
+    Members are initialised one by one as PyTorch initialises linear layers, unless the configuration says
+    otherwise. Under autocast the last layer keeps the type of its weights: values of hundreds need more than
+    the eight bits of bfloat16.
     """
 
     def __init__(self, config: EnsembleConfig, in_dim: int) -> None:
@@ -67,10 +79,22 @@ class Ensemble(nn.Module):
             bound = fan_in**-0.5
             self.weight.append(torch.empty(members, fan_in, fan_out).uniform_(-bound, bound))
             self.bias.append(torch.empty(members, 1, fan_out).uniform_(-bound, bound))
+        self._begin()
         self.scale, self.shift = nn.ParameterList(), nn.ParameterList()
         for width in config.hidden_dims if config.layer_norm else ():
             self.scale.append(torch.ones(members, 1, width))
             self.shift.append(torch.zeros(members, 1, width))
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Let weights begin as the configuration says, where it differs from PyTorch."""
+        *hidden, last = self.bias
+        if self.config.hidden_bias is not None:
+            for bias in hidden:
+                bias.fill_(self.config.hidden_bias)
+        if (bound := self.config.last_bound) is not None:
+            for part in (self.weight[-1], last):
+                part.uniform_(-bound, bound)
 
     @property
     def members(self) -> int:
@@ -127,14 +151,19 @@ class Ensemble(nn.Module):
         scale: list[Tensor],
         shift: list[Tensor],
     ) -> Tensor:
-        last = len(weight) - 1
+        last, after = len(weight) - 1, self.config.norm_after
         for i in range(last):
             h = product(bias[i], h, weight[i])
-            if scale:
-                h = torch.addcmul(shift[i], F.layer_norm(h, h.shape[-1:]), scale[i])
+            if scale and not after:
+                h = self._normalized(h, scale[i], shift[i])
             h = self.activate_(h)
+            if after:
+                h = self._normalized(h, scale[i], shift[i])
         with _full_precision(h.device.type):
             return product(bias[last], h.to(weight[last].dtype), weight[last]).squeeze(-1)
+
+    def _normalized(self, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return torch.addcmul(shift, F.layer_norm(h, h.shape[-1:], eps=self.config.norm_eps), scale)
 
     def _stacks(self, parts: nn.ParameterList, count: int, frozen: bool) -> list[Tensor]:
         stacks = (part if count == self.members else part[:count] for part in parts)

@@ -1,4 +1,4 @@
-"""What publications say, against plain programs: networks, constants, and whole steps of IQL and ReBRAC."""
+"""What publications say, against plain programs: networks, constants, and whole steps of IQL."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_two_runs_in_one_process_search_their_own_rows() -> None:
         assert torch.equal(found, batch.row)
 
 
-# -- steps of IQL and ReBRAC ----------------------------------------------------------------------------
+# -- steps of IQL ---------------------------------------------------------------------------------------
 
 
 def adam(net: torch.nn.Module, lr: float) -> torch.optim.Adam:
@@ -228,41 +228,6 @@ def test_a_step_of_iql_is_that_of_a_plain_program() -> None:
         for ours, plain in ((learner.value, v), (learner.critic, q), (learner.target_critic, slow)):
             assert_same(ours, plain)
         assert_same(learner.policy, policy)
-
-
-def test_a_step_of_rebrac_is_that_of_a_plain_program() -> None:
-    """Sums over entries of actions, penalties on actor and target apart, the smaller value for the actor."""
-    config = RebracConfig(
-        steps=4, actor_weight=0.3, critic_weight=0.7, gamma=0.9, actor_lr=3e-4, critic_lr=3e-4
-    )
-    run = run_of(config)
-    learner: Any = run.learner
-    policy, q = copy.deepcopy(learner.policy), copy.deepcopy(learner.critic)
-    slow_policy, slow = copy.deepcopy(policy), copy.deepcopy(q)
-    optimizers = {net: adam(net, 3e-4) for net in (policy, q)}
-    for step in range(4):
-        batch, generator = batch_of(run, step), torch.Generator().manual_seed(step)
-        draws = learner.draw(32, generator)
-        with torch.no_grad():
-            noise = (0.2 * draws["target"]).clamp(-0.5, 0.5)
-            ahead = (torch.tanh(slow_policy.trunk(batch.next_cond)) + noise).clamp(-1, 1)
-            low = slow(batch.next_cond, ahead).min(dim=0).values
-            cost = batch.has_next * (ahead - batch.next_action).square().sum(dim=1)
-            aim = batch.reward + batch.discount * (low - 0.7 * cost)
-        first, second = q(batch.cond, batch.action)
-        down(optimizers[q], F.mse_loss(first, aim) + F.mse_loss(second, aim))
-        if step % 2:
-            action = torch.tanh(policy.trunk(batch.cond))
-            value = q(batch.cond, action).min(dim=0).values
-            distance = (action - batch.action).square().sum(dim=1)
-            loss = (0.3 * distance - value / value.abs().mean().detach()).mean()
-            down(optimizers[policy], loss)
-            follow(slow, q, 0.005)
-            follow(slow_policy, policy, 0.005)
-        learner.step(batch, draws)
-        pairs = ((learner.policy, policy), (learner.critic, q), (learner.target_critic, slow))
-        for ours, plain in (*pairs, (learner.target_actor.policy, slow_policy)):
-            assert_same(ours, plain)
 
 
 # -- policies that sample chunks ------------------------------------------------------------------------

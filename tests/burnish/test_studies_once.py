@@ -52,7 +52,7 @@ def test_a_run_that_was_shorter_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "algo", "experiment"),
     [
-        ("hopper-medium", "iql", "hopper_iql"),
+        ("hopper-medium", "iql", "hopper_medium_iql"),
         ("hopper-medium-expert", "iql", "hopper_medium_expert_iql"),
         ("hopper-medium-expert", "prdc", "hopper_prdc"),
     ],

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from policies.ensembles import Ensemble, EnsembleConfig, polyak
+from policies.errors import ConfigError
 
 COND, ACTION = 5, 3
 
 
-def ensemble(members: int = 3, width: int = 32, **config: bool) -> Ensemble:
+def ensemble(members: int = 3, width: int = 32, **config: Any) -> Ensemble:
     torch.manual_seed(0)
     net = EnsembleConfig(members, (width, width), **config).build(COND, ACTION)
     with torch.no_grad():
@@ -29,18 +32,26 @@ def one_by_one(net: Ensemble, cond: Tensor, action: Tensor) -> Tensor:
         layers = net.layers_of(e)
         for layer in layers[:-1]:
             h = F.linear(h, layer["weight"], layer["bias"])
+            if net.config.norm_after:
+                h = F.relu(h)
             if "scale" in layer:
-                h = F.layer_norm(h, h.shape[-1:], layer["scale"], layer["shift"])
-            h = F.relu(h)
+                h = F.layer_norm(h, h.shape[-1:], layer["scale"], layer["shift"], net.config.norm_eps)
+            if not net.config.norm_after:
+                h = F.relu(h)
         found.append(F.linear(h, layers[-1]["weight"], layers[-1]["bias"])[:, 0])
     return torch.stack(found)
 
 
+AFTER = {"layer_norm": True, "norm_after": True, "norm_eps": 0.1}
+
+
 @pytest.mark.parametrize("rows", [7, 2048])
-@pytest.mark.parametrize("layer_norm", [False, True])
-def test_small_and_large_batches_are_the_networks_one_by_one(rows: int, layer_norm: bool) -> None:
+@pytest.mark.parametrize(
+    "config", [{}, {"layer_norm": True}, AFTER], ids=["plain", "normalised before", "normalised after"]
+)
+def test_small_and_large_batches_are_the_networks_one_by_one(rows: int, config: dict[str, Any]) -> None:
     """Few rows go through one batched product per layer, many through plain ones."""
-    net, generator = ensemble(layer_norm=layer_norm), torch.Generator().manual_seed(1)
+    net, generator = ensemble(**config), torch.Generator().manual_seed(1)
     cond = torch.randn(rows, COND, generator=generator)
     action = torch.randn(rows, ACTION, generator=generator, requires_grad=True)
     assert net._large(cond) == (rows > 1000)
@@ -70,6 +81,36 @@ def test_the_first_members_are_those_of_all(rows: int) -> None:
     net, cond, action = ensemble(), torch.randn(rows, COND), torch.randn(rows, ACTION)
     few = net(cond, action, members=2)
     torch.testing.assert_close(few, net(cond, action)[:2], rtol=1e-5, atol=1e-6)
+
+
+def test_weights_begin_as_those_of_pytorch_unless_told_otherwise() -> None:
+    """What is told changes neither names nor shapes, nor the draws of other layers."""
+    plain, told = ensemble(), ensemble(hidden_bias=0.1, last_bound=3e-3)
+    assert {name: part.shape for name, part in plain.state_dict().items()} == {
+        name: part.shape for name, part in told.state_dict().items()
+    }
+    for ours, other in zip(plain.weight[:-1], told.weight[:-1], strict=True):
+        assert torch.equal(ours, other)
+    for bias, width in zip(plain.bias, (COND + ACTION, 32, 32), strict=True):
+        assert 0.5 * width**-0.5 < float(bias.detach().abs().max()) <= width**-0.5
+    for bias in told.bias[:-1]:
+        assert bool((bias == 0.1).all())
+    for part in (told.weight[-1], told.bias[-1]):
+        value = part.detach().flatten()
+        assert 1e-4 < float(value.abs().max()) <= 3e-3 and len(value.unique()) == len(value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"norm_eps": 0.0}, "critic.norm_eps must be positive and finite; got 0.0"),
+        ({"norm_after": True}, "critic.norm_after needs critic.layer_norm=true"),
+        ({"last_bound": -1.0}, "critic.last_bound must be 0 or more and finite; got -1.0"),
+    ],
+)
+def test_settings_without_meaning_are_refused(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EnsembleConfig(**config)
 
 
 def test_a_target_goes_a_share_of_the_way() -> None:

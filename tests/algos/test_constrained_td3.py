@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import fields
 from typing import Any
 
@@ -12,7 +13,7 @@ from point_env import PointEnv
 from point_steering import AS_IT_IS, composed
 from torch import Tensor
 
-from algos.a2pr import A2prConfig
+from algos.a2pr import A2prConfig, ActionVae
 from algos.base import Setup
 from algos.constrained_td3 import Actor, ConstrainedTd3Config, Td3Learner
 from algos.iql import IqlConfig, expectile_loss
@@ -306,6 +307,14 @@ def test_values_of_hundreds_keep_their_digits_in_half_precision(members: int, la
             rough = critic(cond, action, members=members)
     assert rough.dtype == torch.float32
     torch.testing.assert_close(rough, exact, rtol=0, atol=2e-2)  # hidden layers are rounded, values not
+
+
+def test_deviations_of_the_guide_stay_within_their_limits() -> None:
+    vae, generator = ActionVae(2, 3, width=16), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        vae.log_std.weight.mul_(1e4)
+        std = vae(*(torch.randn(50, width, generator=generator) for width in (2, 3, vae.latent_dim)))[2]
+    assert float(std.min()) == pytest.approx(math.exp(-4)) and float(std.max()) == pytest.approx(math.exp(15))
 
 
 @pytest.mark.parametrize("kind", [*CONSTRAINED, IqlConfig])

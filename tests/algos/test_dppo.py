@@ -134,6 +134,22 @@ def test_ddim_explores_with_noise_and_evaluates_without() -> None:
     assert float(run.advance()["policy/updates"]) == 2
 
 
+def test_a_run_explores_with_the_noise_that_it_is_told() -> None:
+    ddim = replace(SMALL, sampler="ddim", eta=0.4, noise_clip=2.0, min_sampling_std=0.2)
+    explored = make_run(ddim).policy.sampler
+    assert (explored.eta, explored.noise_clip, explored.min_std) == (0.4, 2.0, 0.2)
+    explored = make_run(replace(SMALL, noise_clip=2.0, min_sampling_std=0.2)).policy.sampler
+    assert (explored.noise_clip, explored.min_std) == (2.0, 0.2)
+
+
+@pytest.mark.parametrize("resets", [False, True])
+def test_iterations_begin_new_episodes_where_asked_to(resets: bool) -> None:
+    run = make_run(replace(SMALL, reset_each_iteration=resets))
+    first, second = run.collect(), run.collect()  # 8 chunks of episodes of 6
+    assert first.first[0].all() and bool(second.first[0].all()) is resets
+    run.close()
+
+
 def test_ddim_steps_default_to_the_initial_policy() -> None:
     run = make_run(replace(SMALL, sampler="ddim"), init=make_init(levels=8, sampler=DDIM(steps=4)))
     assert run.policy.table.num_steps == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from envs.spec import EnvSpec
 from envs.vector import Array, ChunkVector, StepResult
 from policies.errors import CheckpointError
 from policies.folder import load_policy, save_policy
-from policies.latent_steering import ADAPTERS, SteeredPolicy, Steering
+from policies.latent_steering import ADAPTERS, DENSITIES, SteeredPolicy, Steering
 from policies.policy import Policy
 
 VARIANTS = ("na", "sac")
@@ -141,6 +142,16 @@ def test_a_gaussian_actor_has_no_box_for_its_warm_up() -> None:
     run = start(changed(variant="sac", steering=dataclasses.replace(AS_IT_IS, bound=0.3)))
     latent = run.learner.actor.warmup_latent(torch.zeros(1, 2), torch.tensor([[0.1, 5.0]]))
     torch.testing.assert_close(latent, torch.tensor([[0.1, 5.0]]) / 0.3)
+    run.close()
+
+
+@pytest.mark.parametrize("density", DENSITIES)
+def test_latents_that_are_learned_from_are_those_that_the_policy_acts_by(density: str) -> None:
+    run = start(changed(steering=Steering(hidden_dims=(8,), density=density, bound=0.4)))
+    policy, generator = run.learner.policy, torch.Generator().manual_seed(0)
+    assert isinstance(policy, SteeredPolicy)
+    cond, eps = torch.randn(9, 2, generator=generator), torch.randn(9, 6, generator=generator)
+    assert torch.equal(run.learner.actor.draw(cond, eps)[0], policy.latent(cond, eps))
     run.close()
 
 
@@ -262,6 +273,15 @@ def test_targets_and_actors_aggregate_as_configured(how: str) -> None:
     found = learner.step(batch, draws)
     loss = (config.init_alpha * own_log_prob - _by_hand(climbed, how, draws)).mean()
     assert float(found["actor/loss"]) == pytest.approx(float(loss), abs=1e-5)
+    run.close()
+
+
+def test_every_critic_has_its_turn_in_subsets_that_change() -> None:
+    run = start(changed(critics=5, subset=2))
+    generator = torch.Generator().manual_seed(0)
+    drawn = [run.learner.draw(1, generator)["subset"].tolist() for _ in range(200)]
+    assert {len(set(subset)) for subset in drawn} == {2}
+    assert {frozenset(subset) for subset in drawn} == {frozenset(p) for p in combinations(range(5), 2)}
     run.close()
 
 

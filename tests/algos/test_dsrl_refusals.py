@@ -108,12 +108,15 @@ def test_a_composition_that_draws_at_every_step_is_refused() -> None:
 
 
 def test_a_composition_of_random_steps_is_steered_by_as_many_steps_without_noise_as_asked_for() -> None:
-    members = [flow(VPDiffusion(num_levels=4), seed=seed) for seed in (1, 2)]
+    members = [flow(VPDiffusion(num_levels=4), seed=seed, scale=seed) for seed in (1, 2)]
     run = start(changed(denoising_steps=3), init=compose(members, (0.5, 0.5)))
     run.advance()
     shipped = run.snapshot()
     assert isinstance(shipped, SteeredPolicy) and shipped.base.sampler == DDIM(steps=3)  # type: ignore[attr-defined]
-    assert torch.equal(shipped.chunk_of(*_at(shipped)), shipped.chunk_of(*_at(shipped)))
+    quiet = compose(members, (0.5, 0.5)).with_sampler(DDIM(steps=3))
+    cond, latent = _at(shipped)
+    expected = quiet.decode(quiet.encode(quiet.observation({"state": OBS})), shipped.noise_of(latent))
+    assert torch.equal(shipped.chunk_of(cond, latent), expected)
     run.close()
 
 

@@ -150,6 +150,28 @@ def test_a_drift_stands_in_for_the_divergence_of_ratios_that_are_one() -> None:
     stopped.close()
 
 
+WEIGHTS: dict[str, tuple[Any, Any]] = {
+    "one": (lambda s, loss: loss, lambda s, loss: torch.ones_like(s)),
+    "noise": (lambda s, loss: s * loss, lambda s, loss: s),
+    "noise_squared": (lambda s, loss: s * s * loss, lambda s, loss: s * s),
+    "huber": (
+        lambda s, loss: 4 * s * ((loss + 1e-10).sqrt().sqrt() - 1e-10**0.25),
+        lambda s, loss: s / (loss + 1e-10) ** 0.75,
+    ),
+}
+"""Of a noise amplitude and a loss: the weighted loss and its derivative."""
+
+
+@pytest.mark.parametrize("weight", AdvantageWeighted.WEIGHTS)
+def test_losses_are_weighted_by_the_noise_that_the_times_leave(weight: str) -> None:
+    ratio = AdvantageWeighted(make_flow(), Matching(), weight=weight)
+    loss, t = torch.rand(2, 20, generator=torch.Generator().manual_seed(0))
+    weighted = ratio.weighted(loss.requires_grad_(), t)
+    (gradient,) = torch.autograd.grad(weighted.sum(), loss)
+    for found, formula in zip((weighted, gradient), WEIGHTS[weight], strict=True):
+        torch.testing.assert_close(found, formula(1 - t, loss))
+
+
 @pytest.mark.parametrize("per_draw", [False, True])
 def test_the_drift_is_the_fall_of_the_loss(per_draw: bool) -> None:
     ratio, experience, rows = acted(replace(AWM, per_draw=per_draw, loss_scale=2.0))

@@ -36,9 +36,15 @@ def gaussian_data(mean: tuple[float, ...], episodes: int = 30, length: int = 20)
     """Chunks whose rows are all drawn from N(mean, STD^2)."""
     frames = episodes * length
     generator = torch.Generator().manual_seed(0)
+    actions = torch.tensor(mean) + STD * torch.randn(frames, len(mean), generator=generator)
+    return episodes_of(actions, length)
+
+
+def episodes_of(actions: torch.Tensor, length: int) -> EpisodeDataset:
+    """Cut actions (N, Da) into episodes of equal length."""
+    frames = len(actions)
     ends = torch.zeros(frames, dtype=torch.bool)
     ends[length - 1 :: length] = True
-    actions = torch.tensor(mean) + STD * torch.randn(frames, len(mean), generator=generator)
     return EpisodeDataset(
         observations=torch.zeros(frames, 1),
         actions=actions,
@@ -97,6 +103,29 @@ def test_the_products_are_those_of_the_errors_and_of_the_noise_that_cannot_be_kn
     expected = [[np.dot(p, q) / 2 * shift**2 + unknown for q in (one, two)] for p in (one, two)]
     np.testing.assert_allclose(products[0].mean(axis=0), expected, atol=0.05)
     assert len(episode) == 600 and set(episode) == set(range(30))
+
+
+def test_rows_that_no_one_recorded_do_not_count() -> None:
+    """Episodes of one frame fill the first of two rows."""
+    settings, level = EstimateSettings(windows=30), torch.tensor([0.5], dtype=torch.float64)
+    right, wrong = (members((0.3, 0.0), (-0.1, 0.2)) for _ in range(2))
+    for member in wrong.fields:
+        known = member.field.config
+        member.field.config = replace(known, mean=(known.mean, tuple(m + 9.0 for m in known.mean)))
+    for length, is_same in ((1, True), (2, False)):
+        data = gaussian_data((0.0, 0.0), length=length)
+        ours, theirs = (error_products(policy, data, level, settings)[0] for policy in (right, wrong))
+        assert np.array_equal(ours, theirs) is is_same and ours.all()
+
+
+def test_intervals_count_episodes_and_not_their_windows() -> None:
+    """Every other episode is of the one member, the rest are of the other."""
+    policy, length = members((2.0, 0.0), (-2.0, 0.0)), 20
+    actions = gaussian_data((0.0, 0.0), episodes=12, length=length).actions
+    actions[:, 0] += torch.tensor([2.0, -2.0]).repeat(6).repeat_interleave(length)
+    whole, cut = (estimate_weights(policy, episodes_of(actions, n))[0] for n in (length, 2))
+    assert whole.weights[0] == pytest.approx(0.5, abs=0.05)
+    assert whole.high[0] - whole.low[0] > 2 * (cut.high[0] - cut.low[0])
 
 
 def test_the_best_weights_of_many_members_are_those_of_a_search() -> None:

@@ -205,6 +205,25 @@ def test_latents_of_the_distillation_are_where_they_were_asked_for(latents: str,
     run.close()
 
 
+def test_latents_of_a_box_fill_it_from_edge_to_edge() -> None:
+    run = start(changed(distillation_latents="box"))
+    assert isinstance(run.learner, NoiseAliasedLearner)
+    drawn = run.learner.draw_latents(1000, torch.Generator().manual_seed(0))
+    assert float(drawn.mean()) == pytest.approx(0.0, abs=0.05)
+    assert float(drawn.min()) < -0.9 and float(drawn.max()) > 0.9
+    run.close()
+
+
+def test_so_many_steps_are_distilled_as_the_share_says_and_what_is_left_over_counts_later() -> None:
+    run = start(changed(distillation_share=0.3))
+    learner = run.learner
+    assert isinstance(learner, NoiseAliasedLearner)
+    run._collect()
+    generator = torch.Generator().manual_seed(0)
+    assert [len(learner.finish_round(n, 8, run.source, generator)) for n in (10, 5, 5)] == [3, 1, 2]
+    run.close()
+
+
 def test_a_share_of_the_batches_comes_from_the_dataset() -> None:
     run = start(changed(offline_ratio=0.25), dataset=dataset())
     run._collect()

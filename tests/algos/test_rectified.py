@@ -28,5 +28,19 @@ def test_fine_tuning_leaves_the_times_that_released_flows_were_sampled_at(config
     run.close()
 
 
+@pytest.mark.parametrize("config", [FPO, AWM, POLICYFLOW], ids=lambda config: type(config).__name__)
+def test_exploration_leaves_actions_unbounded_and_what_is_shipped_does_not(config: Any) -> None:
+    init = make_flow()
+    with torch.no_grad():
+        init.field.trunk.outlet.bias.add_(2.0)  # far beyond the bound
+    run = make_run(config, init)
+    record = run.collect().record
+    action = record.get("action", record.get("end"))
+    assert run.policy.sampler == Euler(steps=4, clip_action=None)  # type: ignore[attr-defined]
+    assert action is not None and float(action.max()) > 1.5
+    assert run.snapshot().sampler == init.sampler == Euler(steps=4)  # type: ignore[attr-defined]
+    run.close()
+
+
 def test_samplers_without_such_times_stay_as_they_are() -> None:
     assert on_even_times(Heun(steps=3)) == Heun(steps=3)

@@ -198,13 +198,17 @@ def test_what_is_shipped_before_learning_is_the_initial_policy_at_these_steps() 
     run.close()
 
 
-def test_the_noise_follows_the_share_of_the_run() -> None:
-    run = make_run(replace(REINFLOW, noise=NoiseConfig(min_std=0.1, max_std=0.3, hold=0.0, final_share=0.0)))
-    bounds = []
-    for _ in range(4):
+@pytest.mark.parametrize("env_steps", [None, 300], ids=["iterations", "env_steps"])
+def test_the_noise_follows_the_share_of_the_run(env_steps: int | None) -> None:
+    noise = NoiseConfig(min_std=0.1, max_std=0.3, hold=0.0, final_share=0.0)
+    run = make_run(replace(REINFLOW, noise=noise, env_steps=env_steps))
+    shares, bounds = [], []
+    for iteration in range(4):
+        shares.append(iteration / 4 if env_steps is None else run.progress / env_steps)
         run.advance()
         bounds.append(run.ratio.noise.max_std)  # type: ignore[attr-defined]
-    assert bounds[0] == 0.3 and bounds == sorted(bounds, reverse=True) and bounds[-1] > 0.1
+    assert bounds == pytest.approx([noise.max_std_at(share) for share in shares])
+    assert bounds[0] == 0.3 and bounds[-1] < 0.2
     run.close()
 
 

@@ -96,6 +96,17 @@ def test_observations_mean_the_same_numbers_throughout_an_iteration(config: Any)
     assert score.log_ratio.abs().max().item() < 1e-4
 
 
+def test_an_observation_is_counted_once_however_long_the_history_is() -> None:
+    run, rollouts = make_run(policy=shape(obs_steps=2)), []
+    collect = run.collect
+    run.collect = lambda: rollouts.append(collect()) or rollouts[-1]  # type: ignore[method-assign,func-returns-value]
+    run.advance()
+    newest = rollouts[0].obs[:, :, -1].flatten(0, 1).double()
+    assert run.moments is not None and run.moments.count == len(newest)
+    torch.testing.assert_close(run.moments.mean, newest.mean(0))
+    torch.testing.assert_close(run.moments.std, newest.std(0))
+
+
 def test_a_fresh_policy_learns_and_ships_its_scale() -> None:
     run = make_run(replace(SMALL, num_envs=16, actor_lr=3e-3, log_prob_reduction="joint"))
     returns = [float(run.advance()["rollout/return"]) for _ in range(25)]

@@ -28,6 +28,9 @@ def test_validation_of_the_demonstrator_itself_is_zero(monkeypatch: pytest.Monke
     )
     truth = policy.normalize_action(validation._data.action).repeat_interleave(2, dim=0)
     truth[1::2] += 1.0  # the second sample of every window is one normalised unit off
+    padding = ~validation._data.mask.repeat_interleave(2, dim=0)
+    assert padding.any()
+    truth[padding] += 5.0  # where nothing was recorded, nothing is wrong
     monkeypatch.setattr(policy, "decode", lambda cond, noise: truth)
     found = validation.measure(policy)
     unit = 1.0 / policy.normalizer.action_scale.item()

@@ -104,6 +104,16 @@ def test_risk_approaches_the_closed_form_of_a_normal_distribution() -> None:
     assert worst == pytest.approx(2 - 3 * norm.pdf(quantile) / 0.1, abs=0.05)
 
 
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_the_interval_of_risk_is_that_of_episodes_drawn_again(confidence: float) -> None:
+    rng = np.random.default_rng(7)
+    values = rng.normal(size=80)
+    worst = [np.sort(rng.choice(values, 80))[:8].mean() for _ in range(4000)]
+    interval = conditional_value_at_risk(values, 0.1, confidence=confidence, num_resamples=4000)
+    low, high = np.quantile(worst, [(1 - confidence) / 2, (1 + confidence) / 2])
+    assert (interval.low, interval.high) == pytest.approx((low, high), abs=0.03)
+
+
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=40), st.sampled_from([0.05, 0.1, 0.5, 1.0]))
 def test_risk_is_ordered_and_moves_with_the_values(values: list[float], share: float) -> None:
     array = np.array(values)

@@ -27,7 +27,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "D": {"min_sampling_std": 0.05, "min_log_prob_std": 0.05, "bc_weight": 0.1},
     "F": {"noise_clip": 10.0},
 }
-LOSS = {"rtol": 1e-3, "atol": 1e-5}
+LOSS = {"rtol": 1e-3, "atol": 2e-6}
 GRADIENT = {"rtol": 1e-3, "atol": 1e-5}
 
 

@@ -89,6 +89,15 @@ def test_wrappers_nest_in_the_order_of_the_directory(tmp_path: Path) -> None:
     assert torch.equal(act(load_policy(place)), act(policy))
 
 
+@pytest.mark.parametrize("sigma", [0.1, 0.5])
+def test_scores_are_the_noise_that_is_found_over_its_deviation_downwards(sigma: float) -> None:
+    policy, generator = corrected(bases()[0]), torch.Generator().manual_seed(2)
+    state = torch.randn(7, len(policy.mean), generator=generator)
+    action = torch.randn(7, policy.chunk.act_steps * policy.chunk.action_dim, generator=generator)
+    expected = -policy.noise_in(state, action, sigma) / sigma
+    torch.testing.assert_close(torch.cat(policy.scores(state, action, sigma), dim=1), expected)
+
+
 def test_rows_of_a_batch_do_not_see_each_other() -> None:
     policy, obs = corrected(bases()[1]), observations(2)
     noise = policy.sample_noise(2, generator=torch.Generator().manual_seed(1))

@@ -152,6 +152,16 @@ def test_a_full_spread_draws_from_the_mixture() -> None:
     assert (marginal.cdf(first) - steps).abs().max() < 1.63 / len(first) ** 0.5  # Kolmogorov-Smirnov, 1 %
 
 
+@pytest.mark.parametrize("spread", [0.5, 1.0])
+def test_a_spread_is_times_the_deviation_of_the_mode(spread: float) -> None:
+    policy = small_policy(MixtureProcess(init_std=0.2), ModeMean(spread=spread))
+    cond, noise = policy.encode({"state": observations(40)}), policy.sample_noise(40, generator=seeded())
+    mixture, row = policy.head(cond.vec), torch.arange(40)
+    mode = drawn_mode(mixture.log_weight, noise[:, 0, 0, 0])
+    expected = mixture.mean[row, mode] + spread * mixture.std[mode] * noise[:, 1]
+    torch.testing.assert_close(policy.decode(cond, noise), expected)
+
+
 def test_a_view_samples_otherwise_with_the_same_weights() -> None:
     policy = small_policy(MixtureProcess())
     view = policy.with_sampler(ModeMean(likeliest=True))

@@ -30,11 +30,12 @@ def test_it_acts_by_tanh_of_the_mean_and_by_draws_when_asked() -> None:
     assert not mean_policy.noise_sensitive
     torch.testing.assert_close(mean_policy.decode(cond, noise).flatten(1), torch.tanh(mean))
 
-    drawing = mean_policy.with_sampler(Squashed(spread=1.0))
-    drawn = tanh_draw(mean, log_std, noise.flatten(1))[0]
-    assert drawing.noise_sensitive and not mean_policy.noise_sensitive
-    torch.testing.assert_close(drawing.decode(cond, noise).flatten(1), drawn)
-    assert drawing.decode(cond, noise).abs().max() < 1
+    for spread in (0.5, 1.0):
+        drawing = mean_policy.with_sampler(Squashed(spread=spread))
+        drawn = tanh_draw(mean, log_std, spread * noise.flatten(1))[0]
+        assert drawing.noise_sensitive and not mean_policy.noise_sensitive
+        torch.testing.assert_close(drawing.decode(cond, noise).flatten(1), drawn)
+        assert drawing.decode(cond, noise).abs().max() < 1
 
 
 def test_cloning_maximises_the_density_of_the_transformed_distribution() -> None:

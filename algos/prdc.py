@@ -5,8 +5,9 @@ Legend: pi the actor's action at a batch state s, (s_j, a_j) dataset rows::
     j*         = argmin_j beta^2 |s - s_j|^2 + |pi - a_j|^2
     constraint = mean (pi - a_j*)^2 over rows and entries; the neighbour is a constant
 
-Where j* is mostly the batch row itself the method is TD3+BC: `constraint/own_row` tells. Larger beta means
-more of that. For a policy that samples, pi is its sampled chunk and a_j are recorded chunks.
+Where j* is mostly the batch row itself, or a copy of it, the method is TD3+BC: `constraint/own_row` tells.
+Larger beta means more of that. For a policy that samples, pi is its sampled chunk and a_j are recorded
+chunks.
 
 Source: PRDC, arXiv 2306.06569, and its released code.
 
@@ -43,10 +44,18 @@ class NearestRow(Regulariser):
         search: Over the rows of the table.
         action: (M, A), the actions of the rows.
         other: Makes a search by its name, for a run that is continued as it began; None: always this one.
+        state: (M, C), the states of the rows, by which a copy of a row counts as the row; None: it does not.
     """
 
-    def __init__(self, search: Search, action: Tensor, other: Callable[[str], Search] | None = None) -> None:
-        self.search, self._action, self._other = search, action, other
+    def __init__(
+        self,
+        search: Search,
+        action: Tensor,
+        other: Callable[[str], Search] | None = None,
+        *,
+        state: Tensor | None = None,
+    ) -> None:
+        self.search, self._action, self._other, self._state = search, action, other, state
 
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
@@ -55,10 +64,18 @@ class NearestRow(Regulariser):
         found = self.search.nearest(batch.row, batch.cond, action.detach())
         neighbour = self._action.index_select(0, found.row)
         return F.mse_loss(action, neighbour), {
-            "constraint/own_row": (found.row == batch.row).float().mean(),
+            "constraint/own_row": self._own(batch, found.row, neighbour).float().mean(),
             "constraint/certified": found.certified.float().mean(),
             "constraint/own_distance": (neighbour - batch.action).square().mean().sqrt(),
         }
+
+    def _own(self, batch: Batch, found: Tensor, neighbour: Tensor) -> Tensor:
+        """Tell which rows found (B,) are the own ones, or have the same state and action, (B,) bool."""
+        own = found == batch.row
+        if self._state is None:
+            return own
+        alike = (self._state.index_select(0, found) == batch.cond).all(dim=1)
+        return own | (alike & (neighbour == batch.action).all(dim=1))
 
     def state_dict(self) -> dict[str, Any]:
         """Return which way rows are searched: ways may break ties differently."""
@@ -106,4 +123,5 @@ class PrdcConfig(ConstrainedTd3Config):
             load=Load(max(1, self.steps // self.policy_every), self.batch_size),
             generator=seeded_generator(setup.seed, "neighbour search"),
         )
-        return NearestRow(build(self.search), rows.action, build if self.search == "auto" else None)
+        other = build if self.search == "auto" else None
+        return NearestRow(build(self.search), rows.action, other, state=rows.state)

@@ -20,6 +20,8 @@ _FANOUT = 3  # bits: children of a box are the 8 boxes three halvings further
 _TOP = 64  # boxes of the first level, at most
 _SLACK = 1e-5  # relative error of float32 distances that is allowed for
 _AT_ONCE = 4096  # leaves whose rows are compared at once
+_FRONTIER = 2**18  # pairs of a query and a box, at most, at once; one query may have more
+_FEWER = 8  # parts into which queries with more of them are divided
 
 
 class BoxTree:
@@ -54,20 +56,35 @@ class BoxTree:
             square: (B,) their squared distances.
         """
         best, index = square.clone(), row.clone()
-        limit = square * (1 + _SLACK)
-        owner, leaf = self._leaves_within(query, limit)
-        for start in range(0, len(owner), _AT_ONCE):
-            part = slice(start, start + _AT_ONCE)
-            self._compare(query, owner[part], leaf[part], best, index)
+        self._improve(query, best, index)
         return index, best
 
-    def _leaves_within(self, query: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-        """Return pairs of a query and a leaf that is no further than the limit, (P,) each."""
+    def _improve(self, query: Tensor, best: Tensor, index: Tensor) -> None:
+        """Put the nearest rows in place of those that are near, in several goes where many boxes are."""
+        pairs = self._leaves_within(query, best * (1 + _SLACK))
+        if pairs is None:
+            size = -(-len(query) // _FEWER)
+            parts = (one.split(size) for one in (query, best, index))
+            for part in zip(*parts, strict=True):
+                self._improve(*part)
+            return
+        owner, leaf = pairs
+        for start in range(0, len(owner), _AT_ONCE):
+            some = slice(start, start + _AT_ONCE)
+            self._compare(query, owner[some], leaf[some], best, index)
+
+    def _leaves_within(self, query: Tensor, limit: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return pairs of a query and a leaf that is no further than the limit, (P,) each.
+
+        None where more pairs are on the way to them than may be looked at at once.
+        """
         top = len(self._levels[0][0])
         owner = torch.arange(len(query)).repeat_interleave(top)
         box = torch.arange(top).repeat(len(query))
         for level, (low, high) in enumerate(self._levels):
             if level:
+                if len(owner) << _FANOUT > _FRONTIER and len(query) > 1:
+                    return None
                 owner = owner.repeat_interleave(1 << _FANOUT)
                 box = ((box << _FANOUT)[:, None] + torch.arange(1 << _FANOUT)).flatten()
             point = query.index_select(0, owner)
@@ -89,6 +106,11 @@ class BoxTree:
         better = closest < best
         best.copy_(closest)
         index.copy_(torch.where(better, first, index))
+
+
+def boxes_bytes(rows: int, width: int) -> int:
+    """Return the memory of a tree of boxes at work: leaves, their order, boxes, and the pairs looked at."""
+    return (5 * width + 12) * rows + _FRONTIER * (16 * width + 32)
 
 
 def _halved(rows: np.ndarray, depth: int) -> np.ndarray:

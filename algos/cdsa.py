@@ -23,15 +23,7 @@ from torch import Tensor, nn
 from algos.base import Checked, Setup, require_states_only
 from algos.offline import THREADS, OfflineRun
 from algos.optim import restore_optimizer, warmup_cosine
-from algos.transitions import (
-    Batch,
-    Rewarding,
-    TransitionTable,
-    box_of,
-    clipped_actions,
-    deviations,
-    tabulate,
-)
+from algos.transitions import Batch, Rewarding, TransitionTable, actions_for, deviations, tabulate
 from envs.fit import require_fit
 from policies.correction import CorrectedPolicy, Correction
 from policies.errors import ConfigError
@@ -150,10 +142,10 @@ class CdsaConfig(Checked):
         require_states_only(setup.init, "cdsa")
         dataset, advice = setup.dataset, "Use a dataset of the same task."
         require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
-        if setup.env is not None:
-            spec = setup.env.spec
+        spec = None if setup.env is None else setup.env.spec
+        if spec is not None:
             require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
-            dataset = clipped_actions(dataset, box_of(dataset, spec))
+        dataset = actions_for(dataset, setup.init, spec)
         with torch_threads(setup.threads(THREADS)):
             base = setup.init.clone().eval().requires_grad_(False)
             with seeded_weights(derive_seed(setup.seed, "correction")):

@@ -19,6 +19,8 @@ from torch import Tensor
 
 _TRIED = 16  # rows that each way is tried on
 _TILE = 2**22  # distances that are kept at once
+NODES = 60
+"""Bytes that the nodes of scipy's tree take for each of its rows, about, whatever their width."""
 
 Found = tuple[Tensor, Tensor]
 
@@ -59,11 +61,14 @@ class Listing:
     def by_product(self, rows: Tensor) -> Found:
         """See `nearest`."""
         at_once = max(1, _TILE // len(self._state))
-        return self._ordered(rows, torch.cat([self._among_all(part) for part in rows.split(at_once)]))
+        # One tile for all: each of its own would leave a hole in the heap that the next one does not fit in.
+        tile = self._state.new_empty(min(at_once, len(rows)), len(self._state))
+        index = [self._among_all(part, tile[: len(part)]) for part in rows.split(at_once)]
+        return self._ordered(rows, torch.cat(index))
 
-    def _among_all(self, rows: Tensor) -> Tensor:
+    def _among_all(self, rows: Tensor, tile: Tensor) -> Tensor:
         # |s - s_j|^2 up to |s|^2, which all rows share; its rounding is why the found are measured again
-        cost = torch.addmm(self._square, self._state[rows], self._state.t(), alpha=-2.0)
+        cost = torch.addmm(self._square, self._state[rows], self._state.t(), alpha=-2.0, out=tile)
         return cost.topk(self._length, largest=False, sorted=False).indices
 
     def _ordered(self, rows: Tensor, index: Tensor) -> Found:
@@ -75,5 +80,5 @@ class Listing:
 
 
 def listing_bytes(rows: int, width: int) -> int:
-    """Return the memory of a listing at work: states, squares, order of a tree, a tile of distances."""
-    return 8 * rows * (width + 2) + 8 * max(_TILE, rows)
+    """Return the memory of a listing at work: states, squares, a tree, a tile of distances, a row to sort."""
+    return (8 * (width + 2) + NODES) * rows + 8 * max(_TILE, rows) + 16 * rows

@@ -24,7 +24,7 @@ from scipy.spatial import KDTree
 from torch import Tensor
 
 from algos.boxes import BoxTree
-from algos.listing import Listing
+from algos.listing import NODES, Listing
 
 _TILE = 65_536  # rows that brute force compares at once
 _SLACK = 1e-5  # relative error of float32 distances that a certificate allows for
@@ -115,6 +115,7 @@ class BruteSearch:
             else:
                 closer = value < best
                 best, index = torch.where(closer, value, best), torch.where(closer, place + start, index)
+            del cost  # before there is another
         assert index is not None
         return Nearest(index, torch.ones_like(row, dtype=torch.bool))
 
@@ -176,6 +177,16 @@ class ListSearch:
                 query = _scaled(state[open_], action[open_], self._beta)
                 index[open_] = self._boxes.nearest(query, index[open_], best[open_])[0]
         return Nearest(index.to(device), certified.to(device))
+
+
+def tree_bytes(rows: int, width: int) -> int:
+    """Return the memory of a tree: keys as they come and as it keeps them, their order, its nodes."""
+    return (4 * width + 8 * width + 8 + NODES) * rows
+
+
+def brute_bytes(rows: int, width: int, queries: int) -> int:
+    """Return the memory of brute force: rows, their squares, and what it takes to make or to compare them."""
+    return 8 * rows * (width + 1) + max(8 * rows * width, 8 * queries * min(rows, _TILE))
 
 
 def list_bytes(rows: int, length: int) -> int:

@@ -23,7 +23,15 @@ from algos.continuity import digest_of, require_unchanged
 from algos.optim import DelayedDecay, Ema
 from algos.overestimation import Probes, probes_of
 from algos.plain import capture_generator, restore_generator
-from algos.transitions import Batch, Rewarding, TransitionTable, box_of, clipped_actions, tabulate
+from algos.transitions import (
+    Batch,
+    Rewarding,
+    TransitionTable,
+    actions_for,
+    box_of,
+    clipped_actions,
+    tabulate,
+)
 from algos.validation import matching_of
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
@@ -156,7 +164,7 @@ class OfflineConfig(Checked):
             return OfflineRun(self, setup, learner, table, dataset, probes=probes, ema=ema)
 
     def start(self, setup: Setup) -> tuple[EpisodeDataset, Policy]:
-        """Return the dataset, its actions within the box of the task, and the policy to train."""
+        """Return the dataset, its actions within the box of task or policy, and the policy to train."""
         algo = name_of("algo", self)
         if setup.dataset is None:
             raise ConfigError(f"algo={algo} needs transitions with rewards; got none. Give dataset=<file>.")
@@ -168,8 +176,7 @@ class OfflineConfig(Checked):
             _refuse_several(setup.init, algo)
             require_states_only(setup.init, algo)
             require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
-            if spec is not None:
-                dataset = clipped_actions(dataset, box_of(dataset, spec))
+            dataset = actions_for(dataset, setup.init, spec)
             return dataset, setup.init.clone().to(setup.device).train().requires_grad_(True)
         box = box_of(dataset, spec)
         dataset = clipped_actions(dataset, box)

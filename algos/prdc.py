@@ -5,8 +5,9 @@ Legend: pi the actor's action at a batch state s, (s_j, a_j) dataset rows::
     j*         = argmin_j beta^2 |s - s_j|^2 + |pi - a_j|^2
     constraint = mean (pi - a_j*)^2 over rows and entries; the neighbour is a constant
 
-Where j* is mostly the batch row itself the method is TD3+BC: `constraint/own_row` tells. Larger beta means
-more of that. For a policy that samples, pi is its sampled chunk and a_j are recorded chunks.
+Where j* is mostly the batch row itself, or a copy of it, the method is TD3+BC: `constraint/own_row` tells.
+Larger beta means more of that. For a policy that samples, pi is its sampled chunk and a_j are recorded
+chunks.
 
 Source: PRDC, arXiv 2306.06569, and its released code.
 
@@ -45,6 +46,8 @@ class NearestRow(Regulariser):
         action: (M, A), the actions of the rows.
         other: Makes a search by its name, for a run that is continued as it began; None: always this one.
         scale: (C,), what conditions are divided by before distances are taken; None: nothing.
+        state: (M, C), the states of the rows so divided, by which a copy of a row counts as the row; None: it
+            does not.
     """
 
     def __init__(
@@ -52,9 +55,12 @@ class NearestRow(Regulariser):
         search: Search,
         action: Tensor,
         other: Callable[[str], Search] | None = None,
+        *,
         scale: Tensor | None = None,
+        state: Tensor | None = None,
     ) -> None:
-        self.search, self._action, self._other, self._scale = search, action, other, scale
+        self.search, self._action, self._other = search, action, other
+        self._scale, self._state = scale, state
 
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
@@ -64,10 +70,18 @@ class NearestRow(Regulariser):
         found = self.search.nearest(batch.row, state, action.detach())
         neighbour = self._action.index_select(0, found.row)
         return F.mse_loss(action, neighbour), {
-            "constraint/own_row": (found.row == batch.row).float().mean(),
+            "constraint/own_row": self._own(batch, state, found.row, neighbour).float().mean(),
             "constraint/certified": found.certified.float().mean(),
             "constraint/own_distance": (neighbour - batch.action).square().mean().sqrt(),
         }
+
+    def _own(self, batch: Batch, state: Tensor, found: Tensor, neighbour: Tensor) -> Tensor:
+        """Tell which rows found (B,) are the own ones, or have the same state and action, (B,) bool."""
+        own = found == batch.row
+        if self._state is None:
+            return own
+        alike = (self._state.index_select(0, found) == state).all(dim=1)
+        return own | (alike & (neighbour == batch.action).all(dim=1))
 
     def state_dict(self) -> dict[str, Any]:
         """Return which way rows are searched: ways may break ties differently."""
@@ -117,4 +131,5 @@ class PrdcConfig(ConstrainedTd3Config):
             load=Load(max(1, self.steps // self.policy_every), self.batch_size),
             generator=seeded_generator(setup.seed, "neighbour search"),
         )
-        return NearestRow(build(self.search), rows.action, build if self.search == "auto" else None, scale)
+        other = build if self.search == "auto" else None
+        return NearestRow(build(self.search), rows.action, other, scale=scale, state=rows.state)

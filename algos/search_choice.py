@@ -17,14 +17,23 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from algos.boxes import boxes_bytes
 from algos.listing import listing_bytes
-from algos.neighbors import BruteSearch, ListSearch, Search, TreeSearch, list_bytes
-from envs.datasets.memory import fits, free_memory
+from algos.neighbors import (
+    BruteSearch,
+    ListSearch,
+    Search,
+    TreeSearch,
+    brute_bytes,
+    list_bytes,
+    tree_bytes,
+)
+from envs.datasets.memory import SHARE, fits, free_memory
 from policies.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -35,6 +44,8 @@ _TRIED = 256  # queries, at most
 _REPEATS = 3
 _NOISE = 0.3  # of the actions of half of them, as of an actor near the data; the others lie anywhere
 _GIBI = 2**30
+_FEWER = "fewer transitions, or a machine with more memory"
+_SHORTER = "a shorter algo.list_length, or algo.search=tree"
 
 Clock = Callable[[], float]
 
@@ -60,6 +71,7 @@ class Rows:
         beta: Weight of states.
         rank: Which neighbour; only a tree finds others than the nearest.
         length: k, of lists.
+        queries: B, which brute force compares at once.
     """
 
     state: Tensor
@@ -67,23 +79,50 @@ class Rows:
     beta: float
     rank: int = 1
     length: int = 64
+    queries: int = 256
 
     def __len__(self) -> int:
         """Return M."""
         return len(self.state)
 
     def bytes_of(self, how: str) -> int:
-        """Return the memory that a way takes beside the rows themselves."""
-        states, width = self.state.shape[1], self.state.shape[1] + self.action.shape[1]
-        keys = 8 * len(self) * (width + 1)  # float64, and an order or a square
-        if how in ("tree", "brute"):
-            return keys
-        boxes = 6 * len(self) * width if how == "lists" else 0
-        return list_bytes(len(self), self.length) + listing_bytes(len(self), states) + boxes
+        """Return the memory that a way takes at most, beside the rows themselves."""
+        num, states, width = len(self), self.state.shape[1], self.state.shape[1] + self.action.shape[1]
+        if how == "tree":
+            return tree_bytes(num, width)
+        if how == "brute":
+            return brute_bytes(num, width, self.queries)
+        lists, listing = list_bytes(num, self.length), listing_bytes(num, states)
+        if how == "approximate":
+            return lists + listing
+        copies = 8 * num * width  # of the rows while boxes are made of them, before there are lists
+        return max(lists, copies) + listing + boxes_bytes(num, width)
 
     def has_room(self, how: str) -> bool:
-        """Tell whether there is memory for a way of searching; brute force, for accelerators, always has."""
-        return how == "brute" or fits(self.bytes_of(how))
+        """Tell whether there is memory for a way of searching, where it searches."""
+        if self._is_there(how):
+            return self.bytes_of(how) <= SHARE * _free_of(self.state.device)
+        return fits(self.bytes_of(how))
+
+    def _is_there(self, how: str) -> bool:
+        """Tell whether a way takes memory of an accelerator: only brute force does, where the rows are."""
+        return how == "brute" and self.state.device.type != "cpu"
+
+    def _require_room(self, how: str) -> None:
+        """Refuse a way of searching without room.
+
+        Raises:
+            ConfigError: If there is not enough memory; names both and other ways.
+        """
+        if self.has_room(how):
+            return
+        free = _free_of(self.state.device) if self._is_there(how) else free_memory() or 0
+        here = self.state.device.type == "cpu"
+        instead = {"tree": _FEWER if here else "algo.search=brute", "brute": "algo.search=tree"}
+        raise ConfigError(
+            f"algo.search={how} takes up to {self.bytes_of(how) / _GIBI:.2f} GiB for {len(self)} rows; "
+            f"{free / _GIBI:.2f} GiB are free. Take {instead.get(how, _SHORTER)}."
+        )
 
     def search(self, how: str) -> Search:
         """Return a way of searching, after saying what it takes.
@@ -97,12 +136,7 @@ class Rows:
             raise ConfigError(
                 f"algo.neighbor_rank must be at most the number of transitions, {len(self)}; got {self.rank}."
             )
-        if not self.has_room(how):
-            less = "algo.search=brute" if how == "tree" else "a shorter algo.list_length, or algo.search=tree"
-            raise ConfigError(
-                f"algo.search={how} takes up to {self.bytes_of(how) / _GIBI:.2f} GiB for {len(self)} rows; "
-                f"{(free_memory() or 0) / _GIBI:.2f} GiB are free. Take {less}."
-            )
+        self._require_room(how)
         _log.info(
             "neighbour search '%s' among %d rows takes up to %.0f MiB.",
             how, len(self), self.bytes_of(how) / 2**20,
@@ -113,6 +147,14 @@ class Rows:
             return BruteSearch(self.state, self.action, self.beta)
         exact = how == "lists"
         return ListSearch(self.state, self.action, self.beta, length=self.length, exact=exact)
+
+
+def _free_of(device: torch.device) -> float:
+    """Return the free bytes of an accelerator, kept ones of torch included; infinite where none is known."""
+    if device.type != "cuda":
+        return math.inf
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + kept
 
 
 def _require_possible(how: str, rank: int) -> None:
@@ -140,6 +182,7 @@ def build_search(
         ConfigError: See `Rows.search`.
     """
     _require_possible(how, rows.rank)
+    rows = replace(rows, queries=load.queries)
     if how != "auto":
         return rows.search(how)
     here = rows.state.device.type == "cpu"

@@ -28,6 +28,11 @@ from policies.policy import Policy
 _log = logging.getLogger(__name__)
 _ENCODED_AT_ONCE = 65_536
 _STILL = 1e-4  # deviation below which a number counts as constant
+_ROUNDING = 1e-5  # of the width of a box, that its actions may lie outside by rounding alone
+_CLIPPED = {
+    True: ("the task", "as the simulator does"),
+    False: ("the policy of init", "for no task says what is possible. Give env=<task>"),
+}
 
 
 @dataclass(frozen=True)
@@ -288,8 +293,37 @@ def box_of(dataset: EpisodeDataset, spec: Any) -> dict[str, Tensor]:
     return box_statistics(low, high)
 
 
-def clipped_actions(dataset: EpisodeDataset, box: dict[str, Tensor]) -> EpisodeDataset:
-    """Return the dataset with actions within the box, and tell how many entries were outside."""
+def actions_for(dataset: EpisodeDataset, policy: Policy, spec: Any) -> EpisodeDataset:
+    """Return the dataset with actions within the box of the task or, where none is given, of a policy.
+
+    A policy whose actions are normalised by their mean and deviation knows no box, and nothing is clipped.
+
+    Args:
+        dataset: The data.
+        policy: What is trained on them.
+        spec: Of the task; None: there is none.
+    """
+    if spec is not None:
+        return clipped_actions(dataset, box_of(dataset, spec))
+    normalizer = policy.normalizer
+    if normalizer.modes["action"] != "limits":
+        return dataset
+    one = torch.ones(dataset.action_dim)
+    low, high = (normalizer.decode("action", side).cpu() for side in (-one, one))
+    margin = _ROUNDING * (high - low)
+    return clipped_actions(dataset, box_statistics(low - margin, high + margin), of_task=False)
+
+
+def clipped_actions(
+    dataset: EpisodeDataset, box: dict[str, Tensor], *, of_task: bool = True
+) -> EpisodeDataset:
+    """Return the dataset with actions within the box, and tell how many entries were outside.
+
+    Args:
+        dataset: The data.
+        box: Its statistics.
+        of_task: Whether it is the task's; else it is that of the policy of init.
+    """
     from dataclasses import replace
 
     low, high = box["min"].to(dataset.actions), box["max"].to(dataset.actions)
@@ -298,8 +332,9 @@ def clipped_actions(dataset: EpisodeDataset, box: dict[str, Tensor]) -> EpisodeD
     if not outside:
         return dataset
     share = 100 * outside / dataset.actions.numel()
+    whose, why = _CLIPPED[of_task]
     _log.warning(
-        "%s: %d action entries (%.2g %%) lie outside the box of the task; they are clipped to it, as the "
-        "simulator does.", dataset.source, outside, share,
+        "%s: %d action entries (%.2g %%) lie outside the box of %s; they are clipped to it, %s.",
+        dataset.source, outside, share, whose, why,
     )  # fmt: skip
     return replace(dataset, actions=inside)

@@ -41,7 +41,13 @@ from burnish.config import scan_parts
 from burnish.last_and_best import last_and_best
 from burnish.overrides import experiments
 from envs.evaluation import Evaluation, evaluate
-from envs.statistics import Interval, bootstrap_iqm, conditional_value_at_risk
+from envs.statistics import (
+    RISK_SHARE,
+    Interval,
+    bootstrap_iqm,
+    conditional_value_at_risk,
+    value_at_risk,
+)
 from policies.correction import Perturbation
 from policies.gaussian import GaussianPolicy
 from policies.policy import Policy
@@ -217,13 +223,18 @@ VARIANTS = ("cloned", "last", "best", "corrected", "perturbed", "perturbed, corr
 
 
 def rows_of(algo: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield one line per variant: score with interval, and its worst tenth."""
+    """Yield one line per variant: score with interval, its worst tenth (CVaR), and the best of that (VaR)."""
     for variant in VARIANTS:
         found = scores(runs, variant)
         if found is None:
             continue
-        worst = conditional_value_at_risk(found.flatten())
-        cells = (algo, variant, len(runs), f"{runs[0]['steps']:,}", _cell(bootstrap_iqm(found)), _cell(worst))
+        every = found.flatten()
+        judged = (
+            _cell(bootstrap_iqm(found)),
+            _cell(conditional_value_at_risk(every, RISK_SHARE)),
+            f"{value_at_risk(every, RISK_SHARE):.1f}",
+        )
+        cells = (algo, variant, len(runs), f"{runs[0]['steps']:,}", *judged)
         yield "| " + " | ".join(map(str, cells)) + " |"
 
 
@@ -233,11 +244,11 @@ def report() -> Path:
         "# Offline learning", "",
         "`python -m benchmarks.offline <data> --dataset FILE`: the experiment of the data, or else of "
         "the task, `<task>_<algorithm>`; D4RL scores (0 random, 100 expert) with 95 % intervals over seeds "
-        "and episodes, and the mean of the worst tenth of all episodes (CVaR). *Best* is the checkpoint that "
-        "evaluated best on the way, left out where that is the last of every seed; choosing it needs the "
-        "simulator. *Corrected*: `algo=cdsa` on top. *Perturbed*: normal noise on the actions, before "
-        "anything corrects them. `flow+iql` and its like: a cloned policy (*cloned*), tuned by "
-        "`<task>_iql_tuning`.",
+        "and episodes, the mean of the worst tenth of all episodes (CVaR), and the best score among that "
+        f"tenth (VaR); α = {RISK_SHARE:g} of both. *Best* is the checkpoint that evaluated best on the way, "
+        "left out where that is the last of every seed; choosing it needs the simulator. *Corrected*: "
+        "`algo=cdsa` on top. *Perturbed*: normal noise on the actions, before anything corrects them. "
+        "`flow+iql` and its like: a cloned policy (*cloned*), tuned by `<task>_iql_tuning`.",
     ]  # fmt: skip
     for name in DATA:
         if found := load(name):
@@ -256,8 +267,8 @@ def section(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
         f"`{data['name']}`: {data['episodes']} episodes, {data['steps']:,} steps, mean return "
         f"{data['mean_return']:.0f}; SHA-256 `{data['sha256']}`. {episodes} episodes per seed; noise of "
         f"{std} on perturbed actions; {first['cdsa_steps']:,} steps for the correction.", "",
-        "| algorithm | checkpoint | seeds | gradient steps | score | worst tenth |",
-        "|---|---|---|---|---|---|",
+        "| algorithm | checkpoint | seeds | gradient steps | score | worst tenth | VaR |",
+        "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for algo, runs in found.items():
         lines += rows_of(algo, runs)

@@ -69,7 +69,7 @@ class Evaluation:
         raise ConfigError(f"episodes have no quantity '{quantity}'; choose one of {known}.")
 
     def summary(self) -> dict[str, Any]:
-        """Return means with 95 % intervals; others than return and length only where defined."""
+        """Return means with 95 % intervals, and the worst returns; success and score only where defined."""
         out: dict[str, Any] = {
             "env": self.protocol["env"]["name"],
             "episodes": len(self.rows),
@@ -81,14 +81,13 @@ class Evaluation:
             out["success"] = asdict(wilson(int(self.values("success").sum()), len(self.rows)))
         if self.protocol["env"]["reference_scores"]:
             out["d4rl_score"] = asdict(bootstrap_mean(self.d4rl_scores()))
-        if self.protocol["env"]["reference_scores"] or not self.protocol["env"]["success_rule"]:
-            out |= self._risk()
+        out |= self._risk()
         if self.rows and NETWORK_CALLS in self.rows[0].metrics:
             out[NETWORK_CALLS] = asdict(bootstrap_mean(self.values(NETWORK_CALLS)))
         return out
 
     def _risk(self) -> dict[str, Any]:
-        """Return how bad the worst episodes are, of a task that is judged, or scored, by its return."""
+        """Return how bad the returns of the worst episodes are."""
         returns, share = self.values("return"), {"share": RISK_SHARE}
         return {
             "return_var": {"value": value_at_risk(returns)} | share,

@@ -150,7 +150,7 @@ def evaluate_with(
 
 
 def headline(evaluation: Evaluation) -> dict[str, float]:
-    """Return the means of an evaluation by name, and how bad its worst episodes are, where defined."""
+    """Return the means of an evaluation by name, where defined, and how bad its worst episodes are."""
     summary = evaluation.summary()
     names = ("success", "return", "length", "d4rl_score", "return_var", "return_cvar")
     return {name: float(summary[name]["value"]) for name in names if name in summary}

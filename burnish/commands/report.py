@@ -276,11 +276,10 @@ def _pooled(evaluations: Sequence[Evaluation]) -> Iterator[tuple[object, ...]]:
         scores = np.stack([e.d4rl_scores() for e in evaluations])
         yield "d4rl_score", *format_interval("d4rl_score", asdict(bootstrap_iqm(scores))), scores.size
     yield "return", *format_interval("return", asdict(bootstrap_iqm(values))), values.size
-    if "return_cvar" in evaluations[0].summary():
-        worst = {"value": value_at_risk(values.flatten())}
-        yield "return_var", *format_interval("return_var", worst), values.size
-        worst = asdict(conditional_value_at_risk(values.flatten()))
-        yield "return_cvar", *format_interval("return_cvar", worst), values.size
+    worst = {"value": value_at_risk(values.flatten())}
+    yield "return_var", *format_interval("return_var", worst), values.size
+    worst = asdict(conditional_value_at_risk(values.flatten()))
+    yield "return_cvar", *format_interval("return_cvar", worst), values.size
 
 
 def _behaviour(page: Page, config: ReportConfig, named: Mapping[str, RunDirectory]) -> dict[str, bytes]:

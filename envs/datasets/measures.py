@@ -10,7 +10,8 @@ Legend: N frames, Do and Da widths, s standardised state (mean 0, spread 1 over 
   state is nearest, over twice the variance of actions. 0: one action per state; near 1: states say nothing.
 - cluster variance: variance of the actions within clusters of states over their variance as a whole.
 - own-row rate: share of keys [beta s, a + noise] whose nearest row [beta s_i, a_i] is the frame they were
-  made of. Near 1, a nearest-neighbour constraint is no other than cloning the frame's own action.
+  made of, or a copy of it. Near 1, a nearest-neighbour constraint is no other than cloning the frame's own
+  action.
 
 Deviations: distinct pairs are counted exactly, not estimated by HyperLogLog; neighbours come from other
 episodes, because the frame before and after are always near.
@@ -155,7 +156,7 @@ def cluster_variance(dataset: EpisodeDataset, clusters: int, samples: int, rng: 
 def own_row_rate(
     dataset: EpisodeDataset, beta: float, noise: float, samples: int, rng: np.random.Generator
 ) -> float:
-    """Return the share of disturbed actions whose nearest row is their own frame (see the module).
+    """Return the share of disturbed actions whose nearest row is their own frame or a copy (see the module).
 
     Args:
         dataset: The data.
@@ -167,8 +168,9 @@ def own_row_rate(
     states, actions = beta * _standardised(dataset), dataset.actions.double().numpy()
     frames = rng.permutation(len(states))[:samples]
     moved = actions[frames] + noise * rng.normal(size=(len(frames), actions.shape[1]))
-    _, near = KDTree(np.hstack([states, actions])).query(np.hstack([states[frames], moved]))
-    return float(np.mean(near == frames))
+    rows = np.hstack([states, actions])
+    _, near = KDTree(rows).query(np.hstack([states[frames], moved]))
+    return float(np.mean((rows[near] == rows[frames]).all(axis=1)))
 
 
 def _standardised(dataset: EpisodeDataset) -> np.ndarray:

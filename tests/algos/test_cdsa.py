@@ -156,3 +156,8 @@ def test_actions_outside_the_box_of_the_task_are_clipped_and_counted(caplog: Any
         run = CdsaConfig(steps=1).build(setup)
     assert "6 action entries" in caplog.text and "clipped" in caplog.text
     assert float(run.table.action.max()) <= float(max(PointEnv().spec.action_high)) + 1e-6
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        run = CdsaConfig(steps=1).build(replace(setup, env=None))
+    assert "6 action entries" in caplog.text and "the box of the policy of init" in caplog.text
+    assert float(run.table.action.max()) == pytest.approx(1.0, abs=1e-4)

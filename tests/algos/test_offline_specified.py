@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,22 @@ def test_prdc_follows_the_nearest_row_and_counts_how_often_that_is_the_own() -> 
     assert float(told["constraint/own_row"]) == pytest.approx(float((nearest == batch.row).float().mean()))
     away = (rows.action[nearest] - batch.action).square().mean().sqrt()
     torch.testing.assert_close(told["constraint/own_distance"], away)
+
+
+@pytest.mark.parametrize("search", ["lists", "tree", "brute"])
+def test_a_copy_of_a_row_is_the_own_row_and_another_action_of_its_state_is_not(search: str) -> None:
+    once = dataset()
+    twice = once.select([*range(once.num_episodes)] * 2)
+    run = PrdcConfig(steps=4, beta=50.0, search=search).build(Setup(dataset=twice, seed=1))
+    batch = run.table.gather(torch.arange(len(run.table)))
+    _, told = run.learner.regulariser.penalty(batch, batch.action + 0.01, run.learner.critic, {})
+    assert float(told["constraint/own_row"]) == 1.0, "half of the numbers are those of copies"
+    second = torch.arange(twice.num_frames) >= once.num_frames
+    apart = replace(twice, actions=torch.where(second[:, None], -twice.actions, twice.actions))
+    run = PrdcConfig(steps=4, beta=50.0, search=search).build(Setup(dataset=apart, seed=1))
+    batch = run.table.gather(torch.arange(len(run.table)))
+    _, told = run.learner.regulariser.penalty(batch, -batch.action, run.learner.critic, {})
+    assert float(told["constraint/own_row"]) == 0.0, "the other row of the state has that action"
 
 
 def test_two_runs_in_one_process_search_their_own_rows() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -164,9 +167,72 @@ def test_what_has_no_room_is_refused_before_it_is_made(
         chosen("lists", rows)
     assert built == []
     assert chosen("auto", rows).name == "tree"
+    for function in ("envs.datasets.memory.free_memory", "algos.search_choice.free_memory"):
+        monkeypatch.setattr(function, lambda: 0)
+    for how, instead in (("auto", "fewer transitions"), ("brute", r"algo\.search=tree\.")):
+        with pytest.raises(ConfigError, match=rf"0\.00 GiB are free\. Take {instead}"):
+            chosen(how, rows)
+
+
+def test_brute_force_asks_its_own_device_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows on an accelerator are compared there; a tree of them is in the memory of the machine."""
+    rows = rows_of(1000)
     monkeypatch.setattr("envs.datasets.memory.free_memory", lambda: 0)
-    with pytest.raises(ConfigError, match=r"algo\.search=tree takes .* Take algo\.search=brute\."):
-        chosen("auto", rows)
+    monkeypatch.setattr(Rows, "_is_there", lambda self, how: how == "brute")
+    for free, fits in ((10 * rows.bytes_of("brute"), True), (rows.bytes_of("brute"), False)):
+        monkeypatch.setattr(search_choice, "_free_of", lambda device, free=free: free)
+        assert rows.has_room("brute") == fits and not rows.has_room("tree")
+
+
+def test_brute_force_states_the_tile_of_the_batches_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, asked = rows_of(1000), []
+    monkeypatch.setattr(search_choice, "fits", lambda size: asked.append(size) or True)
+    for queries in (16, 256):
+        build_search("brute", rows, load=Load(1, queries), generator=torch.Generator())
+    assert asked[1] - asked[0] == 8 * (256 - 16) * 1000
+
+
+PEAKS = """
+import os, sys, torch
+from algos.search_choice import Rows
+
+def peak():
+    lines = (line.split() for line in open("/proc/self/status"))
+    return next(1024 * int(line[1]) for line in lines if line[0] == "VmHWM:")
+
+def search(how, m):
+    rows = Rows(state[:m], action[:m], 2.0)
+    row = torch.randint(m, (256,), generator=generator)
+    made = rows.search(how)
+    for _ in range(2):
+        made.nearest(row, state[row], (action[row] + 0.3).clamp(-1, 1))
+    return rows.bytes_of(how)
+
+torch.set_num_threads(1)
+num, generator = int(sys.argv[1]), torch.Generator().manual_seed(0)
+state, action = torch.randn(num, 11, generator=generator), 2 * torch.rand(num, 3, generator=generator) - 1
+for how in sys.argv[2:]:
+    if not os.fork():
+        search(how, 500)  # what only the first call takes
+        open("/proc/self/clear_refs", "w").write("5")  # the peak so far is forgotten
+        before = peak()
+        print(search(how, num), peak() - before, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_the_stated_memory_is_what_a_search_takes() -> None:
+    """Of 200,000 rows of 14 numbers, while it is made and when it is asked for 256 of them."""
+    if not os.access("/proc/self/clear_refs", os.W_OK):
+        pytest.skip("peaks of memory are read from Linux' /proc")
+    ways = ("tree", "brute", "lists", "approximate")
+    told = subprocess.run(
+        [sys.executable, "-c", PEAKS, "200000", *ways], capture_output=True, text=True, check=True
+    ).stdout
+    for how, line in zip(ways, told.splitlines(), strict=True):
+        stated, taken = map(int, line.split())
+        assert 0.65 * stated < taken < 1.1 * stated + 2**22, (how, stated / 2**20, taken / 2**20)
 
 
 def test_a_second_way_without_room_is_not_tried(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from algos.base import Setup
 from algos.cdsa import CdsaConfig
 from algos.iql import IqlConfig
 from algos.td3_bc import Td3BcConfig
-from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
+from algos.transitions import Rewarding, TransitionTable, actions_for, box_of, clipped_actions, tabulate
 from envs.datasets.episodes import EpisodeDataset
 from policies.deterministic import DeterministicProcess
 from policies.errors import CapabilityError, DatasetError
@@ -173,6 +173,24 @@ def test_actions_outside_the_box_are_clipped_and_counted(caplog: pytest.LogCaptu
     outside = int((wild.actions.abs() > 1).sum())
     assert f"{outside} action entries" in caplog.text and inside.actions.abs().max() <= 1
     assert clipped_actions(data, box) is data
+
+
+def test_without_a_task_actions_are_clipped_to_the_box_of_the_policy(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data, init = dataset(), policy(horizon=1, act_steps=1)  # whose box is ±2
+    wild = replace(data, actions=3 * data.actions)
+    outside = int((wild.actions.abs() > 2).sum())
+    with caplog.at_level("WARNING"):
+        table = Td3BcConfig(steps=1).build(Setup(dataset=wild, init=init)).table
+    assert f"{outside} action entries" in caplog.text and "box of the policy of init" in caplog.text
+    expected = (wild.actions.clamp(-2, 2) / 2)[wild.transition_frames]
+    torch.testing.assert_close(table.action, expected, rtol=0, atol=1e-4)
+    caplog.clear()
+    at_the_ends = replace(data, actions=torch.where(data.actions > 0, 2.0, -2.0))
+    assert actions_for(at_the_ends, init, None) is at_the_ends and not caplog.records
+    init.normalizer.modes["action"] = "gaussian"
+    assert actions_for(wild, init, None) is wild, "mean and deviation are no box"
 
 
 def test_a_box_that_no_task_gives_is_that_of_the_data_and_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -94,6 +94,11 @@ def test_undisturbed_actions_are_nearest_to_their_own_row(
     assert own_row_rate(noisy, 1e3, 1.0, 400, rng) == 1.0  # the state alone tells
 
 
+def test_copies_of_a_frame_are_its_own_row(noisy: EpisodeDataset) -> None:
+    twice = noisy.select([*range(noisy.num_episodes), *range(noisy.num_episodes)])
+    assert own_row_rate(twice, 2.0, 0.0, 400, np.random.default_rng(0)) == 1.0
+
+
 def test_own_rows_equal_a_search_through_all_rows(noisy: EpisodeDataset) -> None:
     beta, noise = 2.0, 0.7
     got = own_row_rate(noisy, beta, noise, 50, np.random.default_rng(3))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.offline import scores, settings_of
+from benchmarks.offline import rows_of, scores, settings_of
 from benchmarks.once import _compared, demonstrations, first_seed, trained
 
 TINY = (
@@ -62,13 +62,16 @@ def test_offline_settings_are_the_ones_of_the_data(data: str, algo: str, experim
     assert settings_of(data, "", algo, options) == [f"experiment={experiment}", "algo.steps=100000"]
 
 
-def test_the_best_checkpoint_of_a_seed_may_be_its_last() -> None:
+def test_the_best_checkpoint_of_a_seed_may_be_its_last_and_rows_state_both_risks() -> None:
     protocol = {"env": {"reference_scores": [0.0, 200.0]}}
 
     def run(**returns: float) -> dict[str, Any]:
         evaluations = {name: {"return": [value, value]} for name, value in returns.items()}
         return {"protocol": protocol, "evaluations": evaluations}
 
+    (line,) = rows_of("iql", [run(last=value) | {"steps": 1000} for value in (100.0, 120.0)])
+    assert line.split(" | ")[-1] == "50.0 |", "the best score of the worst tenth, here of one episode"
+    assert line.split(" | ")[-2].startswith("50.0 (")
     found = scores([run(last=100.0, best=150.0), run(last=120.0)], "best")
     assert found is not None and found.tolist() == [[75.0, 75.0], [60.0, 60.0]]
     assert scores([run(last=100.0), run(last=120.0)], "best") is None

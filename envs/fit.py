@@ -2,9 +2,52 @@
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from typing import TYPE_CHECKING, Any
 
+from envs.datasets.goals import with_goals_in_states
 from policies.errors import ConfigError
+
+if TYPE_CHECKING:
+    from envs.datasets.episodes import EpisodeDataset
+    from envs.spec import EnvConfig, EnvSpec
+
+_log = logging.getLogger(__name__)
+
+
+def as_shown(env: EnvConfig, dataset: EpisodeDataset) -> EpisodeDataset:
+    """Return recorded data as a task shows them: goals end the states, where they do so in the task.
+
+    Tasks that have `check_recording` then say what else they know of the data.
+
+    Args:
+        env: The task.
+        dataset: Its goals, if any, are `extras["goal"]`.
+
+    Raises:
+        ConfigError: If goals are all that the states lack, and there are none.
+        DatasetError: If there is no room for wider states.
+    """
+    spec, lacking = env.spec, env.spec.obs_dim - dataset.obs_dim
+    if lacking and lacking == spec.state_goal_dim:
+        _require_goals(spec, dataset)
+        _log.info("%s: goals end the states, as in env=%s.", dataset.source, spec.name)
+        dataset = with_goals_in_states(dataset)
+    if hasattr(env, "check_recording") and dataset.obs_dim == spec.obs_dim:
+        env.check_recording(dataset)
+    return dataset
+
+
+def _require_goals(spec: EnvSpec, dataset: EpisodeDataset) -> None:
+    """Refuse a dataset without the goals that the states of a task end with."""
+    goals = dataset.extras.get("goal")
+    if goals is None or goals.shape[1:] != (spec.state_goal_dim,):
+        found = "no goals" if goals is None else f"goals of shape {tuple(goals.shape[1:])}"
+        raise ConfigError(
+            f"the states of env={spec.name} are {spec.obs_dim} wide and end with a goal of width "
+            f"{spec.state_goal_dim}; {dataset.source} has states of width {dataset.obs_dim} and {found}. Use "
+            f"data with goals (in D4RL files infos/goal, unless data.infos=false), or another env.goal."
+        )
 
 
 def require_fit(name: str, thing: Any, other_name: str, other: Any, *, advice: str) -> None:

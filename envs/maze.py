@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from envs.datasets.scores import reference
 from envs.experts.maze import FORCES, MazeDemonstrator, demonstrate_maze, pd_force, places
 from envs.maze_layouts import Cell, Layout, layout, load_model
 from envs.maze_rows import ANT_NAMES, MazeRows, MazeTask, ant_torques
@@ -252,7 +253,10 @@ class PointMazeLarge(_PointMaze):
 
 @dataclass(frozen=True)
 class _AntMaze(_Maze):
-    """Gymnasium's ant, driven by the torques of eight joints."""
+    """Gymnasium's ant, driven by the torques of eight joints.
+
+    Where a return is 1 for success and 0 otherwise, its D4RL score is the success rate in percent.
+    """
 
     @property
     def layout(self) -> Layout:
@@ -275,7 +279,17 @@ class _AntMaze(_Maze):
     @property
     def spec(self) -> EnvSpec:
         """Describe the task."""
-        return self.describe(ANT_NAMES, ant_torques(150), np.ones(8), hz=20.0, radius_m=RADIUS_M)
+        known = reference(self.name)
+        scores = (known.min_return, known.max_return)
+        is_success = self.reward == "sparse" and not self.continuing
+        return self.describe(
+            ANT_NAMES,
+            ant_torques(150),
+            np.ones(8),
+            hz=20.0,
+            radius_m=RADIUS_M,
+            scores=scores if is_success else None,
+        )
 
 
 @register("env", "antmaze-umaze")

@@ -103,6 +103,12 @@ class Layout:
         half_x, half_y = self.half_size
         return np.array([(cell[1] + 0.5) * self.cell_m - half_x, half_y - (cell[0] + 0.5) * self.cell_m])
 
+    def is_free(self, positions: Array) -> Array:
+        """Tell which positions (n, 2) [m] lie in free cells, (n,) bool."""
+        offset = np.abs(positions[:, None] - self.centers)  # (n, C, 2)
+        free: Array = (offset <= self.cell_m / 2).all(axis=2).any(axis=1)
+        return free
+
     def cell(self, position: Array) -> Cell:
         """Return the free cell whose centre is nearest to a position (2,) [m]."""
         return self.cells[int(np.square(self.centers - position).sum(axis=1).argmin())]

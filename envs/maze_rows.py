@@ -6,6 +6,7 @@ Legend: N environments, M of them addressed.
 from __future__ import annotations
 
 import copy
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -22,9 +23,15 @@ from policies.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from envs.datasets.episodes import EpisodeDataset
+
 Array = np.ndarray
 
+_log = logging.getLogger(__name__)
+
 GOAL_NAMES = ("goal x [m]", "goal y [m]")
+_LOOKED_AT = 10_000  # positions of a dataset, about
+_IN_WALLS = 0.05  # share of them that is no mistake of rounding
 _LEGS = ("front left", "front right", "back left", "back right")
 _JOINTS = tuple(f"{leg} {joint}" for leg in _LEGS for joint in ("hip", "ankle"))
 ANT_NAMES = (
@@ -155,7 +162,14 @@ class MazeTask(Pictured, ABC):
         """
 
     def describe(
-        self, obs: tuple[str, ...], actions: tuple[str, ...], limit: Array, *, hz: float, radius_m: float
+        self,
+        obs: tuple[str, ...],
+        actions: tuple[str, ...],
+        limit: Array,
+        *,
+        hz: float,
+        radius_m: float,
+        scores: tuple[float, float] | None = None,
     ) -> EnvSpec:
         """Return the description of the task.
 
@@ -165,6 +179,7 @@ class MazeTask(Pictured, ABC):
             limit: (Da,) their largest values.
             hz: Control steps per second.
             radius_m: Distance from the goal that is a success [m].
+            scores: D4RL's (random, expert) returns, where they are those of the task.
         """
         obs = (*obs, *GOAL_NAMES) if self.goal == "appended" else obs
         return EnvSpec(
@@ -179,9 +194,27 @@ class MazeTask(Pictured, ABC):
             obs_names=obs,
             action_names=actions,
             success_rule=f"within {radius_m:g} m of the goal",
+            reference_scores=scores,
             goal_dim=len(GOAL_NAMES) if self.goal == "separate" else 0,
+            state_goal_dim=len(GOAL_NAMES) if self.goal == "appended" else 0,
             packages=self.packages,
         )
+
+    def check_recording(self, dataset: EpisodeDataset) -> None:
+        """Warn of data whose positions lie in walls: they are of another maze, or count from elsewhere.
+
+        Args:
+            dataset: Recorded states, which begin with x and y [m].
+        """
+        step = max(dataset.num_frames // _LOOKED_AT, 1)
+        inside = self.layout.is_free(dataset.observations[::step, :2].numpy())
+        if inside.mean() < 1 - _IN_WALLS:
+            _log.warning(
+                "%s: %.0f %% of the recorded positions lie in walls of env=%s, so what is learned from them "
+                "cannot be judged in it. They are of another maze, or count from another corner, as those of "
+                "D4RL's own AntMaze and maze2d files do.",
+                dataset.source, 100 * (1 - inside.mean()), self.name,
+            )  # fmt: skip
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
         """Build the exact engine for N environments.

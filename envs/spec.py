@@ -30,6 +30,7 @@ class EnvSpec:
     terminate_on_success: bool = False  # whether solving a task that would go on terminates its episode
     reference_scores: tuple[float, float] | None = None  # D4RL (random, expert) returns
     goal_dim: int = 0  # Dg of goals that are told beside the observation; 0: none are
+    state_goal_dim: int = 0  # Dg of goals that are the last entries of the observation; 0: none are
     episode_metrics: tuple[str, ...] = ()  # extra per-episode rows, e.g. "mode" of `avoid`
     packages: tuple[str, ...] = ()  # besides MuJoCo and gymnasium, whose versions decide what happens
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 
@@ -44,6 +45,21 @@ def write_ogbench(path: Path, data: EpisodeDataset) -> None:
         actions=np.concatenate([np.vstack([p.actions, p.actions[-1:]]) for p in parts]),
         terminals=np.concatenate([np.arange(p.num_frames + 1) == p.num_frames for p in parts]),
     )
+
+
+def write_d4rl_maze(path: Path, obs_dim: int, action_dim: int, *, frames: int = 60, steps: int = 20) -> Path:
+    """Write what D4RL's files of mazes hold: states without goals, which lie under `infos/goal`."""
+    rng = np.random.default_rng(0)
+    ends = np.arange(1, frames + 1) % steps == 0
+    with h5py.File(path, "w") as file:
+        file["observations"] = rng.normal(size=(frames, obs_dim)).astype(np.float32)
+        file["actions"] = rng.uniform(-1, 1, (frames, action_dim)).astype(np.float32)
+        file["rewards"] = np.zeros(frames, np.float32)
+        file["terminals"], file["timeouts"] = np.zeros(frames, bool), ends
+        goals = rng.normal(size=(frames // steps, 2)).repeat(steps, axis=0)
+        file["infos/goal"] = goals.astype(np.float32)
+        file["infos/qpos"] = rng.normal(size=(frames, 15)).astype(np.float32)
+    return path
 
 
 ENDS = (("min", -1.0), ("max", 1.0 - 1e-6))  # DPPO's scaling is then the identity

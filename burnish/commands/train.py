@@ -26,9 +26,10 @@ from burnish.device import device_of
 from burnish.job import Job
 from burnish.last_and_best import last_and_best
 from burnish.locate import RUN_CONFIG, Located, check_folder_to_write, locate
-from envs.datasets import lasting_options, read_dataset
+from envs.datasets import EpisodeDataset, lasting_options, read_dataset
 from envs.datasets.catalogue import find_dataset
 from envs.evaluation_protocol import EvaluationSettings, as_evaluated, check_seeds, staged
+from envs.fit import as_shown
 from policies import registry
 from policies.errors import ConfigError
 from policies.policy import Policy, PolicyConfig, complete
@@ -329,7 +330,7 @@ def prepare(config: TrainConfig) -> Setup:
     return Setup(
         policy=config.policy_config(),
         env=config.env,
-        dataset=None if config.dataset is None else read_dataset(config.dataset, **config.data),
+        dataset=_dataset(config),
         init=init,
         teacher=None if teacher is None else teacher.load(),
         seed=config.seed,
@@ -338,6 +339,14 @@ def prepare(config: TrainConfig) -> Setup:
         num_threads=config.num_threads,
         device=device,
     )
+
+
+def _dataset(config: TrainConfig) -> EpisodeDataset | None:
+    """Read the dataset, if there is one, as the task shows such data."""
+    if config.dataset is None:
+        return None
+    dataset = read_dataset(config.dataset, **config.data)
+    return dataset if config.env is None else as_shown(config.env, dataset)
 
 
 def provenance(config: TrainConfig) -> dict[str, Any]:

@@ -331,6 +331,7 @@ def _official_episodes(arrays: Arrays, limit: int | None, meta: dict[str, Any], 
     official = qlearning_dataset(arrays, max_episode_steps=limit, room=room)
     number = np.concatenate([[0], np.cumsum(ends)[:-1]])[rows]
     last = np.append(number[1:] != number[:-1], True)
+    goals = {"goal": room.taken(arrays[GOAL], rows)} if _is_goal(arrays.get(GOAL)) else {}
     return EpisodeDataset.from_arrays(
         official["observations"],
         official["actions"],
@@ -339,6 +340,7 @@ def _official_episodes(arrays: Arrays, limit: int | None, meta: dict[str, Any], 
         last & ~official["terminals"],
         np.concatenate([[0], np.flatnonzero(last) + 1]),
         next_observations=official["next_observations"],
+        extras=goals,
         meta=meta,
         room=room,
     )

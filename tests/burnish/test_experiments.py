@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from dataset_files import write_d4rl_maze
 from omegaconf import OmegaConf
 
 import configs
@@ -21,6 +22,7 @@ from envs.datasets import EpisodeDataset, write_robomimic
 from envs.datasets.episodes import Episode
 from policies import registry
 from policies.errors import MissingExtraError
+from policies.folder import load_policy
 
 scan_parts()
 FOLDER = Path(configs.__file__).parent / "experiment"
@@ -126,6 +128,33 @@ def test_two_tiny_steps_on_a_fixed_dataset(name: str, tmp_path: Path) -> None:
     tiny = [f"experiment={name}", f"dataset={dataset}", *narrow, *few]
     outcome = train_command.train(compose_config("train", tiny), Job(tmp_path / "run"))
     assert outcome.directory.latest() == 2
+
+
+MAZES = [
+    *((f"antmaze_{maze}_prdc", f"antmaze-{maze}", 29, 8, 31) for maze in ("umaze", "medium", "large")),
+    ("antmaze_medium_prdc", "og-antmaze-medium", 29, 8, 29),
+    ("antmaze_umaze_prdc", "pointmaze-umaze", 4, 2, 6),
+]
+
+
+@pytest.mark.parametrize(("name", "env", "width", "actions", "state"), MAZES)
+@pytest.mark.parametrize("compat", ["false", "true"])
+def test_mazes_train_on_files_of_d4rl_and_are_judged(
+    name: str, env: str, width: int, actions: int, state: int, compat: str, tmp_path: Path
+) -> None:
+    """Their states hold no goal, which ends the state of a task that tells it there."""
+    file = write_d4rl_maze(tmp_path / "maze.hdf5", width, actions)
+    few = ["algo.steps=2", "algo.batch_size=8", "algo.hidden_dims=[16]", "algo.critic_dims=[16]"]
+    few += [f"data.d4rl_compat={compat}", f"env={env}", "env.max_episode_steps=4", "evaluation.episodes=2"]
+    tiny = [f"experiment={name}", f"dataset={file}", *few, "progress=false", "trainer.eval_every=0"]
+    try:
+        outcome = train_command.train(compose_config("train", tiny), Job(tmp_path / "run"))
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+    assert load_policy(outcome.directory.policy_path()).obs_dim == state
+    found = outcome.last_evaluation
+    assert ("d4rl_score" in found) == env.startswith("antmaze")
+    assert found.get("d4rl_score", 0.0) == 100 * found["success"] and "return_cvar" in found
 
 
 def _starts_fresh(name: str) -> bool:

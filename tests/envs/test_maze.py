@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from envs.collect import collect
+from envs.datasets.scores import reference
 from envs.experts.maze import Way, distances, ways
 from envs.make import env
 from envs.maze_layouts import layout
@@ -138,6 +139,15 @@ def test_chosen_cells_equal_the_options_of_gymnasium_robotics(cells: dict[str, t
         ours = vector.reset([seed])[0, -1]
         np.testing.assert_array_equal(ours, flat(peer.reset(seed=seed, options=options)[0]))
     peer.close()
+
+
+@pytest.mark.parametrize("name", ANTS)
+def test_returns_of_ants_have_d4rl_scores_where_they_count_successes(name: str) -> None:
+    known = reference(name)
+    assert env(name).spec.reference_scores == (known.min_return, known.max_return) == (0.0, 1.0)
+    assert env(name).spec.max_episode_steps == known.max_steps
+    for other in ({"reward": "dense"}, {"continuing": True}):
+        assert env(name, **other).spec.reference_scores is None
 
 
 @pytest.mark.parametrize("name", [*POINTS, *ANTS])

@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from dataset_files import write_d4rl_maze
 
 from algos.base import Setup
 from algos.bc import BcConfig
 from algos.dppo import DppoConfig
+from algos.td3_bc import Td3BcConfig
 from envs.collect import collect
 from envs.datasets import EpisodeDataset, read_dataset, write_dataset
+from envs.datasets.room import Disk
 from envs.evaluation import evaluate
+from envs.fit import as_shown
 from envs.make import env
 from policies.backbones.mlp import MlpConfig
 from policies.denoising import DenoisingPolicy
@@ -92,6 +96,58 @@ def test_demonstrations_record_the_goal_of_every_step_and_keep_it_on_disk(
         again = read_dataset(tmp_path / out)
         assert torch.equal(again.extras["goal"].float(), demonstrations.extras["goal"].float()), form
         assert torch.equal(again.observations, demonstrations.observations), form
+
+
+def test_recorded_goals_end_the_states_of_tasks_that_have_them_there(
+    demonstrations: EpisodeDataset, tmp_path: Path
+) -> None:
+    """What was recorded beside the state is what a task with the goal in its state would have recorded."""
+    joint = collect(task("appended"), episodes=6, first_seed=100)
+    shown = as_shown(task("appended"), demonstrations)
+    assert torch.equal(shown.observations, joint.observations) and "goal" not in shown.extras
+    assert shown.next_observations is not None and joint.next_observations is not None
+    assert torch.equal(shown.next_observations, joint.next_observations)
+    assert as_shown(task("separate"), demonstrations) is demonstrations
+    assert as_shown(task("appended"), joint) is joint
+    on_disk = as_shown(task("appended"), replace(demonstrations, room=Disk(tmp_path)))
+    assert torch.equal(on_disk.observations, joint.observations)
+    bare = as_shown(task("appended"), replace(demonstrations, next_observations=None))
+    assert bare.next_observations is None and torch.equal(bare.observations, joint.observations)
+
+
+def test_a_goal_that_moves_within_an_episode_is_that_of_the_next_frame_afterwards(tmp_path: Path) -> None:
+    data = read_dataset(write_d4rl_maze(tmp_path / "maze.hdf5", 4, 2))
+    moving = torch.arange(120.0).view(60, 2)
+    known = replace(data, next_observations=data.observations.roll(-1, 0), extras={"goal": moving})
+    following = as_shown(task("appended"), known).next_observations
+    assert following is not None
+    assert following[:, -2:].tolist() == [
+        moving[frame if frame % 20 == 19 else frame + 1].tolist() for frame in range(60)
+    ]
+
+
+def test_states_that_lack_a_goal_nobody_recorded_are_refused(demonstrations: EpisodeDataset) -> None:
+    wide = replace(demonstrations, extras={"goal": torch.zeros(demonstrations.num_frames, 3)})
+    for data, found in ((replace(demonstrations, extras={}), "no goals"), (wide, r"goals of shape \(3,\)")):
+        with pytest.raises(ConfigError, match=rf"6 wide and end with a goal of width 2; .* and {found}"):
+            as_shown(task("appended"), data)
+    with pytest.raises(CapabilityError, match=r"algo=td3_bc learns from states.*env.goal=appended"):
+        Td3BcConfig(steps=1).build(Setup(env=task("separate"), dataset=demonstrations))
+
+
+def test_positions_in_walls_are_told(
+    demonstrations: EpisodeDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D4RL counts from a corner: the same way through the maze, in other numbers."""
+    layout = task().layout
+    assert layout.is_free(layout.centers).all()
+    assert not layout.is_free(np.array([layout.center(wall) for wall in layout.walls])).any()
+    as_shown(task(), demonstrations)
+    assert not caplog.records
+    moved = demonstrations.observations + torch.tensor([1.0, 1.0, 0.0, 0.0])
+    with caplog.at_level("WARNING"):
+        as_shown(task("appended"), replace(demonstrations, observations=moved))
+    assert "positions lie in walls of env=pointmaze-umaze" in caplog.text
 
 
 def test_a_guided_score_model_is_cloned_evaluated_and_exported_with_goals_as_goals(

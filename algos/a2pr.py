@@ -142,7 +142,9 @@ class AdvantageGuide(Regulariser):
         """See `Regulariser`."""
         assert self._before is not None and self._data_value is not None, "learn comes before penalty"
         with self._precision():
+            self.vae.requires_grad_(False)  # the gradient passes through; nobody wants that of the weights
             rebuilt = self.vae(batch.cond, action, draws["vae_policy"])[0]
+            self.vae.requires_grad_(True)
             with torch.no_grad():
                 promise = critic(batch.cond, rebuilt, members=1)[0]
         with torch.no_grad():

@@ -19,11 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import burnish
 from algos.provenance import describe_environment
-from benchmarks import once
+from benchmarks import once, pages
 from benchmarks.learning import busy, describe_dataset, episode_columns
 from envs.datasets import read_dataset
 from envs.statistics import wilson
@@ -72,18 +70,22 @@ def attempts(demos: Path, first_seed: int) -> int:
 
 # -- report ---------------------------------------------------------------------------------------------
 
-INTRODUCTION = f"""`python -m benchmarks.cloning`: per task and seed, {DEMONSTRATIONS} successful
+INTRODUCTION = """`python -m benchmarks.cloning`: per task and seed, {demonstrations} successful
 demonstrations of the scripted demonstrator, one diffusion policy cloned from them
-(`experiment=<task>_scripted_bc`), and {EPISODES} episodes with its last checkpoint, whose seeds no
+(`experiment=<task>_scripted_bc`), and {episodes} episodes with its last checkpoint, whose seeds no
 demonstration has. Demonstrator: successes among its attempts at those demonstrations. Control steps: of a
-demonstration, mean. Intervals: 95 %, Wilson, over episodes."""
+demonstration, mean. {intervals}
+The demonstrator is the same with every seed; its interval is Wilson's."""
 
 
 def report() -> Path:
     """Write docs/results/cloning.md from what is there."""
     files = [[p for seed in range(10) if (p := file_of(task, seed)).exists()] for task in TASKS]
     found = [[json.loads(p.read_text()) for p in group] for group in files]
-    lines = ["# Clones of scripted demonstrators", "", INTRODUCTION, ""]
+    introduction = INTRODUCTION.format(
+        demonstrations=DEMONSTRATIONS, episodes=EPISODES, intervals=pages.INTERVALS
+    )
+    lines = ["# Clones of scripted demonstrators", "", introduction, ""]
     lines += ["| task | seed | demonstrator | control steps | clone | gradient steps | wall, cloning |"]
     lines += ["|" + "---|" * 7]
     for contents in filter(None, found):
@@ -113,14 +115,9 @@ def _pooled(contents: Sequence[dict[str, Any]]) -> str:
 def _shares(contents: Sequence[dict[str, Any]]) -> tuple[str, str]:
     """Return the success of the demonstrator and of the clone."""
     data = [content["dataset"] for content in contents]
-    success = np.concatenate([content["episodes"]["success"] for content in contents])
-    demonstrator = _share(sum(d["episodes"] for d in data), sum(d["attempts"] for d in data))
-    return demonstrator, _share(int(success.sum()), success.size)
-
-
-def _share(successes: int, n: int) -> str:
-    i = wilson(successes, n)
-    return f"{100 * i.value:.0f} % ({100 * i.low:.0f}–{100 * i.high:.0f})"
+    demonstrator = wilson(sum(d["episodes"] for d in data), sum(d["attempts"] for d in data))
+    clone = pages.success([content["episodes"]["success"] for content in contents])
+    return pages.percent(demonstrator), clone
 
 
 def _origin(contents: Sequence[dict[str, Any]]) -> str:

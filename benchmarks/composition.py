@@ -24,7 +24,7 @@ import numpy as np
 import burnish
 from algos.provenance import describe_environment
 from benchmarks import once, pages
-from envs.statistics import Interval, paired_difference, wilson
+from envs.statistics import Interval, paired_difference, success_rate
 
 RESULTS = Path("docs/results")
 HELD_OUT = "held-out"
@@ -156,8 +156,8 @@ def describe_pair(task: str, pair: str) -> list[str]:
 
 INTRODUCTION = """`python -m benchmarks.composition`: cloned policies in pairs. Weights are estimated from
 held-out demonstrations and searched by rollouts; the composition with the searched weights then plays fresh
-episodes, and so do its members ([how](../gpc.md)). A seed has its own demonstrations, clones and search; the
-intervals (95 %) of the pooled episodes cover the luck of seeds and of episodes."""
+episodes, and so do its members ([how](../gpc.md)). A seed has its own demonstrations, clones and search.
+{intervals}"""
 
 
 def report() -> Path:
@@ -166,7 +166,7 @@ def report() -> Path:
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for content in found:
         groups.setdefault((content["task"], content["pair"]), []).append(content)
-    lines = ["# Composition", "", INTRODUCTION, "", *summary(groups)]
+    lines = ["# Composition", "", INTRODUCTION.format(intervals=pages.INTERVALS), "", *summary(groups)]
     for (task, pair), contents in groups.items():
         lines += ["", f"## {task}: {pair}", "", f"Members: {'; '.join(contents[0]['members'])}."]
         for content in contents:
@@ -204,7 +204,7 @@ def pooled(seeds: Sequence[dict[str, Any]]) -> Iterator[str]:
     composition = np.array([one["composition"] for one in seeds])
     members = np.array([one["members"] for one in seeds]).transpose(1, 0, 2)
     for successes in (*members, composition):
-        yield percent(wilson(int(successes.sum()), successes.size))
+        yield percent(success_rate(successes))
     for successes in members:
         yield percent(paired_difference(successes, composition), "+")
 

@@ -193,7 +193,8 @@ def report() -> Path:
         "# Every process, cloned",
         "",
         f"`python -m benchmarks.families`: the same MLP ({WIDTH} wide) and the same gradient steps for all; "
-        f"{EPISODES} episodes per seed, last checkpoint. Success is pooled over seeds, with a 95 % interval. "
+        f"{EPISODES} episodes per seed, last checkpoint. Success: mean over seeds. "
+        f"{pages.INTERVALS} "
         "Ways: distinct ways around the obstacles among the successful episodes of a seed, and how many "
         "equally frequent ways would be as diverse (exp of the entropy), averaged over seeds. Calls: "
         "evaluations of the network per decision. Latency: one decision for one observation, on one thread, "
@@ -231,8 +232,8 @@ def _table(contents: Sequence[dict[str, Any]]) -> list[str]:
     ways = ("distinct ways", "effective ways") if has_ways else ()
     rows = []
     for (family, title), results in groups.items():
-        success = [one for result in results for one in result["episodes"]["success"]]
-        cells = [family, title, str(len(results)), pages.success(success)]
+        success = pages.success([result["episodes"]["success"] for result in results])
+        cells = [family, title, str(len(results)), success]
         if has_ways:
             counts = np.array([_ways(result["episodes"]) for result in results]).mean(axis=0)
             cells += [f"{counts[0]:.1f}", f"{counts[1]:.1f}"]

@@ -27,12 +27,12 @@ import numpy as np
 import burnish
 from algos.metrics import read_jsonl
 from algos.provenance import describe_environment
-from benchmarks import once
+from benchmarks import once, pages
 from benchmarks.milestones import milestones
 from benchmarks.once import trained
 from benchmarks.studies import STUDIES, Study
 from envs.datasets import read_dataset
-from envs.statistics import bootstrap_mean, wilson
+from envs.statistics import Interval, bootstrap_mean, paired_difference, success_rate
 from policies.denoising import DenoisingPolicy
 
 RESULTS = Path("docs/results")
@@ -211,9 +211,8 @@ def report(name: str) -> Path:
         f"# {name}",
         "",
         f"`python -m benchmarks.learning {name}{option}`: {what}, last "
-        f"checkpoint, the same {EPISODES} episodes{when}. Intervals: 95 %; per seed over "
-        "episodes, pooled over seeds and episodes. *From zero*: before → after (alone: after), where a "
-        "policy starts from zero instead of noise and draws no other.",
+        f"checkpoint, the same {EPISODES} episodes{when}. {pages.INTERVALS} *From zero*: "
+        "before → after (alone: after), where a policy starts from zero instead of noise and draws no other.",
         "",
         _data(study, found),
         "",
@@ -271,19 +270,25 @@ def _noise(study: Study) -> str:
 
 
 def _interval(study: Study, values: np.ndarray) -> str:
+    """Write what values (S, E) or (E,) say, with the interval."""
     if study.quantity == "success":
-        i = wilson(int(values.sum()), values.size)
-        return f"{100 * i.value:.0f} % ({100 * i.low:.0f}–{100 * i.high:.0f})"
+        return pages.percent(success_rate(values))
     i = bootstrap_mean(values)
     return f"{i.value:.0f} ({i.low:.0f}–{i.high:.0f})"
+
+
+def _change(study: Study, difference: Interval) -> str:
+    """Write a paired difference, with the interval."""
+    scale = 100 if study.quantity == "success" else 1
+    value, low, high = (scale * x for x in (difference.value, difference.low, difference.high))
+    return f"{value:+.0f} ({low:+.0f} to {high:+.0f})"
 
 
 def _row(study: Study, algo: str, content: dict[str, Any]) -> str:
     before, change = "", ""
     if "before" in content:
         before = _interval(study, np.array(content["before"][study.quantity]))
-        d, scale = content["difference"]["difference"], 100 if study.quantity == "success" else 1
-        change = f"{scale * d['value']:+.0f} ({scale * d['low']:+.0f} to {scale * d['high']:+.0f})"
+        change = _change(study, Interval(**content["difference"]["difference"]))
     after = np.array(content["after"][study.quantity])
     steps, wall = content["curve"][-1]["step"], content["wall"]["tune_s"] / 60
     zero = _zero(study, [content])
@@ -304,7 +309,7 @@ def _pooled(study: Study, algo: str, runs: Sequence[dict[str, Any]]) -> str:
     if all("before" in content for content in runs):
         before = np.array([c["before"][study.quantity] for c in runs])
         first = f"**{_interval(study, before)}**"
-        change = f"{(after.mean() - before.mean()) * (100 if study.quantity == 'success' else 1):+.0f}"
+        change = _change(study, paired_difference(before, after))
     return (
         f"| **{algo}** | **all** | {first} | **{_interval(study, after)}** | {change} | "
         f"{_zero(study, runs)} | | |"

@@ -7,10 +7,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from numpy.typing import ArrayLike
+
 from algos.provenance import describe_environment
-from envs.statistics import Interval, wilson
+from envs.statistics import Interval, success_rate
 
 RESULTS = Path("docs/results")
+
+INTERVALS = (
+    "Intervals: 95 %, by bootstrap over seeds and, inside them, episodes; for success never narrower than "
+    "Wilson's, which a single seed has."
+)
+"""What intervals speak of, for the heads of pages."""
 
 
 def keep(page: str, name: str, content: Mapping[str, Any], *, indent: int | None = None) -> Path:
@@ -65,10 +73,9 @@ def origin(page: str, content: Mapping[str, Any]) -> list[str]:
     return ["", f"Measured with {versions(content)}. Per-episode numbers are in `{page}/`."]
 
 
-def success(successes: Iterable[Any]) -> str:
-    """Write a share of episodes with its 95 % Wilson interval."""
-    values = [bool(value) for value in successes]
-    return percent(wilson(sum(values), len(values)))
+def success(successes: ArrayLike) -> str:
+    """Write the share of successes (S, E) or (E,) with its 95 % interval."""
+    return percent(success_rate(successes))
 
 
 def percent(interval: Interval) -> str:

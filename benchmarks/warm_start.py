@@ -26,7 +26,7 @@ from burnish.commands.evaluate import task_of
 from burnish.config import register_configs
 from burnish.locate import Located, locate
 from envs.evaluation import Evaluation, evaluate
-from envs.statistics import Interval, paired_difference, wilson
+from envs.statistics import Interval, paired_difference, success_rate
 from policies.denoising import DenoisingPolicy
 from policies.executor import WarmStart
 from policies.path_samplers import Euler
@@ -161,8 +161,8 @@ INTRODUCTION = """`{command}`: cloned policies that decide again after every few
   at sampling time t (0 noise, 1 action) from what is left of the plan before, corrupted to the noise level
   there, or as it is.
 
-Calls are evaluations of the network per decision, first decisions included. Success with its 95 % Wilson
-interval; differences on the same episodes with 95 % bootstrap intervals."""
+Calls are evaluations of the network per decision, first decisions included. Differences are those on the
+same episodes. {intervals}"""
 
 
 def report() -> Path:
@@ -171,7 +171,7 @@ def report() -> Path:
     for content in pages.kept("warm_start", "*-seed*.json"):
         found.setdefault(content["task"], []).append(content)
     command = " ".join(("python -m benchmarks.warm_start", *found))
-    lines = ["# Warm start", "", INTRODUCTION.format(command=command)]
+    lines = ["# Warm start", "", INTRODUCTION.format(command=command, intervals=pages.INTERVALS)]
     for task, runs in found.items():
         lines += ["", f"## {task}", "", *_section(runs)]
     lines += pages.origin("warm_start", next(iter(found.values()))[0])
@@ -190,7 +190,7 @@ def _section(runs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     holding = []
     for name in names:
-        rate = wilson(int(success[name].sum()), success[name].size)
+        rate = success_rate(success[name])
         share = calls[name] / calls[FULL]
         others = {other: success[other] for other in (FULL, cold[name]) if other not in (None, name)}
         changes = [paired_difference(before, success[name]) for before in others.values()]

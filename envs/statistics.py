@@ -6,11 +6,12 @@ Legend: S seeds (independently trained policies), E episodes of each. All interv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from policies.errors import ConfigError
 
@@ -69,6 +70,32 @@ def wilson(successes: int, n: int, *, confidence: float = 0.95) -> Interval:
     return Interval(p, low, high, confidence)
 
 
+def success_rate(successes: ArrayLike, *, confidence: float = 0.95) -> Interval:
+    """Return the success rate of `successes` (S, E) or (E,), true or false, with its interval.
+
+    Episodes of one seed are draws of one policy, and Wilson's interval is theirs. Those of several seeds are
+    not draws of one rate: the interval then is `bootstrap_mean`'s over seeds and episodes. It reaches as far
+    as Wilson's of all episodes at least, as resamples of episodes that nearly all ended alike hardly differ.
+
+    Raises:
+        ConfigError: If there is no episode, or values are neither true nor false.
+
+    Example:
+        >>> seeds = [[1] * count + [0] * (100 - count) for count in (42, 77, 90)]
+        >>> pooled, both = success_rate(sum(seeds, [])), success_rate(seeds)
+        >>> [round(100 * share) for share in (pooled.low, pooled.high, both.low, both.high)]
+        [64, 75, 44, 90]
+    """
+    values = np.atleast_2d(np.asarray(successes, np.float64))
+    if not np.isin(values, (0.0, 1.0)).all():
+        raise ConfigError("a success rate needs successes of 0 and 1, false and true.")
+    pooled = wilson(int(values.sum()), values.size, confidence=confidence)
+    if len(values) == 1:
+        return pooled
+    both = bootstrap_mean(values, confidence=confidence)
+    return Interval(pooled.value, min(pooled.low, both.low), max(pooled.high, both.high), confidence)
+
+
 def iqm(values: np.ndarray) -> float:
     """Return the interquartile mean: the mean without the lowest and highest quarter (rounded down)."""
     return float(_iqm_rows(np.asarray(values, np.float64).reshape(1, -1))[0])
@@ -122,10 +149,11 @@ def conditional_value_at_risk(
     num_resamples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """Return the mean of the worst `share` of `values` (E,), with a percentile bootstrap interval.
+    """Return the mean of the worst `share` of `values` (S, E) or (E,), with a percentile bootstrap interval.
 
-    The count of worst episodes is share E, rounded down, but at least 1. With few of them the interval is
-    too narrow: resamples contain nothing worse than the worst episode that was seen.
+    The worst are those of all seeds together, share S E of them, rounded down, but at least 1. Resamples draw
+    seeds and, inside them, episodes, as `bootstrap_mean` does. With few episodes the interval is too narrow:
+    resamples contain nothing worse than the worst episode that was seen.
 
     Raises:
         ConfigError: If the share is not in (0, 1], or the values are not finite.
@@ -133,15 +161,13 @@ def conditional_value_at_risk(
     Source:
         Rockafellar and Uryasev, Journal of Banking and Finance 26, 2002; used of returns in arXiv 2406.07541.
     """
-    values = np.asarray(values, np.float64)
-    point = float(_worst(values[None], share).mean())
-    rng = np.random.default_rng(seed)
-    tail, draws = (1 - confidence) / 2, []
-    for start in range(0, num_resamples, _BATCH):
-        rows = rng.integers(len(values), size=(min(_BATCH, num_resamples - start), len(values)))
-        draws.append(_worst(values[rows], share).mean(axis=1))
-    low, high = np.quantile(np.concatenate(draws), [tail, 1 - tail])
-    return Interval(point, float(low), float(high), confidence)
+    values = np.atleast_2d(np.asarray(values, np.float64))
+    point = float(_worst(values.reshape(1, -1), share).mean())
+    draws = [
+        _worst(drawn.reshape(len(drawn), -1), share).mean(axis=1)
+        for drawn in _resamples(values, num_resamples, seed)
+    ]
+    return _percentiles(point, np.concatenate(draws), confidence)
 
 
 def _worst(rows: np.ndarray, share: float) -> np.ndarray:
@@ -187,17 +213,27 @@ def _bootstrap(
     values = np.atleast_2d(np.asarray(values, np.float64))
     if values.ndim != 2 or values.size == 0 or not np.isfinite(values).all():
         raise ConfigError(f"a bootstrap needs finite values (S, E); got shape {values.shape}.")
+    draws = [statistic(drawn.mean(axis=2)) for drawn in _resamples(values, num_resamples, seed)]
+    point = float(statistic(values.mean(axis=1)[None])[0])
+    return _percentiles(point, np.concatenate(draws), confidence)
+
+
+def _resamples(values: np.ndarray, num_resamples: int, seed: int) -> Iterator[np.ndarray]:
+    """Yield resamples (R, S, E) of values (S, E): seeds drawn with replacement, and episodes inside each."""
     rng = np.random.default_rng(seed)
     num_seeds, num_episodes = values.shape
-    draws = []
     for start in range(0, num_resamples, _BATCH):
         size = (min(_BATCH, num_resamples - start), num_seeds)
         rows = rng.integers(num_seeds, size=size)
         columns = rng.integers(num_episodes, size=(*size, num_episodes))
-        draws.append(statistic(values[rows[:, :, None], columns].mean(axis=2)))
+        yield values[rows[:, :, None], columns]
+
+
+def _percentiles(point: float, draws: np.ndarray, confidence: float) -> Interval:
+    """Return the percentile interval of the draws (R,) of a statistic."""
     tail = (1 - confidence) / 2
-    low, high = np.quantile(np.concatenate(draws), [tail, 1 - tail])
-    return Interval(float(statistic(values.mean(axis=1)[None])[0]), float(low), float(high), confidence)
+    low, high = np.quantile(draws, [tail, 1 - tail])
+    return Interval(point, float(low), float(high), confidence)
 
 
 def _iqm_rows(rows: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ from burnish.pictures import learning_curves, run_colours
 from envs.comparison import format_interval
 from envs.evaluation import Evaluation
 from envs.evaluation_protocol import check_seeds
-from envs.statistics import bootstrap_iqm, conditional_value_at_risk, value_at_risk, wilson
+from envs.statistics import bootstrap_iqm, conditional_value_at_risk, success_rate, value_at_risk
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
 
 _log = logging.getLogger(__name__)
@@ -266,19 +266,18 @@ def _rows(name: str, summary: Mapping[str, Any]) -> Iterator[tuple[object, ...]]
 
 
 def _pooled(evaluations: Sequence[Evaluation]) -> Iterator[tuple[object, ...]]:
-    """Summarise several seeds: success and the worst tenth over all episodes, others over both."""
+    """Summarise several seeds; every interval is of the luck of seeds and of episodes."""
     values = np.stack([e.values("return") for e in evaluations])
     if "success" in evaluations[0].summary():
         success = np.stack([e.values("success") for e in evaluations])
-        interval = asdict(wilson(int(success.sum()), success.size))
-        yield "success", *format_interval("success", interval), success.size
+        yield "success", *format_interval("success", asdict(success_rate(success))), success.size
     if "d4rl_score" in evaluations[0].summary():
         scores = np.stack([e.d4rl_scores() for e in evaluations])
         yield "d4rl_score", *format_interval("d4rl_score", asdict(bootstrap_iqm(scores))), scores.size
     yield "return", *format_interval("return", asdict(bootstrap_iqm(values))), values.size
     worst = {"value": value_at_risk(values.flatten())}
     yield "return_var", *format_interval("return_var", worst), values.size
-    worst = asdict(conditional_value_at_risk(values.flatten()))
+    worst = asdict(conditional_value_at_risk(values))
     yield "return_cvar", *format_interval("return_cvar", worst), values.size
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from algos.state import RunDirectory
 from burnish import pictures
 from burnish.behaviour import describe_ways
 from burnish.commands.report import ReportConfig, grouped, report
+from envs.episodes import EpisodeRow
+from envs.evaluation import Evaluation
+from envs.statistics import success_rate
 
 
 def made(path: Path, algo: str, env: dict[str, Any] | None, seed: int = 0) -> RunDirectory:
@@ -93,6 +98,20 @@ def test_a_page_without_curves_says_what_was_not_logged(tmp_path: Path) -> None:
 def test_colours_of_runs_differ(number: int) -> None:
     colours = pictures.run_colours([f"run {index}" for index in range(number)])
     assert len({str(colour) for colour in colours.values()}) == number
+
+
+def test_runs_together_have_the_interval_of_their_seeds(tmp_path: Path) -> None:
+    task = {"name": "avoid", "options": {}, "success_rule": "arrives", "reference_scores": None}
+    runs = [made(tmp_path / str(seed), "ppo", {"name": "avoid"}, seed) for seed in range(3)]
+    for directory, count in zip(runs, (42, 77, 90), strict=True):
+        played = tuple(EpisodeRow(i, i, float(i < count), 9, i < count, True, False) for i in range(100))
+        evaluation = Evaluation(played, {"env": task, "episodes": 100})
+        directory.write_eval("step-1-abc", json.loads(evaluation.to_json()))
+    config = ReportConfig(run=[str(one.path) for one in runs], out=str(tmp_path / "page"), episodes=0)
+    page = report(config).read_text()
+    rate = success_rate(np.arange(100) < np.array([[42], [77], [90]]))
+    assert rate.high - rate.low > 0.4
+    assert "all runs" in page and f"{100 * rate.low:.1f} to {100 * rate.high:.1f} %" in page
 
 
 def test_ways_are_counted_among_successes() -> None:

@@ -15,6 +15,7 @@ from envs.statistics import (
     conditional_value_at_risk,
     iqm,
     paired_difference,
+    success_rate,
     value_at_risk,
     wilson,
 )
@@ -28,6 +29,28 @@ def test_wilson_equals_scipy(n: int, share: float, confidence: float) -> None:
     expected = binomtest(successes, n).proportion_ci(confidence, method="wilson")
     assert (interval.low, interval.high) == pytest.approx((expected.low, expected.high), abs=1e-9)
     assert 0 <= interval.low <= interval.value <= interval.high <= 1
+
+
+def _seeds(*counts: int) -> np.ndarray:
+    """Return successes (S, 100) of seeds that succeeded so often."""
+    return np.arange(100) < np.array(counts)[:, None]
+
+
+def test_the_success_of_one_seed_has_wilsons_interval() -> None:
+    assert success_rate(_seeds(42)) == success_rate(_seeds(42)[0]) == wilson(42, 100)
+
+
+def test_the_success_of_several_seeds_covers_the_luck_of_seeds() -> None:
+    rate, seeds = success_rate(_seeds(42, 77, 90)), bootstrap_mean(_seeds(42, 77, 90))
+    assert rate.value == pytest.approx(wilson(209, 300).value)
+    assert (rate.low, rate.high) == (seeds.low, seeds.high)
+    assert rate.low < 0.5 < wilson(209, 300).low, "a third of the policies succeeded in 42 %"
+
+
+@pytest.mark.parametrize("counts", [(100, 100, 100), (0, 0, 0), (99, 100, 100), (70, 70, 70)])
+def test_seeds_that_agree_are_no_surer_than_as_many_episodes_of_one(counts: tuple[int, ...]) -> None:
+    rate, pooled = success_rate(_seeds(*counts)), wilson(sum(counts), 300)
+    assert rate.low <= pooled.low <= rate.value <= pooled.high <= rate.high
 
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=40))
@@ -114,6 +137,14 @@ def test_the_interval_of_risk_is_that_of_episodes_drawn_again(confidence: float)
     assert (interval.low, interval.high) == pytest.approx((low, high), abs=0.03)
 
 
+def test_the_risk_of_several_seeds_covers_the_luck_of_seeds() -> None:
+    rng = np.random.default_rng(8)
+    values = rng.normal(size=(4, 100)) + np.array([[-3.0], [0.0], [0.0], [0.0]])
+    both, pooled = conditional_value_at_risk(values), conditional_value_at_risk(values.flatten())
+    assert both.value == pooled.value == np.sort(values, axis=None)[:40].mean()
+    assert both.half_width > 2 * pooled.half_width, "a seed that is drawn or not matters most"
+
+
 @given(st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=40), st.sampled_from([0.05, 0.1, 0.5, 1.0]))
 def test_risk_is_ordered_and_moves_with_the_values(values: list[float], share: float) -> None:
     array = np.array(values)
@@ -135,5 +166,9 @@ def test_senseless_input_is_refused() -> None:
         value_at_risk(np.zeros(3), 0.0)
     with pytest.raises(ConfigError, match="risk needs finite"):
         conditional_value_at_risk(np.array([1.0, np.nan]))
+    with pytest.raises(ConfigError, match="successes of 0 and 1"):
+        success_rate([0.5, 1.0])
+    with pytest.raises(ConfigError, match="n >= 1"):
+        success_rate(np.zeros((2, 0)))
     with pytest.raises(ConfigError, match="same episodes twice"):
         paired_difference(np.zeros(3), np.zeros(4))

@@ -256,9 +256,10 @@ def _measured(result: CompositionResult) -> Section:
     rows: list[tuple[str, ...]] = [("composition", "", *_headline(result.evaluation), "", "")]
     for name, weight in zip(result.members, result.policy.composition.weights, strict=True):
         comparison = result.comparisons[name]
-        verdict = "clearly different" if comparison.difference.excludes_zero else "within noise"
         numbers = _headline(result.members[name])
-        rows.append((name, *_numbers([weight]), *numbers, _shown(comparison, "difference"), verdict))
+        rows.append(
+            (name, *_numbers([weight]), *numbers, _shown(comparison, "difference"), comparison.verdict)
+        )
     head = ("policy", "weight", _quantity(result.evaluation), "95 %", "composition − this", "")
     return Section(f"Fresh episodes ({len(result.evaluation.rows)}, the same for all)", head, tuple(rows))
 

@@ -31,7 +31,7 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the interval lies on one side of zero: "clearly different"."""
+        """Whether the interval lies on one side of zero."""
         return self.low > 0 or self.high < 0
 
     @property

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from envs import evaluation_protocol
-from envs.comparison import compare, format_interval
+from envs.comparison import FEWEST_EPISODES, compare, format_interval
 from envs.episodes import EpisodeRow
 from envs.evaluation import Evaluation, evaluate
 from envs.evaluation_protocol import EvaluationSettings
 from envs.make import env
 from envs.spec import EnvConfig
+from envs.statistics import paired_difference
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.policy import Policy, PolicyConfig, build_policy
@@ -299,11 +300,33 @@ def test_success_is_compared_where_the_task_has_it() -> None:
 def test_a_comparison_says_in_one_sentence_what_it_found() -> None:
     few = compare(made([0, 1], [0, 0], rule="r"), made([0, 1], [0, 7], rule="r"))
     assert str(few) == (
-        "paired difference of success: 50.0 % (95 % interval 0.0 to 100.0 %) on 2 episodes: within noise."
+        "paired difference of success: 50.0 % (95 % interval 0.0 to 100.0 %) on 2 episodes: "
+        "too few episodes to tell."
     )
-    assert str(compare(made([0], [1.0]), made([0], [3.5]))).endswith(
-        "return: 2.50 (95 % interval 2.50 to 2.50) on 1 episodes: clearly different."
+    seeds = range(FEWEST_EPISODES)
+    one, other = made(seeds, [1.0] * len(seeds)), made(seeds, [3.5] * len(seeds))
+    assert str(compare(one, other)).endswith(
+        "return: 2.50 (95 % interval 2.50 to 2.50) on 20 episodes: clearly different."
     )
+    assert compare(one, one).verdict == "within noise"
+
+
+def test_a_verdict_takes_enough_episodes() -> None:
+    seeds = range(FEWEST_EPISODES - 1)
+    one, other = made(seeds, [1.0] * len(seeds)), made(seeds, [3.5] * len(seeds))
+    assert compare(one, other).difference.excludes_zero
+    assert compare(one, other).verdict == "too few episodes to tell"
+    assert compare([one, one], [other, other]).verdict == "clearly different", "those of all seeds count"
+
+
+@pytest.mark.parametrize(("episodes", "low", "high"), [(5, 0.1, 0.25), (FEWEST_EPISODES, 0.03, 0.09)])
+def test_equal_policies_differ_clearly_about_as_often_as_promised_from_enough_episodes(
+    episodes: int, low: float, high: float
+) -> None:
+    rng, trials = np.random.default_rng(9), 600
+    pairs = rng.normal(size=(trials, 2, episodes))
+    found = [paired_difference(*pair, num_resamples=400, seed=k) for k, pair in enumerate(pairs)]
+    assert low <= sum(one.excludes_zero for one in found) / trials <= high
 
 
 @pytest.mark.parametrize(

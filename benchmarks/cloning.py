@@ -123,11 +123,10 @@ def _shares(contents: Sequence[dict[str, Any]]) -> tuple[str, str]:
 def _origin(contents: Sequence[dict[str, Any]]) -> str:
     first = contents[0]["environment"]
     packages = ", ".join(f"{name} {first['packages'][name]}" for name in ("torch", "mujoco", "robosuite"))
-    commits = sorted({content["environment"]["commit"] for content in contents})
-    short = ", ".join(f"{commit[:7]}{' (with changes)' * commit.endswith('dirty')}" for commit in commits)
     return (
         f"Measured on {first['cpu_count']} CPU cores shared with other work, one thread; "
-        f"{packages}; commits {short}. The episodes are in `cloning/`."
+        f"{packages}; commits {pages.commits(contents)}. The episodes are in `cloning/`."
+        f"{pages.about_commits(contents)}"
     )
 
 

@@ -174,7 +174,7 @@ def report() -> Path:
             lines += [table.replace("## ", "#### ", 1) for table in content["tables"]]
     packages = found[0]["environment"]["packages"]
     lines += ["", f"Measured with torch {packages['torch']}, mujoco {packages['mujoco']}; commits "
-              f"{pages.commits(found)}."]  # fmt: skip
+              f"{pages.commits(found)}.{pages.about_commits(found)}"]  # fmt: skip
     path = RESULTS / "composition.md"
     path.write_text("\n".join(lines).rstrip() + "\n")
     return path

@@ -259,6 +259,7 @@ def _origin(contents: Sequence[dict[str, Any]]) -> str:
     return (
         f"Measured on {contents[0]['environment']['cpu_count']} shared CPU cores; {packages}; commits "
         f"{pages.commits(contents)}. The episodes are in `families/`."
+        f"{pages.about_commits(contents)}"
     )
 
 

@@ -229,12 +229,12 @@ def report(name: str) -> Path:
             lines += [_modes(algo, content) for content in runs]
     first = next(iter(found.values()))[0]["environment"]
     packages = ", ".join(f"{p} {first['packages'][p]}" for p in ("torch", "mujoco", "gymnasium"))
-    commits = sorted({c["environment"]["commit"] for runs in found.values() for c in runs})
-    short = ", ".join(f"{commit[:7]}{' (with changes)' * commit.endswith('dirty')}" for commit in commits)
+    everything = [content for runs in found.values() for content in runs]
     lines += [
         "",
-        f"Measured on {first['cpu_count']} shared CPU cores; {packages}; commits {short}. The "
-        f"episodes of every run are in `{name}/`.",
+        f"Measured on {first['cpu_count']} shared CPU cores; {packages}; commits "
+        f"{pages.commits(everything)}. The episodes of every run are in `{name}/`."
+        f"{pages.about_commits(everything)}",
     ]
     draw(name, found)
     path = RESULTS / f"{name}.md"

@@ -50,13 +50,21 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Return the commit of the checkout this code runs from (`-dirty` with local changes), if it is one."""
+    """Return the commit of the checkout this code runs from, if it is one.
+
+    Ends in `-dirty` with local changes, those of pages apart: studies write theirs while they run.
+    """
     here = Path(__file__).resolve().parents[1]
     if not (here / ".git").exists():
         return None
-    command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        commit = _git(here, "rev-parse", "HEAD")
+        changes = _git(here, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)docs")
     except (OSError, subprocess.SubprocessError):
         return None
-    return result.stdout.strip() or None
+    return f"{commit}-dirty" if changes else commit or None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()

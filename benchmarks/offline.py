@@ -96,16 +96,20 @@ def dataset_of(name: str, given: str | None, root: Path) -> Path:
     return path
 
 
+def experiment_of(data: str, base: str, algo: str) -> str:
+    """Return the experiment of an algorithm: to tune a base, or of the data, or else of the task."""
+    task, own = DATA[data].task, f"{data.replace('-', '_')}_{algo}"
+    if base:
+        return f"{task}_{algo}_tuning"
+    return own if own in experiments() else f"{task}_{algo}"
+
+
 def settings_of(data: str, base: str, algo: str, options: argparse.Namespace) -> list[str]:
     """Return the overrides that choose an algorithm by its published settings, or by those for tuning."""
-    task, own = DATA[data].task, f"{data.replace('-', '_')}_{algo}"
     if algo == "bc":
-        return [f"env={task}", *PLAIN, f"algo.steps={(options.steps or STEPS) // 2}"]
-    name, steps = (
-        (f"{task}_{algo}_tuning", options.steps)
-        if base
-        else (own if own in experiments() else f"{task}_{algo}", options.steps or STEPS)
-    )
+        return [f"env={DATA[data].task}", *PLAIN, f"algo.steps={(options.steps or STEPS) // 2}"]
+    name = experiment_of(data, base, algo)
+    steps = options.steps if base else options.steps or STEPS
     more = [] if steps is None else [f"algo.steps={steps}"]
     more += [] if options.autocast is None else [f"algo.autocast={options.autocast}"]
     return [f"experiment={name}", *more, *options.set]
@@ -272,11 +276,12 @@ def section(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
     ]  # fmt: skip
     for algo, runs in found.items():
         lines += rows_of(algo, runs)
-    lines += asked_for(found)
+    lines += asked_for(found) + by_others(name, found)
     commits = pages.commits(run for runs in found.values() for run in runs)
     draw(name, found)
     picture = f"![evaluations on the way](offline-{name}.png)"
-    return [*lines, "", picture, "", f"Commits {commits}; the episodes are in `offline/`."]
+    about = pages.about_commits(run for runs in found.values() for run in runs)
+    return [*lines, "", picture, "", f"Commits {commits}; the episodes are in `offline/`.{about}"]
 
 
 def asked_for(found: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -294,6 +299,17 @@ def asked_for(found: dict[str, list[dict[str, Any]]]) -> list[str]:
         if others:
             said.append(f"{algo} with {' or '.join(others)}")
     return ["", f"Beside the settings of the experiments: {'; '.join(said)}."] if said else []
+
+
+def by_others(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Say which algorithms were measured with another experiment than the study would take today."""
+    said = []
+    for algo, runs in found.items():
+        base, _, tuner = algo.rpartition("+")
+        today = f"experiment={experiment_of(name, base, tuner)}"
+        used = {one for run in runs for one in run["settings"] if one.startswith("experiment=")} - {today}
+        said += [f"{algo} was measured with `{one}`, not with `{today}`" for one in sorted(used)]
+    return ["", f"{'; '.join(said)}."] if said else []
 
 
 def _code(overrides: set[str]) -> str:

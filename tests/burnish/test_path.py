@@ -220,6 +220,17 @@ def test_an_export_knows_what_the_task_of_its_policy_says(base: Run) -> None:
     assert (facts.action_low, facts.action_high) == (spec.action_low, spec.action_high)
 
 
+def test_a_policy_that_is_saved_anew_still_knows_its_task(
+    base: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = burnish.load_policy(base)
+    saved = burnish.save_policy(policy, tmp_path / "saved")
+    assert surroundings_of(locate(saved)) == surroundings_of(locate(base.path)) and not caplog.records
+    burnish.save_policy(policy, saved, provenance={})
+    assert surroundings_of(locate(saved)).action_low is None
+    assert "knows no limits" in caplog.text and "or saved without its provenance" in caplog.text
+
+
 @pytest.mark.parametrize("which", ["base", "tuned"])
 def test_resuming_continues_bit_exactly(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     run: Run = request.getfixturevalue(which)

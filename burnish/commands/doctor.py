@@ -20,6 +20,7 @@ import burnish
 from burnish.console import output, table
 from envs.make import SECOND_STEP, second_command
 from envs.rendering import gl_backends, has_library
+from policies.errors import ConfigError
 
 OURS = ("burnish", "policies", "algos", "envs", "configs", "assets")
 GL_BACKENDS = ("egl", "osmesa", "glfw")
@@ -110,7 +111,10 @@ def _parts() -> Iterator[Finding]:
     from burnish.config import GROUPS, scan_parts
     from policies import registry
 
-    scan_parts()
+    try:
+        scan_parts()
+    except ConfigError as error:  # of a plug-in; the parts of this project are there
+        yield Finding("plug-ins", False, str(error), True)
     counts = ", ".join(f"{len(registry.parts(group))} {group}" for group in GROUPS)
     yield Finding("parts", all(registry.parts(group) for group in GROUPS), counts, True)
 

@@ -314,8 +314,11 @@ def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> Tran
     dataset, advice = setup.dataset, "Use a dataset of the same task."
     require_fit("the policy", policy, dataset.source, dataset, advice=advice)
     if setup.env is not None:
+        spec = setup.env.spec
+        if setup.init is not None:  # a new policy is made for this task, which has been compared
+            require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
         _require_ends(dataset, setup.env)
-        dataset = clipped_actions(dataset, box_of(dataset, setup.env.spec))
+        dataset = clipped_actions(dataset, box_of(dataset, spec))
     rewarding = Rewarding(config.gamma, config.reward_scale, config.reward_shift)
     return tabulate(dataset.to(setup.device), policy, rewarding)
 

@@ -208,8 +208,8 @@ class _Pickler(pickle.Pickler):
     """Sends tensors as arrays, whose memory travels outside of the pickle stream.
 
     Raises:
-        pickle.PicklingError: If something is defined in the main script or a notebook, which is no module that
-            a worker could import.
+        pickle.PicklingError: If something is defined in the main script or a notebook, which workers cannot
+            import.
     """
 
     def reducer_override(self, obj: Any) -> Any:

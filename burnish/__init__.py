@@ -21,6 +21,8 @@ import importlib
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+from burnish.own_packages import require_own_packages
+
 if TYPE_CHECKING:
     from burnish.api import (
         clone,
@@ -82,9 +84,14 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its home on first use."""
+    """Import a public name from its home on first use.
+
+    Raises:
+        ImportError: If another project's package hides one of ours; see `burnish.own_packages`.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module 'burnish' has no attribute '{name}'")
+    require_own_packages()
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

@@ -404,13 +404,17 @@ def test_objects_where_a_path_or_a_name_is_asked_for_are_refused(base: Run, demo
     for command in (burnish.evaluate, burnish.export):
         with pytest.raises(ConfigError, match=r"policy= must be text, a path.*burnish\.save_policy"):
             command(policy)
-    with pytest.raises(ConfigError, match=r"init= must .* got an object DenoisingPolicy.*burnish\.save_policy"):
+    with pytest.raises(
+        ConfigError, match=r"init= must .* got an object DenoisingPolicy.*burnish\.save_policy"
+    ):
         burnish.train(algo="dppo", init=policy)
-    with pytest.raises(ConfigError, match=r"dataset= must .* got an object EpisodeDataset.*file or the folder"):
+    with pytest.raises(
+        ConfigError, match=r"dataset= must .* got an object EpisodeDataset.*file or the folder"
+    ):
         burnish.clone(read_dataset(demonstrations))
     with pytest.raises(ConfigError, match=r"env= must .* got an object Avoid.* name of a part"):
         burnish.evaluate(base, env=Avoid())
-    with pytest.raises(ConfigError, match="compose= must .* got an object object"):
+    with pytest.raises(ConfigError, match=r"compose= must .* got an object object"):
         burnish.compose([base, object()])
 
 

@@ -208,7 +208,7 @@ class OffPolicyRun:
         found = means.read()
         spent = {f"time/{what}_s": value for what, value in seconds.items()}
         spent["time/env_steps_per_s"] = (self.progress - before) / sum(seconds.values())
-        return found | _summary(episodes) | {"replay/rows": float(len(self.replay))} | spent
+        return found | _summary(episodes, self.pool.env) | {"replay/rows": float(len(self.replay))} | spent
 
     def _collect(self) -> Rollout:
         """Execute chunks in all environments and remember them."""
@@ -344,11 +344,12 @@ def _require_ends(dataset: EpisodeDataset, env: EnvConfig) -> None:
         )  # fmt: skip
 
 
-def _summary(rows: list[EpisodeRow]) -> Metrics:
-    """Summarise the episodes that ended; returns and the like only where some did."""
+def _summary(rows: list[EpisodeRow], env: EnvConfig) -> Metrics:
+    """Summarise the episodes that ended, where some did; success only where the task has a rule of it."""
     metrics: Metrics = {"rollout/episodes": float(len(rows))}
     if rows:
         metrics["rollout/return"] = sum(row.return_ for row in rows) / len(rows)
-        metrics["rollout/success"] = sum(float(row.success) for row in rows) / len(rows)
         metrics["rollout/episode_length"] = sum(float(row.length) for row in rows) / len(rows)
+    if rows and env.spec.success_rule:
+        metrics["rollout/success"] = sum(float(row.success) for row in rows) / len(rows)
     return metrics

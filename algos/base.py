@@ -42,6 +42,11 @@ class Setup:
     num_threads: int | None = None  # see `threads`; None: the algorithm's own default
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
+    def __post_init__(self) -> None:
+        """Let go of where `init` came from: it is not where what is trained from it comes from."""
+        if isinstance(self.init, Policy):  # methods also take other modules that answer to a protocol
+            self.init = self.init.without_provenance()
+
     def threads(self, default: int) -> int:
         """Return the threads of an algorithm that takes `default` unless told otherwise.
 

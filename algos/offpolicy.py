@@ -208,7 +208,7 @@ class OffPolicyRun:
         found = means.read()
         spent = {f"time/{what}_s": value for what, value in seconds.items()}
         spent["time/env_steps_per_s"] = (self.progress - before) / sum(seconds.values())
-        return found | _summary(episodes) | {"replay/rows": float(len(self.replay))} | spent
+        return found | _summary(episodes, self.pool.env) | {"replay/rows": float(len(self.replay))} | spent
 
     def _collect(self) -> Rollout:
         """Execute chunks in all environments and remember them."""
@@ -314,8 +314,11 @@ def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> Tran
     dataset, advice = setup.dataset, "Use a dataset of the same task."
     require_fit("the policy", policy, dataset.source, dataset, advice=advice)
     if setup.env is not None:
+        spec = setup.env.spec
+        if setup.init is not None:  # a new policy is made for this task, which has been compared
+            require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
         _require_ends(dataset, setup.env)
-        dataset = clipped_actions(dataset, box_of(dataset, setup.env.spec))
+        dataset = clipped_actions(dataset, box_of(dataset, spec))
     rewarding = Rewarding(config.gamma, config.reward_scale, config.reward_shift)
     return tabulate(dataset.to(setup.device), policy, rewarding)
 
@@ -341,11 +344,12 @@ def _require_ends(dataset: EpisodeDataset, env: EnvConfig) -> None:
         )  # fmt: skip
 
 
-def _summary(rows: list[EpisodeRow]) -> Metrics:
-    """Summarise the episodes that ended; returns and the like only where some did."""
+def _summary(rows: list[EpisodeRow], env: EnvConfig) -> Metrics:
+    """Summarise the episodes that ended, where some did; success only where the task has a rule of it."""
     metrics: Metrics = {"rollout/episodes": float(len(rows))}
     if rows:
         metrics["rollout/return"] = sum(row.return_ for row in rows) / len(rows)
-        metrics["rollout/success"] = sum(float(row.success) for row in rows) / len(rows)
         metrics["rollout/episode_length"] = sum(float(row.length) for row in rows) / len(rows)
+    if rows and env.spec.success_rule:
+        metrics["rollout/success"] = sum(float(row.success) for row in rows) / len(rows)
     return metrics

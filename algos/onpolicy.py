@@ -19,6 +19,7 @@ from algos.scratch import RunningMoments
 from algos.surrogate import GeneratorDraws, PpoLearner
 from envs.fit import require_fit
 from envs.rollout import Rollout, RolloutPool
+from envs.spec import EnvConfig
 from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.registry import name_of
@@ -205,7 +206,7 @@ class OnPolicy:
         experience = self.appraise(rollout, self.policy, self.learner.critic, self.scaler)
         metrics: Metrics = dict(self.learner.update(experience, iteration=self.iteration, draws=self.draws))
         self._warned = self._warned or warn_of_saturation(float(metrics["policy/saturated_fraction"]))
-        metrics |= rollout_metrics(rollout, experience)
+        metrics |= rollout_metrics(rollout, experience, self.pool.env)
         self._adapt(rollout)
         self.iteration += 1
         executed = int(rollout.length.sum())
@@ -285,17 +286,21 @@ class OnPolicy:
         self.learner.close()
 
 
-def rollout_metrics(rollout: Rollout, experience: Experience) -> Metrics:
-    """Summarise the episodes that ended during an iteration; NaN where none did."""
+def rollout_metrics(rollout: Rollout, experience: Experience, env: EnvConfig) -> Metrics:
+    """Summarise the episodes that ended during an iteration; NaN where none did.
+
+    A task without a rule of success has no `rollout/success`.
+    """
     rows = rollout.episodes
     metrics: Metrics = {
         "rollout/episodes": float(len(rows)),
         "rollout/return": _mean([row.return_ for row in rows]),
-        "rollout/success": _mean([float(row.success) for row in rows]),
         "rollout/episode_length": _mean([float(row.length) for row in rows]),
         "rollout/chunk_reward": rollout.rewards.sum(dim=-1).mean(),
         "value/explained_variance": explained_variance(experience.value, experience.target),
     }
+    if env.spec.success_rule:
+        metrics["rollout/success"] = _mean([float(row.success) for row in rows])
     return metrics
 
 

@@ -6,7 +6,7 @@ The whole path::
 
     demos = burnish.collect(env="avoid", episodes=50, out="avoid.hdf5")
     base = burnish.clone(demos, env="avoid")
-    tuned = burnish.train(algo="dppo", env="avoid", init=base)
+    tuned = burnish.train("experiment=avoid_dppo", init=base)
     print(burnish.evaluate(tuned, versus=base).comparison)
     burnish.report(tuned)
     burnish.export(tuned, out="exported")
@@ -20,6 +20,8 @@ from __future__ import annotations
 import importlib
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
+
+from burnish.own_packages import require_own_packages
 
 if TYPE_CHECKING:
     from burnish.api import (
@@ -82,9 +84,14 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its home on first use."""
+    """Import a public name from its home on first use.
+
+    Raises:
+        ImportError: If another project's package hides one of ours; see `burnish.own_packages`.
+    """
     if name not in _HOMES:
         raise AttributeError(f"module 'burnish' has no attribute '{name}'")
+    require_own_packages()
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

@@ -54,13 +54,17 @@ class Run:
 
 
 def overrides_of(overrides: tuple[str, ...], values: dict[str, Any]) -> list[str]:
-    """Write keyword values as overrides; a dict sets the keys below its name."""
+    """Write keyword values as overrides; a dict sets the keys below its name.
+
+    Raises:
+        ConfigError: If a value is an object that has no place on a command line.
+    """
     written = list(overrides)
     for key, value in values.items():
         if isinstance(value, dict):
             written += overrides_of((), {f"{key}.{inner}": item for inner, item in value.items()})
         else:
-            written.append(f"{key}={quoted(value)}")
+            written.append(f"{key}={quoted(value, key)}")
     return written
 
 

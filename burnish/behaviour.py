@@ -15,6 +15,7 @@ from burnish.locate import Located, locate
 from burnish.pictures import film_strip, to_png
 from envs.episodes import EpisodeRow
 from envs.evaluation_protocol import EvaluationSettings
+from policies.errors import CapabilityError
 
 FRAMES = 24  # of a film strip, before it is thinned out
 
@@ -78,6 +79,7 @@ def draw_behaviour(env: Any, played: Mapping[str, Sequence[EpisodeRow]]) -> tupl
     """Return a trajectory plot where the task has one, else a film strip of one episode, and its caption.
 
     Raises:
+        CapabilityError: If the task draws nothing.
         MissingExtraError: If a film strip is needed and there is no GL stack.
     """
     if hasattr(env, "figure"):
@@ -86,6 +88,10 @@ def draw_behaviour(env: Any, played: Mapping[str, Sequence[EpisodeRow]]) -> tupl
             for title, rows in played.items()
         }
         return to_png(env.figure(panels)), f"Episodes on {env.spec.name}, all from the same starts."
+    if not hasattr(env, "render_frames"):
+        raise CapabilityError(
+            f"env={env.spec.name} draws nothing; give it figure(panels) or render_frames(seed, actions)."
+        )
     row = list(played.values())[-1][0]
     caption = describe_episode(row, env.spec.name)
     frames = env.render_frames(row.seed, row.actions, every=max(row.length // FRAMES, 1))

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from burnish.commands import COMMANDS
+from burnish.own_packages import require_own_packages
 
 _THREAD_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
 """Waiting threads cost far more than they bring on small networks; set before anything numeric loads.
@@ -71,6 +72,11 @@ def _dispatch(name: str, arguments: list[str]) -> int:
         choices = f"choose one of: {', '.join(COMMANDS)}"
         problem = listed(f"unknown command '{name}'", closest(name, COMMANDS), choices)
         sys.stderr.write(f"burnish: error: {problem}\n")
+        return 2
+    try:
+        require_own_packages()
+    except ImportError as error:
+        sys.stderr.write(f"burnish: error: {error}\n")
         return 2
     from burnish.app import complain, run_app, wants_traceback
     from burnish.explain import USER_ERRORS

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import textwrap
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib import resources
 from typing import Any, NoReturn
@@ -108,8 +109,16 @@ def keys_of(command: str) -> tuple[str, ...]:
     return (*names, *(group for group in groups_of(command) if group not in names))
 
 
-def quoted(value: Any) -> str:
-    """Write a value in Hydra's grammar; numbers and arrays of numpy and torch as plain ones."""
+def quoted(value: Any, key: str = "") -> str:
+    """Write a value in Hydra's grammar; numbers and arrays of numpy and torch as plain ones.
+
+    Args:
+        value: Text, path, number, truth value, None, or lists and dicts of these.
+        key: What it is the value of, for errors.
+
+    Raises:
+        ConfigError: If it is anything else, such as a policy that was loaded.
+    """
     if hasattr(value, "tolist"):
         value = value.tolist()
     if value is None:
@@ -119,11 +128,29 @@ def quoted(value: Any) -> str:
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, (list, tuple)):
-        return f"[{','.join(map(quoted, value))}]"
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(value))  # no interpolation
+        return f"[{','.join(quoted(one, key) for one in value)}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{name}:{quoted(one, key)}' for name, one in value.items())}}}"
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigError(_refused_object(key, value))
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", str(os.fspath(value)))  # no interpolation
     text = re.sub(r"(\\*)'", r"\1\1\\'", text)
     text = re.sub(r"(\\+)$", r"\1\1", text)  # in front of a quote only, a backslash counts twice
     return f"'{text}'"
+
+
+def _refused_object(key: str, value: Any) -> str:
+    """Say what is given instead of an object of Python."""
+    wanted, kind = "text, a path, a number, or a list of these", type(value).__name__
+    given = f"{key or 'a key'}= must be {wanted}; got an object {kind}."
+    names = {cls.__name__ for cls in type(value).__mro__}
+    if "Policy" in names:
+        return f"{given} Give a run or a directory; burnish.save_policy writes one."
+    if "EpisodeDataset" in names:
+        return f"{given} Give the file or the folder that it was read from."
+    if is_dataclass(value):
+        return f"{given} Give the name of a part, and its keys as '{key}.<key>'."
+    return f"{given} Give what the command line takes."
 
 
 def _unknown_option(command: str, option: str, arguments: Sequence[str]) -> str:

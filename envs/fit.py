@@ -6,11 +6,20 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from envs.datasets.goals import with_goals_in_states
+from envs.datasets.recorded_task import recorded_spec, recorded_task
+from envs.spec import EnvSpec
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:
     from envs.datasets.episodes import EpisodeDataset
-    from envs.spec import EnvConfig, EnvSpec
+    from envs.spec import EnvConfig
+
+_MEANINGS = {
+    "obs_names": "what observations are",
+    "action_names": "what actions are",
+    "control_hz": "the control rate in Hz",
+}
+"""What an option of a task may change without a change of widths."""
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +62,8 @@ def _require_goals(spec: EnvSpec, dataset: EpisodeDataset) -> None:
 def require_fit(name: str, thing: Any, other_name: str, other: Any, *, advice: str) -> None:
     """Refuse two things whose observations, actions or goals differ in width, before any work starts.
 
-    A width that one of them does not have (the goals of a dataset) is not compared.
+    A width that one of them does not have (the goals of a dataset) is not compared. A warning tells of a
+    dataset that was recorded in another task than the one that is given, of the same widths.
 
     Args:
         name: What messages call `thing`, e.g. `env=hopper`.
@@ -72,6 +82,37 @@ def require_fit(name: str, thing: Any, other_name: str, other: Any, *, advice: s
                 f"{name} has {what} width {width}, but {other_name} has {what} width {other_width}. {advice}"
             )
     _require_images(name, thing, other_name, other, advice)
+    if isinstance(thing, EnvSpec) and hasattr(other, "meta"):
+        _warn_of_another_task(name, thing, other_name, other.meta)
+
+
+def _warn_of_another_task(name: str, spec: EnvSpec, dataset_name: str, meta: Any) -> None:
+    """Warn where a dataset says that it is of another task, or of one whose numbers mean something else."""
+    found = recorded_task(meta)
+    if found is None:
+        return
+    recorded, options = found
+    if recorded != spec.name:
+        _log.warning(
+            "%s was recorded in env=%s, not in %s; widths alone agree.", dataset_name, recorded, name
+        )
+        return
+    then = None if options is None else recorded_spec(recorded, options)
+    for key, meaning in {} if then is None else _MEANINGS.items():
+        mine, other = getattr(spec, key), getattr(then, key)
+        if mine != other and (key == "control_hz" or len(mine) == len(other)):
+            mine, other = (mine, other) if key == "control_hz" else _first_unlike(mine, other)
+            _log.warning(
+                "%s was recorded in env=%s with other options: %s differs, %s there and %s here. Give the "
+                "options that it was recorded with (burnish data inspect tells them).",
+                *(dataset_name, recorded, meaning, other, mine),
+            )
+
+
+def _first_unlike(one: tuple[str, ...], other: tuple[str, ...]) -> tuple[str, str]:
+    """Return the first pair of entries that differ, quoted."""
+    pair = next(pair for pair in zip(one, other, strict=True) if pair[0] != pair[1])
+    return f"'{pair[0]}'", f"'{pair[1]}'"
 
 
 def _require_images(name: str, policy: Any, dataset_name: str, dataset: Any, advice: str) -> None:

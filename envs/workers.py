@@ -17,6 +17,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -167,8 +168,8 @@ class ProcessWorkers:
             send(self._children[index].link, message)
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise WorkerError(
-                f"what is sent to worker {index} cannot be pickled ({error}). Define it at the top level of "
-                "an importable module, or use num_workers=0."
+                f"what is sent to worker {index} cannot be pickled ({error}). Put it at the top level of "
+                "a module that can be imported, or use num_workers=0."
             ) from error
         except OSError:
             raise self._died(index) from None
@@ -204,9 +205,16 @@ class ProcessWorkers:
 
 
 class _Pickler(pickle.Pickler):
-    """Sends tensors as arrays, whose memory travels outside of the pickle stream."""
+    """Sends tensors as arrays, whose memory travels outside of the pickle stream.
+
+    Raises:
+        pickle.PicklingError: If something is defined in the main script or a notebook, which workers cannot
+            import.
+    """
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, FunctionType)) and obj.__module__ == "__main__":
+            raise pickle.PicklingError(f"{obj.__qualname__} is defined in the main script or in a notebook")
         plain = type(obj) in (Tensor, Parameter) and obj.device.type == "cpu" and obj.is_leaf
         if not plain or obj.dtype not in _NUMPY_TYPES or obj.layout is not torch.strided:
             return NotImplemented

@@ -122,7 +122,7 @@ def export_policy(
         tolerance: Largest difference allowed, see `ExportReport`.
         seed: Seed of the random inputs.
         overwrite: Replace the files of an export in a directory that is not empty.
-        surroundings: Facts about the task for the signature.
+        surroundings: Facts about the task for the signature; None: where the policy comes from, if it knows.
 
     Raises:
         MissingExtraError: If onnx or onnxruntime are not installed.
@@ -134,7 +134,8 @@ def export_policy(
     refuse_to_replace(directory, overwrite=overwrite)
     model = SampledPolicy(policy.clone().float().cpu().eval())
     target = Path(directory)
-    facts = signature(model.policy, surroundings or Surroundings(), kind=format, graph=graph)
+    around = Surroundings(provenance=policy.provenance) if surroundings is None else surroundings
+    facts = signature(model.policy, around, kind=format, graph=graph)
     with draft_of(target) as draft:
         write_signature(draft, facts)
         written = write(_Job(model, draft, batch_sizes, tolerance, seed))

@@ -110,7 +110,8 @@ def save_policy(
     Args:
         policy: The policy, with the sampler it should be run with.
         directory: Where to; an existing policy directory is replaced.
-        provenance: Facts for the model card (task, algorithm, dataset, versions, results); JSON types.
+        provenance: Facts for the model card (task, algorithm, dataset, versions, results); JSON types. None:
+            those of the directory that the policy was loaded from, if it was.
 
     Raises:
         CheckpointError: If `directory` exists and is not a policy directory, or if the policy could not be
@@ -121,7 +122,8 @@ def save_policy(
         target = target.resolve()  # what the link leads to is replaced, not the link
     if target.exists() and not _may_be_replaced(target):
         raise CheckpointError(f"{target} exists and is not a policy directory; choose another place.")
-    description, state = _as_json(describe(policy, provenance)), _weights_of(policy)
+    facts = policy.provenance if provenance is None else provenance
+    description, state = _as_json(describe(policy, facts)), _weights_of(policy)
     target.parent.mkdir(parents=True, exist_ok=True)
     aside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
     aside.mkdir()
@@ -246,6 +248,7 @@ def load_policy(directory: str | Path) -> Policy:
     _check_names(policy, shapes, home / WEIGHTS)
     _load_weights(policy, home / WEIGHTS)
     _check_checksums(home)
+    policy.provenance = data.get("provenance", {})
     return policy.eval()
 
 

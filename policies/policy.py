@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -83,6 +84,8 @@ class Policy(nn.Module):
     """
 
     noise_sensitive = True
+    provenance: Mapping[str, Any] = MappingProxyType({})
+    """Facts of the directory that it was loaded from (task, algorithm, data); views and copies keep them."""
     can_drop_goals: ClassVar[bool] = False
 
     def __init__(
@@ -250,6 +253,12 @@ class Policy(nn.Module):
         view = self._view()
         view.config = replace(self.config, act_steps=act_steps)
         view.chunk = replace(self.chunk, act_steps=act_steps)
+        return view
+
+    def without_provenance(self) -> Self:
+        """Return a view of unknown origin: what is learned from it is another policy."""
+        view = self._view()
+        view.provenance = {}
         return view
 
     def on_cpu(self) -> Self:

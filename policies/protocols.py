@@ -53,13 +53,15 @@ class ChunkSpec:
 
     def __post_init__(self) -> None:
         """Check that the executed rows exist."""
-        for name in ("action_dim", "horizon", "act_steps", "obs_steps"):
+        if self.action_dim < 1:
+            raise ConfigError(f"the width of actions must be at least 1; got {self.action_dim}.")
+        for name in ("horizon", "act_steps", "obs_steps"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"chunk.{name} must be at least 1; got {getattr(self, name)}.")
+                raise ConfigError(f"policy.{name} must be at least 1; got {getattr(self, name)}.")
         if not 0 <= self.action_start <= self.horizon - self.act_steps:
             raise ConfigError(
-                f"chunk.action_start + chunk.act_steps must fit into chunk.horizon={self.horizon}; got "
-                f"{self.action_start} + {self.act_steps}. Lower chunk.act_steps or raise chunk.horizon."
+                f"policy.action_start + policy.act_steps must fit into policy.horizon={self.horizon}; got "
+                f"{self.action_start} + {self.act_steps}. Lower policy.act_steps or raise policy.horizon."
             )
 
     @property

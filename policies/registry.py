@@ -18,7 +18,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -124,6 +124,21 @@ def scan_policies() -> None:
 
 
 def load_plugins() -> None:
-    """Import the modules that other distributions announce in the `burnish.plugins` entry points."""
+    """Import the modules that other distributions announce in the `burnish.plugins` entry points.
+
+    Raises:
+        ConfigError: If one cannot be imported, after all others are; names its distribution.
+    """
+    broken: list[tuple[EntryPoint, Exception]] = []
     for entry in entry_points(group=PLUGIN_GROUP):
-        entry.load()
+        try:
+            entry.load()
+        except Exception as error:  # a module of somebody else may raise anything
+            broken.append((entry, error))
+    for entry, cause in broken:
+        name = "an unknown distribution" if entry.dist is None else entry.dist.name
+        reason = str(cause).strip().rstrip(".") or "no reason given"
+        raise ConfigError(
+            f"the plug-in '{entry.name}' ({entry.value}) of {name} cannot be imported: "
+            f"{type(cause).__name__}: {reason}. Repair it, or: pip uninstall {name}."
+        ) from cause

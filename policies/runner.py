@@ -327,14 +327,15 @@ class Runner:
         self._history.reset()
         self.track.reset()
 
-    def act(self, newest: Mapping[str, Any], *, noise: Array | None = None) -> Array:
+    def act(self, newest: Mapping[str, Any] | Array, *, noise: Array | None = None) -> Array:
         """Return the next command (Da,), within the limits; decide where the plan is used up.
 
         Args:
-            newest: What is seen now: `observation` (Do,), images (H, W, 3) by camera, `goal` (Dg,).
+            newest: What is seen now: `observation` (Do,), images (H, W, 3) by camera, `goal` (Dg,); or the
+                observation alone.
             noise: Of a decision, without its batch; None: drawn.
         """
-        self.see(newest)
+        self.see(newest if isinstance(newest, Mapping) else {"observation": newest})
         if self.track.is_due:
             self.track.begin()
             self.track.deliver(self.plan(noise=noise))

@@ -230,7 +230,7 @@ def test_an_episode_of_another_width(shell: Shell) -> None:
         ("datset=x.hdf5", "unknown key 'datset'", "Did you mean 'dataset'?"),
         ("algo=bcc", "unknown option algo=bcc", "Did you mean 'bc'? Choose one of: "),
         ("algo.lr=fast", "algo.lr: Value 'fast'", "converted to Float"),
-        ("policy.horizon=0", "chunk.horizon must be at least 1", "got 0"),
+        ("policy.horizon=0", "policy.horizon must be at least 1", "got 0"),
     ],
 )
 def test_an_unknown_key_or_value(argument: str, what: str, hint: str, shell: Shell) -> None:

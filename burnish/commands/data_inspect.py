@@ -18,7 +18,7 @@ from burnish.locate import check_folder_to_write
 from envs.datasets import EpisodeDataset, fitting_options, read_dataset
 from envs.datasets import measures as measure
 from envs.datasets.catalogue import find_dataset
-from envs.datasets.minari_tasks import task_of
+from envs.datasets.recorded_task import describe_task
 from envs.datasets.schema import KeyFacts, describe_file, size_of
 from envs.datasets.scores import normalized_score, reference
 from envs.evaluation_protocol import check_seeds
@@ -127,7 +127,7 @@ def describe(data: EpisodeDataset, task: str | None = None) -> dict[str, Any]:
     ends = {key: int(getattr(data, key)[last].sum()) for key in ("terminated", "truncated")}
     facts: dict[str, Any] = {
         "format": data.meta.get("format"),
-        "env": task_of(data.meta.get("env_spec"), data.obs_dim, data.action_dim),
+        "env": describe_task(data.meta, data.obs_dim, data.action_dim),
         "digest": data.digest(),
         "episodes": data.num_episodes,
         "frames": data.num_frames,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 import subprocess
@@ -18,10 +17,11 @@ from packaging.requirements import Requirement
 
 import burnish
 from burnish.console import output, table
+from burnish.own_packages import found_packages
 from envs.make import SECOND_STEP, second_command
 from envs.rendering import gl_backends, has_library
+from policies.errors import ConfigError
 
-OURS = ("burnish", "policies", "algos", "envs", "configs", "assets")
 GL_BACKENDS = ("egl", "osmesa", "glfw")
 GL_LIBRARIES = {"egl": ("EGL", "Debian: libegl1"), "osmesa": ("OSMesa", "Debian: libosmesa6")}
 GL_TIMEOUT_S = 120
@@ -94,23 +94,18 @@ def _threads() -> Iterator[Finding]:
 
 def _ours() -> Iterator[Finding]:
     """Check that the top-level packages are this project's and not others of the same name."""
-    home = Path(burnish.__file__).resolve().parents[1]
-    for name in OURS[1:]:
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.origin is None:
-            yield Finding(f"package {name}", False, "missing: install burnish again", True)
-            continue
-        found = Path(spec.origin).resolve().parent
-        good = found == home / name
-        other = f"{found} hides ours ({home / name}); rename or remove it, or change the import path"
-        yield Finding(f"package {name}", good, str(found) if good else other, True)
+    for name, is_ours, detail in found_packages():
+        yield Finding(f"package {name}", is_ours, detail, True)
 
 
 def _parts() -> Iterator[Finding]:
     from burnish.config import GROUPS, scan_parts
     from policies import registry
 
-    scan_parts()
+    try:
+        scan_parts()
+    except ConfigError as error:  # of a plug-in; the parts of this project are there
+        yield Finding("plug-ins", False, str(error), True)
     counts = ", ".join(f"{len(registry.parts(group))} {group}" for group in GROUPS)
     yield Finding("parts", all(registry.parts(group) for group in GROUPS), counts, True)
 

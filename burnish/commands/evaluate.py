@@ -170,7 +170,7 @@ def task_of(found: Located, remedy: str = "") -> Any:
     if not isinstance(description, Mapping):
         raise ConfigError(
             f"the policy {found.path} does not say which task it was made for: it was trained without "
-            f"env=<name>.{remedy}"
+            f"env=<name>, or saved without its provenance.{remedy}"
         )
     return restore_part("env", description)
 

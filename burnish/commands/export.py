@@ -81,12 +81,12 @@ def export(config: ExportConfig) -> ExportReport:
 def surroundings_of(found: Located) -> Surroundings:
     """Return what the task that a policy was made for says about its observations and actions.
 
-    A policy that does not name a task known here is exported without these facts.
+    A policy that does not name a task known here is exported without these facts, with a warning.
     """
     try:
         spec = task_of(found).spec
     except ConfigError as error:
-        _log.info("the signature does not describe the task: %s", error)
+        _log.warning("the export knows no limits, so what runs it does not limit actions: %s", error)
         return Surroundings(provenance=found.provenance())
     return Surroundings(
         *(spec.name, spec.control_hz, spec.obs_names, spec.action_names, spec.action_low, spec.action_high),

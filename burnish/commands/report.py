@@ -26,7 +26,7 @@ from envs.comparison import format_interval
 from envs.evaluation import Evaluation
 from envs.evaluation_protocol import check_seeds
 from envs.statistics import bootstrap_iqm, conditional_value_at_risk, success_rate, value_at_risk
-from policies.errors import CheckpointError, ConfigError, MissingExtraError
+from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
 
 _log = logging.getLogger(__name__)
 
@@ -291,7 +291,7 @@ def _behaviour(page: Page, config: ReportConfig, named: Mapping[str, RunDirector
         try:
             env, played = stage.play(directory)
             png, caption = draw_behaviour(env, played)
-        except (CheckpointError, ConfigError, MissingExtraError) as error:
+        except (CapabilityError, CheckpointError, ConfigError, MissingExtraError) as error:
             _log.warning("no pictures of the behaviour of %s: %s", name, error)
             page.text(f"{subject}No pictures: {error}")
             continue

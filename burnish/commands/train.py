@@ -69,6 +69,7 @@ class TrainConfig:
     dataset: str | None = None  # file of demonstrations or transitions, or the name of a downloaded one
     data: dict[str, Any] = field(default_factory=dict)  # options of its format's reader: see Data
     init: str | None = None  # policy to start from: a run or a policy directory
+    tunes: bool = False  # of an experiment: its settings are for a policy that is given; warns without init
     resume: str | None = None  # run to continue, with the configuration it was last run with
     name: str | None = MISSING  # end of the run directory's name; the algorithm's name when left out
     seed: int = 0  # root of every random stream of the run
@@ -326,6 +327,8 @@ def prepare(config: TrainConfig) -> Setup:
     init = None if config.init is None else locate(config.init, "init").load()
     if init is not None:
         _say_what_init_replaces(config, init)
+    elif config.tunes:
+        _log.warning("these settings tune a policy: give init=<policy>. Without it a new one is trained.")
     teacher = _teacher(config)
     return Setup(
         policy=config.policy_config(),

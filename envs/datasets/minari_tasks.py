@@ -21,17 +21,28 @@ def task_of(env_spec: Any, obs_dim: int, action_dim: int) -> str | None:
         obs_dim: Do of the dataset; a task whose observation is another one is not named.
         action_dim: Da of the dataset.
     """
-    from envs.make import env, list_envs
+    from envs.make import list_envs
 
-    found = _named(_parsed(env_spec))
+    found = named_task(env_spec)
     if found is None or found[0] not in list_envs():
         return None
-    name, options = found
+    return typed_task(*found, obs_dim, action_dim)
+
+
+def named_task(env_spec: Any) -> tuple[str, Options] | None:
+    """Return our name and the options of a specified environment; None if it is of a kind that we lack."""
+    return _named(_parsed(env_spec))
+
+
+def typed_task(name: str, options: Options, obs_dim: int, action_dim: int) -> str | None:
+    """Return one of our tasks as it is typed; None if it has other options or widths; see `task_of`."""
+    from envs.make import env
+
     known = {field.name: field.default for field in fields(type(env(name)))}  # type: ignore[arg-type]
     chosen = {key: value for key, value in options.items() if key in known and value != known[key]}
     try:
         spec = env(name, **chosen).spec
-    except ConfigError:
+    except (ConfigError, TypeError, ValueError):
         return None
     if (spec.obs_dim, spec.action_dim) != (obs_dim, action_dim):
         return None

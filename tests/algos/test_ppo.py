@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ from point_env import PointEnv
 
 from algos.base import Setup
 from algos.buffers import Appraisal
+from algos.offpolicy import _summary
 from algos.onpolicy import OnPolicy
 from algos.plain import from_plain, to_plain
 from algos.ppo import PpoConfig
 from algos.ratios import Rows, reduce_log_prob
 from algos.surrogate import GeneratorDraws
 from envs.rollout import Rollout
+from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError
 from policies.gaussian import GaussianProcess
@@ -60,6 +63,16 @@ def make_run(config: PpoConfig = SMALL, init: Policy | None = None, **setup: Any
     return config.build(Setup(**values))
 
 
+@dataclass(frozen=True)
+class WithRule(PointEnv):
+    """The point environment with a rule of success."""
+
+    @property
+    def spec(self) -> EnvSpec:
+        """As it is, and a rule."""
+        return replace(super().spec, success_rule="is near")
+
+
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-4), (torch.float64, 1e-6)])
 @pytest.mark.parametrize("reduction", ["mean", "per_step", "joint"])
 def test_ratio_is_one_on_fresh_data(dtype: torch.dtype, limit: float, reduction: str) -> None:
@@ -93,6 +106,15 @@ def test_run_learns_to_stay_near_the_goal() -> None:
     returns = [float(run.advance()["rollout/return"]) for _ in range(25)]
     run.close()
     assert sum(returns[-3:]) / 3 > sum(returns[:3]) / 3 + 2.0
+
+
+def test_success_is_told_of_tasks_that_have_a_rule_of_it() -> None:
+    for env in (PointEnv(), WithRule()):
+        run = make_run(env=env)
+        assert ("rollout/success" in run.advance()) == bool(env.spec.success_rule)
+        run.close()
+        rows: Any = [SimpleNamespace(return_=1.0, success=True, length=3)]
+        assert _summary(rows, env).get("rollout/success") == (1.0 if env.spec.success_rule else None)
 
 
 def test_resumed_run_continues_bit_for_bit() -> None:

@@ -104,6 +104,17 @@ def test_every_experiment_composes_and_is_named_after_its_file(name: str) -> Non
     assert compose_config("train", [f"experiment={name}"]).name == name
 
 
+@pytest.mark.parametrize("name", [n for n in experiments() if n.endswith("_tuning")])
+def test_tuning_without_a_policy_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    config = compose_config("train", [f"experiment={name}"])
+    assert config.tunes
+    train_command.prepare(config)
+    assert "these settings tune a policy: give init=<policy>" in caplog.text
+    caplog.clear()
+    train_command.prepare(compose_config("train", [f"experiment={name}", "tunes=false"]))
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("name", experiments())
 def test_every_experiment_says_what_it_is(name: str) -> None:
     comment = [line for line in (FOLDER / f"{name}.yaml").read_text().splitlines() if line.startswith("# ")]

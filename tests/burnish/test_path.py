@@ -220,6 +220,17 @@ def test_an_export_knows_what_the_task_of_its_policy_says(base: Run) -> None:
     assert (facts.action_low, facts.action_high) == (spec.action_low, spec.action_high)
 
 
+def test_a_policy_that_is_saved_anew_still_knows_its_task(
+    base: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = burnish.load_policy(base)
+    saved = burnish.save_policy(policy, tmp_path / "saved")
+    assert surroundings_of(locate(saved)) == surroundings_of(locate(base.path)) and not caplog.records
+    burnish.save_policy(policy, saved, provenance={})
+    assert surroundings_of(locate(saved)).action_low is None
+    assert "knows no limits" in caplog.text and "or saved without its provenance" in caplog.text
+
+
 @pytest.mark.parametrize("which", ["base", "tuned"])
 def test_resuming_continues_bit_exactly(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     run: Run = request.getfixturevalue(which)
@@ -381,9 +392,30 @@ def test_keyword_values_are_written_in_the_grammar_of_overrides(tmp_path: Path) 
 def test_numbers_of_numpy_and_torch_are_written_as_plain_ones() -> None:
     numbers = {"a": np.float64(2.5), "b": np.int64(3), "c": np.bool_(True), "d": torch.tensor(0.5)}
     assert overrides_of((), numbers) == ["a=2.5", "b=3", "c=true", "d=0.5"]
+    inside = compose_config("train", overrides_of((), {"data.masks": [{"a": 1, "b": Path("x y")}]}))
+    assert inside.data == {"masks": [{"a": 1, "b": "x y"}]}
     nested = {"a": [np.float64(2.5), (np.int64(3),)], "b": {"c": np.arange(2)}}
     assert overrides_of((), nested) == ["a=[2.5,[3]]", "b.c=[0,1]"]
     assert compose_config("eval", overrides_of((), {"temperature": np.float64(2.5)})).temperature == 2.5
+
+
+def test_objects_where_a_path_or_a_name_is_asked_for_are_refused(base: Run, demonstrations: Path) -> None:
+    policy = burnish.load_policy(base)
+    for command in (burnish.evaluate, burnish.export):
+        with pytest.raises(ConfigError, match=r"policy= must be text, a path.*burnish\.save_policy"):
+            command(policy)
+    with pytest.raises(
+        ConfigError, match=r"init= must .* got an object DenoisingPolicy.*burnish\.save_policy"
+    ):
+        burnish.train(algo="dppo", init=policy)
+    with pytest.raises(
+        ConfigError, match=r"dataset= must .* got an object EpisodeDataset.*file or the folder"
+    ):
+        burnish.clone(read_dataset(demonstrations))
+    with pytest.raises(ConfigError, match=r"env= must .* got an object Avoid.* name of a part"):
+        burnish.evaluate(base, env=Avoid())
+    with pytest.raises(ConfigError, match=r"compose= must .* got an object object"):
+        burnish.compose([base, object()])
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,12 @@ import pytest
 
 from algos.state import RunDirectory
 from burnish import pictures
-from burnish.behaviour import describe_ways
+from burnish.behaviour import Stage, describe_ways, draw_behaviour
 from burnish.commands.report import ReportConfig, grouped, report
 from envs.episodes import EpisodeRow
 from envs.evaluation import Evaluation
 from envs.statistics import success_rate
+from policies.errors import CapabilityError
 
 
 def made(path: Path, algo: str, env: dict[str, Any] | None, seed: int = 0) -> RunDirectory:
@@ -127,3 +128,15 @@ def test_ways_are_counted_among_successes() -> None:
     assert one == "1 way in the 1 of 2 episodes that succeeded: right (1)."
     two = describe_ways(task, [row(1, True), row(1, True), row(0, True)])
     assert two == "2 different ways in the 3 of 3 episodes that succeeded: right (2), left (1)."
+
+
+def test_a_task_that_draws_nothing_is_reported_without_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = SimpleNamespace(spec=SimpleNamespace(name="pendulum"))
+    with pytest.raises(CapabilityError, match="env=pendulum draws nothing; give it figure"):
+        draw_behaviour(plain, {"after": [SimpleNamespace()]})
+    monkeypatch.setattr(Stage, "play", lambda stage, directory: (plain, {"after": [SimpleNamespace()]}))
+    run = made(tmp_path / "run", "bc", {"name": "avoid"})
+    page = report(ReportConfig(run=str(run.path)))
+    assert "No pictures: env=pendulum draws nothing" in page.read_text()

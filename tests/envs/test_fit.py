@@ -10,6 +10,7 @@ import pytest
 from point_env import PointEnv
 
 from envs.fit import require_fit
+from envs.make import env
 from policies.errors import ConfigError
 from policies.policy import PolicyConfig, build_policy
 
@@ -51,3 +52,41 @@ def test_another_width_is_named(sizes: dict[str, int], match: str) -> None:
     for other in (SPEC, POLICY):
         with pytest.raises(ConfigError, match=match):
             require_fit("one", policy, "other", other, advice="Try.")
+
+
+RECORDED = {
+    "the same": ("pointmaze-umaze", {"name": "pointmaze-umaze", "start_cell": [], "demonstrator": {}}, ""),
+    "another name": ("walker2d", {"name": "halfcheetah"}, "was recorded in env=halfcheetah, not in one"),
+    "other actions": (
+        "pointmaze-umaze",
+        {"name": "pointmaze-umaze", "control": "waypoint"},
+        "what actions are differs, 'wanted x [m]' there and 'x force [100 N]' here",
+    ),
+    "another rate": ("pointmaze-umaze", {"name": "pointmaze-umaze", "hold": 5}, "20.0 there and 100.0 here"),
+    "limits only": ("hopper", {"name": "hopper", "max_episode_steps": 10, "version": "v4"}, ""),
+    "options of another version": ("hopper", {"name": "hopper", "gone": 1, "version": "v0"}, ""),
+    "no task of ours": ("hopper", {"name": "unknown"}, ""),
+}
+
+
+@pytest.mark.parametrize("case", RECORDED)
+def test_a_dataset_of_another_task_is_told(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    task, meta, told = RECORDED[case]
+    spec = env(task).spec
+    for place in ({"env": meta}, {"env_args": {"env_name": meta["name"], "env_kwargs": dict(meta)}}):
+        caplog.clear()
+        data = SimpleNamespace(obs_dim=spec.obs_dim, action_dim=spec.action_dim, meta=place)
+        require_fit("one", spec, "data", data, advice="")
+        assert told in caplog.text and len(caplog.records) == bool(told)
+
+
+def test_tasks_of_robomimic_and_minari_are_known_by_their_own_names(caplog: pytest.LogCaptureFixture) -> None:
+    of_minari = {"env_spec": {"id": "HalfCheetah-v5", "kwargs": {}, "max_episode_steps": 1000}}
+    of_robomimic = {"env_args": {"env_name": "Lift", "env_kwargs": {"control_freq": 20}}}
+    for meta, task, other in ((of_minari, "halfcheetah", "walker2d"), (of_robomimic, "lift", "can")):
+        for name in (task, other):
+            caplog.clear()
+            spec = env(name).spec
+            data = SimpleNamespace(obs_dim=spec.obs_dim, action_dim=spec.action_dim, meta=meta)
+            require_fit("one", spec, "data", data, advice="")
+            assert [task in record.getMessage() for record in caplog.records] == [True] * (name == other)

@@ -285,3 +285,16 @@ def test_killing_the_parent_leaves_no_worker(in_main_thread: bool) -> None:
     parent.wait()
     parent.stdout.close()
     assert wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+@pytest.mark.parametrize("what", ["its class", "an argument"])
+def test_what_a_script_or_notebook_defines_is_refused_before_it_is_sent(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = type("Mine", (Probe,), {"__module__": "__main__"})
+    monkeypatch.setattr(sys.modules["__main__"], "Mine", here, raising=False)
+    factory, argument = (here, 0) if what == "its class" else (Probe, here(0))
+    advice = r"Mine is defined in the main script or in a notebook\)\. Put it .* num_workers=0"
+    with pytest.raises(WorkerError, match=advice):
+        ProcessWorkers(factory, [(argument,)])
+    start_workers(factory, [(0,)], processes=False).close()

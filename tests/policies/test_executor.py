@@ -347,7 +347,7 @@ def test_another_number_of_executed_steps_takes_other_rows_of_the_same_plan() ->
     assert with_act_steps(policy, None) is policy and policy.chunk.act_steps == 3
     assert torch.equal(few.act(observations(B), noise=noise), policy.act(observations(B), noise=noise)[:, :1])
     assert few.chunk.act_steps == few.config.act_steps == 1 and policy.config.act_steps == 3
-    with pytest.raises(ConfigError, match=r"must fit into chunk\.horizon=5; got 0 \+ 6"):
+    with pytest.raises(ConfigError, match=r"must fit into policy\.horizon=5; got 0 \+ 6"):
         with_act_steps(policy, 6)
     with pytest.raises(CapabilityError, match="act_steps=2 needs a policy that predicts a horizon; object"):
         with_act_steps(object(), 2)

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_policies import observations, small_policy
 
+from algos.base import Setup
 from burnish.locate import locate
 from policies import folder, registry
+from policies.compose import compose
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
 from policies.fields import SwitchedField
 from policies.folder import load_policy, save_policy
@@ -289,3 +291,22 @@ def test_a_link_stays_one_and_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is not a policy directory"):
         save_policy(second, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_where_a_policy_comes_from_is_saved_again(tmp_path: Path) -> None:
+    facts = {"algo": "bc", "env": {"name": "avoid"}}
+    policy = load_policy(save_policy(small_policy(), tmp_path / "first", provenance=facts))
+    for name, one in {"same": policy, "copy": policy.clone(), "view": policy.with_act_steps(1)}.items():
+        save_policy(one, tmp_path / name)
+        assert folder.read_config(tmp_path / name)["provenance"] == facts
+    save_policy(policy, tmp_path / "other", provenance={"algo": "dppo"})
+    assert folder.read_config(tmp_path / "other")["provenance"] == {"algo": "dppo"}
+
+
+def test_what_is_trained_or_made_from_a_policy_does_not_come_from_where_it_does(tmp_path: Path) -> None:
+    facts = {"env": {"name": "avoid"}}
+    policy = load_policy(save_policy(small_policy(RectifiedFlow()), tmp_path / "policy", provenance=facts))
+    init = Setup(init=policy).init
+    assert init is not None and not init.clone().provenance and policy.provenance == facts
+    assert next(init.parameters()) is next(policy.parameters())
+    assert not compose([policy, policy], [0.5, 0.5]).provenance and not small_policy().provenance

@@ -79,7 +79,7 @@ def test_observations_of_the_wrong_shape_are_named() -> None:
 
 
 def test_executed_rows_must_fit_the_horizon() -> None:
-    with pytest.raises(ConfigError, match=r"must fit into chunk\.horizon=4"):
+    with pytest.raises(ConfigError, match=r"must fit into policy\.horizon=4"):
         ChunkSpec(2, horizon=4, act_steps=4, obs_steps=2, action_start=1)
 
 

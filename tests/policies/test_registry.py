@@ -6,9 +6,12 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from burnish.commands import doctor
+from burnish.config import scan_parts
 from policies import registry
 from policies.errors import ConfigError
 from policies.samplers import Euler
@@ -51,6 +54,34 @@ def test_a_cell_of_a_notebook_may_be_run_again(group: str) -> None:
     registry.register(group, "one")(part("notebook", None))
     again = registry.register(group, "one")(part("notebook", None))
     assert registry.lookup(group, "one") is again
+
+
+def announce(path: Path, name: str, source: str) -> None:
+    """Lay out a distribution with one plug-in, as pip would."""
+    (path / f"{name}_parts.py").write_text(source)
+    facts = path / f"{name}-1.0.dist-info"
+    facts.mkdir()
+    (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (facts / "entry_points.txt").write_text(f"[burnish.plugins]\nparts = {name}_parts\n")
+
+
+def test_a_plugin_that_cannot_be_imported_is_named_and_the_others_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    announce(tmp_path, "aa_broken", "import no_such_module")
+    announce(tmp_path, "zz_whole", "loaded = True")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    named = r"plug-in 'parts' \(aa_broken_parts\) of aa_broken cannot .*No module named 'no_such_module'"
+    with pytest.raises(ConfigError, match=named):
+        registry.load_plugins()
+    assert sys.modules.pop("zz_whole_parts").loaded
+    scan_parts.cache_clear()
+    try:
+        doctor.main(["--no-render"])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert "FAIL plug-ins" in shown and "aa_broken" in shown and "ok parts" in shown
+    finally:
+        scan_parts.cache_clear()
 
 
 def test_a_built_in_part_cannot_be_replaced() -> None:

@@ -63,6 +63,11 @@ def test_a_closed_loop_is_the_policy_with_its_history_its_chunks_and_the_limits(
     assert runner.track.limited > 0 and runner.track.starved == 0
 
 
+def test_a_bare_array_is_an_observation(made: Any) -> None:
+    one, other, seen = Runner(made[1], seed=5), Runner(made[1], seed=5), observations(1)[0]
+    np.testing.assert_array_equal(one.act(seen), other.act({"observation": seen}))
+
+
 def test_a_robot_that_asks_elsewhere_acts_as_one_that_runs_the_folder_seed_for_seed(made: Any) -> None:
     runner, elsewhere = Runner(made[1], seed=4), Runner(made[1])
 

@@ -1,0 +1,48 @@
+"""Whether the top-level packages that names lead to are this project's, told without importing them."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+OURS = ("burnish", "policies", "algos", "envs", "configs", "assets")
+
+
+def found_packages() -> Iterator[tuple[str, bool, str]]:
+    """Yield the name of every package besides `burnish`, whether it is ours, and where it is."""
+    home = Path(__file__).resolve().parents[1]
+    for name in OURS[1:]:
+        place = _place_of(name)
+        if place is None:
+            yield name, False, "missing: install burnish again"
+        elif place == home / name:
+            yield name, True, str(place)
+        else:
+            remedy = "rename or remove it, or change the import path"
+            yield name, False, f"{place} hides ours ({home / name}); {remedy}"
+
+
+@cache
+def require_own_packages() -> None:
+    """Refuse to start where another project's package would be imported in the place of one of ours.
+
+    Raises:
+        ImportError: Names the package, and where it lies.
+    """
+    for name, is_ours, detail in found_packages():
+        if not is_ours:
+            raise ImportError(f"package {name}: {detail}.")
+
+
+def _place_of(name: str) -> Path | None:
+    """Return the folder of a package, or of the module that is in its place; None where there is neither."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ValueError:  # imported already, by something that does not say from where
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    origin = Path(spec.origin).resolve()
+    return origin.parent if origin.name == "__init__.py" else origin

@@ -120,6 +120,8 @@ class WeightCache(Generic[T]):
         # Taken before computing: a write in the meantime makes the entry stale.
         steps, versions = _OptimizerSteps.count, tuple(source._version for source in sources)
         aliases = tuple(source.detach() for source in sources)
+        if any(type(alias) not in _PLAIN for alias in aliases):  # a tracer is at work that says nothing
+            return compute()
         storages = frozenset(map(_storage, aliases))
         no_autocast = torch.autocast(sources[0].device.type, enabled=False)
         with torch.inference_mode(False), torch.no_grad(), no_autocast:

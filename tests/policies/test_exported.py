@@ -76,7 +76,7 @@ LIES: dict[str, tuple[Callable[[Any, Any], None], Any, str]] = {
     "another type": (at("inputs", "observation", "dtype"), "object", "dtype one of float32, uint8"),
     "no observation": (at("inputs"), {}, "must hold observation and noise"),
     "a horizon of text": (at("horizon"), "3", "horizon must be whole"),
-    "rows that are not there": (at("act_steps"), 99, "must fit into chunk.horizon=3"),
+    "rows that are not there": (at("act_steps"), 99, "must fit into policy.horizon=3"),
     "another number of rows": (at("act_steps"), 1, "outputs.action must have 1 rows"),
     "limits of another width": (at("outputs", "action", "low"), [0.0], "must hold 2 numbers, or null"),
     "limits of text": (at("outputs", "action", "high"), ["1", "1"], "must hold 2 numbers, or null"),

@@ -83,7 +83,7 @@ class OfflineConfig(Checked):
     """Settings of every algorithm that learns from the rewards of a fixed dataset.
 
     Without `init` a small fully connected actor of `hidden_dims` is trained from nothing, on states of mean 0
-    and deviation 1; with it, a copy of that policy.
+    and deviation 1 (ReBRAC: as recorded); with it, a copy of that policy.
     """
 
     makes_policy: ClassVar[bool] = True  # process, backbone and the like of a new policy are its own choice

@@ -41,4 +41,7 @@ def test_a_folder_without_code_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "assets").mkdir()
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
     program = "from burnish.own_packages import require_own_packages as check; check()"
-    subprocess.run([sys.executable, "-c", program], env=environment, cwd=tmp_path, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

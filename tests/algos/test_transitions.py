@@ -73,12 +73,17 @@ def walked(data: EpisodeDataset, sizes: dict[str, int], rule: Rewarding) -> list
                 for j, f in enumerate(frames)
             )
             padded = frames + [last] * (steps - len(frames))
+            begin, stop = t - sizes.get("action_start", 0), last if over else end - 1
+            window = range(begin, begin + sizes["horizon"])
+            planned = [min(max(f, first), stop) for f in window]
             rows.append({
                 "state": (torch.stack(past) - 0.3).flatten() / 2,
                 "next": (torch.stack([*after, newest]) - 0.3).flatten() / 2,
                 "action": (data.actions[padded] / 2).flatten(),
                 "reward": torch.tensor(reward),
                 "discount": torch.tensor(0.0 if over else rule.gamma ** len(frames)),
+                "plan": (data.actions[planned] / 2).flatten(),
+                "real": torch.tensor([float(first <= f <= stop) for f in window]),
             })  # fmt: skip
     return rows
 
@@ -100,7 +105,7 @@ def test_rows_are_those_of_a_walk(sizes: dict[str, int], successors: bool) -> No
     batch = table.gather(torch.arange(len(table)))
     for name, got in (
         ("state", batch.cond), ("next", batch.next_cond), ("action", batch.action),
-        ("reward", batch.reward), ("discount", batch.discount),
+        ("reward", batch.reward), ("discount", batch.discount), ("plan", batch.plan), ("real", batch.real),
     ):  # fmt: skip
         torch.testing.assert_close(
             got, torch.stack([row[name] for row in rows]).float(), rtol=1e-5, atol=1e-6

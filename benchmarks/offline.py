@@ -232,11 +232,10 @@ def rows_of(algo: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
         found = scores(runs, variant)
         if found is None:
             continue
-        every = found.flatten()
         judged = (
             _cell(bootstrap_iqm(found)),
-            _cell(conditional_value_at_risk(every, RISK_SHARE)),
-            f"{value_at_risk(every, RISK_SHARE):.1f}",
+            _cell(conditional_value_at_risk(found)),
+            f"{value_at_risk(found.flatten()):.1f}",
         )
         cells = (algo, variant, len(runs), f"{runs[0]['steps']:,}", *judged)
         yield "| " + " | ".join(map(str, cells)) + " |"

@@ -25,10 +25,16 @@ from burnish.commands.train import TrainConfig
 from burnish.config import compose_config, scan_parts
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry
+from policies.backbones import Backbone
+from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
+from policies.folder import load_policy, save_policy
+from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
+from policies.protocols import Cond
 from policies.samplers import Euler, denoise
+from tests.small_policies import observations, statistics
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
@@ -294,13 +300,13 @@ def test_short_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def extensions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The two complete examples, registered for the time of one test."""
+    """The complete examples, registered for the time of one test."""
     scan_parts()
     monkeypatch.setattr(registry, "_PARTS", {group: dict(parts) for group, parts in registry._PARTS.items()})
     names: dict[str, Any] = {"__name__": "example"}
     for block in _blocks(EXAMPLES, "python run"):
         exec(compile(block.text, EXAMPLES.name, "exec", dont_inherit=True), names)
-    for group, name in (("sampler", "shifted_euler"), ("algo", "filtered_bc")):
+    for group, name in (("sampler", "shifted_euler"), ("algo", "filtered_bc"), ("backbone", "plain")):
         OmegaConf.structured(registry.lookup(group, name))
     return names
 
@@ -339,3 +345,26 @@ def test_the_example_algorithm_clones_the_best_episodes_only(extensions: dict[st
     assert run.advance()["policy/loss"].isfinite()
     with pytest.raises(ConfigError, match="algo=bc needs demonstrations"):
         config.build(Setup())
+
+
+def test_the_example_backbone_is_one_network_in_training_and_acting(
+    extensions: dict[str, Any], tmp_path: Path
+) -> None:
+    backbone = extensions["PlainConfig"](width=8)
+    config = PolicyConfig(process=RectifiedFlow(), backbone=backbone, horizon=3, act_steps=2)
+    policy = build_policy(config, obs_dim=5, action_dim=2, statistics=statistics())
+    assert isinstance(policy, DenoisingPolicy) and isinstance(policy.field, Backbone)
+    generator = torch.Generator().manual_seed(0)
+    seen = observations(2)
+    te = policy.sample_te(2, generator=generator)
+    policy.matching_loss(policy.encode({"state": seen}), torch.rand(2, 3, 2, generator=generator), te).sum().backward()
+    assert all(weight.grad is not None for weight in policy.field.parameters())
+    x, vec = torch.randn(6, 3, 2, generator=generator), torch.randn(2, 5, generator=generator)
+    times, cond_row, time_row = torch.tensor([0.1, 0.5, 0.9]), torch.arange(6) // 3, torch.arange(6) % 3
+    shared = policy.field(x, times, Cond(vec), cond_row, time_row)
+    torch.testing.assert_close(policy.field(x, times[time_row], Cond(vec[cond_row])), shared)
+    bound = policy.field.bind(Cond(vec[:1]), times)
+    torch.testing.assert_close(bound(1, x[1:2]), shared[1:2])
+    save_policy(policy, tmp_path / "policy")
+    noise = policy.sample_noise(2, generator=generator)
+    assert load_policy(tmp_path / "policy").act(seen, noise=noise).equal(policy.act(seen, noise=noise))

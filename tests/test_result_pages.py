@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import pages
-from envs.statistics import success_rate, wilson
+from benchmarks import offline, pages
+from envs.statistics import conditional_value_at_risk, success_rate, wilson
 
 
 def measured(*commits: str) -> list[dict[str, Any]]:
@@ -18,6 +18,16 @@ def test_success_of_a_page_covers_the_luck_of_seeds() -> None:
     seeds = np.arange(100) < np.array([[15], [15], [42]])
     assert pages.success(seeds) == pages.percent(success_rate(seeds)) == "24 % (12–41)"
     assert pages.success(seeds[0]) == pages.percent(wilson(15, 100))
+
+
+def test_the_worst_tenth_of_a_page_covers_the_luck_of_seeds() -> None:
+    returns = np.array([0.0, 10.0, 20.0])[:, None] + np.arange(20.0)  # seeds differ more than episodes
+    run = {"steps": 1, "protocol": {"env": {"reference_scores": [0, 100]}}}
+    runs = [run | {"evaluations": {"last": {"return": list(seed)}}} for seed in returns]
+    worst = conditional_value_at_risk(returns)
+    assert worst.high - worst.low > 5  # of the pooled episodes it is less than 3
+    (row,) = offline.rows_of("iql", runs)
+    assert f"{worst.value:.1f} ({worst.low:.1f} to {worst.high:.1f})" in row
 
 
 def test_a_page_says_which_code_cannot_be_checked_out() -> None:

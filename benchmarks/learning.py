@@ -37,7 +37,7 @@ from policies.denoising import DenoisingPolicy
 
 RESULTS = Path("docs/results")
 EPISODES = 100
-OFF_POLICY = ("dsrl", "dsrl-sac", "rlpd")
+OFF_POLICY = ("dsrl", "dsrl-sac", "dsrl-diffusion", "rlpd")
 """Runs that act and learn in turns, a chunk at a time, for which one process is fastest."""
 
 

@@ -34,6 +34,7 @@ STUDIES = {
             "policyflow": "avoid_flow_bc",
             "dsrl": "avoid_flow_bc",
             "dsrl-sac": "avoid_flow_bc",
+            "dsrl-diffusion": "avoid_bc",
         },
         {
             "dppo": "avoid_dppo",
@@ -46,6 +47,7 @@ STUDIES = {
             "policyflow": "avoid_policyflow",
             "dsrl": "avoid_dsrl",
             "dsrl-sac": "avoid_dsrl algo.variant=sac",
+            "dsrl-diffusion": "avoid_dsrl algo.denoising_steps=5",
             "rlpd": "avoid_rlpd",
         },
         "success",

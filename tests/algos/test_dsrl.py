@@ -241,6 +241,20 @@ def test_a_run_is_not_continued_with_another_policy(change: str) -> None:
     run.close()
 
 
+@every_variant
+def test_a_run_is_not_continued_with_another_mixture_of_the_same_policies(variant: str) -> None:
+    """Their weights are the same, but not what a remembered latent means."""
+    run = start(changed(variant=variant), init=composed())
+    run.advance()
+    state = from_plain(to_plain(run.state_dict()))
+    other = start(changed(variant=variant), init=composed().with_weights(0.1, 0.9))  # type: ignore[attr-defined]
+    message = r"init\.composition\.weights must stay .*\(0\.5, 0\.5\); got \(0\.1, 0\.9\)"
+    with pytest.raises(CheckpointError, match=message):
+        other.load_state_dict(state)
+    start(changed(variant=variant), init=composed()).load_state_dict(state)
+    run.close()
+
+
 def test_released_conventions_are_those_of_the_whole_run() -> None:
     run = start(changed(paper_compat=True, gamma=0.5), limit=5)  # chunks of 2, 2 and 1 control steps
     rollout = run._collect()

@@ -88,7 +88,9 @@ class DsrlConfig(OffPolicyConfig):
             meaning |= {"rank": policy.noise_shape[0], "sampler": repr(policy.sampler)}
             lasting = meaning | {"variant": self.variant}
             offline = offline_table(self, setup, policy)
-            look = partial(look_at_noise, learner.actor)
+            # By normal noise, also where an actor that knows something warms up by its own draws.
+            normal = SteeredActor(policy, within_box=self.variant == "sac")
+            look = partial(look_at_noise, normal)
             return OffPolicyRun(self, setup, learner, offline, lasting, look)
 
     def _steered(self, init: Policy) -> SteeredPolicy:

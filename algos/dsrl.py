@@ -12,6 +12,7 @@ density of tanh has no floor (`paper_compat`).
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -59,7 +60,7 @@ class DsrlConfig(OffPolicyConfig):
         self.require("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
         steps = self.denoising_steps
         self.require("denoising_steps", steps is None or steps >= 1, "at least 1, or null")
-        self.require("distillation_share", self.distillation_share > 0, "positive")
+        self.require("distillation_share", 0 < self.distillation_share < math.inf, "positive and finite")
         known = ", ".join(DISTILLATION_LATENTS)
         self.require(
             "distillation_latents", self.distillation_latents in DISTILLATION_LATENTS, f"one of {known}"

@@ -25,6 +25,8 @@ _WHAT = {
     "adapter": "the way from latents to noise (algo.steering.adapter)",
     "rank": "the number of rows of a latent (algo.steering.rank)",
     "density": "the kind of actor (algo.steering.density)",
+    "activation": "what follows the layers of the actor (algo.steering.activation)",
+    "critic_activation": "what follows the layers of the critics (algo.critic_activation)",
     "sampler": "how the frozen policy denoises (algo.denoising_steps, its sampler)",
     "switch_time": "the level below which the network is tuned (algo.sampler, algo.denoising_steps, "
     "algo.tuned_steps)",

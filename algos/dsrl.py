@@ -85,7 +85,8 @@ class DsrlConfig(OffPolicyConfig):
                 policy = self._steered(init).to(setup.device)
                 learner = self.learner_of(policy, is_fresh=not isinstance(init, SteeredPolicy))
             # Latents and their chunks are remembered, and values are of them: what they mean must not change.
-            meaning = {name: getattr(policy.wrapper, name) for name in ("bound", "adapter", "density")}
+            names = ("bound", "adapter", "density", "activation")
+            meaning = {name: getattr(policy.wrapper, name) for name in names}
             meaning |= {"rank": policy.noise_shape[0], "sampler": repr(policy.sampler)}
             lasting = meaning | {"variant": self.variant}
             offline = offline_table(self, setup, policy)

@@ -178,6 +178,7 @@ class OffPolicyRun:
         self._lasting = {
             "seed": setup.seed,
             **facts_of("init", setup.init),
+            "critic_activation": config.critic_activation,
             "dataset": None if offline is None or setup.dataset is None else setup.dataset.digest(),
             **(lasting or {}),
         }

@@ -201,6 +201,11 @@ def test_settings_that_a_steered_policy_does_not_take_over_are_told(caplog: Any)
             r"\(algo.denoising_steps, its sampler\) must stay .*Euler\(.*; got Euler\(.*steps=3,",
         ),
         ({"steering": {"adapter": "row_repeat"}}, r"\(algo.steering.adapter\) must stay .*: full; got row_"),
+        (
+            {"steering": {"activation": "relu"}},
+            r"the actor \(algo.steering.activation\) must stay .*: tanh; got relu",
+        ),
+        ({"critic_activation": "mish"}, r"critics \(algo.critic_activation\) must stay .*: tanh; got mish"),
     ],
 )
 def test_what_latents_mean_does_not_change_when_a_run_is_continued(

@@ -99,7 +99,7 @@ class DsrlConfig(OffPolicyConfig):
         """Return the policy to train; one that is steered already is steered on."""
         if isinstance(init, SteeredPolicy):
             self._warn_of_unused(init)
-            policy = init.clone()
+            policy = init.clone().eval()
             policy.actor.requires_grad_(True)
             return policy
         try:

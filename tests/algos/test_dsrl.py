@@ -23,10 +23,11 @@ from algos.soft_learner import SoftLearner
 from envs.evaluation import evaluate
 from envs.spec import EnvSpec
 from envs.vector import Array, ChunkVector, StepResult
+from policies.backbones.dp_transformer import DpTransformerConfig
 from policies.errors import CheckpointError
 from policies.folder import load_policy, save_policy
 from policies.latent_steering import ADAPTERS, DENSITIES, SteeredPolicy, Steering
-from policies.policy import Policy
+from policies.policy import Policy, build_policy
 
 VARIANTS = ("na", "sac")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -65,6 +66,19 @@ def test_the_base_policy_behaves_bit_by_bit_as_before(variant: str, make: Any, t
         assert torch.equal(acts(policy), before)
     assert [p.requires_grad for p in given.parameters()] == flags
     assert not torch.equal(acts(shipped), acts(start(changed(variant=variant), init=given).snapshot()))
+
+
+@every_variant
+def test_a_policy_that_was_left_in_training_mode_is_steered_as_it_acts(variant: str) -> None:
+    """Nothing is dropped: a latent has one chunk, also where training goes on from a steered policy."""
+    net = DpTransformerConfig(width=8, depth=1, heads=1, dropout=0.5)
+    base = build_policy(dataclasses.replace(flow().config, backbone=net), obs_dim=2, action_dim=2)
+    for init in (base, Steering(hidden_dims=(8,)).wrap(base)):
+        run = start(changed(variant=variant), init=init.train())
+        cond, latent = torch.zeros(4, 2), torch.full((4, 6), 0.3)
+        assert torch.equal(run.learner.actor.chunk(cond, latent), run.learner.actor.chunk(cond, latent))
+        assert init.training
+        run.close()
 
 
 def test_updates_ask_the_encoder_nothing() -> None:

@@ -59,6 +59,14 @@ def test_no_squashed_normal_distribution_has_more_entropy_than_is_said_to_be_the
 
 
 @every_variant
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_precision_than_that_of_the_replay_is_refused(variant: str, dtype: torch.dtype) -> None:
+    with pytest.raises(CapabilityError, match=rf"algo=dsrl .*single precision .*{dtype}\. Call \.float\(\)"):
+        start(changed(variant=variant), init=flow().to(dtype))
+    start(changed(variant=variant), init=flow().to(dtype).float()).close()
+
+
+@every_variant
 def test_an_entropy_that_the_actor_cannot_have_is_refused(variant: str) -> None:
     """Else the temperature grows as long as the run lasts."""
     start(changed(variant=variant, target_entropy=6 * 0.68)).close()

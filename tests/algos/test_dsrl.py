@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,7 @@ from policies.errors import CheckpointError
 from policies.folder import load_policy, save_policy
 from policies.latent_steering import ADAPTERS, DENSITIES, SteeredPolicy, Steering
 from policies.policy import Policy, build_policy
+from policies.processes.diffusion import VPDiffusion
 
 VARIANTS = ("na", "sac")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -82,7 +86,7 @@ def test_a_policy_that_was_left_in_training_mode_is_steered_as_it_acts(variant: 
 
 
 def test_updates_ask_the_encoder_nothing() -> None:
-    """Conditions are encoded when they are met, once, and remembered."""
+    """Conditions are encoded when they are met, and remembered."""
     run = start()
     policy, asked = run.learner.policy, 0
     encode = policy.encode
@@ -329,3 +333,27 @@ def test_a_share_may_be_any_number_and_is_drawn_together_with_experience() -> No
     drawn = run.source.draw(40, torch.Generator().manual_seed(0))
     assert int((drawn.reward > 6).sum()) == 12 and len(drawn) == 40
     until_the_end(run)
+
+
+# -- learning -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variant", "make", "steps"),
+    [("na", flow, None), ("na", partial(flow, VPDiffusion(num_levels=10)), 5), ("sac", composed, None)],
+    ids=["na-flow", "na-diffusion", "sac-composed"],
+)
+def test_a_point_is_steered_to_its_goal_by_a_policy_that_never_learned_the_way(
+    variant: str, make: Callable[[], Policy], steps: int | None
+) -> None:
+    """Returns of an untrained policy are near 0, those of one that goes to the goal and stays near 9."""
+    init, task = make(), PointEnv(limit=12)
+    config = changed(
+        variant=variant, denoising_steps=steps, total_steps=1500, warmup_steps=200, block_steps=500,
+        num_envs=4, steps_per_iteration=1, updates_per_step=0.5, batch_size=64, critic_dims=(32, 32),
+        gamma=0.9, tau=0.02, init_alpha=0.02, target_entropy=-6.0, entropy_in_target=False, actor_lr=2e-3,
+        critic_lr=2e-3, alpha_lr=2e-3, distillation_latents="box", steering=Steering(hidden_dims=(32, 32)),
+    )  # fmt: skip
+    run = until_the_end(start(config, env=task, init=init))
+    before, after = (evaluate(p, task, episodes=50, num_envs=50).rows for p in (init, run.snapshot()))
+    assert mean(row.return_ for row in before) < 3 and mean(row.return_ for row in after) > 5

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from algos.base import Checked, Metrics, Setup
-from algos.continuity import digest_of, require_unchanged
+from algos.continuity import facts_of, require_unchanged
 from algos.distillation import Teacher
 from algos.optim import DecayRule, DelayedDecay, Ema, PowerDecay, restore_optimizer, warmup_cosine
 from algos.plain import capture_generator, restore_generator
@@ -139,7 +139,7 @@ class Bc:
     def __init__(self, config: BcConfig, setup: Setup) -> None:
         self.config, self._num_threads = config, setup.threads(THREADS)
         dataset = _dataset_of(setup)
-        facts = {"init": digest_of(setup.init), "teacher": digest_of(setup.teacher)}
+        facts = facts_of("init", setup.init) | facts_of("teacher", setup.teacher)
         self._lasting = {"seed": setup.seed, **facts}
         self.policy = _start_policy(setup, dataset).to(setup.device).train()
         self._matching = matching_of(self.policy)

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from policies.errors import CheckpointError
+from policies.folder import describe
+from policies.policy import Policy
 
 _WHAT = {
     "seed": "seed",
@@ -23,6 +25,8 @@ _WHAT = {
     "adapter": "the way from latents to noise (algo.steering.adapter)",
     "rank": "the number of rows of a latent (algo.steering.rank)",
     "density": "the kind of actor (algo.steering.density)",
+    "activation": "what follows the layers of the actor (algo.steering.activation)",
+    "critic_activation": "what follows the layers of the critics (algo.critic_activation)",
     "sampler": "how the frozen policy denoises (algo.denoising_steps, its sampler)",
     "switch_time": "the level below which the network is tuned (algo.sampler, algo.denoising_steps, "
     "algo.tuned_steps)",
@@ -60,6 +64,28 @@ def digest_of(module: nn.Module | None) -> str | None:
         seen.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
         seen.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return seen.hexdigest()
+
+
+def facts_of(name: str, policy: nn.Module | None) -> dict[str, Any]:
+    """Return what must stay of a policy that a run begins with or asks: its weights, and how it uses them.
+
+    Args:
+        name: Of the policy; its settings are told by their places in config.json, e.g.
+            `init.parts.sampler.steps`. One that an earlier version did not save is not compared.
+        policy: The policy; None: there is none.
+    """
+    facts: dict[str, Any] = {name: digest_of(policy)}
+    return facts | _settings(name, describe(policy)) if isinstance(policy, Policy) else facts
+
+
+def _settings(name: str, value: Any) -> dict[str, Any]:
+    """Return the single settings of a description by their places; the version of its format is none."""
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        return {name: value}
+    parts = (_settings(f"{name}.{key}", inner) for key, inner in value.items() if key != "format")
+    return {place: setting for part in parts for place, setting in part.items()}
 
 
 def _short(value: Any) -> str:

@@ -12,6 +12,7 @@ density of tanh has no floor (`paper_compat`).
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
@@ -59,7 +60,7 @@ class DsrlConfig(OffPolicyConfig):
         self.require("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
         steps = self.denoising_steps
         self.require("denoising_steps", steps is None or steps >= 1, "at least 1, or null")
-        self.require("distillation_share", self.distillation_share > 0, "positive")
+        self.require("distillation_share", 0 < self.distillation_share < math.inf, "positive and finite")
         known = ", ".join(DISTILLATION_LATENTS)
         self.require(
             "distillation_latents", self.distillation_latents in DISTILLATION_LATENTS, f"one of {known}"
@@ -84,18 +85,21 @@ class DsrlConfig(OffPolicyConfig):
                 policy = self._steered(init).to(setup.device)
                 learner = self.learner_of(policy, is_fresh=not isinstance(init, SteeredPolicy))
             # Latents and their chunks are remembered, and values are of them: what they mean must not change.
-            meaning = {name: getattr(policy.wrapper, name) for name in ("bound", "adapter", "density")}
+            names = ("bound", "adapter", "density", "activation")
+            meaning = {name: getattr(policy.wrapper, name) for name in names}
             meaning |= {"rank": policy.noise_shape[0], "sampler": repr(policy.sampler)}
             lasting = meaning | {"variant": self.variant}
             offline = offline_table(self, setup, policy)
-            look = partial(look_at_noise, learner.actor)
+            # By normal noise, also where an actor that knows something warms up by its own draws.
+            normal = SteeredActor(policy, within_box=self.variant == "sac")
+            look = partial(look_at_noise, normal)
             return OffPolicyRun(self, setup, learner, offline, lasting, look)
 
     def _steered(self, init: Policy) -> SteeredPolicy:
         """Return the policy to train; one that is steered already is steered on."""
         if isinstance(init, SteeredPolicy):
             self._warn_of_unused(init)
-            policy = init.clone()
+            policy = init.clone().eval()
             policy.actor.requires_grad_(True)
             return policy
         try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from algos.base import Metrics, Setup
-from algos.continuity import digest_of, require_unchanged
+from algos.continuity import facts_of, require_unchanged
 from algos.offline import THREADS, Means
 from algos.offpolicy_config import OffPolicyConfig
 from algos.plain import capture_generator, restore_generator
@@ -27,7 +27,7 @@ from envs.episodes import EpisodeRow
 from envs.fit import require_fit
 from envs.rollout import Rollout, RolloutPool
 from envs.spec import EnvConfig
-from policies.errors import ConfigError
+from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
 from policies.registry import name_of
 from policies.seeds import seeded_generator
@@ -135,6 +135,7 @@ class OffPolicyRun:
 
     Raises:
         ConfigError: If the warm-up is longer than the run, or workers and environments do not fit.
+        CapabilityError: If the policy computes in another precision than the replay.
     """
 
     unit, budget = "env_steps", "algo.total_steps"
@@ -152,6 +153,11 @@ class OffPolicyRun:
         config.require_learning()
         self.config, self.learner, self._look = config, learner, look
         policy, chunk = learner.policy, learner.policy.chunk
+        if policy.dtype != torch.float32:
+            raise CapabilityError(
+                f"algo={name_of('algo', config)} remembers and learns in single precision (torch.float32); "
+                f"the policy computes in {policy.dtype}. Call .float() on it first."
+            )
         rows = min(config.buffer_size, config.total_steps + config.num_envs * config.steps_per_iteration)
         self.replay = Replay(
             rows,
@@ -177,7 +183,8 @@ class OffPolicyRun:
         self._num_threads = setup.threads(THREADS)
         self._lasting = {
             "seed": setup.seed,
-            "init": digest_of(setup.init),
+            **facts_of("init", setup.init),
+            "critic_activation": config.critic_activation,
             "dataset": None if offline is None or setup.dataset is None else setup.dataset.digest(),
             **(lasting or {}),
         }

@@ -70,12 +70,20 @@ class OffPolicyConfig(Checked):
         self.require("warmup_steps", self.warmup_steps >= 0, "0 or more")
         self.require("updates_per_step", 0 < self.updates_per_step < math.inf, "positive and finite")
         self.require("offline_ratio", 0 <= self.offline_ratio < 1, "in [0, 1)")
+        rows, least = self.offline_ratio * self.batch_size, 0.5 / self.batch_size
+        self.require(
+            "offline_ratio", not rows or 0.5 < rows < self.batch_size - 0.5,
+            f"0, or above {least:.3g} and below {1 - least:.3g} for batches of algo.batch_size="
+            f"{self.batch_size} to hold rows of both dataset and experience (or raise algo.batch_size)",
+        )  # fmt: skip
         self.require("gamma", 0 <= self.gamma <= 1, "in [0, 1]")
         self.require("tau", 0 < self.tau <= 1, "in (0, 1]")
         for name in ("actor_lr", "critic_lr", "alpha_lr", "reward_scale", "init_alpha"):
             self.require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
         for name in ("reward_shift", "value_offset"):
             self.require(name, math.isfinite(getattr(self, name)), "finite")
+        target = self.target_entropy
+        self.require("target_entropy", target is None or math.isfinite(target), "finite, or null")
         self.require("pessimism", 0 <= self.pessimism < math.inf, "0 or more and finite")
         for name in ("aggregate", "actor_aggregate"):
             self.require(name, getattr(self, name) in AGGREGATES, f"one of {', '.join(AGGREGATES)}")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from torch import nn
 
 from algos.base import Metrics, Setup, require_states_only
 from algos.buffers import Appraisal, Experience
-from algos.continuity import digest_of, require_unchanged
+from algos.continuity import facts_of, require_unchanged
 from algos.functional import RewardScaler, explained_variance
 from algos.onpolicy_config import OnPolicyConfig
 from algos.ratios import NearTerm, RatioEstimator
@@ -85,7 +85,7 @@ class OnPolicy:
         pool: Where experience comes from.
         draws: Source of the permutations and the noise of updates.
         shipped: Returns an independent copy of the policy with its evaluation sampler.
-        origin: Digest of the policy that the run started from, compared on resuming; None: not compared.
+        origin: Facts of the policy that the run started from, compared on resuming; None: not compared.
         moments: Of the observations met, for a policy whose normaliser is fitted on the way; None: it stays.
     """
 
@@ -100,7 +100,7 @@ class OnPolicy:
         pool: RolloutPool,
         draws: GeneratorDraws,
         shipped: Callable[[], Policy],
-        origin: str | None = None,
+        origin: Mapping[str, Any] | None = None,
         moments: RunningMoments | None = None,
     ) -> None:
         self.config, self.ratio, self.learner, self.pool = config, ratio, learner, pool
@@ -160,7 +160,7 @@ class OnPolicy:
             engine=setup.engine,
         )
         draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
-        origin = digest_of(setup.init)
+        origin = None if setup.init is None else facts_of("init", setup.init)
         return cls(
             config,
             ratio=ratio,
@@ -260,7 +260,7 @@ class OnPolicy:
             "inner_steps": self.ratio.inner_steps,
             "switch_time": getattr(getattr(self.policy, "field", None), "switch_time", None),
         }
-        return facts if self._origin is None else facts | {"init": self._origin}
+        return facts | dict(self._origin or {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`.

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -177,6 +178,16 @@ class SteeredPolicy(WrappedPolicy):
         """L = R Da."""
         return self._rows * self.chunk.action_dim
 
+    def with_sampler(self, sampler: Any, **options: Any) -> Self:
+        """Return a view whose inner policy has another sampler.
+
+        Raises:
+            CapabilityError: If the noise at the start does not decide the chunk with it.
+        """
+        view = super().with_sampler(sampler, **options)
+        require_steerable(view.base)
+        return view
+
     def latent(self, vec: Tensor, eps: Tensor) -> Tensor:
         """Return latents u (B, L) for conditions (B, C) and standard normals (B, L)."""
         mean, log_std = self.actor(vec)
@@ -202,7 +213,16 @@ class SteeredPolicy(WrappedPolicy):
         start: tuple[Tensor, float] | None = None,
         hooks: Sequence[SampleHook] = (),
     ) -> Tensor:
-        """Return the chunk (B, Th, Da) of the inner policy for the noise that the actor chooses."""
+        """Return the chunk (B, Th, Da) of the inner policy for the noise that the actor chooses.
+
+        Raises:
+            CapabilityError: If a start state is given, which would be taken instead of that noise.
+        """
+        if start is not None:
+            raise CapabilityError(
+                "a steered policy starts from the noise that its actor chooses, and takes no start state. "
+                "Give that to the inner policy, `base`."
+            )
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             latent = self.latent(cond.vec, noise.flatten(1))
-            return self.base.decode(cond, self.noise_of(latent), grad=grad, start=start, hooks=hooks)
+            return self.base.decode(cond, self.noise_of(latent), grad=grad, hooks=hooks)

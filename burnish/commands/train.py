@@ -31,7 +31,8 @@ from envs.datasets.catalogue import find_dataset
 from envs.evaluation_protocol import EvaluationSettings, as_evaluated, check_seeds, staged
 from envs.fit import as_shown
 from policies import registry
-from policies.errors import ConfigError
+from policies.errors import CheckpointError, ConfigError
+from policies.hub import is_on_hub
 from policies.policy import Policy, PolicyConfig, complete
 
 PARTS = ("process", "encoder", "backbone", "sampler")
@@ -124,7 +125,26 @@ def train(config: TrainConfig, job: Job) -> Outcome:
     known = parts_of(directory)
     changes = [text for text in job.overrides if not text.startswith("resume=") and text not in known]
     config = restore(TrainConfig, directory.config, changes)
+    _require_its_policies(config, directory)
     return _train(config, lambda: directory, changes, is_new=False)
+
+
+def _require_its_policies(config: TrainConfig, run: RunDirectory) -> None:
+    """Say how a run is continued whose policy to start or learn from is elsewhere now.
+
+    Raises:
+        CheckpointError: If there is none where the run found it.
+    """
+    for key, path in (("init", config.init), ("algo.teacher", getattr(config.algo, "teacher", None))):
+        if path is None or is_on_hub(path):
+            continue
+        try:
+            locate(os.path.expanduser(path), key)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} If it was moved, say where to: burnish train resume={run.path} {key}=<its new "
+                f"place>."
+            ) from None
 
 
 def _new_run(config: TrainConfig, job: Job) -> RunDirectory:

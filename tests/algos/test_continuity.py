@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,15 +10,19 @@ import torch
 from point_env import PointEnv
 
 from algos.base import Setup
-from algos.continuity import digest_of
+from algos.continuity import digest_of, facts_of
 from algos.dppo import DppoConfig
 from algos.onpolicy import OnPolicy
 from algos.plain import from_plain, to_plain
 from policies.backbones.mlp import MlpConfig
+from policies.compose import compose
 from policies.errors import CheckpointError
+from policies.folder import load_policy, save_policy
 from policies.heads import CriticConfig
+from policies.latent_steering import Steering
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
+from policies.samplers import DDIM
 
 
 def make_init(levels: int = 5, seed: int = 3) -> Policy:
@@ -71,3 +76,39 @@ def test_a_digest_tells_weights_apart() -> None:
     assert digest_of(policy) == digest_of(policy.clone()) != digest_of(make_init(seed=4))
     assert digest_of(policy.clone().to(torch.bfloat16)) != digest_of(policy)
     assert digest_of(None) is None
+
+
+def composed(*weights: float, operator: str = "convex") -> Policy:
+    return compose([make_init(), make_init(seed=4)], weights, operator=operator, sampler=DDIM(steps=3))
+
+
+def test_facts_tell_policies_apart_whose_weights_are_the_same() -> None:
+    one = facts_of("init", composed(0.5, 0.5))
+    for other, place in (
+        (composed(0.1, 0.9), "composition.weights"),
+        (composed(0.5, 0.5, operator="product"), "composition.operator"),
+        (composed(0.5, 0.5).with_sampler(DDIM(steps=2)), "parts.sampler.steps"),  # type: ignore[attr-defined]
+    ):
+        found = facts_of("init", other)
+        assert found["init"] == one["init"] and found.keys() == one.keys()
+        assert [name for name in one if one[name] != found[name]] == [f"init.{place}"]
+    bounds = [facts_of("init", Steering(hidden_dims=(8,), bound=b).wrap(composed(0.5, 0.5))) for b in (1, 2)]
+    assert [f["init.wrappers.0.bound"] for f in bounds] == [1, 2]
+
+
+def test_where_a_policy_comes_from_is_no_fact_of_it(tmp_path: Path) -> None:
+    policy = composed(0.5, 0.5)
+    loaded = load_policy(save_policy(policy, tmp_path / "policy", provenance={"versions": "1", "run": "a"}))
+    facts = facts_of("init", policy)
+    assert loaded.provenance and facts_of("init", loaded) == facts
+    assert not any(word in name for name in facts for word in ("format", "provenance"))
+    assert from_plain(to_plain(facts)) == facts
+    assert facts_of("teacher", None) == {"teacher": None}
+
+
+def test_settings_that_were_not_saved_are_not_compared() -> None:
+    """An earlier version saved weights only, or did not know a setting yet."""
+    first = make_run()
+    state = {name: value for name, value in first.state_dict().items() if not name.startswith("init.")}
+    assert state["init"] == first.state_dict()["init"]
+    make_run().load_state_dict(state)

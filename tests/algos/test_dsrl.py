@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
@@ -23,10 +26,12 @@ from algos.soft_learner import SoftLearner
 from envs.evaluation import evaluate
 from envs.spec import EnvSpec
 from envs.vector import Array, ChunkVector, StepResult
+from policies.backbones.dp_transformer import DpTransformerConfig
 from policies.errors import CheckpointError
 from policies.folder import load_policy, save_policy
 from policies.latent_steering import ADAPTERS, DENSITIES, SteeredPolicy, Steering
-from policies.policy import Policy
+from policies.policy import Policy, build_policy
+from policies.processes.diffusion import VPDiffusion
 
 VARIANTS = ("na", "sac")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -67,8 +72,21 @@ def test_the_base_policy_behaves_bit_by_bit_as_before(variant: str, make: Any, t
     assert not torch.equal(acts(shipped), acts(start(changed(variant=variant), init=given).snapshot()))
 
 
+@every_variant
+def test_a_policy_that_was_left_in_training_mode_is_steered_as_it_acts(variant: str) -> None:
+    """Nothing is dropped: a latent has one chunk, also where training goes on from a steered policy."""
+    net = DpTransformerConfig(width=8, depth=1, heads=1, dropout=0.5)
+    base = build_policy(dataclasses.replace(flow().config, backbone=net), obs_dim=2, action_dim=2)
+    for init in (base, Steering(hidden_dims=(8,)).wrap(base)):
+        run = start(changed(variant=variant), init=init.train())
+        cond, latent = torch.zeros(4, 2), torch.full((4, 6), 0.3)
+        assert torch.equal(run.learner.actor.chunk(cond, latent), run.learner.actor.chunk(cond, latent))
+        assert init.training
+        run.close()
+
+
 def test_updates_ask_the_encoder_nothing() -> None:
-    """Conditions are encoded when they are met, once, and remembered."""
+    """Conditions are encoded when they are met, and remembered."""
     run = start()
     policy, asked = run.learner.policy, 0
     encode = policy.encode
@@ -241,6 +259,20 @@ def test_a_run_is_not_continued_with_another_policy(change: str) -> None:
     run.close()
 
 
+@every_variant
+def test_a_run_is_not_continued_with_another_mixture_of_the_same_policies(variant: str) -> None:
+    """Their weights are the same, but not what a remembered latent means."""
+    run = start(changed(variant=variant), init=composed())
+    run.advance()
+    state = from_plain(to_plain(run.state_dict()))
+    other = start(changed(variant=variant), init=composed().with_weights(0.1, 0.9))  # type: ignore[attr-defined]
+    message = r"init\.composition\.weights must stay .*\(0\.5, 0\.5\); got \(0\.1, 0\.9\)"
+    with pytest.raises(CheckpointError, match=message):
+        other.load_state_dict(state)
+    start(changed(variant=variant), init=composed()).load_state_dict(state)
+    run.close()
+
+
 def test_released_conventions_are_those_of_the_whole_run() -> None:
     run = start(changed(paper_compat=True, gamma=0.5), limit=5)  # chunks of 2, 2 and 1 control steps
     rollout = run._collect()
@@ -301,3 +333,27 @@ def test_a_share_may_be_any_number_and_is_drawn_together_with_experience() -> No
     drawn = run.source.draw(40, torch.Generator().manual_seed(0))
     assert int((drawn.reward > 6).sum()) == 12 and len(drawn) == 40
     until_the_end(run)
+
+
+# -- learning -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("variant", "make", "steps"),
+    [("na", flow, None), ("na", partial(flow, VPDiffusion(num_levels=10)), 5), ("sac", composed, None)],
+    ids=["na-flow", "na-diffusion", "sac-composed"],
+)
+def test_a_point_is_steered_to_its_goal_by_a_policy_that_never_learned_the_way(
+    variant: str, make: Callable[[], Policy], steps: int | None
+) -> None:
+    """Returns of an untrained policy are near 0, those of one that goes to the goal and stays near 9."""
+    init, task = make(), PointEnv(limit=12)
+    config = changed(
+        variant=variant, denoising_steps=steps, total_steps=1500, warmup_steps=200, block_steps=500,
+        num_envs=4, steps_per_iteration=1, updates_per_step=0.5, batch_size=64, critic_dims=(32, 32),
+        gamma=0.9, tau=0.02, init_alpha=0.02, target_entropy=-6.0, entropy_in_target=False, actor_lr=2e-3,
+        critic_lr=2e-3, alpha_lr=2e-3, distillation_latents="box", steering=Steering(hidden_dims=(32, 32)),
+    )  # fmt: skip
+    run = until_the_end(start(config, env=task, init=init))
+    before, after = (evaluate(p, task, episodes=50, num_envs=50).rows for p in (init, run.snapshot()))
+    assert mean(row.return_ for row in before) < 3 and mean(row.return_ for row in after) > 5

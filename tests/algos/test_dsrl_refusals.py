@@ -59,6 +59,14 @@ def test_no_squashed_normal_distribution_has_more_entropy_than_is_said_to_be_the
 
 
 @every_variant
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_precision_than_that_of_the_replay_is_refused(variant: str, dtype: torch.dtype) -> None:
+    with pytest.raises(CapabilityError, match=rf"algo=dsrl .*single precision .*{dtype}\. Call \.float\(\)"):
+        start(changed(variant=variant), init=flow().to(dtype))
+    start(changed(variant=variant), init=flow().to(dtype).float()).close()
+
+
+@every_variant
 def test_an_entropy_that_the_actor_cannot_have_is_refused(variant: str) -> None:
     """Else the temperature grows as long as the run lasts."""
     start(changed(variant=variant, target_entropy=6 * 0.68)).close()
@@ -201,6 +209,11 @@ def test_settings_that_a_steered_policy_does_not_take_over_are_told(caplog: Any)
             r"\(algo.denoising_steps, its sampler\) must stay .*Euler\(.*; got Euler\(.*steps=3,",
         ),
         ({"steering": {"adapter": "row_repeat"}}, r"\(algo.steering.adapter\) must stay .*: full; got row_"),
+        (
+            {"steering": {"activation": "relu"}},
+            r"the actor \(algo.steering.activation\) must stay .*: tanh; got relu",
+        ),
+        ({"critic_activation": "mish"}, r"critics \(algo.critic_activation\) must stay .*: tanh; got mish"),
     ],
 )
 def test_what_latents_mean_does_not_change_when_a_run_is_continued(

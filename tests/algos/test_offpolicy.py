@@ -292,11 +292,33 @@ def test_the_temperature_approaches_the_target_entropy() -> None:
         ("warmup_steps", {"warmup_steps": -1}),
         ("updates_per_step", {"updates_per_step": 0.0}),
         ("distillation_latents", {"distillation_latents": "x"}),
+        *(("distillation_share", {"distillation_share": value}) for value in (0.0, math.inf, math.nan)),
+        *(("target_entropy", {"target_entropy": value, "learn_alpha": learns})
+          for value in (-math.inf, math.inf, math.nan) for learns in (True, False)),
     ],
-)
+)  # fmt: skip
 def test_senseless_settings_are_refused(name: str, values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"algo.{name}"):
         changed(**values)
+
+
+@pytest.mark.parametrize(("ratio", "rows"), [(0.05, 8), (0.95, 8), (0.5, 1), (0.0019, 256)])
+def test_a_share_that_rounds_to_no_row_or_to_all_is_refused(ratio: float, rows: int) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"algo.offline_ratio must be 0, .*batch_size={rows} .*raise.*; got {ratio}"
+    ):
+        changed(offline_ratio=ratio, batch_size=rows)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "rows", "count"), [(0.07, 8, 1), (0.93, 8, 7), (0.5, 2, 1), (0.002, 256, 1)]
+)
+def test_a_share_that_is_taken_holds_rows_of_both(ratio: float, rows: int, count: int) -> None:
+    run = start(changed(offline_ratio=ratio, batch_size=rows), dataset=dataset())
+    run._collect()
+    drawn = run.source.draw(rows, torch.Generator().manual_seed(0))
+    assert int((drawn.reward > 6).sum()) == count
+    run.close()
 
 
 def test_a_sampler_that_draws_at_every_step_is_refused_with_advice() -> None:

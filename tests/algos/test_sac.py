@@ -22,7 +22,7 @@ from algos.sac import SacConfig, SquashedActor
 from algos.soft_learner import SoftLearner, SoftRules
 from policies.backbones.mlp import MlpConfig
 from policies.ensembles import EnsembleConfig
-from policies.errors import CapabilityError, ConfigError
+from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.gaussian import GaussianProcess
 from policies.policy import PolicyConfig, build_policy
 from policies.squashed import TanhGaussianPolicy, TanhGaussianProcess
@@ -310,3 +310,14 @@ def final_distance(run: OffPolicyRun) -> float:
     for _ in range(12):
         place = place + 0.2 * run.snapshot().act(place).clamp(-1, 1)
     return float((place[:, 0] - torch.tensor([0.5, 0.0])).norm(dim=1).mean())
+
+
+def test_what_follows_the_layers_of_critics_stays_when_a_run_is_continued() -> None:
+    setup = {"policy": shape(act_steps=2)}
+    run = start(setup=setup)
+    state = run.state_dict()
+    with pytest.raises(CheckpointError, match=r"algo.critic_activation\) must stay .*: relu; got tanh"):
+        start(setup=setup, critic_activation="tanh").load_state_dict(state)
+    older = {name: value for name, value in state.items() if name != "critic_activation"}
+    start(setup=setup).load_state_dict(older)
+    run.close()

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from point_steering import changed, start
+from point_steering import changed, flow, start
 from torch import Tensor
 
 from algos.steerability import look_at_noise
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError
+from policies.latent_steering import SteeredPolicy
 
 
 class Additive:
@@ -51,3 +54,49 @@ def test_a_run_looks_once_before_its_first_update(variant: str) -> None:
     told = [report for report in reports if "frozen/noise_spread" in report]
     assert len(told) == 1 and told[0]["frozen/noise_spread"] > 0
     assert "critic/loss" in told[0] and not any("critic/loss" in r for r in reports[: reports.index(told[0])])
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-8])
+def test_the_same_from_every_noise_up_to_rounding_is_refused(scale: float) -> None:
+    cond = torch.linspace(-1, 1, 64)[:, None].expand(-1, 3)
+    with pytest.raises(
+        CapabilityError, match=r"the same from every noise.* over noises, by 0\.\d+ over states\. Use"
+    ):
+        look_at_noise(Additive(scale), cond, torch.Generator().manual_seed(0))  # type: ignore[arg-type]
+
+
+class Deaf(DenoisingPolicy):
+    """Says that noise decides, and begins at zero."""
+
+    def decode(self, cond: Any, noise: Tensor, **options: Any) -> Tensor:
+        return super().decode(cond, torch.zeros_like(noise), **options)
+
+
+@pytest.mark.parametrize("variant", ["na", "sac"])
+def test_a_policy_that_is_deaf_to_its_noise_without_saying_so_is_refused_before_anything_is_learned(
+    variant: str,
+) -> None:
+    deaf = Deaf(flow().config, obs_dim=2, action_dim=2)
+    run = start(changed(variant=variant), init=deaf)
+    assert deaf.noise_sensitive and deaf.is_deterministic
+    with pytest.raises(CapabilityError, match="the same from every noise"):
+        while run.progress < run.total:
+            run.advance()
+    assert run._steps == 0
+    run.close()
+
+
+def test_an_actor_that_hardly_draws_does_not_make_the_policy_behind_it_deaf() -> None:
+    """Training goes on from a steered policy whose latents are all at the bound."""
+    init = start().snapshot()
+    assert isinstance(init, SteeredPolicy)
+    with torch.no_grad():
+        init.actor.trunk.layers[0].bias[:6] = 99.0  # type: ignore[union-attr, index, operator]
+    run = start(init=init)
+    spread: list[Any] = []
+    while not spread:
+        spread += [value for name, value in run.advance().items() if name == "frozen/noise_spread"]
+    assert spread[0] > 0.01 and bool(
+        (run.replay.gather(torch.arange(4), run.config.discounting).latent == 1).all()
+    )
+    run.close()

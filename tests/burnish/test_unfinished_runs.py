@@ -53,6 +53,18 @@ def test_a_run_that_learned_nothing_leaves_no_folder(
     assert (tmp_path / "run").exists() == stays
 
 
+def test_a_run_whose_initial_policy_was_moved_says_how_it_is_continued(demos: Path, tmp_path: Path) -> None:
+    first = burnish.clone(demos, directory=tmp_path / "first", **TINY)
+    rest = {name: value for name, value in TINY.items() if not name.startswith("backbone")}
+    burnish.clone(demos, directory=tmp_path / "second", init=first.directory.path, **rest)
+    (tmp_path / "first").rename(tmp_path / "moved")
+    with pytest.raises(
+        CheckpointError, match=r"init=.*first.* does not exist.*moved.*resume=.*second init=<its new place>"
+    ):
+        burnish.train(resume=tmp_path / "second")
+    burnish.train(resume=tmp_path / "second", init=tmp_path / "moved")
+
+
 def test_a_run_that_another_process_begins_is_left_alone(demos: Path, tmp_path: Path) -> None:
     run = burnish.clone(demos, directory=tmp_path / "run", **TINY)
     begun = RunDirectory.create_at(tmp_path / "begun", run.directory.config)

@@ -108,11 +108,25 @@ def test_a_steered_policy_is_exported_as_one_graph(kind: str, adapter: str, tmp_
     assert len(list((tmp_path / "exported").rglob("*.onnx"))) == 1
 
 
+@pytest.mark.parametrize("kind", ["flow", "ddim", "composed"])
+def test_a_start_beside_the_chosen_noise_is_refused(kind: str) -> None:
+    """A deterministic policy would begin there, and no latent would matter."""
+    policy = steered(kind=kind)
+    cond, noise = policy.encode(policy.observation(observations(4))), policy.sample_noise(4)
+    begin = (torch.zeros(4, *policy.chunk.shape), 0.0)
+    policy.base.decode(cond, torch.zeros(4, *policy.chunk.shape), start=begin)
+    with pytest.raises(CapabilityError, match=r"no start state.*inner policy, `base`"):
+        policy.decode(cond, noise, start=begin)
+
+
 def test_policies_that_noise_does_not_decide_are_refused() -> None:
     with pytest.raises(CapabilityError, match=r"no influence.*DeterministicProcess"):
         SMALL.wrap(small_policy(DeterministicProcess()))
     with pytest.raises(CapabilityError, match=r"draws more.*VPDiffusion.*eta=0"):
         SMALL.wrap(small_policy(VPDiffusion(num_levels=6), DDIM(steps=3, eta=1.0)))
+    with pytest.raises(CapabilityError, match=r"draws more.*VPDiffusion.*eta=0"):
+        steered(kind="ddim").with_sampler(DDIM(steps=3, eta=1.0))
+    assert steered(kind="ddim").with_sampler(DDIM(steps=2)).sampler.steps == 2
     with pytest.raises(ConfigError, match=r"rank.*horizon, 3; got 4"):
         Steering(adapter="low_rank", rank=4).wrap(base())
 

@@ -9,8 +9,8 @@ Settings are those of the data's own experiment (`hopper_medium_expert_iql`), or
 (`hopper_iql`); `bc` clones the network of these actors, with as many steps as TD3 gives to its actor. Each
 run leaves one JSON file in docs/results/offline/: episodes of the last checkpoint, of the one that evaluated
 best on the way, of the corrected policy (`algo=cdsa`), and of both with noise on the actions; a run whose
-file is there is not repeated. The actors of a seed see states alike and share its correction, which knows no
-policy. Gaussians act by their mean.
+file is there is not repeated. The actors of a seed that see states alike share a correction, which knows no
+policy; ReBRAC's, which sees them as recorded, has one of its own. Gaussians act by their mean.
 
 `flow+td3_bc` and its like tune a cloned policy by `experiment=<task>_<algorithm>_tuning`, for the steps
 given there unless --steps says otherwise; they play beside the clone, neither corrected nor perturbed.
@@ -32,6 +32,7 @@ import numpy as np
 
 import burnish
 import burnish.api
+from algos.continuity import digest_of
 from algos.metrics import read_jsonl
 from algos.provenance import describe_environment
 from benchmarks import pages
@@ -133,11 +134,12 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
         policies = {"cloned": _policy(cloned, "last"), "last": _policy(place, "last")}
     else:
         run = trained(place, *settings, episodes=10, **values)
-        corrected = folder / f"actor-seed{seed}-cdsa"
+        actor = _policy(place, "last")
+        corrected = correction_of(folder, seed, actor)
         steps = f"algo.steps={options.cdsa_steps}"
         wished = {**values, "init": str(place)}  # whichever actor came first
         trained(corrected, "algo=cdsa", f"env={task}", steps, indifferent=["init"], **wished)
-        policies = variants(_policy(place, "last"), _policy(corrected, "last"), options.std)
+        policies = variants(actor, _policy(corrected, "last"), options.std)
     judged = last_and_best(run.directory)
     step = None if judged is None else judged.best.step
     if step is not None and step != run.directory.latest():
@@ -154,6 +156,17 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content) + "\n")
     return target
+
+
+def correction_of(folder: Path, seed: int, actor: Policy) -> Path:
+    """Return the run of the correction for actors that see states as this one does.
+
+    It is learned of states as they are seen. Standardised ones are nearly the same for all actors of a
+    dataset.
+    """
+    standardised = actor.normalizer.modes["state"] == "gaussian"
+    seen = "" if standardised else f"-{digest_of(actor.normalizer)[:8]}"
+    return folder / f"actor-seed{seed}{seen}-cdsa"
 
 
 def variants(last: Policy, corrected: Any, std: float) -> dict[str, Policy]:

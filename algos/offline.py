@@ -150,7 +150,8 @@ class OfflineConfig(Checked):
         """Check the setup and return the algorithm, ready to advance.
 
         Raises:
-            ConfigError: If there is no dataset, or widths of dataset, environment and policy differ.
+            ConfigError: If there is no dataset, widths of dataset, environment and policy differ, or all
+                rewards are 0.
             CapabilityError: If the policy to start from cannot be trained in this way, or the task tells its
                 goal beside the state.
             DatasetError: If the dataset has no transition.
@@ -158,6 +159,7 @@ class OfflineConfig(Checked):
         with torch_threads(setup.threads(THREADS)):
             dataset, policy = self.start(setup)
             rewarding = self.rewarding(dataset)
+            _require_rewards(dataset, rewarding, name_of("algo", self))
             table = tabulate(dataset.to(setup.device), policy, rewarding)
             with seeded_weights(derive_seed(setup.seed, "learner")):
                 learner = self.learner(policy, table, setup)
@@ -195,6 +197,28 @@ class OfflineConfig(Checked):
     @abstractmethod
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Learner:
         """Return what learns; torch's global generator is seeded for its initial weights."""
+
+
+def _require_rewards(dataset: EpisodeDataset, rewarding: Rewarding, algo: str) -> None:
+    """Refuse rewards that are all 0, and warn of constant ones where no end of the task tells actions apart.
+
+    Raises:
+        ConfigError: If all are 0 after `reward_scale` and `reward_shift`.
+    """
+    least, most = (float(bound) for bound in dataset.rewards.aminmax())
+    given = rewarding.scale * least + rewarding.shift
+    if least != most or (given and bool(dataset.over.any())):
+        return
+    changed = f" ({given:g} with algo.reward_scale and algo.reward_shift)" if given != least else ""
+    found = f"{dataset.source}: all {len(dataset)} rewards are {least:g}{changed}"
+    advice = "Use data with rewards (of OGBench: data.task=<single task>), or algo=bc, which needs none."
+    if given == 0:
+        raise ConfigError(
+            f"{found}; algo={algo} learns from rewards, and has nothing to learn here. {advice}"
+        )
+    _log.warning(
+        "%s, and the task never ends, so all actions are worth the same to algo=%s. %s", found, algo, advice
+    )
 
 
 def _refuse_goals(spec: EnvSpec, algo: str) -> None:

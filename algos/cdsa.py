@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algos.base import Checked, Setup, require_states_only
-from algos.offline import THREADS, OfflineRun
+from algos.offline import THREADS, OfflineRun, warn_of_reach
 from algos.optim import restore_optimizer, warmup_cosine
 from algos.transitions import Batch, Rewarding, TransitionTable, actions_for, deviations, tabulate
 from envs.fit import require_fit
@@ -151,4 +151,5 @@ class CdsaConfig(Checked):
             with seeded_weights(derive_seed(setup.seed, "correction")):
                 policy = self.correction.wrap(base).to(setup.device)
             table = tabulate(dataset.to(setup.device), policy.base, Rewarding())
+            warn_of_reach(table, setup, "cdsa")
             return OfflineRun(self, setup, CorrectionLearner(policy, table, self), table, dataset)

@@ -50,6 +50,7 @@ from policies.wrappers import WrappedPolicy
 _log = logging.getLogger(__name__)
 
 THREADS = 1  # of torch, unless `num_threads` says otherwise
+_BEYOND = 1e-4  # of normalised actions, that rounding may put beyond ±1
 STD_MARGIN = 1e-3  # added to the deviation of every entry of the state, as in the released programs
 
 
@@ -219,6 +220,26 @@ def _require_rewards(dataset: EpisodeDataset, rewarding: Rewarding, algo: str) -
     _log.warning(
         "%s, and the task never ends, so all actions are worth the same to algo=%s. %s", found, algo, advice
     )
+
+
+def warn_of_reach(table: TransitionTable, setup: Setup, algo: str) -> None:
+    """Tell of recorded actions that a policy to start from normalises beyond ±1, where actions are cut off.
+
+    Args:
+        table: Encoded for that policy.
+        setup: Of the run.
+        algo: Its name.
+    """
+    if setup.init is None or setup.dataset is None:
+        return
+    beyond = float((table.action.abs() > 1 + _BEYOND).float().mean())
+    if beyond:
+        _log.warning(
+            "%s: %.2g %% of the action entries lie beyond ±1 as the policy of init normalises them (%s), and "
+            "algo=%s cuts off what it compares with them there. Start from a policy of these data that "
+            "was cloned with policy.normalizer.action=limits.",
+            setup.dataset.source, 100 * beyond, setup.init.normalizer.modes["action"], algo,
+        )  # fmt: skip
 
 
 def _refuse_goals(spec: EnvSpec, algo: str) -> None:

@@ -143,6 +143,11 @@ class OfflineConfig(Checked):
             _log.info("%s: returns span %.6g; rewards are multiplied by %.6g", dataset.source, span, scale)
         return Rewarding(self.gamma, scale, self.reward_shift)
 
+    def lasting(self) -> dict[str, Any]:
+        """Return what values and the constraint mean, by key: it must stay when a run is continued."""
+        names = ("gamma", "reward_scale", "reward_shift", "return_range")
+        return {f"algo.{name}": getattr(self, name) for name in names}
+
     def actor_config(self) -> PolicyConfig:
         """Return what a new actor is made of."""
         return plain_actor(DeterministicProcess(), self.hidden_dims)
@@ -166,7 +171,9 @@ class OfflineConfig(Checked):
                 learner = self.learner(policy, table, setup)
             probes = probes_of(table, dataset.to(setup.device), rewarding)
             ema = Ema(policy, DelayedDecay(self.ema_decay, every=1)) if self.ema_decay else None
-            return OfflineRun(self, setup, learner, table, dataset, probes=probes, ema=ema)
+            return OfflineRun(
+                self, setup, learner, table, dataset, probes=probes, ema=ema, lasting=self.lasting()
+            )
 
     def start(self, setup: Setup) -> tuple[EpisodeDataset, Policy]:
         """Return the dataset, its actions within the box of task or policy, and the policy to train."""
@@ -325,6 +332,7 @@ class OfflineRun:
         *,
         probes: Probes | None = None,
         ema: Ema | None = None,
+        lasting: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.learner, self.table, self._probes = config, learner, table, probes
         self._ema = ema
@@ -336,6 +344,7 @@ class OfflineRun:
             "init": digest_of(setup.init),
             "dataset": dataset.digest(),
             **({"total": config.steps} if config.fixed_length else {}),
+            **(lasting or {}),
         }
         self._done = 0
 
@@ -400,7 +409,8 @@ class OfflineRun:
         """Continue from `state_dict`.
 
         Raises:
-            CheckpointError: If length, data, seed or the policy to start from are not those of the run.
+            CheckpointError: If length, data, seed, the policy to start from or what is made of rewards are
+                not those of the run.
         """
         require_unchanged(state, self._lasting)
         self.learner.load_state_dict(state["learner"])

@@ -210,6 +210,12 @@ def read(
     own = _own_names(path)
     meta = own.get("meta", {}) | {"source": str(path), "format": "d4rl"}
     meta |= {key: _plain(value) for key, value in arrays.items() if np.ndim(value) == 0}
+    if d4rl_compat and "timeouts" not in arrays and max_episode_steps is None:
+        raise DatasetError(
+            f"{path}: expected the key 'timeouts' or a time limit, without which D4RL's own conversion does "
+            f"not know where episodes end; got neither. Give data.max_episode_steps=<steps>, or leave out "
+            f"data.d4rl_compat."
+        )
     if d4rl_compat:
         return _official_episodes(arrays, max_episode_steps, meta | {"d4rl_compat": True}, room)
     terminated = arrays["terminals"].astype(bool)

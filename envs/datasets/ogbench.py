@@ -177,8 +177,8 @@ def _saved_dataset(arrays: Arrays, room: Room) -> Arrays:
 def _own_rewards(path: str | Path, arrays: Arrays, kept: np.ndarray) -> Arrays:
     """Return rewards and masks of the file, where it has them, for the rows that are kept (N,)."""
     if "masks" in arrays:
-        arrays["masks"] = check_flags(path, "masks", arrays["masks"])
-    return {key: column(arrays[key])[kept].astype(np.float32) for key in _JUDGED if key in arrays}
+        arrays["masks"] = check_flags(path, "masks", arrays["masks"]).astype(np.float32)
+    return {key: column(arrays[key])[kept] for key in _JUDGED if key in arrays}
 
 
 def _check_lengths(path: str | Path, ends: np.ndarray, compact: bool, saved: bool) -> None:

@@ -214,7 +214,7 @@ def test_time_limit_cuts_files_without_timeouts_at_every_multiple(tmp_path):
     data = read_d4rl(path, max_episode_steps=3)
     assert data.lengths.tolist() == [3, 1, 3, 3]
     assert read_d4rl(path).lengths.tolist() == [4, 6]
-    with pytest.raises(DatasetError, match="needs max_episode_steps"):
+    with pytest.raises(DatasetError, match=r"a\.hdf5: .*'timeouts'.* Give data\.max_episode_steps=<steps>"):
         read_d4rl(path, d4rl_compat=True)
 
 
@@ -288,6 +288,22 @@ def test_successors_that_are_hardly_ever_the_next_row_are_told(tmp_path, caplog,
     assert read_d4rl(path).num_episodes == 10
     assert "mixed.hdf5: in 8 of 10 rows" in caplog.text, "the terminal and the last row may jump"
     assert "same units and precision" in caplog.text
+
+
+def test_what_is_not_finite_under_infos_is_refused_with_the_way_to_leave_it_out(tmp_path):
+    path = write_d4rl(tmp_path / "a.hdf5", **{"infos/qvel": np.full((10, 2), np.nan)})
+    with pytest.raises(DatasetError, match=r"key 'infos/qvel' must be finite; .*data\.infos=false"):
+        read_d4rl(path)
+    assert read_d4rl(path, infos=False).num_frames == 10
+
+
+def test_numbers_beyond_float32_are_one_error_and_no_warning_of_numpy(tmp_path):
+    large = arrays()["observations"].astype(np.float64)
+    large[4, 1] = 1e300
+    for key in ("observations", "next_observations"):
+        path = write_d4rl(tmp_path / "a.hdf5", **{key: large})
+        with pytest.raises(DatasetError, match=rf"key '{key}' must be finite; got inf at index \[4, 1\]"):
+            read_d4rl(path)
 
 
 def test_timeouts_that_are_there_need_no_warning(tmp_path, caplog):

@@ -114,11 +114,9 @@ class AdvantageGuide(Regulariser):
 
     def learn(self, batch: Batch, backup: Backup, critic: Ensemble, draws: Draws) -> Quantities:
         """Move the value, then the auto-encoder."""
-        with torch.no_grad():
-            with self._precision():
-                fresh = aggregate(critic(batch.next_cond, backup.next_action), "min")
-                self._data_value = critic(batch.cond, batch.action, members=1)[0]
-            aim = torch.minimum(backup.target, torch.addcmul(batch.reward, batch.discount, fresh))
+        aim = self.value_target(batch, backup, critic)
+        with torch.no_grad(), self._precision():
+            self._data_value = critic(batch.cond, batch.action, members=1)[0]
         with self._precision():
             value = self._value_of(batch.cond)
         value_loss = (value - aim).square().mean()
@@ -136,27 +134,38 @@ class AdvantageGuide(Regulariser):
             "guide/kept_fraction": keep.mean(),
         }
 
+    @torch.no_grad()
+    def value_target(self, batch: Batch, backup: Backup, critic: Ensemble) -> Tensor:
+        """Return what V moves towards, min(y, y') (B,)."""
+        with self._precision():
+            fresh = aggregate(critic(batch.next_cond, backup.next_action), "min")
+        return torch.minimum(backup.target, torch.addcmul(batch.reward, batch.discount, fresh))
+
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
         """See `Regulariser`."""
-        assert self._before is not None and self._data_value is not None, "learn comes before penalty"
         with self._precision():
             self.vae.requires_grad_(False)  # the gradient passes through; nobody wants that of the weights
             rebuilt = self.vae(batch.cond, action, draws["vae_policy"])[0]
             self.vae.requires_grad_(True)
-            with torch.no_grad():
-                promise = critic(batch.cond, rebuilt, members=1)[0]
-        with torch.no_grad():
-            value, data = self._before, self._data_value
-            follows = promise - value >= data - value
-            weight = self.weight * ((promise >= value) | (data > value)).to(value.dtype)
+        follows, weight = self.judged(batch, rebuilt, critic)
         guide = torch.where(follows[:, None], rebuilt, batch.action)
         penalty = (weight[:, None] * (action - guide).square()).mean()
         return penalty, {
-            "guide/followed_fraction": follows.to(value.dtype).mean(),
-            "guide/active_fraction": (weight > 0).to(value.dtype).mean(),
+            "guide/followed_fraction": follows.to(weight.dtype).mean(),
+            "guide/active_fraction": (weight > 0).to(weight.dtype).mean(),
         }
+
+    @torch.no_grad()
+    def judged(self, batch: Batch, rebuilt: Tensor, critic: Ensemble) -> tuple[Tensor, Tensor]:
+        """Return where the guide is `rebuilt` (B, A), (B,) bool, and the weight of the constraint (B,)."""
+        assert self._before is not None and self._data_value is not None, "learn comes before penalty"
+        with self._precision():
+            promise = critic(batch.cond, rebuilt, members=1)[0]
+        value, data = self._before, self._data_value
+        follows = promise - value >= data - value
+        return follows, self.weight * ((promise >= value) | (data > value)).to(value.dtype)
 
     def _precision(self) -> AbstractContextManager[Any]:
         return precision(self._autocast, self.vae.outlet.weight.device)

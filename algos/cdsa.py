@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algos.base import Checked, Setup, require_states_only
-from algos.offline import THREADS, OfflineRun
+from algos.offline import THREADS, OfflineRun, warn_of_reach
 from algos.optim import restore_optimizer, warmup_cosine
 from algos.transitions import Batch, Rewarding, TransitionTable, actions_for, deviations, tabulate
 from envs.fit import require_fit
 from policies.correction import CorrectedPolicy, Correction
 from policies.errors import ConfigError
-from policies.registry import register
+from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
 
@@ -151,4 +151,5 @@ class CdsaConfig(Checked):
             with seeded_weights(derive_seed(setup.seed, "correction")):
                 policy = self.correction.wrap(base).to(setup.device)
             table = tabulate(dataset.to(setup.device), policy.base, Rewarding())
+            warn_of_reach(table, setup, name_of("algo", self))
             return OfflineRun(self, setup, CorrectionLearner(policy, table, self), table, dataset)

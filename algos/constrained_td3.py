@@ -32,12 +32,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from algos.base import AT_BOUND, Draws, Quantities, Setup
-from algos.offline import OfflineConfig, precision
+from algos.offline import OfflineConfig, precision, warn_of_reach
 from algos.optim import descend, restore_optimizer
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
 from policies.policy import Policy
 from policies.protocols import Cond
+from policies.registry import name_of
 
 
 class Actor:
@@ -289,6 +290,7 @@ class ConstrainedTd3Config(OfflineConfig):
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Td3Learner:
         """Return the learner; see `OfflineConfig.learner`."""
+        warn_of_reach(table, setup, name_of("algo", self))
         actor, like = Actor(policy), table.cond
         critic = self.critic_config().build(like.shape[1], table.action.shape[1]).to(like.device, like.dtype)
         return Td3Learner(actor, critic, self.regulariser(actor, table, setup), self.rules())

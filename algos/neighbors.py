@@ -47,7 +47,7 @@ class Search(Protocol):
         ...
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
-        """Return the nearest rows of queries.
+        """Return the nearest rows of queries; any rows where actions are not finite.
 
         Args:
             row: (B,) the rows whose states these are.
@@ -75,7 +75,9 @@ class TreeSearch:
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
         """See `Search`."""
-        index = self.query(_keys(state, action, self._beta))[1]
+        # scipy refuses NaN before the trainer sees the loss, names it, and keeps the last good checkpoint.
+        keys = np.nan_to_num(_keys(state, action, self._beta))
+        index = self.query(keys)[1]
         return Nearest(torch.from_numpy(index).to(state.device), torch.ones_like(row, dtype=torch.bool))
 
     def query(self, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -50,6 +50,7 @@ from policies.wrappers import WrappedPolicy
 _log = logging.getLogger(__name__)
 
 THREADS = 1  # of torch, unless `num_threads` says otherwise
+_BEYOND = 1e-4  # of normalised actions, that rounding may put beyond ±1
 STD_MARGIN = 1e-3  # added to the deviation of every entry of the state, as in the released programs
 
 
@@ -142,6 +143,11 @@ class OfflineConfig(Checked):
             _log.info("%s: returns span %.6g; rewards are multiplied by %.6g", dataset.source, span, scale)
         return Rewarding(self.gamma, scale, self.reward_shift)
 
+    def lasting(self) -> dict[str, Any]:
+        """Return what values and the constraint mean, by key: it must stay when a run is continued."""
+        names = ("gamma", "reward_scale", "reward_shift", "return_range")
+        return {f"algo.{name}": getattr(self, name) for name in names}
+
     def actor_config(self) -> PolicyConfig:
         """Return what a new actor is made of."""
         return plain_actor(DeterministicProcess(), self.hidden_dims)
@@ -150,7 +156,8 @@ class OfflineConfig(Checked):
         """Check the setup and return the algorithm, ready to advance.
 
         Raises:
-            ConfigError: If there is no dataset, or widths of dataset, environment and policy differ.
+            ConfigError: If there is no dataset, widths of dataset, environment and policy differ, or all
+                rewards are 0.
             CapabilityError: If the policy to start from cannot be trained in this way, or the task tells its
                 goal beside the state.
             DatasetError: If the dataset has no transition.
@@ -158,12 +165,15 @@ class OfflineConfig(Checked):
         with torch_threads(setup.threads(THREADS)):
             dataset, policy = self.start(setup)
             rewarding = self.rewarding(dataset)
+            _require_rewards(dataset, rewarding, name_of("algo", self))
             table = tabulate(dataset.to(setup.device), policy, rewarding)
             with seeded_weights(derive_seed(setup.seed, "learner")):
                 learner = self.learner(policy, table, setup)
             probes = probes_of(table, dataset.to(setup.device), rewarding)
             ema = Ema(policy, DelayedDecay(self.ema_decay, every=1)) if self.ema_decay else None
-            return OfflineRun(self, setup, learner, table, dataset, probes=probes, ema=ema)
+            return OfflineRun(
+                self, setup, learner, table, dataset, probes=probes, ema=ema, lasting=self.lasting()
+            )
 
     def start(self, setup: Setup) -> tuple[EpisodeDataset, Policy]:
         """Return the dataset, its actions within the box of task or policy, and the policy to train."""
@@ -195,6 +205,48 @@ class OfflineConfig(Checked):
     @abstractmethod
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Learner:
         """Return what learns; torch's global generator is seeded for its initial weights."""
+
+
+def _require_rewards(dataset: EpisodeDataset, rewarding: Rewarding, algo: str) -> None:
+    """Refuse rewards that are all 0, and warn of constant ones where no end of the task tells actions apart.
+
+    Raises:
+        ConfigError: If all are 0 after `reward_scale` and `reward_shift`.
+    """
+    least, most = (float(bound) for bound in dataset.rewards.aminmax())
+    given = rewarding.scale * least + rewarding.shift
+    if least != most or (given and bool(dataset.over.any())):
+        return
+    changed = f" ({given:g} with algo.reward_scale and algo.reward_shift)" if given != least else ""
+    found = f"{dataset.source}: all {len(dataset)} rewards are {least:g}{changed}"
+    advice = "Use data with rewards (of OGBench: data.task=<single task>), or algo=bc, which needs none."
+    if given == 0:
+        raise ConfigError(
+            f"{found}; algo={algo} learns from rewards, and has nothing to learn here. {advice}"
+        )
+    _log.warning(
+        "%s, and the task never ends, so all actions are worth the same to algo=%s. %s", found, algo, advice
+    )
+
+
+def warn_of_reach(table: TransitionTable, setup: Setup, algo: str) -> None:
+    """Tell of recorded actions that a policy to start from normalises beyond ±1, where actions are cut off.
+
+    Args:
+        table: Encoded for that policy.
+        setup: Of the run.
+        algo: Its name.
+    """
+    if setup.init is None or setup.dataset is None:
+        return
+    beyond = float((table.action.abs() > 1 + _BEYOND).float().mean())
+    if beyond:
+        _log.warning(
+            "%s: %.2g %% of the action entries lie beyond ±1 as the policy of init normalises them (%s), and "
+            "algo=%s cuts off what it compares with them there. Start from a policy of these data that "
+            "was cloned with policy.normalizer.action=limits.",
+            setup.dataset.source, 100 * beyond, setup.init.normalizer.modes["action"], algo,
+        )  # fmt: skip
 
 
 def _refuse_goals(spec: EnvSpec, algo: str) -> None:
@@ -280,6 +332,7 @@ class OfflineRun:
         *,
         probes: Probes | None = None,
         ema: Ema | None = None,
+        lasting: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.learner, self.table, self._probes = config, learner, table, probes
         self._ema = ema
@@ -291,6 +344,7 @@ class OfflineRun:
             **facts_of("init", setup.init),
             "dataset": dataset.digest(),
             **({"total": config.steps} if config.fixed_length else {}),
+            **(lasting or {}),
         }
         self._done = 0
 
@@ -355,7 +409,8 @@ class OfflineRun:
         """Continue from `state_dict`.
 
         Raises:
-            CheckpointError: If length, data, seed or the policy to start from are not those of the run.
+            CheckpointError: If length, data, seed, the policy to start from or what is made of rewards are
+                not those of the run.
         """
         require_unchanged(state, self._lasting)
         self.learner.load_state_dict(state["learner"])

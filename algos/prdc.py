@@ -119,6 +119,11 @@ class PrdcConfig(ConstrainedTd3Config):
         self.require("search", self.search in SEARCHES, f"one of {', '.join(SEARCHES)}")
         self.require("list_length", self.list_length >= 2, "at least 2")
 
+    def lasting(self) -> dict[str, Any]:
+        """Return also what decides which row is near; see `OfflineConfig.lasting`."""
+        nearness = {"algo.beta": self.beta, "algo.neighbor_rank": self.neighbor_rank}
+        return super().lasting() | nearness
+
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> NearestRow:
         """Return the distance from the nearest row."""
         scale = None if setup.init is None else deviations(table.cond)  # a new actor standardises by itself

@@ -9,8 +9,8 @@ Settings are those of the data's own experiment (`hopper_medium_expert_iql`), or
 (`hopper_iql`); `bc` clones the network of these actors, with as many steps as TD3 gives to its actor. Each
 run leaves one JSON file in docs/results/offline/: episodes of the last checkpoint, of the one that evaluated
 best on the way, of the corrected policy (`algo=cdsa`), and of both with noise on the actions; a run whose
-file is there is not repeated. The actors of a seed see states alike and share its correction, which knows no
-policy. Gaussians act by their mean.
+file is there is not repeated. The actors of a seed that see states alike share a correction, which knows no
+policy; ReBRAC's, which sees them as recorded, has one of its own. Gaussians act by their mean.
 
 `flow+td3_bc` and its like tune a cloned policy by `experiment=<task>_<algorithm>_tuning`, for the steps
 given there unless --steps says otherwise; they play beside the clone, neither corrected nor perturbed.
@@ -32,6 +32,7 @@ import numpy as np
 
 import burnish
 import burnish.api
+from algos.continuity import digest_of
 from algos.metrics import read_jsonl
 from algos.provenance import describe_environment
 from benchmarks import pages
@@ -40,12 +41,14 @@ from benchmarks.once import trained
 from burnish.config import scan_parts
 from burnish.last_and_best import last_and_best
 from burnish.overrides import experiments
+from envs.comparison import FEWEST_EPISODES
 from envs.evaluation import Evaluation, evaluate
 from envs.statistics import (
     RISK_SHARE,
     Interval,
     bootstrap_iqm,
     conditional_value_at_risk,
+    paired_difference,
     value_at_risk,
 )
 from policies.correction import Perturbation
@@ -131,11 +134,12 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
         policies = {"cloned": _policy(cloned, "last"), "last": _policy(place, "last")}
     else:
         run = trained(place, *settings, episodes=10, **values)
-        corrected = folder / f"actor-seed{seed}-cdsa"
+        actor = _policy(place, "last")
+        corrected = correction_of(folder, seed, actor)
         steps = f"algo.steps={options.cdsa_steps}"
         wished = {**values, "init": str(place)}  # whichever actor came first
         trained(corrected, "algo=cdsa", f"env={task}", steps, indifferent=["init"], **wished)
-        policies = variants(_policy(place, "last"), _policy(corrected, "last"), options.std)
+        policies = variants(actor, _policy(corrected, "last"), options.std)
     judged = last_and_best(run.directory)
     step = None if judged is None else judged.best.step
     if step is not None and step != run.directory.latest():
@@ -152,6 +156,17 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(content) + "\n")
     return target
+
+
+def correction_of(folder: Path, seed: int, actor: Policy) -> Path:
+    """Return the run of the correction for actors that see states as this one does.
+
+    It is learned of states as they are seen. Standardised ones are nearly the same for all actors of a
+    dataset.
+    """
+    standardised = actor.normalizer.modes["state"] == "gaussian"
+    seen = "" if standardised else f"-{digest_of(actor.normalizer)[:8]}"
+    return folder / f"actor-seed{seed}{seen}-cdsa"
 
 
 def variants(last: Policy, corrected: Any, std: float) -> dict[str, Policy]:
@@ -219,8 +234,9 @@ def scores(runs: Sequence[dict[str, Any]], variant: str) -> np.ndarray | None:
     return 100.0 * (returns - random) / (expert - random)
 
 
-def _cell(interval: Interval) -> str:
-    return f"{interval.value:.1f} ({interval.low:.1f} to {interval.high:.1f})"
+def _cell(interval: Interval, sign: str = "") -> str:
+    value, low, high = (format(x, f"{sign}z.1f") for x in (interval.value, interval.low, interval.high))
+    return f"{value} ({low} to {high})"
 
 
 VARIANTS = ("cloned", "last", "best", "corrected", "perturbed", "perturbed, corrected")
@@ -241,6 +257,51 @@ def rows_of(algo: str, runs: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield "| " + " | ".join(map(str, cells)) + " |"
 
 
+RIVALS = ("bc", "td3_bc", "study_td3_bc")
+"""What every algorithm is compared with, at the last checkpoint."""
+
+CHANGES = (("last", "cloned"), ("corrected", "last"), ("perturbed, corrected", "perturbed"))
+"""What tuning and the correction change of a policy: after and before."""
+
+
+def differences(found: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """Yield one line per comparison of two policies on the episodes that both have played."""
+    for algo in found:
+        for rival in RIVALS[: RIVALS.index(algo) if algo in RIVALS else None]:
+            yield from _difference(found, (algo, "last"), (rival, "last"))
+    for algo in found:
+        for after, before in CHANGES:
+            yield from _difference(found, (algo, after), (algo, before))
+
+
+def _difference(
+    found: dict[str, list[dict[str, Any]]], after: tuple[str, str], before: tuple[str, str]
+) -> Iterator[str]:
+    """Yield the line that compares two of (algorithm, checkpoint) on the seeds of both, if there are any."""
+    runs = [{run["seed"]: run for run in found.get(algo, [])} for algo, _ in (after, before)]
+    common = sorted(runs[0].keys() & runs[1].keys())
+    if not common:
+        return
+    one, other = (
+        scores([each[seed] for seed in common], variant)
+        for each, (_, variant) in zip(runs, (after, before), strict=True)
+    )
+    if one is None or other is None or one.shape != other.shape:
+        return
+    interval = paired_difference(other, one)
+    cells = (": ".join(after), ": ".join(before), len(common), _cell(interval, "+"))
+    yield f"| {' | '.join(map(str, cells))} | {_verdict(interval, one.size)} |"
+
+
+def _verdict(interval: Interval, episodes: int) -> str:
+    """Say in words what a difference is, as far as the episodes can tell."""
+    if episodes < FEWEST_EPISODES:
+        return "too few episodes to tell"
+    if not interval.excludes_zero:
+        return f"within noise (± {interval.half_width:.1f})"
+    return "clearly above" if interval.value > 0 else "clearly below"
+
+
 def report() -> Path:
     """Write docs/results/offline.md and a curve per dataset."""
     lines = [
@@ -251,7 +312,10 @@ def report() -> Path:
         f"tenth (VaR); α = {RISK_SHARE:g} of both. *Best* is the checkpoint that evaluated best on the way, "
         "left out where that is the last of every seed; choosing it needs the simulator. *Corrected*: "
         "`algo=cdsa` on top. *Perturbed*: normal noise on the actions, before anything corrects them. "
-        "`flow+iql` and its like: a cloned policy (*cloned*), tuned by `<task>_iql_tuning`.",
+        "`flow+iql` and its like: a cloned policy (*cloned*), tuned by `<task>_iql_tuning`.", "",
+        "The second table of a dataset has paired differences: episode by episode, on the seeds that both "
+        "sides have. *Clearly* above or below means that the 95 % interval, over seeds and episodes, "
+        "excludes 0; of a single seed it covers episodes only, not the luck of training.",
     ]  # fmt: skip
     for name in DATA:
         if found := load(name):
@@ -275,6 +339,9 @@ def section(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
     ]  # fmt: skip
     for algo, runs in found.items():
         lines += rows_of(algo, runs)
+    if compared := list(differences(found)):
+        columns = ("score of", "against", "seeds", "paired difference", "in words")
+        lines += ["", *pages.table(columns, ()), *compared]
     lines += asked_for(found) + by_others(name, found)
     commits = pages.commits(run for runs in found.values() for run in runs)
     draw(name, found)

@@ -30,6 +30,54 @@ def test_the_worst_tenth_of_a_page_covers_the_luck_of_seeds() -> None:
     assert f"{worst.value:.1f} ({worst.low:.1f} to {worst.high:.1f})" in row
 
 
+def test_differences_on_a_page_are_paired_on_common_seeds_and_said_in_words() -> None:
+    """Episodes are of very unequal difficulty, which cancels where they are paired."""
+    episodes = np.linspace(0.0, 100.0, 20)
+
+    def run(seed: int, **gains: float) -> dict[str, Any]:
+        evaluations = {
+            name.replace("_then_", ", "): {"return": [*(episodes + 10.0 * seed + gain)]}
+            for name, gain in gains.items()
+        }
+        protocol = {"env": {"reference_scores": [0.0, 100.0]}}
+        return {"seed": seed, "protocol": protocol, "evaluations": evaluations}
+
+    found = {
+        "bc": [run(seed, last=0.0) for seed in (0, 1, 2)],
+        "flow+iql": [run(seed, last=5.0, cloned=2.0 - seed) for seed in (0, 1, 2)],
+        "prdc": [run(5, last=50.0)],
+        "study_td3_bc": [run(1, last=1.0)],
+        "td3_bc": [
+            run(seed, last=-2.0, corrected=-2.0, perturbed=-9.0, perturbed_then_corrected=-8.0)
+            for seed in (1, 2, 3)
+        ],
+    }
+    lines = list(offline.differences(found))
+    assert lines[:5] == [
+        "| flow+iql: last | bc: last | 3 | +5.0 (+5.0 to +5.0) | clearly above |",
+        "| flow+iql: last | td3_bc: last | 2 | +7.0 (+7.0 to +7.0) | clearly above |",
+        "| flow+iql: last | study_td3_bc: last | 1 | +4.0 (+4.0 to +4.0) | clearly above |",
+        "| study_td3_bc: last | bc: last | 1 | +1.0 (+1.0 to +1.0) | clearly above |",
+        "| study_td3_bc: last | td3_bc: last | 1 | +3.0 (+3.0 to +3.0) | clearly above |",
+    ]
+    assert lines[5] == "| td3_bc: last | bc: last | 2 | -2.0 (-2.0 to -2.0) | clearly below |"
+    assert lines[6] == "| flow+iql: last | flow+iql: cloned | 3 | +4.0 (+3.0 to +5.0) | clearly above |"
+    assert lines[7:] == [
+        "| td3_bc: corrected | td3_bc: last | 3 | +0.0 (+0.0 to +0.0) | within noise (± 0.0) |",
+        "| td3_bc: perturbed, corrected | td3_bc: perturbed | 3 | +1.0 (+1.0 to +1.0) | clearly above |",
+    ]
+
+
+def test_a_difference_of_few_episodes_says_nothing_and_of_unequal_ones_is_left_out() -> None:
+    def runs(*returns: float) -> list[dict[str, Any]]:
+        protocol = {"env": {"reference_scores": [0.0, 100.0]}}
+        return [{"seed": 0, "protocol": protocol, "evaluations": {"last": {"return": [*returns]}}}]
+
+    (few,) = offline.differences({"bc": runs(1.0, 2.0), "iql": runs(3.0, 4.0)})
+    assert few == "| iql: last | bc: last | 1 | +2.0 (+2.0 to +2.0) | too few episodes to tell |"
+    assert not list(offline.differences({"bc": runs(1.0), "iql": runs(3.0, 4.0)}))
+
+
 def test_a_page_says_which_code_cannot_be_checked_out() -> None:
     assert pages.about_commits(measured("a" * 40)) == ""
     lost = pages.NOT_IN_HISTORY[0]

@@ -158,9 +158,12 @@ def _check_numbers(data: EpisodeDataset, key: str, value: Tensor) -> None:
             bad = (~fine).nonzero()
             count, first = count + len(bad), first or (part.start + int(bad[0, 0]), *bad[0, 1:].tolist())
     if first is not None:
+        advice = "Remove or repair the affected episodes."
+        if data.meta.get("format") == "d4rl" and key.startswith("infos/"):
+            advice += " Or leave out what is under infos/, on which nothing is trained: data.infos=false."
         raise DatasetError(
             f"{data.source}: key '{key}' must be finite; got {float(value[first])} at index {list(first)} "
-            f"({count} such entries). Remove or repair the affected episodes."
+            f"({count} such entries). {advice}"
         )
 
 

@@ -36,7 +36,7 @@ _REQUIRED = ("observations", "actions", "rewards", "terminals")
 _SCALARS = ("rewards", "terminals", "timeouts")  # one number per step
 GOAL = "infos/goal"  # where mazes record goals
 OWN_ATTRIBUTE = "burnish"  # of files written here: names and facts that D4RL does not have
-_JUMP = 1e-6  # a successor further than this from the next row's observation marks the end of an episode
+_JUMP = 1e-5  # of the largest magnitude of a number: how far rounding may move a successor from the next row
 
 Arrays = dict[str, Any]
 """Slash-separated key -> array, or scalar for scalar datasets."""
@@ -210,10 +210,18 @@ def read(
     own = _own_names(path)
     meta = own.get("meta", {}) | {"source": str(path), "format": "d4rl"}
     meta |= {key: _plain(value) for key, value in arrays.items() if np.ndim(value) == 0}
+    if d4rl_compat and "timeouts" not in arrays and max_episode_steps is None:
+        raise DatasetError(
+            f"{path}: expected the key 'timeouts' or a time limit, without which D4RL's own conversion does "
+            f"not know where episodes end; got neither. Give data.max_episode_steps=<steps>, or leave out "
+            f"data.d4rl_compat."
+        )
     if d4rl_compat:
         return _official_episodes(arrays, max_episode_steps, meta | {"d4rl_compat": True}, room)
     terminated = arrays["terminals"].astype(bool)
-    ends = _episode_ends(arrays, max_episode_steps)
+    jumps = _jumps(arrays)
+    ends = _episode_ends(arrays, jumps, max_episode_steps)
+    _warn_of_jumps(path, arrays, jumps)
     if "timeouts" not in arrays:
         _warn_of_missing_timeouts(path, ends, terminated, arrays, max_episode_steps)
     start = np.concatenate([[0], np.flatnonzero(ends) + 1])
@@ -267,16 +275,46 @@ def _warn_of_missing_timeouts(
     )  # fmt: skip
 
 
-def _episode_ends(arrays: Arrays, limit: int | None) -> np.ndarray:
+def _warn_of_jumps(path: str | Path, arrays: Arrays, jumps: np.ndarray) -> None:
+    """Tell of seams that no flag tells of, and of successors that are mostly not the next row."""
+    flagged = arrays["terminals"].astype(bool) | arrays.get("timeouts", np.zeros(len(jumps))).astype(bool)
+    count = int((jumps & ~flagged).sum())
+    if 2 * count > len(jumps):
+        _log.warning(
+            "%s: in %d of %d rows the successor, 'next_observations', is not the next row; episodes are cut "
+            "there, so that most are single steps. Store both keys in the same units and precision; if rows "
+            "are in order, remove 'next_observations'.",
+            path, count, len(jumps),
+        )  # fmt: skip
+    elif count and "timeouts" in arrays:
+        _log.warning(
+            "%s: seams between episodes that no flag tells of: %d, the first behind row %d. There the "
+            "successor, 'next_observations', is not the next row, and neither 'terminals' nor 'timeouts' is "
+            "set. Episodes are cut there, as by time-outs; set the flags.",
+            path, count, int(np.argmax(jumps & ~flagged)),
+        )  # fmt: skip
+
+
+def _jumps(arrays: Arrays) -> np.ndarray:
+    """Mark rows whose successor is known not to be the next row, rounding apart, (N,) bool."""
+    seen = arrays["observations"]
+    jumps = np.zeros(len(seen), dtype=bool)
+    if "next_observations" not in arrays:
+        return jumps
+    with np.errstate(over="ignore", invalid="ignore"):  # what float32 cannot hold is refused with its row
+        largest = np.max([np.abs(seen[part].astype(np.float32)).max(axis=0) for part in pieces(seen)], axis=0)
+        for part in pieces(seen[1:]):
+            following, successor = seen[1:][part], arrays["next_observations"][part]
+            gap = np.abs(successor.astype(np.float32) - following.astype(np.float32))
+            jumps[part] = (gap > _JUMP * largest).reshape(len(gap), -1).any(axis=1)
+    return jumps
+
+
+def _episode_ends(arrays: Arrays, jumps: np.ndarray, limit: int | None) -> np.ndarray:
     """Mark last rows: terminal, time-out, a successor that is not the next row, the limit, end of file."""
-    ends = arrays["terminals"].astype(bool)
+    ends = arrays["terminals"].astype(bool) | jumps
     if "timeouts" in arrays:
         ends = ends | arrays["timeouts"].astype(bool)
-    elif "next_observations" in arrays:
-        following = arrays["observations"][1:]
-        for part in pieces(following):
-            gap = arrays["next_observations"][part].astype(np.float64) - following[part]
-            ends[part] |= np.linalg.norm(gap.reshape(len(gap), -1), axis=1) > _JUMP
     ends[-1] = True
     if "timeouts" not in arrays and limit is not None:
         ends = ends | _limit_steps(ends, limit, after_end=0, after_limit=0)

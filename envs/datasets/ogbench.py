@@ -7,9 +7,10 @@ and it has no successor. By default it becomes the successor of the row before, 
 datasets; `compact=True` keeps it as a frame of its own with `valids` 0, as in OGBench's compact ones.
 `regular_dataset` and `compact_dataset` are the two official conversions, bit for bit.
 
-A recording is cut, never finished: all episodes are truncated. Files have no rewards; naming a single task
-adds those of this task and `masks`, which is 0 where the task is solved and values must not look further,
-although the recording goes on.
+A recording is cut, never finished: all episodes are truncated. Published files have no rewards; naming a
+single task adds those of this task and `masks`, which is 0 where the task is solved and values must not look
+further, although the recording goes on. A file with `rewards` and `masks` of its own keeps them. One with
+`next_observations`, as a regular dataset that was saved has them, holds no rows that are states only.
 """
 
 from __future__ import annotations
@@ -20,12 +21,15 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.npz import Arrays, check_flags, check_rows, peek_npz, read_npz_into
+from envs.datasets.npz import Arrays, check_flags, check_rows, column, peek_npz, read_npz_into
 from envs.datasets.room import MEMORY, Room
+from envs.datasets.unread import tell_unread
 from policies.errors import DatasetError
 
 _REQUIRED = ("observations", "actions", "terminals")
 _INFOS = ("qpos", "qvel", "button_states")
+_JUDGED = ("rewards", "masks")
+_OWN = (*_JUDGED, "next_observations")  # not in published files
 
 
 def matches(path: str | Path) -> bool:
@@ -46,7 +50,7 @@ def load_ogbench(path: str | Path) -> Arrays:
 
 def _load(path: str | Path, cache: str | Path | None) -> tuple[Arrays, Room]:
     """Return what `load_ogbench` does, and where there was room for it."""
-    arrays, room = read_npz_into(path, _REQUIRED, _INFOS, cache=cache)
+    arrays, room = read_npz_into(path, _REQUIRED, (*_INFOS, *_OWN), cache=cache)
     check_rows(path, arrays, "observations")
     ends = arrays["terminals"] = check_flags(path, "terminals", arrays["terminals"])
     for key in ("observations", "actions"):
@@ -114,7 +118,8 @@ def read(
     Args:
         path: npz file.
         task: Name of a single task, e.g. `cube-single-play-singletask-task2-v0`: rewards and `masks` of that
-            task are added; needs the extra `ogbench`. None: all rewards are 0.
+            task take the place of those of the file; needs the extra `ogbench`. None: rewards and masks of
+            the file, and rewards of 0 where it has none.
         compact: Keep the last row of every recording as a frame (see the module).
         cache: Folder for what does not fit into memory; None: that of temporary files.
 
@@ -123,18 +128,22 @@ def read(
         MissingExtraError: If a task is named and OGBench is not installed.
     """
     arrays, room = _load(path, cache)
-    ends = arrays["terminals"]
-    rows = compact_dataset(arrays, room) if compact else regular_dataset(arrays, room)
+    ends, saved = arrays["terminals"], "next_observations" in arrays
+    _check_lengths(path, ends, compact, saved)
+    convert = _saved_dataset if saved else compact_dataset if compact else regular_dataset
+    rows = convert(arrays, room)
     last = ends if compact else rows["terminals"].astype(bool)
-    _check_lengths(path, ends, compact)
     extras: dict[str, Any] = {key: rows[key] for key in _INFOS if key in rows}
-    rewards = np.zeros(len(last), np.float32)
+    judged = _own_rewards(path, arrays, ~ends | compact | saved)
+    unread = {key: "not known here" for key in peek_npz(path) or () if key not in arrays}
     if compact:
         extras["valids"] = rows["valids"]
     if task is not None:
         from envs.datasets.ogbench_tasks import rewards_of_task
 
-        rewards, extras["masks"] = rewards_of_task(task, rows, str(path))
+        unread |= {key: "those of data.task are taken" for key in judged}
+        judged = dict(zip(_JUDGED, rewards_of_task(task, rows, str(path)), strict=True))
+    rewards = judged.pop("rewards", np.zeros(len(last), np.float32))
     return EpisodeDataset.from_arrays(
         rows["observations"],
         rows["actions"],
@@ -143,16 +152,44 @@ def read(
         last,
         np.concatenate([[0], np.flatnonzero(last) + 1]),
         next_observations=rows.get("next_observations"),
-        extras=extras,
-        meta={"source": str(path), "format": "ogbench", "task": task, "compact": compact},
+        extras=extras | judged,
+        meta={
+            "source": str(path),
+            "format": "ogbench",
+            "task": task,
+            "compact": compact,
+            "not_read": tell_unread(path, unread),
+        },
         room=room,
     )
 
 
-def _check_lengths(path: str | Path, ends: np.ndarray, compact: bool) -> None:
-    """Refuse recordings without a step: one state and nothing done in it."""
+def _saved_dataset(arrays: Arrays, room: Room) -> Arrays:
+    """Return all rows of a file with successors, with `terminals` 1 on the last of each recording."""
+    floats = ("observations", "actions", "next_observations")
+    return {
+        **{key: room.converted(arrays[key], np.float32) for key in floats},
+        "terminals": arrays["terminals"].astype(np.float32),
+        **{key: arrays[key] for key in _INFOS if key in arrays},
+    }
+
+
+def _own_rewards(path: str | Path, arrays: Arrays, kept: np.ndarray) -> Arrays:
+    """Return rewards and masks of the file, where it has them, for the rows that are kept (N,)."""
+    if "masks" in arrays:
+        arrays["masks"] = check_flags(path, "masks", arrays["masks"]).astype(np.float32)
+    return {key: column(arrays[key])[kept] for key in _JUDGED if key in arrays}
+
+
+def _check_lengths(path: str | Path, ends: np.ndarray, compact: bool, saved: bool) -> None:
+    """Refuse recordings without a step: one state and nothing done in it; and to keep such states of none."""
+    if compact and saved:
+        raise DatasetError(
+            f"{path}: data.compact=true keeps rows that are states only, and a file with the key "
+            f"'next_observations' has none. Leave data.compact out."
+        )
     lengths = np.diff(np.flatnonzero(ends), prepend=-1)
-    if not compact and (lengths < 2).any():
+    if not (compact or saved) and (lengths < 2).any():
         raise DatasetError(
             f"{path}: key 'terminals' must leave at least two rows to every recording; recording "
             f"{int(np.argmax(lengths < 2))} has one. Remove it."

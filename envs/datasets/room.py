@@ -51,15 +51,17 @@ class Room:
         if values.dtype == np.dtype(dtype):
             return values
         out = self.empty(values.shape, dtype)
-        for part in pieces(values):
-            out[part] = values[part]
+        with np.errstate(over="ignore"):  # infinity, which no dataset may hold, is refused with its place
+            for part in pieces(values):
+                out[part] = values[part]
         return out
 
     def taken(self, values: np.ndarray, rows: np.ndarray, dtype: DTypeLike | None = None) -> np.ndarray:
         """Return rows (M,) of an array (N, ...), as another type if one is named."""
         out = self.empty((len(rows), *values.shape[1:]), values.dtype if dtype is None else dtype)
-        for part in pieces(out):
-            out[part] = values[rows[part]]
+        with np.errstate(over="ignore"):  # see `converted`
+            for part in pieces(out):
+                out[part] = values[rows[part]]
         return out
 
     def take(self, values: Tensor, rows: Tensor) -> Tensor:

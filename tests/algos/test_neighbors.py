@@ -11,6 +11,10 @@ from torch import Tensor
 
 from algos.boxes import BoxTree
 from algos.neighbors import BruteSearch, ListSearch, Search, TreeSearch, list_bytes
+from algos.prdc import NearestRow
+from algos.search_choice import Rows
+from algos.transitions import Batch
+from policies.ensembles import EnsembleConfig
 
 
 def table(m: int, seed: int, *, copies: int = 0, spread: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -67,6 +71,25 @@ def test_copies_of_a_state_do_not_fool_a_short_list() -> None:
     search = ListSearch(state, action, 1.0, length=4)
     assert_exact(search, state, action, row, query, 1.0)
     assert not search.nearest(row, state[row], query + 0.3).certified.all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("how", ["tree", "brute", "lists", "approximate"])
+def test_actions_that_are_not_finite_reach_the_check_of_the_loss(how: str, bad: float) -> None:
+    state, action = table(200, 4)
+    penalty = NearestRow(Rows(state, action, 2.0, length=8).search(how), action)
+    row, none = torch.arange(8), torch.zeros(8)
+    batch = Batch(
+        cond=state[row], action=action[row], reward=none, next_cond=state[row], discount=none,
+        next_action=action[row], has_next=none, plan=action[row], real=none[:, None], row=row,
+    )  # fmt: skip
+    query = action[row].clone()
+    query[3] = bad
+    critic = EnsembleConfig(hidden_dims=(8,)).build(3, 2)
+    loss, _ = penalty.penalty(batch, query, critic, {})
+    assert not loss.isfinite()
+    others = row != 3
+    assert torch.equal(penalty.search.nearest(row, state[row], query).row[others], row[others])
 
 
 def test_a_certificate_is_never_wrong_and_mostly_given_near_the_data() -> None:

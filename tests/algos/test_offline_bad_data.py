@@ -18,7 +18,7 @@ from algos.iql import IqlConfig
 from algos.offline import OfflineRun
 from algos.prdc import PrdcConfig
 from envs.datasets import read_dataset
-from policies.errors import DatasetError
+from policies.errors import ConfigError, DatasetError
 from policies.policy import PolicyConfig, build_policy
 from policies.processes import RectifiedFlow
 
@@ -137,6 +137,28 @@ def test_a_recording_of_single_cut_steps_has_no_transition(tmp_path: Path) -> No
     assert len(read_dataset(path).transition_frames) == 0
     with pytest.raises(DatasetError, match="60 that are the last of cut episodes, so there is no transition"):
         run_on(path)
+
+
+@pytest.mark.parametrize("changes", [{}, {"reward_shift": -1.0}])
+def test_rewards_that_are_all_zero_are_refused_with_what_to_do(tmp_path: Path, changes: Any) -> None:
+    rewards = np.full(FRAMES, -changes.get("reward_shift", 0.0))
+    path = written(tmp_path / "poor.hdf5", rewards=rewards)
+    with pytest.raises(
+        ConfigError, match=r"poor\.hdf5: all 60 rewards are .*algo=iql .*data\.task=.*algo=bc"
+    ):
+        run_on(path, IqlConfig(**SMALL, **changes))
+
+
+def test_constant_rewards_are_told_where_no_end_gives_them_a_meaning(tmp_path: Path, caplog: Any) -> None:
+    zero = written(tmp_path / "poor.hdf5", rewards=np.zeros(FRAMES))
+    run_on(zero, PrdcConfig(**SMALL, reward_shift=-1.0))
+    assert not caplog.records, "a step less to the end is worth something"
+    endless = np.arange(FRAMES) % 20 == 19
+    run_on(
+        written(tmp_path / "flat.hdf5", rewards=np.full(FRAMES, 2.0), terminals=0 * endless, timeouts=endless)
+    )
+    (record,) = caplog.records
+    assert "flat.hdf5: all 60 rewards are 2" in record.message and "worth the same" in record.message
 
 
 @pytest.mark.parametrize("config", [IqlConfig(**SMALL), CdsaConfig(steps=4, block_steps=4, batch_size=8)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -196,6 +197,22 @@ def test_without_a_task_actions_are_clipped_to_the_box_of_the_policy(
     assert actions_for(at_the_ends, init, None) is at_the_ends and not caplog.records
     init.normalizer.modes["action"] = "gaussian"
     assert actions_for(wild, init, None) is wild, "mean and deviation are no box"
+
+
+@pytest.mark.parametrize("config", [Td3BcConfig(steps=1), CdsaConfig(steps=1)], ids=["td3_bc", "cdsa"])
+def test_actions_beyond_what_a_policy_reaches_are_told(config: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a normal distribution a third lies beyond its deviation, where actions are cut off."""
+    data, init = dataset(), policy(horizon=1, act_steps=1)
+    config.build(Setup(dataset=data, init=init))
+    assert not caplog.records
+    init.normalizer.modes["action"] = "gaussian"
+    init.normalizer.refit("action", data.statistics()["action"])
+    table = config.build(Setup(dataset=data, init=init)).table
+    share = 100 * float((table.action.abs() > 1).float().mean())
+    assert 20 < share < 50
+    (record,) = caplog.records
+    assert f"{share:.2g} % of the action entries lie beyond ±1" in record.message
+    assert "(gaussian)" in record.message and "policy.normalizer.action=limits" in record.message
 
 
 def test_a_box_that_no_task_gives_is_that_of_the_data_and_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks.offline import rows_of, scores, settings_of
+from algos.offline import plain_actor
+from algos.rebrac import RebracConfig
+from benchmarks.offline import correction_of, rows_of, scores, settings_of
 from benchmarks.once import _compared, demonstrations, first_seed, trained
+from policies.deterministic import DeterministicProcess
+from policies.normalizer import box_statistics
+from policies.policy import PolicyConfig, build_policy
 
 TINY = (
     "algo=bc", "env=avoid", "backbone.width=8", "algo.steps=8", "algo.warmup_steps=0", "algo.batch_size=4",
@@ -60,6 +66,22 @@ def test_a_run_that_was_shorter_goes_on(tmp_path: Path) -> None:
 def test_offline_settings_are_the_ones_of_the_data(data: str, algo: str, experiment: str) -> None:
     options = argparse.Namespace(steps=None, autocast=None, set=[])
     assert settings_of(data, "", algo, options) == [f"experiment={experiment}", "algo.steps=100000"]
+
+
+def test_actors_share_a_correction_where_they_see_states_alike(tmp_path: Path) -> None:
+    def place(config: PolicyConfig, std: float = 0.1) -> Path:
+        moments = {"mean": torch.full((3,), 4.0), "std": torch.full((3,), std)}
+        box = box_statistics(-torch.ones(2), torch.ones(2))
+        statistics = {"state": moments | {"min": -torch.ones(3), "max": torch.ones(3)}, "action": box}
+        actor = build_policy(config, obs_dim=3, action_dim=2, statistics=statistics, seed=0)
+        return correction_of(tmp_path, 7, actor)
+
+    wide, narrow = (plain_actor(DeterministicProcess(), (width,)) for width in (16, 8))
+    common = tmp_path / "actor-seed7-cdsa"
+    assert place(wide) == place(narrow, std=0.101) == common, "where studies have left it"
+    assert place(RebracConfig(normalize_states=True).actor_config()) == common
+    recorded = RebracConfig().actor_config()
+    assert place(recorded) == place(recorded, std=3.0) != common
 
 
 def test_the_best_checkpoint_of_a_seed_may_be_its_last_and_rows_state_both_risks() -> None:

@@ -121,6 +121,23 @@ def test_a_run_whose_rates_follow_its_length_keeps_it(config: Any) -> None:
         small(config, steps=18).build(setup).load_state_dict(begun.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gamma", 0.9), ("reward_scale", 2.0), ("reward_shift", -1.0), ("return_range", 10.0), ("beta", 4.0),
+        ("neighbor_rank", 2),
+    ],
+)  # fmt: skip
+def test_what_values_and_neighbours_mean_is_kept(name: str, value: float) -> None:
+    setup = Setup(dataset=dataset(), seed=3, num_threads=1)
+    begun = small(PrdcConfig).build(setup)
+    begun.advance()
+    other = small(PrdcConfig, **{name: value}).build(setup)
+    with pytest.raises(CheckpointError, match=rf"algo\.{name} must stay what it was .*; got {value}"):
+        other.load_state_dict(begun.state_dict())
+    small(PrdcConfig, alpha=1.0, actor_lr=1e-4).build(setup).load_state_dict(begun.state_dict())
+
+
 def test_a_search_that_was_chosen_by_trying_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast the machine is on which the run is continued."""
     monkeypatch.setattr(search_choice, "TIMED_FROM", 10)

@@ -214,7 +214,7 @@ def test_time_limit_cuts_files_without_timeouts_at_every_multiple(tmp_path):
     data = read_d4rl(path, max_episode_steps=3)
     assert data.lengths.tolist() == [3, 1, 3, 3]
     assert read_d4rl(path).lengths.tolist() == [4, 6]
-    with pytest.raises(DatasetError, match="needs max_episode_steps"):
+    with pytest.raises(DatasetError, match=r"a\.hdf5: .*'timeouts'.* Give data\.max_episode_steps=<steps>"):
         read_d4rl(path, d4rl_compat=True)
 
 
@@ -244,6 +244,66 @@ def test_missing_timeouts_are_warned_of_with_what_is_taken_for_them(
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "'timeouts'" in record.message and "a.hdf5" in record.message
     assert all(fact in record.message for fact in facts), record.message
+
+
+def successors(rows, *, jumps=()):
+    """Return the next rows (N, D), far away at jumps and behind the last row."""
+    following = np.roll(rows, -1, axis=0)
+    following[[*jumps, len(rows) - 1]] += 1.0
+    return following
+
+
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e4])
+@pytest.mark.parametrize("timeouts", [True, False])
+def test_successors_of_another_precision_end_no_episode(tmp_path, size, timeouts):
+    rows = size * (7.0 + arrays()["observations"].astype(np.float64) / 3)
+    following = successors(rows)
+    following[6] += 1e-3 * size
+    changes = {} if timeouts else {"timeouts": None}
+    path = write_d4rl(
+        tmp_path / "a.hdf5", observations=rows.astype(np.float32), next_observations=following, **changes
+    )
+    found = read_d4rl(path)
+    assert found.lengths.tolist() == [4, 3, 3], "a terminal, a seam, and the end of the file"
+    assert found.truncated.nonzero().flatten().tolist() == [6, 9]
+
+
+def test_a_seam_that_no_flag_tells_of_is_cut_and_counted(tmp_path, caplog):
+    rows, never = arrays()["observations"], np.zeros(10, bool)
+    changes = {"timeouts": never, "next_observations": successors(rows, jumps=[3, 5, 7])}
+    data = read_d4rl(write_d4rl(tmp_path / "joined.hdf5", **changes))
+    assert data.lengths.tolist() == [4, 2, 2, 2]
+    assert data.truncated.nonzero().flatten().tolist() == [5, 7, 9]
+    (record,) = caplog.records
+    assert (
+        "joined.hdf5: seams between episodes that no flag tells of: 2, the first behind row 5"
+        in record.message
+    )
+
+
+@pytest.mark.parametrize("timeouts", [True, False])
+def test_successors_that_are_hardly_ever_the_next_row_are_told(tmp_path, caplog, timeouts):
+    changes = {} if timeouts else {"timeouts": None}
+    path = write_d4rl(tmp_path / "mixed.hdf5", next_observations=arrays()["observations"] + 3.0, **changes)
+    assert read_d4rl(path).num_episodes == 10
+    assert "mixed.hdf5: in 8 of 10 rows" in caplog.text, "the terminal and the last row may jump"
+    assert "same units and precision" in caplog.text
+
+
+def test_what_is_not_finite_under_infos_is_refused_with_the_way_to_leave_it_out(tmp_path):
+    path = write_d4rl(tmp_path / "a.hdf5", **{"infos/qvel": np.full((10, 2), np.nan)})
+    with pytest.raises(DatasetError, match=r"key 'infos/qvel' must be finite; .*data\.infos=false"):
+        read_d4rl(path)
+    assert read_d4rl(path, infos=False).num_frames == 10
+
+
+def test_numbers_beyond_float32_are_one_error_and_no_warning_of_numpy(tmp_path):
+    large = arrays()["observations"].astype(np.float64)
+    large[4, 1] = 1e300
+    for key in ("observations", "next_observations"):
+        path = write_d4rl(tmp_path / "a.hdf5", **{key: large})
+        with pytest.raises(DatasetError, match=rf"key '{key}' must be finite; got inf at index \[4, 1\]"):
+            read_d4rl(path)
 
 
 def test_timeouts_that_are_there_need_no_warning(tmp_path, caplog):

@@ -97,6 +97,33 @@ def test_compact_files_keep_every_state_and_have_no_more_transitions(tmp_path):
     assert compact.extras["valids"].tolist() == (~ogbench_arrays()["terminals"]).astype(float).tolist()
 
 
+def test_rewards_and_masks_of_the_file_are_kept_and_other_keys_told(tmp_path, caplog):
+    raw = ogbench_arrays()
+    num = sum(LENGTHS)
+    own = {"rewards": np.arange(num)[:, None], "masks": np.arange(num) % 3 > 0, "weights": np.ones(4)}
+    path = write_ogbench(tmp_path / "play.npz", **own)
+    kept = np.flatnonzero(~raw["terminals"])
+    data, compact = read_dataset(path), read_dataset(path, compact=True)
+    assert data.rewards.tolist() == kept.tolist() and compact.rewards.tolist() == list(range(num))
+    assert data.extras["masks"].tolist() == (kept % 3 > 0).tolist()
+    assert torch.equal(data.over, torch.as_tensor(kept % 3 == 0)), "values do not look further"
+    assert data.meta["not_read"] == ["weights"] and "play.npz: not read: weights" in caplog.text
+    with pytest.raises(DatasetError, match="key 'masks' must be 0 or 1"):
+        read_dataset(write_ogbench(tmp_path / "bad.npz", masks=np.full(num, 2)))
+
+
+def test_a_regular_dataset_that_was_saved_keeps_its_successors_and_last_actions(tmp_path):
+    raw = regular_dataset(load_ogbench(write_ogbench(tmp_path / "play.npz")))
+    rewards = np.arange(len(raw["actions"]), dtype=np.float32)
+    np.savez(tmp_path / "saved.npz", **raw, rewards=rewards)
+    data, original = read_dataset(tmp_path / "saved.npz"), read_dataset(tmp_path / "play.npz")
+    assert data.lengths.tolist() == [length - 1 for length in LENGTHS] and data.rewards.tolist() == [*rewards]
+    for key in ("observations", "actions", "next_observations", "truncated"):
+        assert torch.equal(getattr(data, key), getattr(original, key))
+    with pytest.raises(DatasetError, match=r"saved\.npz: data\.compact=true .* Leave data\.compact out"):
+        read_dataset(tmp_path / "saved.npz", compact=True)
+
+
 TASKS = {
     "cube-single-play-singletask-task2-v0": 21,
     "cube-double-play-singletask-v0": 28,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +28,9 @@ from official_td3 import (
 )
 from torch import Tensor
 
-from algos.a2pr import AdvantageGuide
+from algos.a2pr import AdvantageGuide, divergence
 from algos.constrained_td3 import Td3Learner
+from algos.transitions import Batch
 
 CRITICS, VALUES = (names(1, 5), names(6, 10)), (names(1, 5),)
 SEEDS = {"actor": 25, "critic": 26, "value": 27, "vae": 28}
@@ -102,28 +104,99 @@ def draws_of(step: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"target": step["noise_target"], "next_start": none, "start": none} | noise
 
 
+REQUIRED = {"target_q", "critic_loss", "value_loss", "vae_keep", "vae_loss"}
+"""What a step of a file must hold, if nothing else."""
+
+
+def watched(learner: Td3Learner, batch: Batch, draws: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Take a step; return every quantity on the way, by its released name, and shares that we report."""
+    guide, seen = learner.regulariser, Seen(learner)
+    assert isinstance(guide, AdvantageGuide)
+    target = learner.backup(batch, draws).target
+    with seen:
+        out = learner.step(batch, draws)
+    current, fresh, data, *of_actor = seen.critic
+    recon, mean, std = seen.vae[0]
+    kl = divergence(mean, std)
+    found = {
+        "target_q": target, "current_q1": current[0], "current_q2": current[1],
+        "critic_loss": out["critic/loss"], "value_pred": seen.value[0][0],
+        "value_target": seen.results["value_target"], "value_loss": out["value/loss"],
+        "q1_data_after_critic_step": data[0], "vae_keep": data[0] > seen.value[0][0],
+        "vae_recon": recon, "vae_mean": mean, "vae_std": std, "vae_loss": out["guide/loss"], "KL_loss": kl,
+        "recon_loss": out["guide/loss"] - 0.5 * kl, "mean of vae_keep": out["guide/kept_fraction"],
+    }  # fmt: skip
+    if not of_actor:
+        return found
+    pi, rebuilt = seen.arguments["penalty"][1], seen.vae[1][0]
+    follows, weight = seen.results["judged"]
+    guided = torch.where(follows[:, None], rebuilt, batch.action)
+    return found | {
+        "pi": pi, "vae_recon_pi": rebuilt, "q1_pi": of_actor[0][0], "q1_recon_pi": of_actor[1][0],
+        "q1_data": data[0], "guide_action": guided, "bc_residual": pi - guided, "use_recon": follows,
+        "bc_weight": weight, "bc_loss": out["actor/constraint"], "actor_loss": out["actor/value_loss"],
+        "combined_loss": out["actor/value_loss"] + out["actor/constraint"], "Q_value": out["actor/value"],
+        "lmbda": -out["actor/value_loss"] / out["actor/value"], "target_Q": out["critic/target"],
+        "mean of use_recon": out["guide/followed_fraction"],
+        "targ_Q": (batch.reward + batch.discount * fresh.amin(0)).mean(),
+    }  # fmt: skip
+
+
+class Seen:
+    """What networks return during a step, call by call, and what some functions of the guide do."""
+
+    def __init__(self, learner: Td3Learner) -> None:
+        guide = learner.regulariser
+        assert isinstance(guide, AdvantageGuide)
+        self._guide, self._nets = guide, {"critic": learner.critic, "value": guide.value, "vae": guide.vae}
+        self.critic, self.value, self.vae = [], [], []
+        self.arguments, self.results = {}, {}
+
+    def __enter__(self) -> None:
+        self._hooks = [
+            net.register_forward_hook(self._listening(getattr(self, name)))
+            for name, net in self._nets.items()
+        ]
+        for name in ("value_target", "penalty", "judged"):
+            setattr(self._guide, name, self._watched(name, getattr(self._guide, name)))
+
+    def _listening(self, calls: list[Any]) -> Any:
+        return lambda net, arguments, result: calls.append(detached(result))
+
+    def _watched(self, name: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            self.arguments[name], self.results[name] = arguments, function(*arguments)
+            return self.results[name]
+
+        return call
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for name in ("value_target", "penalty", "judged"):
+            delattr(self._guide, name)
+
+
+def detached(value: Any) -> Any:
+    """Return copies that later steps do not change."""
+    return tuple(map(detached, value)) if isinstance(value, tuple) else value.detach().clone()
+
+
 @pytest.mark.golden("a2pr_*.npz")
 def test_steps(golden_path: Path) -> None:
     arrays = read(golden_path)
     learner, discount, moved = learner_of(arrays), float(arrays["cfg/discount"]), 0
     for t in range(1, num_steps(arrays) + 1):
         step = under(arrays, f"step{t}/")
-        batch, draws = batch_of(step, discount), draws_of(step)
-        torch.testing.assert_close(learner.backup(batch, draws).target, step["target_q"].squeeze(1), **NUMBER)
-        out = learner.step(batch, draws)
-        expected = {
-            "critic/loss": step["critic_loss"], "value/loss": step["value_loss"],
-            "guide/loss": step["vae_loss"], "guide/kept_fraction": step["vae_keep"].float().mean(),
-        }  # fmt: skip
-        if "bc_loss" in step:
-            moved += 1
-            expected |= {
-                "actor/value_loss": step["actor_loss"], "actor/constraint": step["bc_loss"],
-                "actor/value": step["Q_value"], "guide/followed_fraction": step["use_recon"].float().mean(),
-            }  # fmt: skip
-        for name, value in expected.items():
+        found = watched(learner, batch_of(step, discount), draws_of(step))
+        step |= {f"mean of {n}": step[n].float().mean() for n in ("vae_keep", "use_recon") if n in step}
+        known = found.keys() & step.keys()
+        assert known >= REQUIRED
+        for name in sorted(known):
+            value, expected = found[name].detach().float(), step[name].float()
             torch.testing.assert_close(
-                out[name], value.float().squeeze(), **NUMBER, msg=lambda m, n=name: f"{n}: {m}"
+                value.view_as(expected), expected, **NUMBER, msg=lambda m, n=name: f"{n}: {m}"
             )
         check_weights(weights_of(learner), step)
+        moved += "bc_loss" in known
     assert moved  # the actor was compared, too

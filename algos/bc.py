@@ -34,6 +34,7 @@ from algos.validation import Validation, masked_mean, matching_of
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
 from policies.errors import CheckpointError, ConfigError
+from policies.paths import path_field
 from policies.policy import Policy, build_policy
 from policies.registry import register
 from policies.seeds import derive_seed, seeded_generator
@@ -73,7 +74,7 @@ class BcConfig(Checked):
     validation_every: int | None = None  # gradient steps; None: a tenth of the run; 0: at the end only
     validation_windows: int = 256  # held-out windows that are used, at most
     validation_samples: int = 8  # chunks sampled for each
-    teacher: str | None = None  # policy that a consistency model learns from: a run or a policy directory
+    teacher: str | None = path_field()  # run or policy directory that a consistency model learns from
 
     def __post_init__(self) -> None:
         """Check the ranges."""

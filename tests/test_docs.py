@@ -357,7 +357,9 @@ def test_the_example_backbone_is_one_network_in_training_and_acting(
     generator = torch.Generator().manual_seed(0)
     seen = observations(2)
     te = policy.sample_te(2, generator=generator)
-    policy.matching_loss(policy.encode({"state": seen}), torch.rand(2, 3, 2, generator=generator), te).sum().backward()
+    policy.matching_loss(
+        policy.encode({"state": seen}), torch.rand(2, 3, 2, generator=generator), te
+    ).sum().backward()
     assert all(weight.grad is not None for weight in policy.field.parameters())
     x, vec = torch.randn(6, 3, 2, generator=generator), torch.randn(2, 5, generator=generator)
     times, cond_row, time_row = torch.tensor([0.1, 0.5, 0.9]), torch.arange(6) // 3, torch.arange(6) % 3

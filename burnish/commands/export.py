@@ -17,6 +17,7 @@ from policies.errors import ConfigError
 from policies.export import FORMATS, GRAPHS, export_policy
 from policies.export_card import latency_table
 from policies.export_folder import ExportReport, Surroundings, refuse_to_replace
+from policies.paths import path_field
 from policies.policy import Policy
 
 _log = logging.getLogger(__name__)
@@ -26,11 +27,11 @@ _log = logging.getLogger(__name__)
 class ExportConfig:
     """What `burnish export` does."""
 
-    policy: str | None = None  # a run (its last checkpoint), a checkpoint, or a policy directory
+    policy: str | None = path_field()  # a run (its last checkpoint), a checkpoint, or a policy directory
     format: str = "onnx"  # onnx: graphs and a runner without PyTorch | torch: a program of torch.export
     graph: str = "whole"  # of onnx: whole: the sampler inside | step: one evaluation and a table of the loop
     compiled: bool = True  # of torch: compile ahead of time as well, where there is a C++ compiler (a minute)
-    out: str | None = None  # directory; null: exported-<policy>
+    out: str | None = path_field()  # directory; null: exported-<policy>
     steps: int | None = None  # denoising steps; null: the policy's own
     tolerance: float = 1e-5  # largest difference to the original, see the report
     seed: int = 0  # of the random inputs on which both are compared

@@ -27,6 +27,7 @@ from envs.evaluation import Evaluation
 from envs.evaluation_protocol import check_seeds
 from envs.statistics import bootstrap_iqm, conditional_value_at_risk, success_rate, value_at_risk
 from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
+from policies.paths import path_field
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.png")
 class ReportConfig:
     """What `burnish report` does."""
 
-    run: Any = None  # a run, or a list of runs; those of one algorithm and task are summarised together
-    out: str | None = None  # directory; null: <run>/report, or report for several runs
+    run: Any = path_field()  # a run, or several; those of one algorithm and task are summarised together
+    out: str | None = path_field()  # directory; null: <run>/report, or report for several runs
     episodes: int = 24  # episodes that are played for the pictures; 0: none
     first_seed: int = 0  # seed of the first of these episodes
     num_workers: int = 2  # rollout processes; 0: this process

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -32,6 +31,7 @@ from envs.evaluation_protocol import EvaluationSettings, as_evaluated, check_see
 from envs.fit import as_shown
 from policies import registry
 from policies.errors import ConfigError
+from policies.paths import at_home, lasting, path_field
 from policies.policy import Policy, PolicyConfig, complete
 
 PARTS = ("process", "encoder", "backbone", "sampler")
@@ -66,11 +66,11 @@ class TrainConfig:
 
     algo: Any = None  # what learns
     env: Any = None  # the task; null: no rollouts (cloning from a file)
-    dataset: str | None = None  # file of demonstrations or transitions, or the name of a downloaded one
+    dataset: str | None = path_field()  # file of demonstrations or transitions, or name of a downloaded one
     data: dict[str, Any] = field(default_factory=dict)  # options of its format's reader: see Data
-    init: str | None = None  # policy to start from: a run or a policy directory
+    init: str | None = path_field()  # policy to start from: a run or a policy directory
     tunes: bool = False  # of an experiment: its settings are for a policy that is given; warns without init
-    resume: str | None = None  # run to continue, with the configuration it was last run with
+    resume: str | None = path_field()  # run to continue, with the configuration it was last run with
     name: str | None = MISSING  # end of the run directory's name; the algorithm's name when left out
     seed: int = 0  # root of every random stream of the run
     process: Any = None  # what the output of a new policy's network means
@@ -123,7 +123,7 @@ def train(config: TrainConfig, job: Job) -> Outcome:
     directory = RunDirectory.open(config.resume)
     known = parts_of(directory)
     changes = [text for text in job.overrides if not text.startswith("resume=") and text not in known]
-    config = restore(TrainConfig, directory.config, changes)
+    config = _with_lasting_paths(at_home(restore(TrainConfig, directory.config, changes)))
     return _train(config, lambda: directory, changes, is_new=False)
 
 
@@ -225,13 +225,13 @@ def _with_lasting_paths(config: TrainConfig) -> TrainConfig:
     algo, teacher = config.algo, _teacher(config)
     if teacher is not None:
         algo = dataclasses.replace(algo, teacher=str(teacher.path.resolve()))
-    return dataclasses.replace(config, dataset=dataset, data=data, init=init, algo=algo)
+    return lasting(dataclasses.replace(config, dataset=dataset, data=data, init=init, algo=algo))
 
 
 def _teacher(config: TrainConfig) -> Located | None:
     """Find the policy to learn from, for an algorithm that knows one."""
     teacher = getattr(config.algo, "teacher", None)
-    return None if teacher is None else locate(os.path.expanduser(teacher), "algo.teacher")
+    return None if teacher is None else locate(teacher, "algo.teacher")
 
 
 def _train(

@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -225,6 +227,22 @@ def test_the_hash_covers_the_protocol_and_not_the_policy() -> None:
     other = evaluate(Standing(), env("hopper", max_episode_steps=31), episodes=2)
     assert other.protocol_hash != a.protocol_hash
     assert set(a.protocol["versions"]) == {"mujoco", "gymnasium", "burnish"}
+
+
+def test_the_hash_covers_the_content_of_a_file_and_not_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def protocol(path: object) -> dict[str, Any]:
+        task = env("adroit-door", starts=str(path))
+        return evaluation_protocol.described(task, EvaluationSettings(), task)
+
+    monkeypatch.chdir(tmp_path)
+    for name, content in (("one", "starts"), ("same", "starts"), ("other", "other starts")):
+        Path(name).write_text(content)
+    one = protocol("one")
+    assert protocol(tmp_path / "one") == protocol("same") == one != protocol("other")
+    Path("one").write_text("changed")
+    assert protocol("one") != one
 
 
 def test_the_protocol_has_the_versions_of_what_a_task_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -343,7 +343,7 @@ def test_the_example_algorithm_clones_the_best_episodes_only(extensions: dict[st
     low = run.policy.normalizer.decode("state", torch.tensor([-1.0]))
     assert float(low) == pytest.approx(3.0), "the statistics are those of episodes 1 and 3"
     assert run.advance()["policy/loss"].isfinite()
-    with pytest.raises(ConfigError, match="algo=bc needs demonstrations"):
+    with pytest.raises(ConfigError, match="algo=filtered_bc needs demonstrations"):
         config.build(Setup())
 
 

@@ -28,6 +28,7 @@ from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import ChunkSpec
+from tests.global_states import global_states
 
 TASK = env("hopper", max_episode_steps=30)
 EPISODES = 7
@@ -84,6 +85,14 @@ def test_rows_do_not_depend_on_the_number_of_environments_or_workers(process: ob
     for num_envs, num_workers in ((2, 0), (5, 0), (64, 0), (2, 1), (5, 2)):
         got = evaluate(policy, TASK, episodes=EPISODES, num_envs=num_envs, num_workers=num_workers)
         assert got == expected and got.protocol_hash == expected.protocol_hash
+
+
+@pytest.mark.parametrize("process", [None, RectifiedFlow()], ids=["diffusion", "flow"])
+def test_an_evaluation_draws_nothing_from_global_state(process: object) -> None:
+    policy = small(process)
+    before = global_states()
+    evaluate(policy, TASK, episodes=2, num_envs=2)
+    assert global_states() == before
 
 
 def test_workers_get_the_policy_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

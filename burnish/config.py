@@ -29,8 +29,9 @@ from burnish.overrides import check_overrides, describe_groups
 from policies import registry
 from policies.errors import ConfigError
 from policies.paths import at_home
+from policies.policy import PART_GROUPS
 
-GROUPS = ("algo", "env", "process", "encoder", "backbone", "sampler", "source")
+GROUPS = ("algo", "env", *PART_GROUPS, "source")
 """Hydra groups filled from the registry; the chosen part stands under the group's name."""
 
 

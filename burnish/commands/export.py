@@ -14,9 +14,10 @@ from burnish.job import Job
 from burnish.locate import Located, check_folder_to_write, locate
 from envs.evaluation_protocol import check_seeds, with_steps
 from policies.errors import ConfigError
-from policies.export import FORMATS, GRAPHS, export_policy
+from policies.export import FORMATS, export_policy
 from policies.export_card import latency_table
 from policies.export_folder import ExportReport, Surroundings, refuse_to_replace
+from policies.export_signature import KINDS
 from policies.paths import path_field
 from policies.policy import Policy
 
@@ -41,9 +42,10 @@ class ExportConfig:
         """Check the values."""
         if self.format not in FORMATS:
             raise ConfigError(f"format must be one of: {', '.join(FORMATS)}; got '{self.format}'.")
-        if self.graph not in GRAPHS or (self.format, self.graph) == ("torch", "step"):
+        graphs = [graph for form, graph in KINDS if form == self.format]
+        if self.graph not in graphs:
             raise ConfigError(
-                f"graph must be whole, or step with format=onnx; got '{self.graph}' with {self.format}."
+                f"graph must be one of: {', '.join(graphs)} with format={self.format}; got '{self.graph}'."
             )
         if not (math.isfinite(self.tolerance) and self.tolerance > 0):
             raise ConfigError(f"tolerance must be positive and finite; got {self.tolerance}.")

@@ -32,9 +32,7 @@ from envs.fit import as_shown
 from policies import registry
 from policies.errors import ConfigError
 from policies.paths import at_home, lasting, path_field
-from policies.policy import Policy, PolicyConfig, complete
-
-PARTS = ("process", "encoder", "backbone", "sampler")
+from policies.policy import PART_GROUPS, Policy, PolicyConfig, complete
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ def _shape_schema() -> type:
     """Return PolicyConfig without its parts, which stand at the top of the configuration."""
     hints, kept = get_type_hints(PolicyConfig), []
     for f in fields(PolicyConfig):
-        if f.name not in PARTS:
+        if f.name not in PART_GROUPS:
             own = {k: getattr(f, k) for k in ("default", "default_factory")}
             kept.append(
                 (
@@ -89,7 +87,7 @@ class TrainConfig:
     def policy_config(self) -> PolicyConfig:
         """Return what a new policy is made of."""
         shape = {f.name: getattr(self.policy, f.name) for f in fields(self.policy)}
-        return PolicyConfig(**{name: getattr(self, name) for name in PARTS}, **shape)
+        return PolicyConfig(**{name: getattr(self, name) for name in PART_GROUPS}, **shape)
 
 
 @dataclass(frozen=True)
@@ -183,7 +181,7 @@ def _refuse_a_new_policy_where_algo_makes_it(config: TrainConfig, overrides: Seq
 
 def _typed_about_a_policy(overrides: Sequence[str]) -> list[str]:
     """Return the keys among overrides that say what a new policy is."""
-    return [key for key in _keys_of(overrides) if key.partition(".")[0] in (*PARTS, "policy")]
+    return [key for key in _keys_of(overrides) if key.partition(".")[0] in (*PART_GROUPS, "policy")]
 
 
 def _keys_of(overrides: Sequence[str]) -> list[str]:

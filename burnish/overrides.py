@@ -87,6 +87,17 @@ def check_overrides(command: str, overrides: Sequence[str]) -> None:
             raise ConfigError(f"burnish {command} has no '{group}'; its keys are: {known}.")
 
 
+def with_home(override: str) -> str:
+    """Write a `~/` that begins a value, or an item of a list, as the home folder.
+
+    Hydra's grammar has no bare `~` in values, and most shells leave the one behind `key=` alone.
+    """
+    key, equals, value = override.partition("=")
+    is_quoted = "'" in value or '"' in value
+    home = os.path.expanduser("~/")
+    return override if is_quoted else key + equals + re.sub(r"(?<![^,[])~/", lambda _: home, value)
+
+
 def check_arguments(command: str, arguments: Sequence[str]) -> None:
     """Refuse options that neither the command nor Hydra has, and whatever `check_overrides` refuses.
 

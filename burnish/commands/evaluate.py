@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from algos.gpc import EstimateSettings, SearchSettings
-from algos.state import RunDirectory
+from algos.state import RunDirectory, eval_name
 from burnish.composition import CompositionResult, compose_and_compare
 from burnish.config import restore_part
 from burnish.console import Counting, output, table
@@ -110,8 +110,7 @@ def _tell(result: CompositionResult) -> None:
 
 
 def _main_number(evaluation: Evaluation) -> float:
-    numbers = headline(evaluation)
-    return numbers.get("success", numbers["return"])
+    return headline(evaluation)[evaluation.quantity]
 
 
 def shown_names(label: str, policy: str, versus: str) -> tuple[str, str]:
@@ -221,9 +220,8 @@ def _write(
 
 def _file_name(mine: Located, other: Located | None, protocol_hash: str) -> str:
     """Name policy, protocol and opponent, so that no two evaluations share a file by accident."""
-    subject = _identified(mine) if mine.run is None else f"step-{mine.step}"
-    opponent = "" if other is None else f"-versus-{_identified(other)}"
-    return f"{subject}-{protocol_hash[:8]}{opponent}"
+    details = [protocol_hash[:8], *([] if other is None else ["versus", _identified(other)])]
+    return "-".join([_identified(mine), *details]) if mine.step is None else eval_name(mine.step, *details)
 
 
 def _identified(one: Located) -> str:

@@ -254,9 +254,9 @@ def _tabulate(page: Page, contents: Mapping[str, dict[str, Any]], together: str)
 def _last_evaluation(directory: RunDirectory) -> dict[str, Any] | None:
     """Return the evaluation of the last checkpoint that has one: most episodes, then a comparison."""
     found: list[tuple[int, int, bool, dict[str, Any]]] = []
-    for path in sorted((directory.path / "eval").glob("step-*.json")):
-        content = json.loads(path.read_text())
-        found.append((int(path.stem.split("-")[1]), len(content["rows"]), "versus" in content, content))
+    for one in directory.evals():
+        content = json.loads(one.path.read_text())
+        found.append((one.step, len(content["rows"]), "versus" in content, content))
     return max(found, key=lambda item: item[:3])[3] if found else None
 
 
@@ -269,7 +269,7 @@ def _rows(name: str, summary: Mapping[str, Any]) -> Iterator[tuple[object, ...]]
 def _pooled(evaluations: Sequence[Evaluation]) -> Iterator[tuple[object, ...]]:
     """Summarise several seeds; every interval is of the luck of seeds and of episodes."""
     values = np.stack([e.values("return") for e in evaluations])
-    if "success" in evaluations[0].summary():
+    if evaluations[0].quantity == "success":
         success = np.stack([e.values("success") for e in evaluations])
         yield "success", *format_interval("success", asdict(success_rate(success))), success.size
     if "d4rl_score" in evaluations[0].summary():

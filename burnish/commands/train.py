@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING
 
 from algos.base import Algorithm, Setup
-from algos.state import RunDirectory, new_folder
+from algos.state import RunDirectory, eval_name, new_folder
 from algos.trainer import Interrupted, TrainerSettings
 from algos.trainer import train as run_trainer
 from burnish.commands.evaluate import evaluate_with, headline
@@ -96,6 +96,7 @@ class Outcome:
 
     directory: RunDirectory
     last_evaluation: dict[str, float]  # empty without rollouts
+    quantity: str  # of it: what the task is judged by; empty without a task
 
 
 def run(config: TrainConfig, job: Job) -> float | None:
@@ -107,7 +108,7 @@ def run(config: TrainConfig, job: Job) -> float | None:
     if (both := last_and_best(directory)) is not None and both.count > 1:
         rows.append((both.last.quantity, both))
     output().print(table("", ("", ""), rows), "")
-    return last.get("success", last.get("return"))
+    return last.get(outcome.quantity)
 
 
 def train(config: TrainConfig, job: Job) -> Outcome:
@@ -267,7 +268,7 @@ def _train(
             )
     finally:
         algorithm.close()
-    return Outcome(directory, last)
+    return Outcome(directory, last, "" if config.env is None else config.env.spec.quantity)
 
 
 def _try_evaluation(config: TrainConfig, algorithm: Algorithm) -> None:
@@ -374,7 +375,7 @@ def _evaluator(
 
     def evaluate(policy: Policy, step: int) -> Mapping[str, float]:
         evaluation = evaluate_with(policy, config.env, config.evaluation, config.num_workers)
-        directory.write_eval(f"step-{step}", json.loads(evaluation.to_json()))
+        directory.write_eval(eval_name(step), json.loads(evaluation.to_json()))
         last.clear()
         last.update(headline(evaluation))
         return last

@@ -87,6 +87,12 @@ def test_rows_do_not_depend_on_the_number_of_environments_or_workers(process: ob
         assert got == expected and got.protocol_hash == expected.protocol_hash
 
 
+def test_a_task_is_judged_by_success_where_it_has_a_rule_for_it() -> None:
+    found = evaluate(Standing(), TASK, episodes=1)
+    assert TASK.spec.quantity == found.quantity == "return"
+    assert env("avoid").spec.quantity == "success"
+
+
 @pytest.mark.parametrize("process", [None, RectifiedFlow()], ids=["diffusion", "flow"])
 def test_an_evaluation_draws_nothing_from_global_state(process: object) -> None:
     policy = small(process)

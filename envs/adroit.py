@@ -169,7 +169,7 @@ def load_adroit(scene: Scene, reward: str) -> Any:
     Raises:
         MissingExtraError: If gymnasium-robotics is not installed.
     """
-    from envs.make import require
+    from policies.extras import require
 
     with contextlib.redirect_stderr(io.StringIO()):  # its import prints news about the rewards
         module = require(f"{_MODULE}.{scene.module}", extra="adroit")

@@ -48,7 +48,6 @@ from policies.export_graph import (
     arrays_of,
     parity_of,
     refuse_foreign_loops,
-    require_package,
     unlike,
     worst_of,
     write_checked_graph,
@@ -57,6 +56,7 @@ from policies.export_latency import latency_of
 from policies.export_signature import KINDS
 from policies.export_step import EncodedObservation, loop_of, one_step_of, require_steps
 from policies.export_torch import missing_compiler, write_checked_package, write_checked_program
+from policies.extras import require
 from policies.policy import Policy
 from policies.runner import ENCODER, LOOP, MODEL, STEP, Runner
 
@@ -166,7 +166,7 @@ def _writer(policy: Policy, format: str, graph: str, compiled: bool) -> Callable
     if format == "torch":
         return lambda job: _write_torch(job, compiled)
     for name in ("onnx", "onnxscript", "onnxruntime"):
-        require_package(name)
+        require(name, extra="export", what="export")
     if graph == "whole":
         return _write_whole
     require_steps(policy)

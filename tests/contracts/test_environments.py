@@ -12,11 +12,12 @@ import pytest
 from drawing import require_drawing
 
 from burnish.config import describe_part, restore_part
-from envs.make import env, list_envs, require
+from envs.make import env, list_envs
 from envs.pixels import FREE, Pictured
 from envs.spec import EnvConfig
 from envs.vector import VectorEnv
 from policies.errors import ConfigError, MissingExtraError
+from policies.extras import require
 
 CHUNK = 3
 NAMES = list_envs()

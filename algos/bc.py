@@ -18,6 +18,7 @@ import copy
 import logging
 import math
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -34,14 +35,19 @@ from algos.validation import Validation, masked_mean, matching_of
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
 from policies.errors import CheckpointError, ConfigError
+from policies.paths import path_field
 from policies.policy import Policy, build_policy
-from policies.registry import register
+from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_generator
 from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
 
-EMA_RULES = ("power", "delayed")
+EMA_RULES: Mapping[str, Callable[[float, int, int], DecayRule]] = {
+    "power": lambda decay, start, every: PowerDecay(max_value=decay, update_after=start, every=every),
+    "delayed": DelayedDecay,
+}
+"""How averaged weights follow, by name: takes `ema_decay`, `ema_start` and `ema_every`."""
 THREADS = 1  # of torch, unless `num_threads` says otherwise
 
 
@@ -73,7 +79,7 @@ class BcConfig(Checked):
     validation_every: int | None = None  # gradient steps; None: a tenth of the run; 0: at the end only
     validation_windows: int = 256  # held-out windows that are used, at most
     validation_samples: int = 8  # chunks sampled for each
-    teacher: str | None = None  # policy that a consistency model learns from: a run or a policy directory
+    teacher: str | None = path_field()  # run or policy directory that a consistency model learns from
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -122,9 +128,7 @@ class BcConfig(Checked):
 
     def ema_rule(self) -> DecayRule:
         """Return how the averaged weights follow."""
-        if self.ema == "delayed":
-            return DelayedDecay(self.ema_decay, self.ema_start, self.ema_every)
-        return PowerDecay(max_value=self.ema_decay, update_after=self.ema_start, every=self.ema_every)
+        return EMA_RULES[self.ema](self.ema_decay, self.ema_start, self.ema_every)
 
 
 class Bc:
@@ -138,7 +142,7 @@ class Bc:
 
     def __init__(self, config: BcConfig, setup: Setup) -> None:
         self.config, self._num_threads = config, setup.threads(THREADS)
-        dataset = _dataset_of(setup)
+        dataset = _dataset_of(config, setup)
         facts = facts_of("init", setup.init) | facts_of("teacher", setup.teacher)
         self._lasting = {"seed": setup.seed, **facts}
         self.policy = _start_policy(setup, dataset).to(setup.device).train()
@@ -296,10 +300,11 @@ class Bc:
         return Validation(self._windows(held_out), num_windows=windows, num_samples=samples, seed=seed)
 
 
-def _dataset_of(setup: Setup) -> EpisodeDataset:
+def _dataset_of(config: BcConfig, setup: Setup) -> EpisodeDataset:
     """Return the dataset after comparing its widths with those of the environment."""
     if setup.dataset is None:
-        raise ConfigError("algo=bc needs demonstrations; got none. Give dataset=<file>.")
+        algo = name_of("algo", config)
+        raise ConfigError(f"algo={algo} needs demonstrations; got none. Give dataset=<file>.")
     dataset, advice = setup.dataset, "Use a dataset of the same task."
     if setup.env is not None:
         spec = setup.env.spec

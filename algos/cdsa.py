@@ -135,11 +135,12 @@ class CdsaConfig(Checked):
             ConfigError: If policy or dataset is missing, or their widths differ.
             CapabilityError: If the policy looks at images or goals.
         """
+        algo = name_of("algo", self)
         if setup.init is None:
-            raise ConfigError("algo=cdsa corrects a policy; got none. Give init=<policy directory>.")
+            raise ConfigError(f"algo={algo} corrects a policy; got none. Give init=<policy directory>.")
         if setup.dataset is None:
-            raise ConfigError("algo=cdsa learns where data are; got none. Give dataset=<file>.")
-        require_states_only(setup.init, "cdsa")
+            raise ConfigError(f"algo={algo} learns where data are; got none. Give dataset=<file>.")
+        require_states_only(setup.init, algo)
         dataset, advice = setup.dataset, "Use a dataset of the same task."
         require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
         spec = None if setup.env is None else setup.env.spec

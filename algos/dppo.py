@@ -39,7 +39,7 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
-from policies.registry import register
+from policies.registry import name_of, register
 from policies.samplers import DDIM, DDPM
 
 SAMPLERS = ("ddpm", "ddim")
@@ -98,7 +98,8 @@ class DppoConfig(PpoConfig):
                 fewer denoising steps than tuned ones.
             CapabilityError: If the policy is not a diffusion policy.
         """
-        init = require_diffusion(check_setup(setup, "dppo"))
+        algo = name_of("algo", self)
+        init = require_diffusion(check_setup(setup, algo), algo)
         explore, evaluate = self.samplers(init)
         policy = self.exploring(tunable_copy(init, explore, self.tuned_steps).to(setup.device), explore)
         ratio, frozen = self.ratio(policy), self.frozen(setup, init)
@@ -143,7 +144,7 @@ class DppoConfig(PpoConfig):
         return explore, replace(explore, **evaluate)  # type: ignore[arg-type]
 
 
-def require_diffusion(policy: Policy) -> DenoisingPolicy:
+def require_diffusion(policy: Policy, algo: str) -> DenoisingPolicy:
     """Return the policy if its denoising steps have densities.
 
     Raises:
@@ -152,7 +153,7 @@ def require_diffusion(policy: Policy) -> DenoisingPolicy:
     if isinstance(policy, DenoisingPolicy) and isinstance(policy.process, VPDiffusion):
         return policy
     raise CapabilityError(
-        f"algo=dppo needs a policy with process=diffusion, whose denoising steps have densities; got "
+        f"algo={algo} needs a policy with process=diffusion, whose denoising steps have densities; got "
         f"{type(policy).__name__} with process '{type(policy.config.process).__name__}' and sampler "
         f"'{type(policy.config.sampler).__name__}'. Clone one with process=diffusion; for a Gaussian use "
         f"algo=ppo."

@@ -78,8 +78,9 @@ class DsrlConfig(OffPolicyConfig):
             CapabilityError: If the policy is not decided by the noise that it starts from, or sees more than
                 states.
         """
-        init = check_setup(setup, "dsrl")
-        require_states_only(init, "dsrl")
+        name = name_of("algo", self)
+        init = check_setup(setup, name)
+        require_states_only(init, name)
         with torch_threads(setup.threads(THREADS)):
             with seeded_weights(derive_seed(setup.seed, "steering")):
                 policy = self._steered(init).to(setup.device)
@@ -105,7 +106,7 @@ class DsrlConfig(OffPolicyConfig):
         try:
             return self.steering.wrap(self._deciding(init).clone().eval())
         except CapabilityError as error:
-            raise CapabilityError(f"algo=dsrl: {error}") from None
+            raise CapabilityError(f"algo={name_of('algo', self)}: {error}") from None
 
     def _warn_of_unused(self, init: SteeredPolicy) -> None:
         """Say which settings of a policy that is steered already are not the ones asked for."""

@@ -69,7 +69,6 @@ class FpoConfig(RectifiedConfig):
             "a negative and a positive number, or empty",
         )
 
-    name = "fpo"
     needs = "compares matching losses"
 
     @property
@@ -116,8 +115,6 @@ class AwmConfig(FpoConfig):
     prediction: str = "velocity"  # velocity | eps | x0: what losses compare
     times: str = "density"  # grid | density: where draws lie
     weight: str = "one"  # one | noise | noise_squared | huber: weight of a draw by its noise amplitude
-
-    name = "awm"
 
     def __post_init__(self) -> None:
         """Check the values."""

@@ -130,8 +130,8 @@ class Trial:
     @property
     def worth(self) -> tuple[float, float]:
         """What trials are ranked by: success (0 where the task has none), then return."""
-        rule = bool(self.evaluation.protocol["env"]["success_rule"])
-        success = float(self.evaluation.values("success").mean()) if rule else 0.0
+        is_solved = self.evaluation.quantity == "success"
+        success = float(self.evaluation.values("success").mean()) if is_solved else 0.0
         return success, float(self.evaluation.values("return").mean())
 
 

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from policies.errors import ConfigError, MissingExtraError
+from policies.errors import ConfigError
+from policies.extras import require
 
 _log = logging.getLogger(__name__)
 
@@ -136,12 +137,9 @@ class TensorBoardWriter:
     """
 
     def __init__(self, directory: str | Path, *, first_step: int = 0) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise MissingExtraError(
-                "tensorboard=true needs the package 'tensorboard': pip install 'burnish[tensorboard]'."
-            ) from None
+        require("tensorboard", extra="tensorboard", what="tensorboard=true")
+        from torch.utils.tensorboard import SummaryWriter
+
         self._events = SummaryWriter(str(directory), purge_step=first_step + 1 if first_step else 0)
 
     def write(self, values: Mapping[str, float], step: int) -> None:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from policies.errors import ConfigError
-from policies.registry import register
 
 
 def warmup_cosine(step: int, *, lr: float, min_lr: float, warmup: int, cycle: int) -> float:
@@ -82,7 +81,6 @@ class DecayRule(Protocol):
         ...
 
 
-@register("ema", "delayed")
 @dataclass(frozen=True)
 class DelayedDecay:
     """Copy the weights until `start`, then average; only every `every`-th update counts.
@@ -110,7 +108,6 @@ class DelayedDecay:
         return 0.0 if count < self.start else self.value
 
 
-@register("ema", "power")
 @dataclass(frozen=True)
 class PowerDecay:
     """Average with decay 1 - (1 + count / inv_gamma)^-power, within limits.

@@ -41,7 +41,6 @@ class PolicyFlowConfig(RectifiedConfig):
     brownian_coef: float = 0.0  # weight of the Brownian term, which spreads the flow
     noise: EndNoiseConfig = field(default_factory=EndNoiseConfig)
 
-    name = "policyflow"
     needs = "shifts velocities along straight paths"
 
     def __post_init__(self) -> None:

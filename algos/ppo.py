@@ -24,7 +24,7 @@ from algos.ratios import REDUCTIONS, ChainRatio, CloningTerm
 from algos.scratch import RunningMoments
 from policies.errors import CapabilityError
 from policies.gaussian import GaussianPolicy
-from policies.registry import register
+from policies.registry import name_of, register
 
 
 @register("algo", "ppo")
@@ -55,11 +55,11 @@ class PpoConfig(OnPolicyConfig):
                 has nothing to scale observations by or to stay near to.
             CapabilityError: If the policy is not Gaussian.
         """
-        is_fresh = setup.init is None
-        init = self.fresh(setup, "ppo") if is_fresh else check_setup(setup, "ppo")
+        algo, is_fresh = name_of("algo", self), setup.init is None
+        init = self.fresh(setup, algo) if is_fresh else check_setup(setup, algo)
         if not isinstance(init, GaussianPolicy):
             raise CapabilityError(
-                f"algo=ppo needs a Gaussian policy; got {type(init).__name__} with process "
+                f"algo={algo} needs a Gaussian policy; got {type(init).__name__} with process "
                 f"'{type(init.config.process).__name__}'. Use process=gaussian, or algo=dppo."
             )
         policy = init.clone().to(setup.device)

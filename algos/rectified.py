@@ -20,6 +20,7 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
 from policies.processes.flow import RectifiedFlow
+from policies.registry import name_of
 from policies.samplers import Euler
 
 
@@ -28,11 +29,9 @@ class RectifiedConfig(OnPolicyConfig):
     """Settings of every algorithm on rectified flows.
 
     Attributes:
-        name: What the algorithm is registered as.
         needs: What it does that takes a rectified flow, for the error that refuses another policy.
     """
 
-    name: ClassVar[str]
     needs: ClassVar[str]
 
     denoising_steps: int | None = None  # K; None: as many as the sampler of the policy
@@ -54,15 +53,15 @@ class RectifiedConfig(OnPolicyConfig):
             ConfigError: If the environment is missing or sizes disagree.
             CapabilityError: If the policy is not a rectified flow with a deterministic sampler.
         """
-        is_fresh = setup.init is None
+        algo, is_fresh = name_of("algo", self), setup.init is None
         if is_fresh and not isinstance(setup.policy.process, RectifiedFlow):
             raise ConfigError(
-                f"algo={self.name} without init learns a fresh flow; got a process "
+                f"algo={algo} without init learns a fresh flow; got a process "
                 f"'{type(setup.policy.process).__name__}'. Give process=flow and "
                 "policy.normalizer.state=gaussian, or init=<policy directory> to fine-tune a policy."
             )
-        init = self.fresh(setup, self.name) if is_fresh else check_setup(setup, self.name)
-        flow = require_rectified(init, self.name, self.needs)
+        init = self.fresh(setup, algo) if is_fresh else check_setup(setup, algo)
+        flow = require_rectified(init, algo, self.needs)
         steps = self.denoising_steps
         own = on_even_times(flow.sampler)
         evaluate = own if steps is None else replace(own, steps=steps)

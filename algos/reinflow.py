@@ -40,7 +40,7 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.processes.flow import LinearPath
-from policies.registry import register
+from policies.registry import name_of, register
 from policies.samplers import Euler
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
@@ -90,7 +90,8 @@ class ReinFlowConfig(PpoConfig):
                 not trained for so many steps.
             CapabilityError: If the policy is not a flow.
         """
-        init = require_flow(check_setup(setup, "reinflow"), "reinflow")
+        algo = name_of("algo", self)
+        init = require_flow(check_setup(setup, algo), algo)
         explore, evaluate = self.samplers(init)
         policy = self.exploring(init, explore).to(setup.device)
         ratio, frozen = self.noisy_chain(policy, setup.seed), self.frozen(setup, init)

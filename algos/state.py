@@ -17,12 +17,13 @@ import fcntl
 import json
 import os
 import pickle
+import re
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from omegaconf import OmegaConf
@@ -43,11 +44,30 @@ _CONFIG, _OVERRIDES, _ENVIRONMENT, _METRICS = (
     "metrics.jsonl",
 )
 _CHECKPOINTS, _LAST, _ASIDE = "checkpoints", "last", ".aside-"
+_EVAL, _EVAL_NAME = "eval", re.compile(r"step-(\d+)(-.+)?")
 _STATE_FILE = Path("training_state") / "state.pt"
 _UNREADABLE = (  # what `torch.load` raises on damaged files
     *(RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError),
     *(AttributeError, TypeError, IndexError),
 )
+
+
+class EvalFile(NamedTuple):
+    """An evaluation of a checkpoint."""
+
+    step: int
+    path: Path  # JSON
+    is_of_training: bool  # made while training; others were asked for
+
+
+def eval_name(step: int, *details: str) -> str:
+    """Return what an evaluation of a checkpoint is called for `RunDirectory.write_eval`.
+
+    Args:
+        step: The checkpoint.
+        details: What tells it from the one that training made.
+    """
+    return "-".join([f"step-{step}", *details])
 
 
 class RunDirectory:
@@ -83,7 +103,7 @@ class RunDirectory:
                 f"{path} holds a run already. Continue it with resume={path}, or choose another."
             )
         (path / _CHECKPOINTS).mkdir(exist_ok=True)
-        (path / "eval").mkdir(exist_ok=True)
+        (path / _EVAL).mkdir(exist_ok=True)
         _write_text(path / _ENVIRONMENT, json.dumps(describe_environment(), indent=2) + "\n")
         run._describe(config, overrides)
         return run
@@ -111,7 +131,7 @@ class RunDirectory:
         if not self.path.is_dir():  # somebody else took it away
             return True
         written = [self.path / name for name in (_CONFIG, _OVERRIDES, _ENVIRONMENT, ".lock")]
-        folders = [self.path / name for name in (_CHECKPOINTS, "eval")]
+        folders = [self.path / name for name in (_CHECKPOINTS, _EVAL)]
         empty = [item for item in self.path.glob("*") if item.is_file() and not item.stat().st_size]
         logs = list(self.path.glob("*.log"))
         others = set(self.path.iterdir()) - {*written, *folders, *empty, *logs}
@@ -303,10 +323,15 @@ class RunDirectory:
 
     def write_eval(self, name: str, content: Mapping[str, Any]) -> Path:
         """Write `eval/<name>.json` and return its path; an earlier one is replaced."""
-        path = self.path / "eval" / f"{name}.json"
+        path = self.path / _EVAL / f"{name}.json"
         path.parent.mkdir(exist_ok=True)
         _write_text(path, json.dumps(content, indent=2) + "\n")
         return path
+
+    def evals(self) -> list[EvalFile]:
+        """Return the evaluations of checkpoints, by step and name."""
+        named = ((path, _EVAL_NAME.fullmatch(path.stem)) for path in (self.path / _EVAL).glob("*.json"))
+        return sorted(EvalFile(int(found[1]), path, found[2] is None) for path, found in named if found)
 
     # -- inside -----------------------------------------------------------------------------------
 

@@ -58,11 +58,12 @@ def trained(task: str) -> Path:
 
 def evaluated(run: Path) -> dict[int, np.ndarray]:
     """Return the returns of every checkpoint by its step, from the evaluations that the run made of them."""
-    files = {step: run / "eval" / f"step-{step}.json" for step in RunDirectory.open(run).checkpoints()}
+    directory = RunDirectory.open(run)
+    files = {one.step: one.path for one in directory.evals() if one.is_of_training}
     return {
-        step: Evaluation.from_json(file.read_text()).values("return")
-        for step, file in files.items()
-        if file.exists()  # a run that was stopped leaves a checkpoint that it did not evaluate
+        step: Evaluation.from_json(files[step].read_text()).values("return")
+        for step in directory.checkpoints()
+        if step in files  # a run that was stopped leaves a checkpoint that it did not evaluate
     }
 
 

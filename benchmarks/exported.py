@@ -178,7 +178,7 @@ def measure(found: Located, options: argparse.Namespace, *, title: str = "", liv
         "what": title or pages.describe(policy),
         "label": found.label,
         "control_hz": env.spec.control_hz,
-        "quantity": "success" if env.spec.success_rule else "return",
+        "quantity": env.spec.quantity,
         "policy": _numbers(own),
         "exports": {},
     }

@@ -19,8 +19,9 @@ from gymnasium.spaces import Box
 
 from benchmarks.simulators import Array, Case, Side
 from benchmarks.simulators_sides import STEPS, Ours, Physics, Several
-from envs.make import env, require
+from envs.make import env
 from envs.spec import EnvConfig
+from policies.extras import require
 
 WIDTHS = (1, 8)  # environments of light worlds
 KITCHEN = np.r_[

@@ -22,7 +22,7 @@ from burnish.config import compose_config
 from burnish.console import log_lines
 from burnish.job import Job, goes_on_in_place
 from burnish.locate import locate, place_now
-from burnish.overrides import quoted
+from burnish.overrides import quoted, with_home
 from policies import registry
 from policies.errors import ConfigError
 from policies.export_folder import ExportReport
@@ -59,7 +59,7 @@ def overrides_of(overrides: tuple[str, ...], values: dict[str, Any]) -> list[str
     Raises:
         ConfigError: If a value is an object that has no place on a command line.
     """
-    written = list(overrides)
+    written = [with_home(text) for text in overrides]
     for key, value in values.items():
         if isinstance(value, dict):
             written += overrides_of((), {f"{key}.{inner}": item for inner, item in value.items()})

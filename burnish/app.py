@@ -21,7 +21,7 @@ from burnish.commands import COMMANDS
 from burnish.config import register_configs, to_command
 from burnish.explain import USER_ERRORS, explain
 from burnish.job import Job, goes_on_in_place
-from burnish.overrides import check_arguments, quoted
+from burnish.overrides import check_arguments, quoted, with_home
 
 EXIT_USER_ERROR = 2
 
@@ -56,7 +56,7 @@ def run_app(command: str, arguments: Sequence[str]) -> None:
         ConfigError: If an argument is refused before Hydra sees it.
     """
     register_configs()
-    arguments = with_main_key(command, arguments)
+    arguments = [with_home(text) for text in with_main_key(command, arguments)]
     check_arguments(command, arguments)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main`, which words them in one line
     sys.argv = [sys.argv[0], *_continuing(command, arguments)]

@@ -230,7 +230,7 @@ def _searched(names: Sequence[str], search: Search) -> Section:
                 behind,
             )
         )
-    head = ("round", *names, "episodes", _quantity(search.trials[0].evaluation), "95 %", "winner − this")
+    head = ("round", *names, "episodes", search.trials[0].evaluation.quantity, "95 %", "winner − this")
     return Section("Search", head, tuple(rows))
 
 
@@ -260,18 +260,13 @@ def _measured(result: CompositionResult) -> Section:
         rows.append(
             (name, *_numbers([weight]), *numbers, _shown(comparison, "difference"), comparison.verdict)
         )
-    head = ("policy", "weight", _quantity(result.evaluation), "95 %", "composition − this", "")
+    head = ("policy", "weight", result.evaluation.quantity, "95 %", "composition − this", "")
     return Section(f"Fresh episodes ({len(result.evaluation.rows)}, the same for all)", head, tuple(rows))
-
-
-def _quantity(evaluation: Evaluation) -> str:
-    return "success" if evaluation.protocol["env"]["success_rule"] else "return"
 
 
 def _headline(evaluation: Evaluation) -> tuple[str, str]:
     """Return mean and interval of what the task is judged by."""
-    quantity = _quantity(evaluation)
-    return format_interval(quantity, evaluation.summary()[quantity])
+    return format_interval(evaluation.quantity, evaluation.summary()[evaluation.quantity])
 
 
 def _shown(comparison: Comparison, what: str) -> str:

@@ -8,12 +8,11 @@ Hydra's ConfigStore, so that an unknown key, a wrong type or an unknown option i
 
 from __future__ import annotations
 
-import os
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -29,15 +28,11 @@ from burnish.explain import explain, unknown_key
 from burnish.overrides import check_overrides, describe_groups
 from policies import registry
 from policies.errors import ConfigError
+from policies.paths import at_home
+from policies.policy import PART_GROUPS
 
-GROUPS = ("algo", "env", "process", "encoder", "backbone", "sampler", "source")
+GROUPS = ("algo", "env", *PART_GROUPS, "source")
 """Hydra groups filled from the registry; the chosen part stands under the group's name."""
-
-PATH_KEYS = (
-    *("against", "compose", "dataset", "init", "normalization", "out"),
-    *("policy", "resume", "run", "versus", "weights"),
-)
-"""Keys of commands that name files or folders."""
 
 
 @cache
@@ -133,8 +128,7 @@ def to_command(node: DictConfig) -> Any:
     Raises:
         ConfigError: As `to_object`.
     """
-    config = to_object(node if node.get("resume") is None else _without_parts(node))
-    return replace(config, **{k: _at_home(v) for k, v in vars(config).items() if k in PATH_KEYS})
+    return at_home(to_object(node if node.get("resume") is None else _without_parts(node)))
 
 
 def _without_parts(node: DictConfig) -> DictConfig:
@@ -143,12 +137,6 @@ def _without_parts(node: DictConfig) -> DictConfig:
         if group in bare:
             bare[group] = None
     return bare
-
-
-def _at_home(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_at_home(item) for item in value]
-    return os.path.expanduser(value) if isinstance(value, str) else value
 
 
 def to_object(node: Any) -> Any:

@@ -17,18 +17,17 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import omegaconf
-import yaml
 
 from burnish.commands import COMMANDS
 from burnish.commands.list import summary
 from burnish.commands.train import PolicyShape
 from burnish.config import GROUPS, scan_parts
 from burnish.console import output
+from burnish.overrides import default_options
 from envs.datasets import reader_options
 from policies import registry
 from policies.policy import PolicyConfig
@@ -77,7 +76,7 @@ def page() -> str:
     lines = [INTRODUCTION, "## Commands", ""]
     for command in COMMANDS.values():
         if command.schema is not None:
-            keys = rows_of(command.config_class()(), "", _chosen(command.name))
+            keys = rows_of(command.config_class()(), "", default_options(command.name))
             lines += [
                 f"### burnish {command.name}",
                 "",
@@ -125,13 +124,6 @@ def _parts(group: str) -> list[tuple[tuple[str, ...], dict[str, type]]]:
         if part.__module__.split(".")[0] in OURS:
             found.setdefault(tuple(rows_of(part(), f"{group}.")), {})[name] = part
     return list(found.items())
-
-
-def _chosen(command: str) -> dict[str, str | None]:
-    """Return the options that a command chooses unless told otherwise."""
-    text = (resources.files("configs") / f"{COMMANDS[command].config_name}.yaml").read_text()
-    entries = [entry for entry in yaml.safe_load(text)["defaults"] if isinstance(entry, dict)]
-    return {group: name for entry in entries for group, name in entry.items() if group in GROUPS}
 
 
 def rows_of(config: Any, prefix: str = "", chosen: Mapping[str, str | None] | None = None) -> Iterator[str]:

@@ -7,13 +7,11 @@ training, so it flatters; how far the two are apart says how steady the run was.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
-from algos.state import RunDirectory
-
-_FILE = re.compile(r"step-(\d+)\.json")
+from algos.state import EvalFile, RunDirectory
+from envs.spec import judged_by
 
 
 @dataclass(frozen=True)
@@ -22,11 +20,7 @@ class Judged:
 
     step: int
     summary: dict[str, Any]
-
-    @property
-    def quantity(self) -> str:
-        """What the task is judged by."""
-        return "success" if "success" in self.summary else "return"
+    quantity: str  # what the task is judged by
 
     @property
     def value(self) -> float:
@@ -55,13 +49,15 @@ def last_and_best(directory: RunDirectory) -> LastAndBest | None:
 
     Evaluations count that were made while training, by the protocol of the last one.
     """
-    found = []
-    for path in (directory.path / "eval").glob("step-*.json"):
-        if match := _FILE.fullmatch(path.name):
-            found.append(Judged(int(match[1]), json.loads(path.read_text())["summary"]))
+    found = [_judged(one) for one in directory.evals() if one.is_of_training]
     if not found:
         return None
     found.sort(key=lambda one: one.step)
     last = found[-1]
     alike = [one for one in found if one.summary["protocol_hash"] == last.summary["protocol_hash"]]
     return LastAndBest(last, max(alike, key=lambda one: one.value), len(alike))
+
+
+def _judged(one: EvalFile) -> Judged:
+    content = json.loads(one.path.read_text())
+    return Judged(one.step, content["summary"], judged_by(content["protocol"]["env"]["success_rule"]))

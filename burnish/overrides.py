@@ -34,11 +34,18 @@ def experiments() -> tuple[str, ...]:
 
 
 @cache
-def groups_of(command: str) -> tuple[str, ...]:
-    """Return the groups that a command chooses options of, in the order of its defaults."""
+def default_options(command: str) -> dict[str, str | None]:
+    """Return the groups that a command chooses options of, in their order, and what it chooses by default."""
     text = (resources.files("configs") / f"{COMMANDS[command].config_name}.yaml").read_text()
     entries = [entry for entry in yaml.safe_load(text)["defaults"] if isinstance(entry, dict)]
-    return tuple(key for entry in entries for key in entry if not key.startswith("override "))
+    return {
+        group: name for one in entries for group, name in one.items() if not group.startswith("override ")
+    }
+
+
+def groups_of(command: str) -> tuple[str, ...]:
+    """Return the groups that a command chooses options of, in the order of its defaults."""
+    return tuple(default_options(command))
 
 
 def options_of(group: str) -> tuple[str, ...]:
@@ -78,6 +85,17 @@ def check_overrides(command: str, overrides: Sequence[str]) -> None:
         if group in every_group:
             known = ", ".join(keys_of(command))
             raise ConfigError(f"burnish {command} has no '{group}'; its keys are: {known}.")
+
+
+def with_home(override: str) -> str:
+    """Write a `~/` that begins a value, or an item of a list, as the home folder.
+
+    Hydra's grammar has no bare `~` in values, and most shells leave the one behind `key=` alone.
+    """
+    key, equals, value = override.partition("=")
+    is_quoted = "'" in value or '"' in value
+    home = os.path.expanduser("~/")
+    return override if is_quoted else key + equals + re.sub(r"(?<![^,[])~/", lambda _: home, value)
 
 
 def check_arguments(command: str, arguments: Sequence[str]) -> None:

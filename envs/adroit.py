@@ -26,6 +26,7 @@ from envs.pixels import Pictured
 from envs.spec import EnvSpec
 from envs.vector import ChunkVector, StepResult
 from policies.errors import ConfigError
+from policies.paths import path_field
 from policies.registry import register
 
 Array = np.ndarray
@@ -168,7 +169,7 @@ def load_adroit(scene: Scene, reward: str) -> Any:
     Raises:
         MissingExtraError: If gymnasium-robotics is not installed.
     """
-    from envs.make import require
+    from policies.extras import require
 
     with contextlib.redirect_stderr(io.StringIO()):  # its import prints news about the rewards
         module = require(f"{_MODULE}.{scene.module}", extra="adroit")
@@ -249,7 +250,7 @@ _TURNS = tuple(f"arm rotation {axis}" for axis in "xyz")
 class AdroitDoor(_Adroit):
     """Undo the latch and open a door (`AdroitHandDoor-v1`)."""
 
-    starts: str | None = None  # D4RL file whose demonstrations' starts are used, by seed; null: drawn
+    starts: str | None = path_field()  # D4RL file whose demonstrations' starts are used, by seed; null: drawn
 
     name = "adroit-door"
     scene = Scene("adroit_door", "AdroitHandDoorEnv", (("body_pos", "door_body_id"),))

@@ -94,7 +94,7 @@ def compare(
         raise ConfigError(
             f"compare needs one task; got {[(task['name'], task['options']) for task in tasks]}."
         )
-    quantity = quantity or ("success" if tasks[0]["success_rule"] else "return")
+    quantity = quantity or left[0].quantity
     seeds = sorted(set.intersection(*({row.seed for row in e.rows} for e in (*left, *right))))
     if not seeds:
         raise ConfigError(

@@ -17,10 +17,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from envs.make import require
 from envs.spec import EnvConfig, EnvSpec
 from envs.vector import Array, ChunkVector, StepResult, VectorEnv
 from policies.errors import CapabilityError, ConfigError, MissingExtraError
+from policies.extras import require
 
 ENGINES = ("exact", "envpool")
 MUJOCO_INSIDE = {"1.2.5": "3.6.0"}

@@ -22,7 +22,7 @@ from torch import nn
 from envs.episodes import EpisodeRow
 from envs.evaluation_protocol import EvaluationSettings, as_evaluated, described, staged
 from envs.player import NETWORK_CALLS, EvaluatedPolicy, Evaluator, Player
-from envs.spec import EnvConfig
+from envs.spec import EnvConfig, judged_by
 from envs.statistics import (
     RISK_SHARE,
     bootstrap_mean,
@@ -56,6 +56,11 @@ class Evaluation:
         """SHA-256 of the canonical JSON of the protocol."""
         text = json.dumps(self.protocol, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def quantity(self) -> str:
+        """What the task is judged by: `success` or `return`."""
+        return judged_by(self.protocol["env"]["success_rule"])
 
     def values(self, quantity: str) -> Array:
         """Return one number per episode (E,): `success`, `return`, `length`, or a metric of the task."""

@@ -10,15 +10,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from envs.fit import require_fit
 from envs.pixels import PICTURE_OPTIONS, seen_by
 from envs.player import BLOCK_ROWS, EvaluatedPolicy
 from envs.spec import EnvConfig, options_of
+from policies.checksums import sha256
 from policies.encoders import ImageShape
 from policies.errors import CapabilityError, ConfigError
 from policies.executor import Replanner, WarmStart, with_act_steps
+from policies.paths import with_paths
 from policies.steering import Steering, steered
 
 NOISES = ("random", "zero")
@@ -101,7 +104,7 @@ def described(env: EnvConfig, settings: EvaluationSettings, staged_env: EnvConfi
 def _describe(env: EnvConfig) -> dict[str, Any]:
     """Describe a task by JSON values."""
     spec = env.spec
-    options = options_of(env)
+    options = options_of(with_paths(env, _digest))
     for name in ("demonstrator", *PICTURE_OPTIONS):  # no part of the task that is evaluated
         options.pop(name, None)
     description: dict[str, Any] = json.loads(
@@ -116,6 +119,11 @@ def _describe(env: EnvConfig) -> dict[str, Any]:
         )
     )
     return description
+
+
+def _digest(path: str) -> str:
+    """Return what stands for a file: the numbers depend on its content, not on its place."""
+    return f"sha256:{sha256(Path(path).expanduser())}"
 
 
 def _describe_images(task: Any) -> dict[str, Any]:

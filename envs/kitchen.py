@@ -188,7 +188,7 @@ def load_kitchen() -> Any:
     Raises:
         MissingExtraError: If gymnasium-robotics is not installed.
     """
-    from envs.make import require
+    from policies.extras import require
 
     with contextlib.redirect_stderr(io.StringIO()):  # its import prints news about other tasks
         module = require("gymnasium_robotics.envs.franka_kitchen", extra="kitchen")

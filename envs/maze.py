@@ -171,7 +171,7 @@ class _PointMaze(_Maze):
         """Return the MJCF file of the point."""
         from importlib.resources import files
 
-        from envs.make import require
+        from policies.extras import require
 
         with contextlib.redirect_stderr(io.StringIO()):  # its import prints news about other tasks
             require("gymnasium_robotics", extra="mazes")

@@ -208,7 +208,7 @@ def load_metaworld(task: str) -> tuple[Any, dict[str, Any]]:
     Raises:
         MissingExtraError: If Meta-World is not installed.
     """
-    from envs.make import require
+    from policies.extras import require
 
     module = require("metaworld", extra="metaworld")
     env = module.ALL_V3_ENVIRONMENTS[f"{task}-v3"]()

@@ -175,7 +175,7 @@ def load_world(world: str, play: bool = False) -> tuple[Any, dict[str, Array]]:
     Raises:
         MissingExtraError: If OGBench is not installed.
     """
-    from envs.make import require
+    from policies.extras import require
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing the viewer complains about a missing display

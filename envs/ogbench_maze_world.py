@@ -136,7 +136,7 @@ def load_maze(world: str) -> Any:
     Raises:
         MissingExtraError: If OGBench is not installed.
     """
-    from envs.make import require
+    from policies.extras import require
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing the viewer complains about a missing display

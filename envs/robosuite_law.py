@@ -238,7 +238,7 @@ def compiled() -> tuple[Callable[..., None], Callable[..., None]]:
     Raises:
         MissingExtraError: If numba is not installed; robosuite brings it.
     """
-    from envs.make import require
+    from policies.extras import require
 
     require("numba", extra="robosuite")
     import numba

@@ -117,7 +117,7 @@ def make_robosuite(task: str, num_arms: int) -> Any:
     Raises:
         MissingExtraError: If robosuite is not installed.
     """
-    from envs.make import require
+    from policies.extras import require
 
     with _quiet(), seeded_globally(_MODEL_SEED):
         robosuite = require("robosuite", extra="robosuite")

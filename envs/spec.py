@@ -34,6 +34,16 @@ class EnvSpec:
     episode_metrics: tuple[str, ...] = ()  # extra per-episode rows, e.g. "mode" of `avoid`
     packages: tuple[str, ...] = ()  # besides MuJoCo and gymnasium, whose versions decide what happens
 
+    @property
+    def quantity(self) -> str:
+        """What the task is judged by: `success` or `return`."""
+        return judged_by(self.success_rule)
+
+
+def judged_by(success_rule: str) -> str:
+    """Return what a task with such a rule is judged by: `success`, or where it has no rule `return`."""
+    return "success" if success_rule else "return"
+
 
 class EnvConfig(Protocol):
     """A registered configuration (group `env`); simulators are imported in `make_vector`, not before."""

@@ -48,19 +48,19 @@ from policies.export_graph import (
     arrays_of,
     parity_of,
     refuse_foreign_loops,
-    require_package,
     unlike,
     worst_of,
     write_checked_graph,
 )
 from policies.export_latency import latency_of
+from policies.export_signature import KINDS
 from policies.export_step import EncodedObservation, loop_of, one_step_of, require_steps
 from policies.export_torch import missing_compiler, write_checked_package, write_checked_program
+from policies.extras import require
 from policies.policy import Policy
 from policies.runner import ENCODER, LOOP, MODEL, STEP, Runner
 
-FORMATS = ("onnx", "torch")
-GRAPHS = ("whole", "step")
+FORMATS, GRAPHS = (tuple(dict.fromkeys(names)) for names in zip(*KINDS, strict=True))
 
 _log = logging.getLogger(__name__)
 
@@ -160,15 +160,13 @@ def _writer(policy: Policy, format: str, graph: str, compiled: bool) -> Callable
             f"{type(policy).__name__} cannot be exported: what it does around its policy is decided in "
             f"Python. Export the policy itself."
         )
-    if (format, graph) == ("torch", "whole"):
+    if (format, graph) not in KINDS:
+        known = ", ".join(" with ".join(one) for one in KINDS)
+        raise ExportError(f"format and graph must be one of {known}; got {format} with {graph}.")
+    if format == "torch":
         return lambda job: _write_torch(job, compiled)
-    if format != "onnx" or graph not in GRAPHS:
-        raise ExportError(
-            f"an export has format onnx with graph whole or step, or format torch with graph whole; got "
-            f"{format} with {graph}."
-        )
     for name in ("onnx", "onnxscript", "onnxruntime"):
-        require_package(name)
+        require(name, extra="export", what="export")
     if graph == "whole":
         return _write_whole
     require_steps(policy)

@@ -7,14 +7,12 @@ Three functions can be traced: the whole policy, its encoder, and one evaluation
 from __future__ import annotations
 
 import contextlib
-import importlib
 import io
 import logging
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Self
 
 import numpy as np
@@ -24,7 +22,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from policies import runner
 from policies.energy import EnergyField
-from policies.errors import ExportError, MissingExtraError
+from policies.errors import ExportError
+from policies.extras import require
 from policies.normalizer import CentredNormalizer, Normalizer
 from policies.policy import Policy
 from policies.weight_cache import seal
@@ -266,7 +265,7 @@ def spell_out(model: Traceable, inputs: Mapping[str, Tensor]) -> nn.Module:
 
 def _free_batch(path: Path, fixed: frozenset[str]) -> None:
     """Let the first dimension of inputs and outputs be any number; forget the shapes between them."""
-    onnx = require_package("onnx")
+    onnx = require("onnx", extra="export", what="export")
     graph = onnx.load(path)
     for value in (*graph.graph.input, *graph.graph.output):
         if value.name not in fixed:
@@ -316,7 +315,7 @@ def worst_of(parity: Sequence[dict[str, float]]) -> float:
 
 def open_session(path: str | Path, *, threads: int = 1) -> Any:
     """Open an ONNX file with onnxruntime on the CPU."""
-    require_package("onnxruntime")
+    require("onnxruntime", extra="export", what="export")
     return runner.open_session(path, threads=threads)
 
 
@@ -328,18 +327,6 @@ def arrays_of(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
 def run_graph(session: Any, inputs: Mapping[str, Tensor]) -> np.ndarray:
     """Return the actions of a graph, (B, Ta, Da)."""
     return runner.run(session, arrays_of(inputs))[0]
-
-
-def require_package(name: str) -> ModuleType:
-    """Import a package of the extra `export`.
-
-    Raises:
-        MissingExtraError: If it is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise MissingExtraError(f"export needs '{name}': pip install 'burnish[export]'.") from None
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from policies.batching import Batcher, Request
 from policies.curve import server_keys, start_authenticator
 from policies.errors import ConfigError, ServingError
 from policies.history import Array, draw_noise
+from policies.paths import path_field
 from policies.serve_metrics import Metrics, resident_mb
 from policies.wire import PORT, VERSION, Schema, pack, read_observation, require, to_wire, unpack
 
@@ -57,7 +58,7 @@ class ServerSettings:
     host: str = "127.0.0.1"  # interface; another than this machine's own needs allow_remote=true
     port: int = PORT  # of requests; 0: any that is free
     allow_remote: bool = False  # listen where other machines can reach it
-    keys: str | None = None  # folder with CURVE keys; null: no encryption, everybody may ask
+    keys: str | None = path_field()  # folder with CURVE keys; null: no encryption, everybody may ask
     max_batch: int = 16  # requests that are decided together
     max_wait_ms: float = 0.0  # how long a request waits for others; 0: only while the server is busy
     max_queue: int = 64  # requests that wait; more are refused

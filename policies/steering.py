@@ -28,6 +28,7 @@ from torch import Tensor
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.hooks import Hook
+from policies.paths import path_field
 from policies.policy import Policy
 from policies.protocols import Observation, SampleHook, Step
 from policies.selection import BestOfN, Selection
@@ -67,7 +68,7 @@ class Steering:
     """How a policy follows a sketch; off unless `strategy` is given."""
 
     strategy: str | None = None  # one of six, e.g. stochastic_sampling; see docs/steering.md; null: off
-    sketch: str | None = None  # JSON or NPZ file: `actions`, `positions` or `waypoints`; see docs/steering.md
+    sketch: str | None = path_field()  # JSON or NPZ: actions, positions or waypoints; see docs/steering.md
     candidates: int | None = None  # plans, of which the nearest to the sketch is taken; null: the strategy's
     scale: float | None = None  # weight of the gradient in the noise; null: the strategy's
     gradient: str = "x0"  # x | x0: where guidance takes the gradient: at the noisy or at the clean plan

@@ -17,7 +17,6 @@ Legend: To observation history, Ta executed steps, Da action width.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from policies import extras
 from policies.errors import MissingExtraError, ServingError
 from policies.history import Array
 
@@ -59,13 +59,8 @@ def require(name: str) -> ModuleType:
     Raises:
         MissingExtraError: If it is not installed.
     """
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise MissingExtraError(
-            f"serving needs '{name}': pip install 'burnish[serve]'; on a robot without PyTorch: pip install "
-            "numpy pyzmq msgpack."
-        ) from None
+    bare = "on a robot without PyTorch: pip install numpy pyzmq msgpack"
+    return extras.require(name, extra="serve", what="serving", instead=bare)
 
 
 @dataclass(frozen=True)

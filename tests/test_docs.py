@@ -21,8 +21,7 @@ from burnish.app import with_main_key
 from burnish.cli import split_command
 from burnish.commands import COMMANDS
 from burnish.commands.list import KINDS
-from burnish.commands.train import TrainConfig
-from burnish.config import compose_config, scan_parts
+from burnish.config import GROUPS, compose_config, scan_parts
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones import Backbone
@@ -45,7 +44,7 @@ FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`([^`\n]+)`")
 REFERENCE = re.compile(r"^((?:[\w.]+/)*[\w.]+\.py)(?::([A-Za-z_][\w.]*))?$")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-KEY = re.compile(r"^(algo|process|backbone|sampler|policy|env|trainer|evaluation)\.([a-z_][\w.]*)(?:=.*)?$")
+KEY = re.compile(r"^([a-z_]+)\.([a-z_][\w.]*)(?:=.*)?$")
 EXAMPLES = ROOT / "docs" / "extending.md"
 TUNED = ("algo=dppo", "env=avoid")
 """Parts of the run that the pages call `runs/tuned`, which a resumed run brings along."""
@@ -185,18 +184,23 @@ def test_experiments_exist(page: Path) -> None:
 
 
 @cache
-def _keys() -> frozenset[str]:
-    """Return every key below a group, of any part: `algo.lr`, `env.demonstrator.noise`, …"""
+def _sections() -> dict[str, list[type]]:
+    """Return what stands below a key: the parts of a group, or a section of a command."""
     scan_parts()
-    found: set[str] = set()
-    for group in ("algo", "process", "backbone", "sampler", "env"):
-        for part in registry.parts(group).values():
-            found |= set(_flat(part, group))
-    tree = TrainConfig()
-    for name in ("policy", "trainer", "evaluation"):
-        found |= set(_flat(type(getattr(tree, name)), name))
-    found |= {f"policy.normalizer.{feature}" for feature in ("state", "goal", "action")}
-    return frozenset(found)
+    found = {group: list(registry.parts(group).values()) for group in GROUPS}
+    for command in COMMANDS.values():
+        config = None if command.schema is None else command.config_class()()
+        for name, value in ({} if config is None else vars(config)).items():
+            if is_dataclass(value):
+                found.setdefault(name, []).append(type(value))
+    return found
+
+
+@cache
+def _keys() -> frozenset[str]:
+    """Return every key below a group or a section: `algo.lr`, `env.demonstrator.noise`, `search.keep`, …"""
+    found = {key for name, kinds in _sections().items() for kind in kinds for key in _flat(kind, name)}
+    return frozenset(found | {f"policy.normalizer.{feature}" for feature in ("state", "goal", "action")})
 
 
 def _flat(kind: type, prefix: str) -> Iterator[str]:
@@ -207,15 +211,21 @@ def _flat(kind: type, prefix: str) -> Iterator[str]:
             yield from _flat(hints[field.name], f"{prefix}.{field.name}")
 
 
-ATTRIBUTES = {"policy.noise_shape", "policy.sample_noise", "policy.with_sampler", "policy.onnx"}
-"""What reads like a key of `policy` and is an attribute or a file."""
+ATTRIBUTES = {
+    "policy.noise_shape",
+    "policy.sample_noise",
+    "policy.with_sampler",
+    "policy.onnx",
+    "encoder.onnx",
+}
+"""What reads like a key and is an attribute or a file."""
 
 
 @_names(OWN)
 def test_configuration_keys_exist(page: Path) -> None:
     for text in CODE.findall(_prose(page)):
         match = KEY.match(text)
-        if match is None:
+        if match is None or match.group(1) not in _sections():
             continue
         key = f"{match.group(1)}.{match.group(2)}"
         assert key in _keys() | ATTRIBUTES, f"`{text}`: no such key"
@@ -343,7 +353,7 @@ def test_the_example_algorithm_clones_the_best_episodes_only(extensions: dict[st
     low = run.policy.normalizer.decode("state", torch.tensor([-1.0]))
     assert float(low) == pytest.approx(3.0), "the statistics are those of episodes 1 and 3"
     assert run.advance()["policy/loss"].isfinite()
-    with pytest.raises(ConfigError, match="algo=bc needs demonstrations"):
+    with pytest.raises(ConfigError, match="algo=filtered_bc needs demonstrations"):
         config.build(Setup())
 
 

@@ -6,10 +6,14 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from policies.extras import SECOND_STEP
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
@@ -24,12 +28,22 @@ MAY_IMPORT = {
 """Package -> the packages of ours that it may use; assets and configs are data that know nobody."""
 
 NOT_OURS = {"tests", "benchmarks"}
-EXTRAS = {
-    *("onnx", "onnxscript", "onnxruntime", "tensorboard", "ogbench", "dm_control", "gymnasium_robotics"),
-    *("robosuite", "robomimic", "d4rl", "gym", "pyarrow", "av", "minari", "pytest", "hypothesis"),
-    *("zmq", "msgpack"),
-}
-"""Packages of the extras: imported where they are used, never at the top of a module."""
+IMPORTED_AS = {"pyzmq": "zmq", "pytest-xdist": "xdist"}
+"""Distributions whose module has another name."""
+
+
+def packages_of_extras() -> set[str]:
+    """Return the modules that only an extra installs, those of its second step included."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    optional = [*project["optional-dependencies"].values(), *SECOND_STEP.values()]
+    names = {Requirement(text).name for texts in optional for text in texts}
+    names -= {"burnish", *(Requirement(text).name for text in project["dependencies"])}
+    names.add("numba")  # robosuite brings it
+    return {IMPORTED_AS.get(name, name.replace("-", "_")) for name in names}
+
+
+EXTRAS = packages_of_extras()
+"""Packages of the extras: imported where they are used, never while a module is imported."""
 
 HEAVY = {
     *("mujoco", "gymnasium", "hydra", "omegaconf", "matplotlib", "diffusers", "h5py", "rich"),
@@ -63,6 +77,21 @@ def imported(nodes: Iterator[ast.AST]) -> set[str]:
     return found
 
 
+def run_on_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements that run when a module is imported: those in functions do not."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, ast.ExceptHandler | ast.match_case):
+                yield from run_on_import(inner.body)
+            elif isinstance(inner, ast.stmt):
+                yield from run_on_import([inner])
+
+
 def calls(path: Path, is_wanted: Callable[[ast.Call], bool]) -> list[int]:
     """Return the lines of the calls that `is_wanted` picks."""
     nodes = ast.walk(tree_of(path))
@@ -81,7 +110,39 @@ def test_imports_point_one_way(path: Path) -> None:
 
 @every_module
 def test_optional_packages_are_imported_where_they_are_used(path: Path) -> None:
-    assert not imported(iter(tree_of(path).body)) & EXTRAS
+    assert not imported(run_on_import(tree_of(path).body)) & EXTRAS
+
+
+def test_the_extras_are_those_of_the_project() -> None:
+    assert {
+        "onnx",
+        "zmq",
+        "dm_control",
+        "envpool",
+        "metaworld",
+        "imageio",
+        "robomimic",
+        "gym",
+        "minari",
+    } <= EXTRAS
+    assert not EXTRAS & {"burnish", "mujoco", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("code", "runs"),
+    [
+        ("import minari", True),
+        ("try:\n    import minari\nexcept ImportError:\n    minari = None", True),
+        ("try:\n    import json\nexcept ImportError:\n    from minari import data", True),
+        ("if True:\n    pass\nelse:\n    with open(''):\n        import minari", True),
+        ("class Reader:\n    import minari", True),
+        ("if TYPE_CHECKING:\n    import minari", False),
+        ("def read():\n    import minari", False),
+        ("class Reader:\n    def read(self):\n        import minari", False),
+    ],
+)
+def test_an_import_is_found_wherever_it_runs_with_its_module(code: str, runs: bool) -> None:
+    assert ("minari" in imported(run_on_import(ast.parse(code).body))) is runs
 
 
 @pytest.mark.parametrize(
@@ -110,24 +171,81 @@ def test_nothing_prints_behind_the_console_s_back(path: Path) -> None:
     assert not calls(path, lambda call: isinstance(call.func, ast.Name) and call.func.id == "print")
 
 
-DRAWS = {"randn", "rand", "randint", "randperm", "normal", "multinomial", "bernoulli"}
+DRAWS = {"randn", "rand", "randint", "randperm", "normal", "multinomial", "bernoulli", "poisson"}
+DRAWING_METHODS = {
+    *("normal_", "uniform_", "bernoulli", "bernoulli_", "random_", "exponential_", "log_normal_"),
+    *("geometric_", "cauchy_"),
+}
+"""Of tensors."""
 NUMPY_DRAWS = {"seed", "uniform", "choice", "shuffle", "permutation", "random", "standard_normal"}
+
+
+SEEDED = {"default_rng", "RandomState", "SeedSequence"}
+"""Of numpy: what they draw without a seed, nobody draws again."""
+
+INITIAL_WEIGHTS = {"policies/ensembles.py", "algos/rebrac.py"}
+"""Modules that draw initial weights in place, as layers of torch do; see `policies.seeds.seeded_weights`."""
+
+
+def is_given(call: ast.Call, name: str, *, at: int | None = None) -> bool:
+    """Tell whether a call has an argument, by name or by place, that is not literally None."""
+    given = [keyword.value for keyword in call.keywords if keyword.arg == name]
+    given += call.args[at : at + 1] if at is not None else []
+    return any(not (isinstance(value, ast.Constant) and value.value is None) for value in given)
 
 
 def draws_from_global_state(call: ast.Call) -> bool:
     """Tell whether a call draws numbers that no argument decides."""
     text = ast.unparse(call.func)
-    if text.startswith("torch.") and text.removeprefix("torch.") in DRAWS:
-        return not any(keyword.arg == "generator" for keyword in call.keywords)
     module, _, function = text.rpartition(".")
+    if module == "torch" and function in DRAWS:
+        return not is_given(call, "generator")
+    if function in SEEDED:
+        return not is_given(call, "seed", at=0)
     is_legacy = module in ("np.random", "numpy.random") and function in DRAWS | NUMPY_DRAWS
     return is_legacy or text in ("torch.randn_like", "torch.rand_like", "torch.randint_like")
+
+
+def draws_in_place(call: ast.Call) -> bool:
+    """Tell whether a call is a method of a tensor that draws from the global state; `nn.init` is exempt."""
+    module, _, function = ast.unparse(call.func).rpartition(".")
+    is_method = bool(module) and module != "torch" and module.rpartition(".")[2] != "init"
+    return is_method and function in DRAWING_METHODS and not is_given(call, "generator")
 
 
 @every_module
 def test_random_numbers_come_from_an_argument(path: Path) -> None:
     assert not calls(path, draws_from_global_state)
     assert "random" not in imported(ast.walk(tree_of(path)))
+    assert bool(calls(path, draws_in_place)) == (name_of(path) in INITIAL_WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_found"),
+    [
+        ("torch.randn(3)", True),
+        ("torch.randn(3, generator=None)", True),
+        ("torch.randn(3, generator=g)", False),
+        ("torch.poisson(x)", True),
+        ("torch.randn_like(x)", True),
+        ("x.normal_()", True),
+        ("torch.empty(3).uniform_(0, 1)", True),
+        ("x.uniform_(0, 1, generator=g)", False),
+        ("x.bernoulli(0.5)", True),
+        ("nn.init.normal_(x)", False),
+        ("np.random.default_rng()", True),
+        ("np.random.default_rng(None)", True),
+        ("np.random.default_rng(3)", False),
+        ("default_rng(seed=seed)", False),
+        ("np.random.RandomState()", True),
+        ("np.random.normal()", True),
+        ("generator.normal()", False),
+    ],
+)
+def test_draws_that_no_argument_decides_are_found(code: str, is_found: bool) -> None:
+    call = ast.parse(code, mode="eval").body
+    assert isinstance(call, ast.Call)
+    assert (draws_from_global_state(call) or draws_in_place(call)) is is_found
 
 
 def streams(path: Path) -> Iterator[str]:

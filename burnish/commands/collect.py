@@ -19,6 +19,7 @@ from envs.evaluation_protocol import check_seeds
 from envs.spec import EnvSpec
 from policies import registry
 from policies.errors import CapabilityError, ConfigError, DatasetError
+from policies.paths import path_field
 
 
 @dataclass
@@ -27,7 +28,7 @@ class CollectConfig:
 
     env: Any = None  # the task; it must have an expert
     episodes: int = 50  # demonstrations in the file
-    out: str = "demonstrations.hdf5"  # file to write; Minari's format is a folder
+    out: str = path_field("demonstrations.hdf5")  # file to write; Minari's format is a folder
     format: str | None = (
         None  # robomimic, minari or d4rl; null: minari if out ends in -v<number>, else robomimic
     )

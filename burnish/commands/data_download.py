@@ -17,6 +17,7 @@ from burnish.locate import check_folder_to_write
 from envs.datasets.catalogue import Entry, RemoteFile, catalogue, download_folder, lookup
 from envs.datasets.download import fetch, file_sum
 from policies.errors import ConfigError, DatasetError
+from policies.paths import path_field
 
 SUMS = "checksums.json"
 """File in the folder of downloads: SHA-256 of everything that was fetched, by path."""
@@ -31,7 +32,7 @@ class DataDownloadConfig:
     name: str | None = None  # public dataset, e.g. hopper-medium-v2
     url: str | None = None  # address of any other file
     sha256: str | None = None  # checksum of the file at url
-    out: str | None = None  # folder; null: $BURNISH_DATASETS, else .burnish/datasets in the home folder
+    out: str | None = path_field()  # folder; null: $BURNISH_DATASETS, else .burnish/datasets at home
     mirror: str | None = None  # address that stands in for scheme and host, e.g. http://data.example.org
     attempts: int = 3  # connections per file before giving up
 

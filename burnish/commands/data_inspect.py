@@ -23,6 +23,7 @@ from envs.datasets.schema import KeyFacts, describe_file, size_of
 from envs.datasets.scores import normalized_score, reference
 from envs.evaluation_protocol import check_seeds
 from policies.errors import ConfigError, DatasetError
+from policies.paths import path_field
 
 FACTS, PICTURE = "inspection.json", "inspection.png"
 _CONSTANT = 1e-4  # range of a dimension that does not move, as in the normaliser
@@ -35,13 +36,13 @@ _NOISES = (0.1, 0.5)
 class DataInspectConfig:
     """What `burnish data inspect` does."""
 
-    dataset: str | None = None  # file, folder, or name of a downloaded dataset
+    dataset: str | None = path_field()  # file, folder, or name of a downloaded dataset
     out: str | None = (
-        None  # folder for inspection.json and inspection.png; null: inspection-<name of the dataset>
+        path_field()  # folder for inspection.json and inspection.png; null: inspection-<name of the dataset>
     )
     data: dict[str, Any] = field(default_factory=dict)  # options of its format's reader: see Data
     task: str | None = None  # D4RL task whose reference returns make scores and trajectory quality
-    against: str | None = None  # dataset whose distinct state-action pairs are the measure of coverage
+    against: str | None = path_field()  # dataset whose distinct state-action pairs measure the coverage
     measures: bool = True  # also measure coverage, divergence of actions and own rows
     samples: int = 2000  # frames that are looked at for these
     beta: float = 2.0  # weight of states against actions for own rows

@@ -18,9 +18,9 @@ from packaging.requirements import Requirement
 import burnish
 from burnish.console import output, table
 from burnish.own_packages import found_packages
-from envs.make import SECOND_STEP, second_command
 from envs.rendering import gl_backends, has_library
 from policies.errors import ConfigError
+from policies.extras import SECOND_STEP, second_command
 
 GL_BACKENDS = ("egl", "osmesa", "glfw")
 GL_LIBRARIES = {"egl": ("EGL", "Debian: libegl1"), "osmesa": ("OSMesa", "Debian: libosmesa6")}

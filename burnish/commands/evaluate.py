@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from algos.gpc import EstimateSettings, SearchSettings
-from algos.state import RunDirectory
+from algos.state import RunDirectory, eval_name
 from burnish.composition import CompositionResult, compose_and_compare
 from burnish.config import restore_part
 from burnish.console import Counting, output, table
@@ -25,6 +25,7 @@ from envs.evaluation_protocol import EvaluationSettings
 from envs.player import NETWORK_CALLS
 from envs.statistics import Interval
 from policies.errors import ConfigError
+from policies.paths import path_field
 from policies.policy import Policy
 
 SUMMARISED = ("success", "d4rl_score", "return", "return_var", "return_cvar", "length")
@@ -38,17 +39,17 @@ class EvalConfig(EvaluationSettings):
     """What `burnish eval` does."""
 
     policy: str | None = (
-        None  # a run (its last checkpoint), a checkpoint, a policy directory, or an exported folder
+        path_field()  # a run (its last checkpoint), a checkpoint, a policy directory, or an exported folder
     )
-    versus: str | None = None  # a second policy: same episodes, paired difference policy - versus
+    versus: str | None = path_field()  # a second policy: same episodes, paired difference policy - versus
     trust: bool = False  # open exported folders of format=torch, which can execute code of their maker
     env: Any = None  # null: the task that the policy was made for
     num_workers: int = 2  # rollout processes; 0: this process; never changes a number
     out: str | None = (
-        None  # JSON file; null: <run>/eval/ of the policy's run, else eval-<policy>.json;
+        path_field()  # JSON file; null: <run>/eval/ of the policy's run, else eval-<policy>.json;
         # with compose a folder; null: runs/<date>/<time>-compose
     )
-    compose: Any = None  # instead of policy: a list of policies that act as one, the lead first
+    compose: Any = path_field()  # instead of policy: a list of policies that act as one, the lead first
     weights: Any = (
         None  # of compose, one per member: numbers, or knots [[t, w], …] over sampling time;
         # estimate: those that `dataset` suggests; null: searched by rollouts
@@ -56,7 +57,7 @@ class EvalConfig(EvaluationSettings):
     operator: str = "convex"  # of compose: convex | product | cfg_sum | or
     temperature: float = 1.0  # of operator=or: above 1 the choice between members is less sharp
     sampler: Any = None  # of compose; null: the lead's own
-    dataset: str | None = None  # of compose: held-out demonstrations, from which weights are estimated
+    dataset: str | None = path_field()  # of compose: held-out demonstrations, which suggest weights
     data: dict[str, Any] = field(default_factory=dict)  # options of the dataset's reader: see Data
     search: SearchSettings = field(default_factory=SearchSettings)
     estimate: EstimateSettings = field(default_factory=EstimateSettings)
@@ -109,8 +110,7 @@ def _tell(result: CompositionResult) -> None:
 
 
 def _main_number(evaluation: Evaluation) -> float:
-    numbers = headline(evaluation)
-    return numbers.get("success", numbers["return"])
+    return headline(evaluation)[evaluation.quantity]
 
 
 def shown_names(label: str, policy: str, versus: str) -> tuple[str, str]:
@@ -220,9 +220,8 @@ def _write(
 
 def _file_name(mine: Located, other: Located | None, protocol_hash: str) -> str:
     """Name policy, protocol and opponent, so that no two evaluations share a file by accident."""
-    subject = _identified(mine) if mine.run is None else f"step-{mine.step}"
-    opponent = "" if other is None else f"-versus-{_identified(other)}"
-    return f"{subject}-{protocol_hash[:8]}{opponent}"
+    details = [protocol_hash[:8], *([] if other is None else ["versus", _identified(other)])]
+    return "-".join([_identified(mine), *details]) if mine.step is None else eval_name(mine.step, *details)
 
 
 def _identified(one: Located) -> str:

@@ -14,9 +14,11 @@ from burnish.job import Job
 from burnish.locate import Located, check_folder_to_write, locate
 from envs.evaluation_protocol import check_seeds, with_steps
 from policies.errors import ConfigError
-from policies.export import FORMATS, GRAPHS, export_policy
+from policies.export import FORMATS, export_policy
 from policies.export_card import latency_table
 from policies.export_folder import ExportReport, Surroundings, refuse_to_replace
+from policies.export_signature import KINDS
+from policies.paths import path_field
 from policies.policy import Policy
 
 _log = logging.getLogger(__name__)
@@ -26,11 +28,11 @@ _log = logging.getLogger(__name__)
 class ExportConfig:
     """What `burnish export` does."""
 
-    policy: str | None = None  # a run (its last checkpoint), a checkpoint, or a policy directory
+    policy: str | None = path_field()  # a run (its last checkpoint), a checkpoint, or a policy directory
     format: str = "onnx"  # onnx: graphs and a runner without PyTorch | torch: a program of torch.export
     graph: str = "whole"  # of onnx: whole: the sampler inside | step: one evaluation and a table of the loop
     compiled: bool = True  # of torch: compile ahead of time as well, where there is a C++ compiler (a minute)
-    out: str | None = None  # directory; null: exported-<policy>
+    out: str | None = path_field()  # directory; null: exported-<policy>
     steps: int | None = None  # denoising steps; null: the policy's own
     tolerance: float = 1e-5  # largest difference to the original, see the report
     seed: int = 0  # of the random inputs on which both are compared
@@ -40,9 +42,10 @@ class ExportConfig:
         """Check the values."""
         if self.format not in FORMATS:
             raise ConfigError(f"format must be one of: {', '.join(FORMATS)}; got '{self.format}'.")
-        if self.graph not in GRAPHS or (self.format, self.graph) == ("torch", "step"):
+        graphs = [graph for form, graph in KINDS if form == self.format]
+        if self.graph not in graphs:
             raise ConfigError(
-                f"graph must be whole, or step with format=onnx; got '{self.graph}' with {self.format}."
+                f"graph must be one of: {', '.join(graphs)} with format={self.format}; got '{self.graph}'."
             )
         if not (math.isfinite(self.tolerance) and self.tolerance > 0):
             raise ConfigError(f"tolerance must be positive and finite; got {self.tolerance}.")

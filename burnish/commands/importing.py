@@ -13,19 +13,20 @@ from policies import registry
 from policies.errors import CheckpointError, ConfigError
 from policies.folder import save_policy
 from policies.importing import Conversion, import_policy
+from policies.paths import path_field
 
 
 @dataclass
 class ImportConfig:
     """What `burnish import` does."""
 
-    weights: str | None = None  # checkpoint: .safetensors, or what torch.save wrote (.pt, .pth, .ckpt)
+    weights: str | None = path_field()  # checkpoint: .safetensors, or of torch.save (.pt, .pth, .ckpt)
     source: Any = None  # program that it is of, and what its tensors do not tell
-    normalization: str | None = None  # file of statistics beside the checkpoint (DPPO, ReinFlow)
+    normalization: str | None = path_field()  # file of statistics beside the checkpoint (DPPO, ReinFlow)
     identity: list[str] = field(default_factory=list)  # features left as they are, of state and action
     entry: str | None = None  # which weights in it, e.g. model; null: averaged ones where there are
     sampler: Any = None  # how to sample; null: as the program evaluates
-    out: str | None = None  # directory; null: imported-<checkpoint>
+    out: str | None = path_field()  # directory; null: imported-<checkpoint>
     overwrite: bool = False  # replace the policy in an existing directory
 
 

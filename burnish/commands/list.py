@@ -12,7 +12,7 @@ import yaml
 
 from burnish.config import scan_parts
 from burnish.console import output, table
-from burnish.overrides import experiments
+from burnish.overrides import default_options, experiments
 from policies import registry
 from policies.errors import MissingExtraError
 
@@ -91,11 +91,11 @@ def _datasets() -> Iterator[tuple[object, ...]]:
 def _experiments() -> Iterator[tuple[object, ...]]:
     for name in experiments():
         text = (resources.files("configs") / "experiment" / f"{name}.yaml").read_text()
-        chosen = _choices(name)
+        chosen = default_options("train") | _choices(name)
         words = [
             line[1:].strip() for line in text.splitlines() if line.startswith("#") and "@package" not in line
         ]
-        yield name, chosen.get("algo", "bc"), chosen.get("env", ""), " ".join(words)
+        yield name, chosen["algo"], chosen["env"] or "", " ".join(words)
 
 
 def _choices(experiment: str) -> dict[str, str]:

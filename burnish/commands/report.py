@@ -27,6 +27,7 @@ from envs.evaluation import Evaluation
 from envs.evaluation_protocol import check_seeds
 from envs.statistics import bootstrap_iqm, conditional_value_at_risk, success_rate, value_at_risk
 from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
+from policies.paths import path_field
 
 _log = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.png")
 class ReportConfig:
     """What `burnish report` does."""
 
-    run: Any = None  # a run, or a list of runs; those of one algorithm and task are summarised together
-    out: str | None = None  # directory; null: <run>/report, or report for several runs
+    run: Any = path_field()  # a run, or several; those of one algorithm and task are summarised together
+    out: str | None = path_field()  # directory; null: <run>/report, or report for several runs
     episodes: int = 24  # episodes that are played for the pictures; 0: none
     first_seed: int = 0  # seed of the first of these episodes
     num_workers: int = 2  # rollout processes; 0: this process
@@ -253,9 +254,9 @@ def _tabulate(page: Page, contents: Mapping[str, dict[str, Any]], together: str)
 def _last_evaluation(directory: RunDirectory) -> dict[str, Any] | None:
     """Return the evaluation of the last checkpoint that has one: most episodes, then a comparison."""
     found: list[tuple[int, int, bool, dict[str, Any]]] = []
-    for path in sorted((directory.path / "eval").glob("step-*.json")):
-        content = json.loads(path.read_text())
-        found.append((int(path.stem.split("-")[1]), len(content["rows"]), "versus" in content, content))
+    for one in directory.evals():
+        content = json.loads(one.path.read_text())
+        found.append((one.step, len(content["rows"]), "versus" in content, content))
     return max(found, key=lambda item: item[:3])[3] if found else None
 
 
@@ -268,7 +269,7 @@ def _rows(name: str, summary: Mapping[str, Any]) -> Iterator[tuple[object, ...]]
 def _pooled(evaluations: Sequence[Evaluation]) -> Iterator[tuple[object, ...]]:
     """Summarise several seeds; every interval is of the luck of seeds and of episodes."""
     values = np.stack([e.values("return") for e in evaluations])
-    if "success" in evaluations[0].summary():
+    if evaluations[0].quantity == "success":
         success = np.stack([e.values("success") for e in evaluations])
         yield "success", *format_interval("success", asdict(success_rate(success))), success.size
     if "d4rl_score" in evaluations[0].summary():

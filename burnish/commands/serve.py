@@ -21,6 +21,7 @@ from policies.curve import make_keys
 from policies.errors import ConfigError
 from policies.export_signature import is_exported
 from policies.folder import WEIGHTS
+from policies.paths import path_field
 from policies.policy import Policy
 from policies.serve import ServedFolder, ServedPolicy
 from policies.serve_metrics import metrics_page
@@ -33,7 +34,7 @@ _log = logging.getLogger(__name__)
 class ServeConfig(ServerSettings):
     """What `burnish serve` does."""
 
-    policy: str | None = None  # a run (its last checkpoint), a checkpoint, a policy directory, or an export
+    policy: str | None = path_field()  # a run (its last one), a checkpoint, a policy directory, or an export
     trust: bool = False  # open an exported folder of format=torch, which can execute code of its maker
     steps: int | None = None  # denoising steps; null: the policy's own
     device: str = "cpu"  # cpu, cuda or cuda:<n>: where the policy decides

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, make_dataclass
@@ -16,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING
 
 from algos.base import Algorithm, Setup
-from algos.state import RunDirectory, new_folder
+from algos.state import RunDirectory, eval_name, new_folder
 from algos.trainer import Interrupted, TrainerSettings
 from algos.trainer import train as run_trainer
 from burnish.commands.evaluate import evaluate_with, headline
@@ -33,9 +32,8 @@ from envs.fit import as_shown
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
 from policies.hub import is_on_hub
-from policies.policy import Policy, PolicyConfig, complete
-
-PARTS = ("process", "encoder", "backbone", "sampler")
+from policies.paths import at_home, lasting, path_field
+from policies.policy import PART_GROUPS, Policy, PolicyConfig, complete
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +42,7 @@ def _shape_schema() -> type:
     """Return PolicyConfig without its parts, which stand at the top of the configuration."""
     hints, kept = get_type_hints(PolicyConfig), []
     for f in fields(PolicyConfig):
-        if f.name not in PARTS:
+        if f.name not in PART_GROUPS:
             own = {k: getattr(f, k) for k in ("default", "default_factory")}
             kept.append(
                 (
@@ -67,11 +65,11 @@ class TrainConfig:
 
     algo: Any = None  # what learns
     env: Any = None  # the task; null: no rollouts (cloning from a file)
-    dataset: str | None = None  # file of demonstrations or transitions, or the name of a downloaded one
+    dataset: str | None = path_field()  # file of demonstrations or transitions, or name of a downloaded one
     data: dict[str, Any] = field(default_factory=dict)  # options of its format's reader: see Data
-    init: str | None = None  # policy to start from: a run or a policy directory
+    init: str | None = path_field()  # policy to start from: a run or a policy directory
     tunes: bool = False  # of an experiment: its settings are for a policy that is given; warns without init
-    resume: str | None = None  # run to continue, with the configuration it was last run with
+    resume: str | None = path_field()  # run to continue, with the configuration it was last run with
     name: str | None = MISSING  # end of the run directory's name; the algorithm's name when left out
     seed: int = 0  # root of every random stream of the run
     process: Any = None  # what the output of a new policy's network means
@@ -90,7 +88,7 @@ class TrainConfig:
     def policy_config(self) -> PolicyConfig:
         """Return what a new policy is made of."""
         shape = {f.name: getattr(self.policy, f.name) for f in fields(self.policy)}
-        return PolicyConfig(**{name: getattr(self, name) for name in PARTS}, **shape)
+        return PolicyConfig(**{name: getattr(self, name) for name in PART_GROUPS}, **shape)
 
 
 @dataclass(frozen=True)
@@ -99,6 +97,7 @@ class Outcome:
 
     directory: RunDirectory
     last_evaluation: dict[str, float]  # empty without rollouts
+    quantity: str  # of it: what the task is judged by; empty without a task
 
 
 def run(config: TrainConfig, job: Job) -> float | None:
@@ -110,7 +109,7 @@ def run(config: TrainConfig, job: Job) -> float | None:
     if (both := last_and_best(directory)) is not None and both.count > 1:
         rows.append((both.last.quantity, both))
     output().print(table("", ("", ""), rows), "")
-    return last.get("success", last.get("return"))
+    return last.get(outcome.quantity)
 
 
 def train(config: TrainConfig, job: Job) -> Outcome:
@@ -124,8 +123,9 @@ def train(config: TrainConfig, job: Job) -> Outcome:
     directory = RunDirectory.open(config.resume)
     known = parts_of(directory)
     changes = [text for text in job.overrides if not text.startswith("resume=") and text not in known]
-    config = restore(TrainConfig, directory.config, changes)
+    config = at_home(restore(TrainConfig, directory.config, changes))
     _require_its_policies(config, directory)
+    config = _with_lasting_paths(config)
     return _train(config, lambda: directory, changes, is_new=False)
 
 
@@ -139,7 +139,7 @@ def _require_its_policies(config: TrainConfig, run: RunDirectory) -> None:
         if path is None or is_on_hub(path):
             continue
         try:
-            locate(os.path.expanduser(path), key)
+            locate(path, key)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error} If it was moved, say where to: burnish train resume={run.path} {key}=<its new "
@@ -203,7 +203,7 @@ def _refuse_a_new_policy_where_algo_makes_it(config: TrainConfig, overrides: Seq
 
 def _typed_about_a_policy(overrides: Sequence[str]) -> list[str]:
     """Return the keys among overrides that say what a new policy is."""
-    return [key for key in _keys_of(overrides) if key.partition(".")[0] in (*PARTS, "policy")]
+    return [key for key in _keys_of(overrides) if key.partition(".")[0] in (*PART_GROUPS, "policy")]
 
 
 def _keys_of(overrides: Sequence[str]) -> list[str]:
@@ -245,13 +245,13 @@ def _with_lasting_paths(config: TrainConfig) -> TrainConfig:
     algo, teacher = config.algo, _teacher(config)
     if teacher is not None:
         algo = dataclasses.replace(algo, teacher=str(teacher.path.resolve()))
-    return dataclasses.replace(config, dataset=dataset, data=data, init=init, algo=algo)
+    return lasting(dataclasses.replace(config, dataset=dataset, data=data, init=init, algo=algo))
 
 
 def _teacher(config: TrainConfig) -> Located | None:
     """Find the policy to learn from, for an algorithm that knows one."""
     teacher = getattr(config.algo, "teacher", None)
-    return None if teacher is None else locate(os.path.expanduser(teacher), "algo.teacher")
+    return None if teacher is None else locate(teacher, "algo.teacher")
 
 
 def _train(
@@ -289,7 +289,7 @@ def _train(
             )
     finally:
         algorithm.close()
-    return Outcome(directory, last)
+    return Outcome(directory, last, "" if config.env is None else config.env.spec.quantity)
 
 
 def _try_evaluation(config: TrainConfig, algorithm: Algorithm) -> None:
@@ -396,7 +396,7 @@ def _evaluator(
 
     def evaluate(policy: Policy, step: int) -> Mapping[str, float]:
         evaluation = evaluate_with(policy, config.env, config.evaluation, config.num_workers)
-        directory.write_eval(f"step-{step}", json.loads(evaluation.to_json()))
+        directory.write_eval(eval_name(step), json.loads(evaluation.to_json()))
         last.clear()
         last.update(headline(evaluation))
         return last

@@ -96,6 +96,6 @@ def test_missing_file_is_empty(tmp_path: Path) -> None:
 
 
 def test_missing_tensorboard_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(MissingExtraError, match=r"burnish\[tensorboard\]"):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(MissingExtraError, match=r"tensorboard=true needs .*burnish\[tensorboard\]"):
         TensorBoardWriter(tmp_path)

@@ -24,7 +24,7 @@ from algos.plain import (
     restore_global_rng,
     to_plain,
 )
-from algos.state import RunDirectory, new_folder
+from algos.state import RunDirectory, eval_name, new_folder
 from policies.errors import CheckpointError
 from policies.folder import load_policy
 
@@ -266,6 +266,13 @@ def test_rewinding_forgets_later_checkpoints(run: RunDirectory) -> None:
     run.rewind(None)
     assert run.checkpoints() == []
     assert not (run.path / "checkpoints" / "last").is_symlink()
+
+
+def test_evaluations_of_checkpoints_are_found_by_step(run: RunDirectory) -> None:
+    for name in ("base", eval_name(20), eval_name(3), eval_name(20, "ab12", "versus", "x"), "step-x"):
+        run.write_eval(name, {})
+    found = [(one.step, one.path.stem, one.is_of_training) for one in run.evals()]
+    assert found == [(3, "step-3", True), (20, "step-20-ab12-versus-x", False), (20, "step-20", True)]
 
 
 def test_evaluations_are_written_and_replaced(run: RunDirectory) -> None:

@@ -18,7 +18,7 @@ from burnish.commands.doctor import main as doctor
 from burnish.commands.list import availability
 from burnish.commands.list import main as list_command
 from burnish.config import GROUPS
-from burnish.overrides import groups_of, keys_of
+from burnish.overrides import groups_of, keys_of, with_home
 from envs import rendering
 
 
@@ -79,6 +79,10 @@ def test_an_unknown_command_is_one_line_with_a_suggestion(capsys: pytest.Capture
         (["collect"], "collect needs env=<name>; tasks with an expert: avoid"),
         (["collect", "env=ant"], "env=ant has no expert"),
         (["export", "format=exe"], "format must be one of: onnx, torch"),
+        (
+            ["export", "format=torch", "graph=step"],
+            "graph must be one of: whole with format=torch; got 'step'",
+        ),
         (["import"], "import needs weights=<checkpoint>"),
         (["import", "weights=x.pt"], "import needs source=<program>; choose one of: diffusion_policy, dppo"),
         (["import", "weights=x.pt", "source=dppo"], "weights=x.pt is no file"),
@@ -114,6 +118,18 @@ def test_mistakes_end_in_one_line_and_leave_nothing_behind(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     logs = [getattr(handler, "baseFilename", "") for handler in logging.getLogger().handlers]
     assert not [log for log in logs if str(tmp_path) in log]  # nothing is written to a folder that is gone
+
+
+def test_a_tilde_that_the_shell_left_is_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert _main("import", "source=dppo", "weights=~/x.pt", monkeypatch=monkeypatch) == 2
+    assert f"weights={tmp_path}/x.pt is no file" in capsys.readouterr().err
+    assert with_home("compose=[~/a,b/~/c,~/d]") == f"compose=[{tmp_path}/a,b/~/c,{tmp_path}/d]"
+    for text in ("keys='~/k'", "~env", "name=a~/b", "--cfg"):
+        assert with_home(text) == text
 
 
 def test_a_mistake_leaves_empty_folders_of_the_person_alone(

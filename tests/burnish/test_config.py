@@ -8,11 +8,11 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from burnish.commands.train import PARTS, PolicyShape, TrainConfig
+from burnish.commands.train import PolicyShape, TrainConfig
 from burnish.config import GROUPS, compose_config, describe, register_configs, restore, scan_parts, to_object
 from policies import registry
 from policies.errors import ConfigError
-from policies.policy import PolicyConfig
+from policies.policy import PART_GROUPS, PolicyConfig
 
 scan_parts()
 EVERY_PART = [
@@ -44,9 +44,9 @@ def test_the_defaults_are_those_of_the_dataclasses() -> None:
     config = compose_config("train", [])
     made, expected = config.policy_config(), PolicyConfig()
     for f in fields(PolicyConfig):
-        if f.name not in PARTS:
+        if f.name not in PART_GROUPS:
             assert getattr(made, f.name) == getattr(expected, f.name)
-    assert {f.name for f in fields(PolicyShape)} | set(PARTS) == {f.name for f in fields(PolicyConfig)}
+    assert {f.name for f in fields(PolicyShape)} | set(PART_GROUPS) == {f.name for f in fields(PolicyConfig)}
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from burnish.locate import locate
 from envs.avoid import Avoid
 from envs.datasets import read_dataset
 from policies.errors import CheckpointError, ConfigError, DatasetError, ExportError
+from policies.paths import lasting
 
 QUIET = {"num_workers": 0, "progress": False, "num_threads": 1}
 TINY_BC = {"steps": 12, "warmup_steps": 0, "batch_size": 16, "block_steps": 4, "validation_windows": 4}
@@ -439,6 +440,35 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HOME", str(tmp_path))
     assert compose_config("collect", ["out='~/x.hdf5'"]).out == str(tmp_path / "x.hdf5")
     assert compose_config("report", overrides_of((), {"run": ["~/a", "b"]})).run == [f"{tmp_path}/a", "b"]
+    assert compose_config("serve", overrides_of(("policy=~/a",), {})).policy == str(tmp_path / "a")
+    assert compose_config("serve", ["keys='~/k'"]).keys == str(tmp_path / "k")
+    told = compose_config("train", ["env=adroit-door", "env.starts='~/d'", "evaluation.steer.sketch='~/s'"])
+    assert (told.env.starts, told.evaluation.steer.sketch) == (f"{tmp_path}/d", f"{tmp_path}/s")
+
+
+def test_files_of_the_parts_of_a_run_are_found_from_any_folder(
+    tuned: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(tuned.path, tmp_path / "copy", symlinks=True)
+    monkeypatch.chdir(tmp_path)
+    Path("sketch.json").write_text('{"actions": [[0.0, 0.0]]}')
+    steer = {"strategy": "biased_initialization", "sketch": "sketch.json"}
+    burnish.train("algo=dppo", resume=copy, evaluation={"steer": steer}, **{"algo.iterations": 3})
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    resumed = burnish.train("algo=dppo", resume=copy, **{"algo.iterations": 4})
+    assert len(list((copy / "eval").iterdir())) > len(list((tuned.path / "eval").iterdir()))
+    assert resumed.directory.config["evaluation"]["steer"]["sketch"] == str(tmp_path / "sketch.json")
+
+
+def test_files_are_named_from_the_root_and_policies_of_the_hub_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = compose_config("train", ["algo=bc", "algo.teacher='hub://a/b'", "env=adroit-door", "env.starts=d"])
+    kept = lasting(made)
+    assert (kept.env.starts, kept.algo.teacher) == (str(tmp_path / "d"), "hub://a/b")
+    assert lasting(kept) == kept and made.env.starts == "d"
 
 
 @contextmanager

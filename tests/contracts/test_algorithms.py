@@ -31,6 +31,7 @@ from policies.heads import CriticConfig
 from policies.latent_steering import Steering
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.threads import torch_threads
+from tests.global_states import global_states
 
 scan_parts()
 
@@ -247,6 +248,16 @@ def test_a_run_follows_from_its_seed_and_not_from_global_state(algo: str, proces
     assert results[0][0] != results[2][0]
 
 
+@every_run
+def test_a_run_draws_nothing_from_global_state(algo: str, process: str) -> None:
+    before = global_states()
+    run = start(algo, process)
+    run.advance()
+    run.snapshot()
+    assert global_states() == before
+    run.close()
+
+
 def with_torch_threads(number: int, algo: str, process: str) -> tuple[set[int], dict[str, float], Tensor]:
     """Return the threads that networks saw, the metrics and the weights, where torch has so many threads."""
     seen: set[int] = set()
@@ -311,6 +322,17 @@ def test_a_missing_part_is_refused_by_name(algo: str) -> None:
         except BurnishError as error:
             assert isinstance(error, ConfigError)
             assert f"algo={algo}" in str(error) and f"Give {part}=" in str(error)
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_an_algorithm_that_derives_from_another_says_its_own_name(
+    algo: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_PARTS", {group: dict(parts) for group, parts in registry._PARTS.items()})
+    parent = registry.lookup("algo", algo)
+    own = registry.register("algo", "one_of_a_plug_in")(dataclasses.dataclass(type("Own", (parent,), {})))
+    with pytest.raises(ConfigError, match="algo=one_of_a_plug_in "):
+        small(own).build(Setup())
 
 
 @pytest.mark.parametrize(("algo", "process"), [(a, p) for a in ALGOS for p in PROCESSES if not accepts(a, p)])

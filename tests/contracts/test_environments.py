@@ -12,11 +12,12 @@ import pytest
 from drawing import require_drawing
 
 from burnish.config import describe_part, restore_part
-from envs.make import env, list_envs, require
+from envs.make import env, list_envs
 from envs.pixels import FREE, Pictured
 from envs.spec import EnvConfig
 from envs.vector import VectorEnv
 from policies.errors import ConfigError, MissingExtraError
+from policies.extras import require
 
 CHUNK = 3
 NAMES = list_envs()
@@ -50,12 +51,13 @@ def actions(config: EnvConfig, num_envs: int, num_chunks: int, *, scale: float =
 def test_the_description_is_complete_and_needs_no_simulator(name: str) -> None:
     config = env(name)
     spec = config.spec
+    assert spec.name == name
     assert len(spec.obs_names) == spec.obs_dim and len(spec.action_names) == spec.action_dim
     assert len(spec.action_low) == len(spec.action_high) == spec.action_dim
     assert all(low < high for low, high in zip(spec.action_low, spec.action_high, strict=True))
     without_unit = [text for text in (*spec.obs_names, *spec.action_names) if not UNIT.search(text)]
     assert not without_unit, "a name ends with its unit in brackets, e.g. 'hand x [m]'"
-    assert spec.max_episode_steps > 0 and spec.control_hz > 0 and spec.family and spec.name
+    assert spec.max_episode_steps > 0 and spec.control_hz > 0 and spec.family
     assert pickle.loads(pickle.dumps(config)) == config
     assert restore_part("env", json.loads(json.dumps(describe_part("env", config)))) == config
 

@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import ChunkSpec
+from tests.global_states import global_states
 
 TASK = env("hopper", max_episode_steps=30)
 EPISODES = 7
@@ -82,6 +85,20 @@ def test_rows_do_not_depend_on_the_number_of_environments_or_workers(process: ob
     for num_envs, num_workers in ((2, 0), (5, 0), (64, 0), (2, 1), (5, 2)):
         got = evaluate(policy, TASK, episodes=EPISODES, num_envs=num_envs, num_workers=num_workers)
         assert got == expected and got.protocol_hash == expected.protocol_hash
+
+
+def test_a_task_is_judged_by_success_where_it_has_a_rule_for_it() -> None:
+    found = evaluate(Standing(), TASK, episodes=1)
+    assert TASK.spec.quantity == found.quantity == "return"
+    assert env("avoid").spec.quantity == "success"
+
+
+@pytest.mark.parametrize("process", [None, RectifiedFlow()], ids=["diffusion", "flow"])
+def test_an_evaluation_draws_nothing_from_global_state(process: object) -> None:
+    policy = small(process)
+    before = global_states()
+    evaluate(policy, TASK, episodes=2, num_envs=2)
+    assert global_states() == before
 
 
 def test_workers_get_the_policy_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +242,22 @@ def test_the_hash_covers_the_protocol_and_not_the_policy() -> None:
     other = evaluate(Standing(), env("hopper", max_episode_steps=31), episodes=2)
     assert other.protocol_hash != a.protocol_hash
     assert set(a.protocol["versions"]) == {"mujoco", "gymnasium", "burnish"}
+
+
+def test_the_hash_covers_the_content_of_a_file_and_not_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def protocol(path: object) -> dict[str, Any]:
+        task = env("adroit-door", starts=str(path))
+        return evaluation_protocol.described(task, EvaluationSettings(), task)
+
+    monkeypatch.chdir(tmp_path)
+    for name, content in (("one", "starts"), ("same", "starts"), ("other", "other starts")):
+        Path(name).write_text(content)
+    one = protocol("one")
+    assert protocol(tmp_path / "one") == protocol("same") == one != protocol("other")
+    Path("one").write_text("changed")
+    assert protocol("one") != one
 
 
 def test_the_protocol_has_the_versions_of_what_a_task_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,56 @@
+"""Fields of configurations that name files or folders: they say so where they are declared."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import field, fields, is_dataclass, replace
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_NAMES_A_PATH = "names_a_path"
+
+
+def path_field(default: Any = None) -> Any:
+    """Declare a field of a dataclass that names a file or a folder, or a list of these."""
+    return field(default=default, metadata={_NAMES_A_PATH: True})
+
+
+def with_paths(config: T, change: Callable[[str], str]) -> T:
+    """Return a configuration whose files and folders were changed, those of its parts included.
+
+    Args:
+        config: A dataclass; anything else is left as it is.
+        change: Maps what stands in a field; not called where there is nothing.
+    """
+    if not is_dataclass(config) or isinstance(config, type):
+        return config
+    new: dict[str, Any] = {}
+    for f in fields(config):
+        old = getattr(config, f.name)
+        value = _changed(old, change) if f.metadata.get(_NAMES_A_PATH) else with_paths(old, change)
+        if value is not old:
+            new[f.name] = value
+    return replace(config, **new) if new else config
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    if isinstance(value, list):
+        return [_changed(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def at_home(config: T) -> T:
+    """Return a configuration in whose paths `~` is the home folder."""
+    return with_paths(config, os.path.expanduser)
+
+
+def lasting(config: T) -> T:
+    """Return a configuration whose paths begin at the root, so that it holds in any folder."""
+    return with_paths(config, _from_the_root)
+
+
+def _from_the_root(path: str) -> str:
+    """Return a path from the root; an address (`hub://…`) is one already."""
+    return path if "://" in path else os.path.abspath(os.path.expanduser(path))

@@ -46,7 +46,8 @@ STUDIES = {
             "awm": "avoid_awm",
             "policyflow": "avoid_policyflow",
             "dsrl": "avoid_dsrl",
-            "dsrl-sac": "avoid_dsrl algo.variant=sac",
+            "dsrl-sac": "avoid_dsrl algo.variant=sac algo.steering.adapter=row_repeat algo.init_alpha=0.003 "
+            "algo.updates_per_step=0.5 algo.gamma=0.99 algo.tau=0.02",
             "dsrl-diffusion": "avoid_dsrl algo.denoising_steps=5",
             "rlpd": "avoid_rlpd",
         },

@@ -338,7 +338,8 @@ def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     figure = Figure(figsize=(8.0, 3.8), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for color, (algo, runs) in zip(cycle((*TABLEAU_COLORS, "black", "gold", "navy")), found.items(), strict=False):
+    colors = cycle((*TABLEAU_COLORS, "black", "gold", "navy"))
+    for color, (algo, runs) in zip(colors, found.items(), strict=False):
         lines = [np.array([(p["step"], p[study.quantity]) for p in c["curve"]]).T for c in runs]
         for steps, values in lines:
             axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.9)

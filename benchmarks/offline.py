@@ -25,6 +25,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -383,24 +384,27 @@ def _code(overrides: set[str]) -> str:
 
 
 def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
-    """Draw the evaluations on the way, one line per seed."""
+    """Draw the evaluations on the way, one line per seed; tuned clones, which take few steps, apart."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import TABLEAU_COLORS
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8.0, 3.8), layout="constrained")
+    tuned = {algo: runs for algo, runs in found.items() if "+" in algo}
+    fresh = {algo: runs for algo, runs in found.items() if algo not in tuned}
+    panels = [(title, runs) for title, runs in ((name, fresh), (f"{name}: tuned clones", tuned)) if runs]
+    figure = Figure(figsize=(8.0, 3.8 * len(panels)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for color, (algo, runs) in zip(TABLEAU_COLORS, found.items(), strict=False):
-        for index, run in enumerate(runs):
-            points = [(p["step"], p["eval/return"]) for p in run["curve"] if "eval/return" in p]
-            label = algo if index == 0 else None
-            axes.plot(*np.array(points).T, color=color, marker="o", markersize=3, label=label)
-    axes.set_xlabel("gradient steps")
-    axes.set_ylabel("return, 10 episodes")
-    axes.set_title(name)
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper")
+    for axes, (title, shown) in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels, strict=True):
+        for color, (algo, runs) in zip(cycle(TABLEAU_COLORS), shown.items(), strict=False):
+            for index, run in enumerate(runs):
+                points = [(p["step"], p["eval/return"]) for p in run["curve"] if "eval/return" in p]
+                label = algo if index == 0 else None
+                axes.plot(*np.array(points).T, color=color, marker="o", markersize=3, label=label)
+        axes.set_xlabel("gradient steps")
+        axes.set_ylabel("return, 10 episodes")
+        axes.set_title(title)
+        axes.grid(alpha=0.3)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(RESULTS / f"offline-{name}.png", dpi=120)
 
 

@@ -120,7 +120,7 @@ def test_what_has_no_steps_of_its_own_says_why(make: Any, reason: str, tmp_path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "torch", "graph": "step"}, "format torch with graph whole; got torch with step"),
+        ({"format": "torch", "graph": "step"}, "torch with whole; got torch with step"),
         ({"format": "exe"}, "got exe with whole"),
         ({"graph": "half"}, "got onnx with half"),
     ],

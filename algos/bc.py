@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from algos.base import Checked, Metrics, Setup
-from algos.continuity import facts_of, require_unchanged
+from algos.continuity import facts_of, origin_of, require_unchanged
 from algos.distillation import Teacher
 from algos.optim import DecayRule, DelayedDecay, Ema, PowerDecay, restore_optimizer, warmup_cosine
 from algos.plain import capture_generator, restore_generator
@@ -143,9 +143,9 @@ class Bc:
     def __init__(self, config: BcConfig, setup: Setup) -> None:
         self.config, self._num_threads = config, setup.threads(THREADS)
         dataset = _dataset_of(config, setup)
-        facts = facts_of("init", setup.init) | facts_of("teacher", setup.teacher)
-        self._lasting = {"seed": setup.seed, **facts}
         self.policy = _start_policy(setup, dataset).to(setup.device).train()
+        facts = origin_of(setup.init, self.policy) | facts_of("teacher", setup.teacher)
+        self._lasting = {"seed": setup.seed, **facts}
         self._matching = matching_of(self.policy)
         dataset = dataset.with_cameras(self.policy.images)  # others are never read
         self._digest, self._dataset_name = dataset.digest(), dataset.source

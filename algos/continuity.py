@@ -78,6 +78,18 @@ def facts_of(name: str, policy: nn.Module | None) -> dict[str, Any]:
     return facts | _settings(name, describe(policy)) if isinstance(policy, Policy) else facts
 
 
+def origin_of(init: Policy | None, policy: Policy) -> dict[str, Any]:
+    """Return what must stay of the policy that a run begins with.
+
+    Args:
+        init: The policy to start from.
+        policy: What the run trains: a new one if there is no `init`, of which the settings must stay.
+    """
+    if init is not None:
+        return facts_of("init", init)
+    return {"init": None, **_settings("policy", describe(policy))}
+
+
 def _settings(name: str, value: Any) -> dict[str, Any]:
     """Return the single settings of a description by their places; the version of its format is none."""
     if isinstance(value, list) and value and isinstance(value[0], Mapping):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from algos.base import Checked, Metrics, Setup, require_states_only
-from algos.continuity import facts_of, require_unchanged
+from algos.continuity import origin_of, require_unchanged
 from algos.optim import DelayedDecay, Ema
 from algos.overestimation import Probes, probes_of
 from algos.plain import capture_generator, restore_generator
@@ -341,7 +341,7 @@ class OfflineRun:
         self._noise = seeded_generator(setup.seed, "learner noise", device=setup.device)
         self._lasting = {
             "seed": setup.seed,
-            **facts_of("init", setup.init),
+            **origin_of(setup.init, learner.policy),
             "dataset": dataset.digest(),
             **({"total": config.steps} if config.fixed_length else {}),
             **(lasting or {}),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from algos.base import Metrics, Setup
-from algos.continuity import facts_of, require_unchanged
+from algos.continuity import origin_of, require_unchanged
 from algos.offline import THREADS, Means
 from algos.offpolicy_config import OffPolicyConfig
 from algos.plain import capture_generator, restore_generator
@@ -183,7 +183,7 @@ class OffPolicyRun:
         self._num_threads = setup.threads(THREADS)
         self._lasting = {
             "seed": setup.seed,
-            **facts_of("init", setup.init),
+            **origin_of(setup.init, policy),
             "critic_activation": config.critic_activation,
             "dataset": None if offline is None or setup.dataset is None else setup.dataset.digest(),
             **(lasting or {}),

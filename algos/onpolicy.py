@@ -11,7 +11,7 @@ from torch import nn
 
 from algos.base import Metrics, Setup, require_states_only
 from algos.buffers import Appraisal, Experience
-from algos.continuity import facts_of, require_unchanged
+from algos.continuity import origin_of, require_unchanged
 from algos.functional import RewardScaler, explained_variance
 from algos.onpolicy_config import OnPolicyConfig
 from algos.ratios import NearTerm, RatioEstimator
@@ -160,7 +160,6 @@ class OnPolicy:
             engine=setup.engine,
         )
         draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
-        origin = None if setup.init is None else facts_of("init", setup.init)
         return cls(
             config,
             ratio=ratio,
@@ -168,7 +167,7 @@ class OnPolicy:
             pool=pool,
             draws=draws,
             shipped=shipped,
-            origin=origin,
+            origin=origin_of(setup.init, policy),
             moments=moments,
         )
 

@@ -22,9 +22,7 @@ Deviations from the released code:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +39,6 @@ from algos.constrained_td3 import (
 )
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig
-from policies.errors import CheckpointError
 from policies.policy import Policy, PolicyConfig
 from policies.registry import register
 
@@ -56,12 +53,10 @@ class BothActions(Regulariser):
     Args:
         actor_weight: beta1.
         critic_weight: beta2.
-        lasting: What a run must keep when it is continued, and weights do not tell.
     """
 
-    def __init__(self, actor_weight: float, critic_weight: float, lasting: Mapping[str, Any]) -> None:
+    def __init__(self, actor_weight: float, critic_weight: float) -> None:
         self.actor_weight, self.critic_weight = actor_weight, critic_weight
-        self._lasting = dict(lasting)
 
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
@@ -73,23 +68,6 @@ class BothActions(Regulariser):
         """See `Regulariser`."""
         distance = (action - batch.next_action).square().sum(dim=1)
         return self.critic_weight * batch.has_next * distance
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what must last."""
-        return dict(self._lasting)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Check what must last.
-
-        Raises:
-            CheckpointError: If it is not as it was: the weights would fit, and mean something else.
-        """
-        if dict(state) != self._lasting:
-            raise CheckpointError(
-                f"networks and states of algo=rebrac must stay what they were when a run is continued: "
-                f"{dict(state) or 'those of an earlier version'}; got {self._lasting}. Resume without the "
-                f"change, or start a new run."
-            )
 
 
 @torch.no_grad()
@@ -163,5 +141,4 @@ class RebracConfig(ConstrainedTd3Config):
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> BothActions:
         """Return both penalties."""
-        lasting = {"norm": "after", "normalize_states": self.normalize_states}
-        return BothActions(self.actor_weight, self.critic_weight, lasting)
+        return BothActions(self.actor_weight, self.critic_weight)

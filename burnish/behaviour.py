@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from algos.state import RunDirectory
-from burnish.commands.evaluate import evaluate_with, task_of
+from burnish.commands.evaluate import evaluate_with
 from burnish.console import Counting
 from burnish.locate import Located, locate
 from burnish.pictures import film_strip, to_png
+from burnish.tasks import task_of
 from envs.episodes import EpisodeRow
 from envs.evaluation_protocol import EvaluationSettings
 from policies.errors import CapabilityError

@@ -19,6 +19,7 @@ from algos.state import new_folder
 from burnish.config import describe_part
 from burnish.console import Counting, table
 from burnish.locate import Located, check_folder_to_write, locate, place_now
+from burnish.tasks import task_of
 from envs.comparison import Comparison, compare, format_interval
 from envs.datasets import read_dataset
 from envs.evaluation import Evaluation
@@ -101,7 +102,7 @@ def compose_and_compare(config: EvalConfig) -> CompositionResult:
         _check_out(Path(config.out))
     members = {name: one.load() for name, one in found.items()}
     first = next(iter(found.values()))
-    env = config.env if config.env is not None else _task_of(first)
+    env = config.env if config.env is not None else task_of(first, " Give env=<name>.")
     policy = _start(config, list(members.values()))
     estimate = _estimate(config, policy, env)
     search = None
@@ -147,12 +148,6 @@ def _members(config: EvalConfig) -> dict[str, Located]:
         name = one.label if one.label not in found else f"{one.label} ({len(found) + 1})"
         found[name] = one
     return found
-
-
-def _task_of(found: Located) -> Any:
-    from burnish.commands.evaluate import task_of
-
-    return task_of(found, " Give env=<name>.")
 
 
 def _check_out(target: Path) -> None:

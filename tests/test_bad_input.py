@@ -327,7 +327,7 @@ def finished(tmp_path: Path) -> Path:
     ("change", "what"),
     [
         ("algo.steps=8", "belongs to a run of 4 gradient steps, this one has 8"),
-        ("backbone.width=16", "does not fit this configuration"),
+        ("backbone.width=16", "policy.parts.backbone.width must stay what it was"),
         ("process.num_levls=3", "num_levls"),
     ],
 )

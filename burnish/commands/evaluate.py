@@ -14,10 +14,10 @@ from rich.table import Table
 from algos.gpc import EstimateSettings, SearchSettings
 from algos.state import RunDirectory, eval_name
 from burnish.composition import CompositionResult, compose_and_compare
-from burnish.config import restore_part
 from burnish.console import Counting, output, table
 from burnish.job import Job
 from burnish.locate import Located, check_file_to_write, locate_actor
+from burnish.tasks import task_of
 from envs.comparison import Comparison, compare, format_interval
 from envs.evaluation import Evaluation
 from envs.evaluation import evaluate as run_episodes
@@ -154,25 +154,6 @@ def headline(evaluation: Evaluation) -> dict[str, float]:
     summary = evaluation.summary()
     names = ("success", "return", "length", "d4rl_score", "return_var", "return_cvar")
     return {name: float(summary[name]["value"]) for name in names if name in summary}
-
-
-def task_of(found: Located, remedy: str = "") -> Any:
-    """Return the configuration of the task that a policy was made for.
-
-    Args:
-        found: The policy.
-        remedy: What the error adds, for commands that take the task themselves.
-
-    Raises:
-        ConfigError: If its provenance does not tell.
-    """
-    description = found.provenance().get("env")
-    if not isinstance(description, Mapping):
-        raise ConfigError(
-            f"the policy {found.path} does not say which task it was made for: it was trained without "
-            f"env=<name>, or saved without its provenance.{remedy}"
-        )
-    return restore_part("env", description)
 
 
 def summary_table(evaluations: Iterable[tuple[str, Evaluation]]) -> Table:

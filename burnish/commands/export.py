@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from burnish.commands.evaluate import task_of
 from burnish.console import output, table
 from burnish.job import Job
 from burnish.locate import Located, check_folder_to_write, locate
+from burnish.tasks import task_of
 from envs.evaluation_protocol import check_seeds, with_steps
 from policies.errors import ConfigError
 from policies.export import FORMATS, export_policy

@@ -8,21 +8,27 @@ from typing import Any
 import pytest
 import torch
 from point_env import PointEnv
+from two_modes import two_mode_dataset
 
 from algos.base import Setup
+from algos.bc import BcConfig
 from algos.continuity import digest_of, facts_of
 from algos.dppo import DppoConfig
 from algos.onpolicy import OnPolicy
 from algos.plain import from_plain, to_plain
+from algos.ppo import PpoConfig
+from algos.sac import SacConfig
 from policies.backbones.mlp import MlpConfig
 from policies.compose import compose
 from policies.errors import CheckpointError
 from policies.folder import load_policy, save_policy
+from policies.gaussian import GaussianProcess
 from policies.heads import CriticConfig
 from policies.latent_steering import Steering
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.samplers import DDIM
+from policies.squashed import TanhGaussianProcess
 
 
 def make_init(levels: int = 5, seed: int = 3) -> Policy:
@@ -59,6 +65,34 @@ def test_changes_that_would_corrupt_a_resumed_run_are_refused(
     with pytest.raises(CheckpointError, match=message):
         changed.load_state_dict(state)
     make_run().load_state_dict(state)
+
+
+def start_from_nothing(algo: Any, process: Any, activation: str) -> Any:
+    """Return a run that begins with a new policy."""
+    net = MlpConfig(residual=False, hidden_dims=(8,), time_dim=4, activation=activation)
+    modes = {"state": "identity", "action": "limits"}
+    policy = PolicyConfig(process=process, backbone=net, horizon=1, act_steps=1, normalizer=modes)
+    cloning = isinstance(algo, BcConfig)
+    setup = {"dataset": two_mode_dataset(4)} if cloning else {"env": PointEnv(), "num_workers": 0}
+    return algo.build(Setup(policy=policy, num_threads=1, **setup))
+
+
+@pytest.mark.parametrize(
+    ("algo", "process"),
+    [
+        (BcConfig(steps=2, warmup_steps=0, batch_size=4), VPDiffusion(5)),
+        (PpoConfig(num_envs=2, steps_per_iteration=2, batch_size=2), GaussianProcess()),
+        (SacConfig(num_envs=2, steps_per_iteration=2, critic_dims=(8,)), TanhGaussianProcess()),
+    ],
+)
+def test_a_new_policy_stays_what_it_was(algo: Any, process: Any) -> None:
+    """Its weights would fit another activation, and mean something else."""
+    state = from_plain(to_plain(start_from_nothing(algo, process, "mish").state_dict()))
+    with pytest.raises(
+        CheckpointError, match=r"policy\.parts\.backbone\.activation must stay .*: mish; got relu"
+    ):
+        start_from_nothing(algo, process, "relu").load_state_dict(state)
+    start_from_nothing(algo, process, "mish").load_state_dict(state)
 
 
 def test_states_without_these_facts_are_continued() -> None:

@@ -22,13 +22,14 @@ from algos.trainer import Interrupted
 from burnish.api import Run, overrides_of
 from burnish.commands import evaluate as evaluate_command
 from burnish.commands import train as train_command
-from burnish.commands.evaluate import describe_comparison, task_of
+from burnish.commands.evaluate import describe_comparison
 from burnish.commands.export import surroundings_of
 from burnish.commands.train import prepare
 from burnish.config import compose_config
 from burnish.console import log_lines
 from burnish.job import Job
 from burnish.locate import locate
+from burnish.tasks import task_of
 from envs.avoid import Avoid
 from envs.datasets import read_dataset
 from policies.errors import CheckpointError, ConfigError, DatasetError, ExportError

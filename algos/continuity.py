@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from policies.description import describe
 from policies.errors import CheckpointError
-from policies.folder import describe
 from policies.policy import Policy
 
 _WHAT = {

@@ -35,6 +35,7 @@ from policies.checksums import CHECKSUMS, is_intact, write_checksums
 from policies.errors import CheckpointError
 from policies.folder import save_policy
 from policies.policy import Policy
+from policies.replacing import sync, sync_tree
 
 STATE_FORMAT = 1
 _CONFIG, _OVERRIDES, _ENVIRONMENT, _METRICS = (
@@ -259,11 +260,11 @@ class RunDirectory:
             (aside / _STATE_FILE).parent.mkdir()
             torch.save(state, aside / _STATE_FILE)
             write_checksums(aside)
-            _sync_tree(aside)
+            sync_tree(aside)
             os.rename(aside, folder / str(step))
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        _sync(folder)
+        sync(folder)
         self._point_last(step)
         if keep is not None:
             for old in self.checkpoints()[: -max(keep, 1)]:
@@ -351,7 +352,7 @@ class RunDirectory:
         aside = folder / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
         os.symlink(str(step), aside)
         os.replace(aside, folder / _LAST)
-        _sync(folder)
+        sync(folder)
 
     def _remove(self, step: int) -> None:
         """Take a checkpoint away in one atomic step, then delete it."""
@@ -384,20 +385,3 @@ def _write_text(path: Path, text: str) -> None:
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
-
-
-def _sync_tree(root: Path) -> None:
-    """Flush every file and folder below (and with) `root` to the disk."""
-    for folder, _, files in os.walk(root, topdown=False):
-        for name in files:
-            _sync(Path(folder) / name)
-        _sync(Path(folder))
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or a folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

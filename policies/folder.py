@@ -5,10 +5,9 @@
     SHA256SUMS          checksums of the two, compared on loading
     README.md           a model card rendered from the facts above; nobody reads it
 
-A directory is written aside and then renamed, so a reader never sees half of it. One that exists already is
-exchanged with the new one in a single step of the kernel (Linux); where that is impossible there is a moment
-between two renames, and a program that is killed then leaves the earlier directory beside, whole, under a
-name that the error of the next attempt to load tells.
+A directory is written aside and then put in its place (`policies.replacing`), so a reader never sees half of
+it. Where one that exists cannot be exchanged in one step, a kill may leave it beside, under a name that the
+error of the next attempt to load tells.
 
 A directory may come from a stranger. Loading looks names up in the registry and executes nothing from it;
 types and sizes are checked before anything is built, memory is bounded by the size of the file of weights
@@ -17,16 +16,12 @@ types and sizes are checked before anything is built, memory is bounded by the s
 
 from __future__ import annotations
 
-import ctypes
 import glob
 import json
-import os
 import shutil
 import stat
-import sys
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,67 +34,17 @@ from policies import registry
 from policies.budget import Budget
 from policies.card import CARD, render_card
 from policies.checksums import CHECKSUMS, is_intact, write_checksums
-from policies.compose import ComposedPolicy
-from policies.denoising import DenoisingPolicy
-from policies.errors import CheckpointError, ConfigError, MissingExtraError
-from policies.fields import SwitchedField
-from policies.operators import Composition
-from policies.policy import PART_GROUPS, Policy, PolicyConfig, build_policy
+from policies.description import FORMAT, check_description, describe, rebuild, steps_of
+from policies.errors import CheckpointError, MissingExtraError
+from policies.policy import Policy
+from policies.replacing import aside_name, replace_folder, sync_tree
 from policies.strict_json import read_json
-from policies.typed import check_types
-from policies.wrappers import WrappedPolicy
 
-FORMAT = 1
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
-_HERE, _RENAME_EXCHANGE = -100, 2  # of the system call renameat2: relative to here; swap the two names
-_SIZES = ("obs_dim", "goal_dim", "action_dim", "obs_steps", "horizon", "act_steps", "action_start")
-_KEYS = {
-    *("format", "parts", "switch_time", "images", "normalizer", "observation_clip", "goal_dropout"),
-    "tuned_above",
-    *("guidance", "composition", "members", "wrappers", "provenance", *_SIZES),
-}
-_MAX_SIZE, _MAX_TEXT, _MAX_MEMBERS, _MAX_NESTED = 100_000, 1000, 64, 8
 _SPARE_BYTES, _BYTES_PER_BYTE = 512 * 2**20, 32  # what may be allocated beside, and for, a byte of weights
 _SPARE_OPERATIONS, _OPERATIONS_PER_TENSOR = 5_000, 100
 _OPERATIONS_PER_STEP, _MOST_STEPS = 200, 1000  # to lay out what a sampler does, of as many steps
-
-
-def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return everything needed to rebuild a policy around its weights; JSON types only."""
-    if isinstance(policy, WrappedPolicy):
-        inner = describe(policy.base, provenance)
-        inner["wrappers"] = [*inner["wrappers"], registry.to_json("wrapper", policy.wrapper)]
-        return inner
-    config = replace(policy.config, sampler=getattr(policy, "sampler", policy.config.sampler))
-    field = None if isinstance(policy, ComposedPolicy) else getattr(policy, "field", None)
-    return {
-        "format": FORMAT,
-        "parts": {group: registry.to_json(group, getattr(config, group)) for group in PART_GROUPS},
-        "switch_time": field.switch_time if isinstance(field, SwitchedField) else None,
-        "tuned_above": isinstance(field, SwitchedField) and field.tuned_above,
-        "obs_dim": policy.obs_dim,
-        "goal_dim": policy.goal_dim,
-        "images": {camera: list(shape) for camera, shape in policy.images.items()},
-        "action_dim": policy.chunk.action_dim,
-        "obs_steps": config.obs_steps,
-        "horizon": config.horizon,
-        "act_steps": config.act_steps,
-        "action_start": config.action_start,
-        "normalizer": dict(policy.normalizer.modes),
-        "observation_clip": config.observation_clip,
-        "goal_dropout": config.goal_dropout,
-        "guidance": config.guidance,
-        **(_describe_composition(policy) if isinstance(policy, ComposedPolicy) else {}),
-        "wrappers": [],  # the innermost first
-        "provenance": dict(provenance or {}),
-    }
-
-
-def _describe_composition(policy: ComposedPolicy) -> dict[str, Any]:
-    """Return how a composition is combined, and its members as `describe` does."""
-    members = [describe(member) for member in policy.fields]
-    return {"composition": asdict(policy.composition), "members": members}
 
 
 def save_policy(
@@ -133,8 +78,8 @@ def save_policy(
         write_checksums(aside, (CONFIG, WEIGHTS))
         count = sum(p.numel() for p in policy.parameters())
         (aside / CARD).write_text(render_card(json.loads(description), count))
-        _sync(aside)
-        _swap(aside, target)
+        sync_tree(aside)
+        replace_folder(aside, target)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return Path(directory)
@@ -218,7 +163,7 @@ def _own_file(path: Path) -> Path:
 def where_it_was_left(directory: str | Path) -> str:
     """Say where a policy directory is whose replacement was cut off by a kill; empty where there is none."""
     target = Path(directory)
-    left = sorted(target.parent.glob(glob.escape(_old(target)) + "*"))
+    left = sorted(target.parent.glob(glob.escape(aside_name(target)) + "*"))
     return f" A program was killed while replacing it; rename {left[-1]} to it." if left else ""
 
 
@@ -235,11 +180,11 @@ def load_policy(directory: str | Path) -> Policy:
     shapes, nbytes = _read_shapes(home / WEIGHTS)
     registry.scan_policies()
     try:
-        _check_description(data)
+        check_description(data)
         operations = _SPARE_OPERATIONS + _OPERATIONS_PER_TENSOR * len(shapes)
-        operations += _OPERATIONS_PER_STEP * min(_steps_of(data), _MOST_STEPS)
+        operations += _OPERATIONS_PER_STEP * min(steps_of(data), _MOST_STEPS)
         with Budget(_SPARE_BYTES + _BYTES_PER_BYTE * nbytes, operations):
-            policy = _rebuild(data)
+            policy = rebuild(data)
     except MissingExtraError:
         raise
     except Exception as error:  # parts that are given nonsense may raise anything
@@ -250,98 +195,6 @@ def load_policy(directory: str | Path) -> Policy:
     _check_checksums(home)
     policy.provenance = data.get("provenance", {})
     return policy.eval()
-
-
-def _check_description(data: Any, nested: int = 0) -> None:
-    """Refuse what cannot describe a policy: unknown keys, values of other types, sizes beyond all reason.
-
-    Raises:
-        ConfigError: Names the key.
-    """
-    if not isinstance(data, dict):
-        raise ConfigError(f"a policy must be described by an object; got {type(data).__name__}.")
-    if unknown := sorted(set(data) - _KEYS):
-        raise ConfigError(f"unknown keys {[name[:80] for name in unknown[:4]]}; it has {sorted(_KEYS)}.")
-    _check_values({name: value for name, value in data.items() if name not in ("provenance", "members")})
-    for name in _SIZES:
-        if type(data[name]) is not int:
-            raise ConfigError(f"{name} must be a whole number; got {str(data[name])[:80]}.")
-    for name, kind in (("parts", dict), ("normalizer", dict), ("images", dict), ("provenance", dict)):
-        if not isinstance(data.get(name, {}), kind):
-            raise ConfigError(f"{name} must be an object; got {type(data[name]).__name__}.")
-    for name in ("switch_time", "observation_clip", "goal_dropout", "guidance"):
-        if name in data and data[name] is not None and type(data[name]) not in (int, float):
-            raise ConfigError(f"{name} must be a number; got {str(data[name])[:80]}.")
-    if type(data.get("tuned_above", False)) is not bool:
-        raise ConfigError(f"tuned_above must be true or false; got {str(data['tuned_above'])[:80]}.")
-    for group, part in data["parts"].items():
-        if group not in PART_GROUPS or not isinstance(part, dict):
-            raise ConfigError(f"parts must hold objects for {', '.join(PART_GROUPS)}; got '{group[:80]}'.")
-        check_types(registry.lookup(group, str(part.get("name"))), part, group)
-    wrappers = data.get("wrappers", [])
-    if not isinstance(wrappers, list) or len(wrappers) > _MAX_NESTED:
-        raise ConfigError(f"wrappers must be a list of at most {_MAX_NESTED}.")
-    for wrapper in wrappers:
-        if not isinstance(wrapper, dict):
-            raise ConfigError(f"wrappers must hold objects; got {type(wrapper).__name__}.")
-        check_types(registry.lookup("wrapper", str(wrapper.get("name"))), wrapper, "wrapper")
-    if "members" in data:
-        members = data["members"]
-        if not isinstance(members, list) or not 1 <= len(members) <= _MAX_MEMBERS or nested >= _MAX_NESTED:
-            raise ConfigError(f"members must be a list of at most {_MAX_MEMBERS}, {_MAX_NESTED} deep.")
-        check_types(Composition, data["composition"], "composition")
-        for member in members:
-            _check_description(member, nested + 1)
-
-
-def _steps_of(data: Mapping[str, Any]) -> int:
-    """Return how many steps the samplers of a description take together, members included."""
-    steps = data["parts"]["sampler"].get("steps")
-    own = steps if type(steps) is int else 0
-    return own + sum(_steps_of(member) for member in data.get("members", ()))
-
-
-def _check_values(value: Any) -> None:
-    """Refuse texts, lists and whole numbers beyond all reason."""
-    if type(value) is int and abs(value) > _MAX_SIZE:
-        raise ConfigError(f"whole numbers must be at most {_MAX_SIZE}; got {value}.")
-    if isinstance(value, str | list | dict) and len(value) > _MAX_TEXT:
-        raise ConfigError(f"texts, lists and objects may have {_MAX_TEXT} entries; got {len(value)}.")
-    if isinstance(value, list | dict):
-        for one in value.values() if isinstance(value, dict) else value:
-            _check_values(one)
-
-
-def _rebuild(data: Mapping[str, Any]) -> Policy:
-    """Build the policy that `describe` described, around fresh weights."""
-    policy = _rebuild_inner(data)
-    for wrapper in data.get("wrappers", ()):
-        policy = registry.from_json("wrapper", wrapper).wrap(policy)
-    return policy
-
-
-def _rebuild_inner(data: Mapping[str, Any]) -> Policy:
-    """Build the innermost policy."""
-    if "members" in data:
-        sampler = registry.from_json("sampler", data["parts"]["sampler"])
-        members = [_rebuild(member) for member in data["members"]]
-        return ComposedPolicy(members, Composition(**data["composition"]), sampler=sampler)
-    described = {"encoder": {"name": "state"}} | data["parts"]  # there was one encoder at first
-    parts = {group: registry.from_json(group, described[group]) for group in PART_GROUPS}
-    names = ("obs_steps", "horizon", "act_steps", "action_start")
-    modes = {"state": "limits", "goal": "limits", "action": "limits"} | data["normalizer"]
-    horizons = {name: data[name] for name in names}
-    clip = data.get("observation_clip")
-    goals = {name: data.get(name, default) for name, default in (("goal_dropout", 0.0), ("guidance", 1.0))}
-    config = PolicyConfig(**parts, **horizons, normalizer=modes, observation_clip=clip, **goals)
-    obs_dim, action_dim, goal_dim = (data[name] for name in ("obs_dim", "action_dim", "goal_dim"))
-    images = dict(data.get("images", {}))
-    images = {camera: (int(h), int(w), int(c)) for camera, (h, w, c) in images.items()}
-    policy = build_policy(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim, images=images)
-    if data.get("switch_time") is not None and isinstance(policy, DenoisingPolicy):
-        switch, above = float(data["switch_time"]), data.get("tuned_above", False)
-        policy.field = SwitchedField(policy.field, policy.clone().field, switch, tuned_above=above)
-    return policy
 
 
 def _read_shapes(path: Path) -> tuple[dict[str, tuple[int, ...]], int]:
@@ -414,44 +267,3 @@ def fault_of(name: str, value: Tensor, dtype: torch.dtype) -> str:
     if ".normalizer." in f".{name}" and name.endswith("_scale") and not value.all():
         return "must not hold zeros: it is divided by"
     return ""
-
-
-def _sync(directory: Path) -> None:
-    """Flush the files of a directory to the disk."""
-    for path in [*directory.iterdir(), directory]:
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def _swap(aside: Path, target: Path) -> None:
-    """Put `aside` in the place of `target`; what stood there is removed, or left at `aside`."""
-    if not target.exists():
-        os.rename(aside, target)
-        return
-    if _exchange(aside, target):
-        return
-    old = target.parent / f"{_old(target)}{uuid.uuid4().hex[:8]}"
-    os.rename(target, old)
-    try:
-        os.rename(aside, target)
-    except BaseException:
-        os.rename(old, target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _old(target: Path) -> str:
-    """Return how the name begins under which `target` stands aside while it is replaced."""
-    return f".{target.name}.old."
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Let two paths swap names in one atomic step; False where system or file system cannot."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    if rename is None:
-        return False
-    done: int = rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE)
-    return done == 0

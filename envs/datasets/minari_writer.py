@@ -30,6 +30,7 @@ from envs.datasets.minari import ACHIEVED, GOAL, OWN_ATTRIBUTE, STATE
 from envs.datasets.minari_storage import MAIN_FILE, METADATA, find_data
 from envs.spec import named_options
 from policies.errors import DatasetError
+from policies.replacing import replace_folder, sync_tree
 
 if TYPE_CHECKING:
     from envs.spec import EnvConfig
@@ -82,20 +83,10 @@ def write_minari(
         size = (draft / "data" / MAIN_FILE).stat().st_size / 1e6
         metadata = _metadata(dataset, env, name, algorithm) | {"dataset_size": round(size, 1)}
         (draft / "data" / METADATA).write_text(json.dumps(metadata), encoding="utf-8")
-        _move(draft, target)
+        sync_tree(draft)
+        replace_folder(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def _move(draft: Path, target: Path) -> None:
-    """Put a complete folder in its place."""
-    if target.exists():
-        old = target.with_name(f"{target.name}.{os.getpid()}.old")
-        os.replace(target, old)
-        os.replace(draft, target)
-        shutil.rmtree(old)
-    else:
-        os.replace(draft, target)
 
 
 def _check_successors(dataset: EpisodeDataset, path: str | Path) -> None:

@@ -14,7 +14,7 @@ from small_policies import observations, small_policy
 
 from algos.base import Setup
 from burnish.locate import locate
-from policies import folder, registry
+from policies import folder, registry, replacing
 from policies.compose import compose
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
 from policies.fields import SwitchedField
@@ -86,7 +86,7 @@ def test_a_replacement_that_fails_leaves_the_old_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_policy(small_policy(), tmp_path / "policy")
-    monkeypatch.setattr(folder, "_exchange", lambda *_: False)
+    monkeypatch.setattr(replacing, "_exchange", lambda *_: False)
     rename = os.rename
 
     def failing(source: Path, target: Path) -> None:
@@ -105,7 +105,7 @@ KILLED = """
 import os
 from pathlib import Path
 from small_policies import small_policy
-from policies import folder
+from policies import folder, replacing
 from policies.processes.flow import RectifiedFlow
 
 rename = os.rename
@@ -130,7 +130,7 @@ def replaced_by_a_program_that_is_killed(cwd: Path, prepare: str) -> int:
 
 
 def test_a_kill_between_two_renames_leaves_the_earlier_policy_beside(tmp_path: Path) -> None:
-    assert replaced_by_a_program_that_is_killed(tmp_path, "folder._exchange = lambda *_: False") == 9
+    assert replaced_by_a_program_that_is_killed(tmp_path, "replacing._exchange = lambda *_: False") == 9
     with pytest.raises(
         CheckpointError, match=r"killed while replacing it; rename .*\.policy\.old\."
     ) as refused:
@@ -145,7 +145,7 @@ def test_a_kill_between_two_renames_leaves_the_earlier_policy_beside(tmp_path: P
 def test_an_exchange_leaves_no_moment_without_a_policy(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    if not folder._exchange(tmp_path / "a", tmp_path / "b"):
+    if not replacing._exchange(tmp_path / "a", tmp_path / "b"):
         pytest.skip("this file system cannot")
     assert replaced_by_a_program_that_is_killed(tmp_path, "") == 0  # nothing was renamed to this name
     assert type(load_policy(tmp_path / "policy").process) is RectifiedFlow

@@ -19,8 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_policies import small_policy
 
+from policies.description import describe
 from policies.errors import BurnishError, CheckpointError
-from policies.folder import describe, load_policy, save_policy
+from policies.folder import load_policy, save_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.samplers import DDIM
 

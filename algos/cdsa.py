@@ -51,7 +51,7 @@ class CorrectionLearner:
         self._probes = table.gather(rows)
         self._trained = [*policy.score.parameters(), *policy.inverse.parameters()]
         self.optimizer = torch.optim.AdamW(self._trained, lr=config.lr, weight_decay=0.0, fused=True)
-        self._sigmas = torch.tensor(policy.wrapper.sigmas, device=table.device)
+        self._sigmas = torch.tensor(policy.wrapper.sigmas, device=table.device, dtype=policy.dtype)
 
     @property
     def policy(self) -> CorrectedPolicy:
@@ -70,7 +70,7 @@ class CorrectionLearner:
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Draw noise and its level."""
         device, width = self._sigmas.device, self._probes.cond.shape[1] + self._probes.action.shape[1]
-        eps = torch.randn(n, width, generator=generator, device=generator.device).to(device)
+        eps = torch.randn(n, width, generator=generator, device=generator.device).to(self._sigmas)
         level = torch.randint(len(self._sigmas), (n,), generator=generator, device=generator.device)
         return {"eps": eps, "level": level.to(device)}
 

@@ -138,7 +138,7 @@ class DsrlConfig(OffPolicyConfig):
             )
         own: Any = init.sampler
         if isinstance(init.process, VPDiffusion) and not isinstance(own, DDIM):
-            own = DDIM(clip_x0=own.clip_x0)
+            own = DDIM(clip_x0=own.clip_x0, clip_action=getattr(own, "clip_action", None))
         name, known = name_of("sampler", own), {f.name for f in fields(own)}
         if "steps" not in known:
             raise CapabilityError(
@@ -150,7 +150,7 @@ class DsrlConfig(OffPolicyConfig):
         if not policy.is_deterministic:
             raise CapabilityError(
                 f"algo.denoising_steps={steps} leaves the policy its sampler={name}, which draws noise at "
-                f"every step. Give an init with a deterministic one, e.g. sampler=euler."
+                f"every step. Use algo.denoising_steps=1, or an init with a deterministic sampler."
             )
         return policy
 

@@ -184,7 +184,7 @@ class OffPolicyRun:
         self._lasting = {
             "seed": setup.seed,
             **origin_of(setup.init, policy),
-            "critic_activation": config.critic_activation,
+            **config.lasting(),
             "dataset": None if offline is None or setup.dataset is None else setup.dataset.digest(),
             **(lasting or {}),
         }

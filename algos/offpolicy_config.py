@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from algos.base import Checked
 from algos.replay import Discounting
@@ -112,6 +112,12 @@ class OffPolicyConfig(Checked):
     def discounting(self) -> Discounting:
         """Return what is made of rewards."""
         return Discounting(self.gamma, self.reward_scale, self.reward_shift, self.paper_compat)
+
+    def lasting(self) -> dict[str, Any]:
+        """Return what values mean, by key: it must stay when a run is continued."""
+        names = ("gamma", "reward_scale", "reward_shift", "value_offset", "paper_compat")
+        values = {f"algo.{name}": getattr(self, name) for name in names}
+        return values | {"critic_activation": self.critic_activation}
 
     @property
     def density_form(self) -> str:

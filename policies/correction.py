@@ -131,9 +131,11 @@ class CorrectedPolicy(WrappedPolicy):
         self.score = net.build((1, conds + actions), 0)
         trunk = TrunkConfig(residual=False, hidden_dims=wrapper.dynamics_dims)
         self.inverse = trunk.build_trunk(2 * conds, actions)
-        self.register_buffer("mean", torch.zeros(conds))
-        self.register_buffer("std", torch.ones(conds))
-        self.register_buffer("gate", torch.tensor(math.inf))
+        self.register_buffer("mean", torch.zeros(conds, dtype=base.dtype))
+        self.register_buffer("std", torch.ones(conds, dtype=base.dtype))
+        self.register_buffer("gate", torch.tensor(math.inf, dtype=base.dtype))
+        for own in (self.score, self.inverse):
+            own.to(base.dtype)
 
     def with_act_steps(self, act_steps: int) -> Self:
         """Return the policy itself where nothing changes.

@@ -155,8 +155,8 @@ class SteeredPolicy(WrappedPolicy):
         head = TanhGaussianConfig(
             wrapper.hidden_dims, wrapper.activation, wrapper.layer_norm, wrapper.zero_init
         )
-        self.actor = head.build(base.encoder.cond_dim, self._rows * width)
-        self.register_buffer("adapter", interpolation(horizon, self._rows), persistent=False)
+        self.actor = head.build(base.encoder.cond_dim, self._rows * width).to(base.dtype)
+        self.register_buffer("adapter", interpolation(horizon, self._rows).to(base.dtype), persistent=False)
 
     @property
     def is_deterministic(self) -> bool:

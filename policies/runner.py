@@ -337,8 +337,9 @@ class Runner:
         """
         self.see(newest if isinstance(newest, Mapping) else {"observation": newest})
         if self.track.is_due:
+            plan = self.plan(noise=noise)  # may fail, and is then asked for again at the next step
             self.track.begin()
-            self.track.deliver(self.plan(noise=noise))
+            self.track.deliver(plan)
         return self.track.next()
 
     def see(self, newest: Mapping[str, Any]) -> dict[str, Array]:

@@ -93,16 +93,18 @@ def level_of_time(t: Tensor, num_levels: int) -> Tensor:
 
 
 @cache
-def _warn_of_start(num_levels: int, steps: int, first: int) -> None:
+def _warn_of_start(num_levels: int, steps: int, first: int, instead: str) -> None:
     """Warn once of a sampler that starts from noise where there should be less of it."""
     _log.warning(
-        "sampler.steps=%d with sampler.spacing=leading begins at level %d of %d, as diffusers does, but from "
-        "pure noise: samples are spread wrongly. Use sampler.spacing=trailing, or fewer steps.",
-        steps, first, num_levels - 1,
+        "sampler.steps=%d with leading levels begins at level %d of %d, as diffusers does, but from pure "
+        "noise: samples are spread wrongly. Use %s, or fewer steps.",
+        steps, first, num_levels - 1, instead,
     )  # fmt: skip
 
 
-def spaced_levels(num_levels: int, steps: int, spacing: str = "leading") -> list[int]:
+def spaced_levels(
+    num_levels: int, steps: int, spacing: str = "leading", *, instead: str = "sampler.spacing=trailing"
+) -> list[int]:
     """Choose the levels that a sampler visits, noisiest first.
 
     Args:
@@ -111,6 +113,7 @@ def spaced_levels(num_levels: int, steps: int, spacing: str = "leading") -> list
         spacing: `leading` takes multiples of K // steps and ends at 0; `trailing` starts at K-1;
             `linspace` includes both ends. A `leading` one that begins far from K-1, where a chunk still
             shows through the noise that it is started from, is taken with a warning.
+        instead: What a user may choose in place of such levels, for messages.
 
     Raises:
         ConfigError: If steps does not fit or the spacing is unknown.
@@ -125,13 +128,13 @@ def spaced_levels(num_levels: int, steps: int, spacing: str = "leading") -> list
         )
     if steps == 1 < num_levels and spacing in ("leading", "linspace"):
         raise ConfigError(
-            f"sampler.steps=1 with sampler.spacing={spacing} visits level 0 only, where noise counts as "
-            "nearly clean and is returned as it is. Use sampler.spacing=trailing, or 2 steps or more."
+            f"sampler.steps=1 with {spacing} levels visits level 0 only, where noise counts as nearly clean "
+            f"and is returned as it is. Use {instead}, or 2 steps or more."
         )
     if spacing == "leading":
         stride = num_levels // steps
         if stride * (steps - 1) < LOWEST_START * (num_levels - 1):
-            _warn_of_start(num_levels, steps, stride * (steps - 1))
+            _warn_of_start(num_levels, steps, stride * (steps - 1), instead)
         return [i * stride for i in reversed(range(steps))]
     if spacing == "trailing":
         return [round(num_levels - i * num_levels / steps) - 1 for i in range(steps)]

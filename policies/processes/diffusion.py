@@ -112,7 +112,8 @@ class VPDiffusion(GaussianPath):
 
     def grid(self, steps: int) -> list[float]:
         """Return the times of evenly spaced levels (`leading`), then 1."""
-        levels = torch.tensor([*spaced_levels(self.num_levels, steps), -1], dtype=torch.float64)
+        visited = spaced_levels(self.num_levels, steps, instead="sampler.grid=uniform")
+        levels = torch.tensor([*visited, -1], dtype=torch.float64)
         return time_of_level(levels, self.num_levels).tolist()
 
     def start_std(self, t: float) -> float:

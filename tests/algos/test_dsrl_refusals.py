@@ -22,7 +22,7 @@ from policies.latent_steering import SteeredPolicy, Steering
 from policies.path_samplers import Ancestral
 from policies.policy import Policy
 from policies.processes import Consistency, Edm, Mip, Regression, VPDiffusion
-from policies.samplers import DDIM, Euler
+from policies.samplers import DDIM, DDPM, Euler
 from policies.squashed import TanhGaussianProcess
 from policies.tanh_gaussian import highest_entropy
 
@@ -138,7 +138,10 @@ def test_a_policy_that_is_deaf_to_its_noise_is_refused_whatever_steps_are_asked_
     ("init", "message"),
     [
         (flow(Regression(start_noise=True)), r"any number of steps; sampler=direct does not. Leave it out"),
-        (flow(Consistency()), r"algo.denoising_steps=3 leaves .* sampler=consistency, which draws"),
+        (
+            flow(Consistency()),
+            r"denoising_steps=3 leaves .* sampler=consistency, which draws .*denoising_steps=1",
+        ),
     ],
 )
 def test_steps_are_refused_where_they_would_have_no_effect_or_not_suffice(init: Policy, message: str) -> None:
@@ -151,6 +154,7 @@ def test_steps_are_refused_where_they_would_have_no_effect_or_not_suffice(init: 
     ("process", "noisy", "still"),
     [
         (VPDiffusion(num_levels=4), DDIM(steps=2, eta=0.5, final_std=0.1), DDIM(steps=3)),
+        (VPDiffusion(num_levels=4), DDPM(clip_action=1.5), DDIM(steps=3, clip_action=1.5)),
         (None, Ancestral(steps=2), Ancestral(steps=3, eta=0.0)),
         (None, Euler(steps=2, min_std=0.1, final_std=0.2), Euler(steps=3)),
     ],

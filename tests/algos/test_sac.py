@@ -312,12 +312,15 @@ def final_distance(run: OffPolicyRun) -> float:
     return float((place[:, 0] - torch.tensor([0.5, 0.0])).norm(dim=1).mean())
 
 
-def test_what_follows_the_layers_of_critics_stays_when_a_run_is_continued() -> None:
+def test_what_values_are_stays_when_a_run_is_continued() -> None:
     setup = {"policy": shape(act_steps=2)}
     run = start(setup=setup)
     state = run.state_dict()
     with pytest.raises(CheckpointError, match=r"algo.critic_activation\) must stay .*: relu; got tanh"):
         start(setup=setup, critic_activation="tanh").load_state_dict(state)
+    for name, changed in {"gamma": 0.5, "reward_scale": 2.0, "value_offset": 1.0}.items():
+        with pytest.raises(CheckpointError, match=rf"algo.{name} must stay .*; got {changed}"):
+            start(setup=setup, **{name: changed}).load_state_dict(state)
     older = {name: value for name, value in state.items() if name != "critic_activation"}
     start(setup=setup).load_state_dict(older)
     run.close()

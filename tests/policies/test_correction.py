@@ -53,6 +53,10 @@ def test_a_closed_gate_leaves_actions_alone() -> None:
     assert torch.equal(act(policy), act(base))
 
 
+def test_a_policy_in_double_precision_is_corrected_in_it() -> None:
+    assert act(corrected(bases()[1].double())).dtype == torch.float64
+
+
 def test_only_the_executed_rows_change() -> None:
     base = bases()[1]
     policy, obs = corrected(base), observations(4)

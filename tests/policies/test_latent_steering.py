@@ -82,6 +82,13 @@ def test_one_row_is_repeated_and_as_many_as_there_are_stay() -> None:
     torch.testing.assert_close(interpolation(16, 5).norm(dim=1), torch.ones(16))
 
 
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_a_policy_in_double_precision_is_steered_in_it(adapter: str) -> None:
+    policy = replace(SMALL, adapter=adapter).wrap(base().double())
+    noise = torch.zeros(5, *policy.noise_shape, dtype=torch.float64)
+    assert policy.act(observations(5), noise=noise).dtype == torch.float64
+
+
 def test_an_actor_without_draws_acts_by_its_mean() -> None:
     policy = steered(replace(SMALL, stochastic=False))
     assert not policy.noise_sensitive

@@ -113,6 +113,17 @@ def test_an_episode_is_repeated_by_its_seed_and_by_nothing_else(made: Any) -> No
     assert np.array_equal(*quiet)
 
 
+def test_a_decision_that_fails_is_made_at_the_next_step(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, seen = Runner(made[1], seed=1), observations(2)
+    with monkeypatch.context() as failing:
+        failing.setattr(runner, "predict", lambda _: (_ for _ in ()).throw(RuntimeError("no memory")))
+        with pytest.raises(RuntimeError, match="no memory"):
+            runner.act({"observation": seen[0]})
+    assert runner.track.is_due
+    runner.act({"observation": seen[1]})
+    assert runner.track.has_plan and not runner.track.is_pending
+
+
 def test_an_evaluation_gets_the_noise_and_the_actions_of_the_policy(made: Any) -> None:
     policy, folder = made
     exported = ExportedPolicy(folder)

@@ -61,7 +61,7 @@ def test_a_step_count_outside_the_levels_is_refused(steps: int) -> None:
 
 @pytest.mark.parametrize("spacing", ["leading", "linspace"])
 def test_a_single_step_must_start_at_the_noise(spacing: str) -> None:
-    with pytest.raises(ConfigError, match=f"spacing={spacing} visits level 0 only.*spacing=trailing, or 2"):
+    with pytest.raises(ConfigError, match=f"{spacing} levels visits level 0 only.*spacing=trailing, or 2"):
         spaced_levels(20, 1, spacing)
     assert spaced_levels(20, 1, "trailing") == [19]
     assert spaced_levels(1, 1, spacing) == [0]

@@ -35,7 +35,7 @@ from policies.checksums import CHECKSUMS, is_intact, write_checksums
 from policies.errors import CheckpointError
 from policies.folder import save_policy
 from policies.policy import Policy
-from policies.replacing import sync, sync_tree
+from policies.replacing import sync, sync_tree, write_text
 
 STATE_FORMAT = 1
 _CONFIG, _OVERRIDES, _ENVIRONMENT, _METRICS = (
@@ -105,7 +105,7 @@ class RunDirectory:
             )
         (path / _CHECKPOINTS).mkdir(exist_ok=True)
         (path / _EVAL).mkdir(exist_ok=True)
-        _write_text(path / _ENVIRONMENT, json.dumps(describe_environment(), indent=2) + "\n")
+        write_text(path / _ENVIRONMENT, json.dumps(describe_environment(), indent=2) + "\n")
         run._describe(config, overrides)
         return run
 
@@ -150,8 +150,8 @@ class RunDirectory:
         self._describe(config, [*self.overrides, *overrides])
 
     def _describe(self, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
-        _write_text(self.path / _OVERRIDES, "".join(f"{line}\n" for line in overrides))
-        _write_text(self.path / _CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(config)), resolve=True))
+        write_text(self.path / _OVERRIDES, "".join(f"{line}\n" for line in overrides))
+        write_text(self.path / _CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(config)), resolve=True))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -326,7 +326,7 @@ class RunDirectory:
         """Write `eval/<name>.json` and return its path; an earlier one is replaced."""
         path = self.path / _EVAL / f"{name}.json"
         path.parent.mkdir(exist_ok=True)
-        _write_text(path, json.dumps(content, indent=2) + "\n")
+        write_text(path, json.dumps(content, indent=2) + "\n")
         return path
 
     def evals(self) -> list[EvalFile]:
@@ -372,16 +372,3 @@ def new_folder(path: Path) -> Path:
         except FileExistsError:
             number += 1
             made = path.with_name(f"{path.name}-{number}")
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Write a file aside, flush it and rename it."""
-    aside = path.with_name(f"{_ASIDE}{uuid.uuid4().hex[:8]}-{path.name}")
-    try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)

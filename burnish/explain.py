@@ -54,7 +54,9 @@ def _unknown_key(error: OmegaConfBaseException) -> str:
     key = str(error.full_key or error.key)
     owner = error.object_type
     if not (isinstance(owner, type) and is_dataclass(owner)):
-        return f"unknown key '{key}'. See the keys with --cfg job."
+        group = key.partition(".")[0]
+        first = f" Where no {group} is chosen, give {group}=<name> with it." if "." in key else ""
+        return f"unknown key '{key}'.{first} See the keys with --cfg job."
     return unknown_key(key, owner)
 
 

@@ -196,6 +196,11 @@ def evaluate(
         raise ConfigError(
             f"episodes must be at least 1 and num_workers at least 0; got {episodes} and {num_workers}."
         )
+    if isinstance(policy, BestOfN) and "zero" in (start_noise, sampling_noise):
+        raise ConfigError(
+            f"start_noise and sampling_noise must be random where a policy chooses between candidates, which "
+            f"differ by their noise; got {start_noise} and {sampling_noise}."
+        )
     task = staged(env, policy)
     player = Player(
         policy=as_evaluated(policy, settings),

@@ -92,7 +92,7 @@ def described(env: EnvConfig, settings: EvaluationSettings, staged_env: EnvConfi
     numbers = json.loads(json.dumps({**asdict(settings), "steer": settings.steer.describe()}))
     del numbers["num_envs"]  # changes no number
     return {
-        "env": _describe(env),
+        "env": describe_task(env),
         **numbers,
         **_describe_images(staged_env),
         "block_rows": BLOCK_ROWS,
@@ -101,8 +101,8 @@ def described(env: EnvConfig, settings: EvaluationSettings, staged_env: EnvConfi
     }
 
 
-def _describe(env: EnvConfig) -> dict[str, Any]:
-    """Describe a task by JSON values."""
+def describe_task(env: EnvConfig) -> dict[str, Any]:
+    """Describe a task by JSON values, as protocols do."""
     spec = env.spec
     options = options_of(with_paths(env, _digest))
     for name in ("demonstrator", *PICTURE_OPTIONS):  # no part of the task that is evaluated

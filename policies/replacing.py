@@ -1,4 +1,4 @@
-"""Folders that are written aside: flushed to the disk, and put in their place in one step."""
+"""Files and folders that are written aside: flushed to the disk, and put in their place in one step."""
 
 from __future__ import annotations
 
@@ -27,6 +27,23 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file aside, flush it and rename it; what is no regular file, a pipe say, is written to."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    aside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def replace_folder(aside: Path, target: Path) -> None:

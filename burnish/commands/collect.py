@@ -14,6 +14,7 @@ from burnish.job import Job
 from burnish.locate import check_file_to_write, check_folder_to_write
 from envs.collect import MAX_ATTEMPTS, collect
 from envs.datasets import EpisodeDataset, write_dataset
+from envs.datasets.minari_writer import check_place
 from envs.datasets.writers import FOLDERS, format_to_write
 from envs.evaluation_protocol import check_seeds
 from envs.spec import EnvSpec
@@ -68,6 +69,8 @@ def record(config: CollectConfig) -> EpisodeDataset:
     (check_folder_to_write if chosen in FOLDERS else check_file_to_write)(target)
     if target.exists() and not config.overwrite:
         raise DatasetError(f"out={target} exists; choose another file or say overwrite=true.")
+    if chosen == "minari":
+        check_place(target)
     with Counting(f"recording {config.env.spec.name}", config.episodes) as counting:
         dataset = collect(
             config.env,

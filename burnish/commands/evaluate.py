@@ -27,6 +27,7 @@ from envs.statistics import Interval
 from policies.errors import ConfigError
 from policies.paths import path_field
 from policies.policy import Policy
+from policies.replacing import write_text
 
 SUMMARISED = ("success", "d4rl_score", "return", "return_var", "return_cvar", "length")
 """What tables and reports show of an evaluation, where it is defined."""
@@ -195,7 +196,7 @@ def _write(
         return RunDirectory.open(mine.run).write_eval(name, content)
     path = Path(config.out if config.out is not None else f"eval-{name}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    write_text(path, json.dumps(content, indent=2) + "\n")
     return path
 
 

@@ -22,9 +22,10 @@ from burnish.last_and_best import last_and_best
 from burnish.locate import check_folder_to_write, locate
 from burnish.page import Page
 from burnish.pictures import learning_curves, run_colours
+from burnish.tasks import task_of
 from envs.comparison import format_interval
 from envs.evaluation import Evaluation
-from envs.evaluation_protocol import check_seeds
+from envs.evaluation_protocol import check_seeds, describe_task
 from envs.statistics import bootstrap_iqm, conditional_value_at_risk, success_rate, value_at_risk
 from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
 from policies.paths import path_field
@@ -226,7 +227,7 @@ def _numbers(page: Page, groups: Sequence[Group]) -> None:
                 page.text(f"{title}:")
             _tabulate(page, contents, f"all runs of {title}" if len(groups) > 1 else "all runs")
     _say_last_and_best(page, [run for group in groups for run in group.runs.items()])
-    page.text("Per-episode rows are in eval/ of each run.")
+    page.text("Per-episode rows are in eval/ of each run; those on other tasks are not shown here.")
 
 
 def _say_last_and_best(page: Page, runs: Sequence[tuple[str, RunDirectory]]) -> None:
@@ -252,12 +253,23 @@ def _tabulate(page: Page, contents: Mapping[str, dict[str, Any]], together: str)
 
 
 def _last_evaluation(directory: RunDirectory) -> dict[str, Any] | None:
-    """Return the evaluation of the last checkpoint that has one: most episodes, then a comparison."""
-    found: list[tuple[int, int, bool, dict[str, Any]]] = []
+    """Return the evaluation of the last checkpoint that has one: most episodes, then a comparison.
+
+    Those on another task than the run's own, which `burnish eval` can be asked for, are left out.
+    """
+    own, found = _own_task(directory), list[tuple[int, int, bool, dict[str, Any]]]()
     for one in directory.evals():
         content = json.loads(one.path.read_text())
-        found.append((one.step, len(content["rows"]), "versus" in content, content))
+        if own in (None, content["protocol"]["env"]):
+            found.append((one.step, len(content["rows"]), "versus" in content, content))
     return max(found, key=lambda item: item[:3])[3] if found else None
+
+
+def _own_task(directory: RunDirectory) -> dict[str, Any] | None:
+    """Return the description of the task of a run; None of a run without one."""
+    if directory.latest() is None or not directory.config.get("env"):
+        return None
+    return describe_task(task_of(locate(directory.path, "run")))
 
 
 def _rows(name: str, summary: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:

@@ -27,6 +27,7 @@ from burnish.last_and_best import last_and_best
 from burnish.locate import RUN_CONFIG, Located, check_folder_to_write, locate
 from envs.datasets import EpisodeDataset, lasting_options, read_dataset
 from envs.datasets.catalogue import find_dataset
+from envs.envpool import ENGINES
 from envs.evaluation_protocol import EvaluationSettings, as_evaluated, check_seeds, staged
 from envs.fit import as_shown
 from policies import registry
@@ -341,6 +342,14 @@ def prepare(config: TrainConfig) -> Setup:
         raise ConfigError(
             f"algo={registry.name_of('algo', config.algo)} learns in an environment and takes no dataset; "
             f"got dataset={config.dataset}. Clone a policy from it with algo=bc and give that as init."
+        )
+    if config.engine not in ENGINES:
+        raise ConfigError(f"engine must be one of {', '.join(ENGINES)}; got '{config.engine}'.")
+    if config.engine != Setup.engine and not hasattr(config.algo, "num_envs"):
+        algo = registry.name_of("algo", config.algo)
+        raise ConfigError(
+            f"engine={config.engine} is for algorithms that collect experience; algo={algo} learns from a "
+            f"dataset. Leave it out; evaluation is always exact."
         )
     if config.data and config.dataset is None:
         raise ConfigError(f"data={config.data} says how a dataset is read; give dataset=<file> with it.")

@@ -194,7 +194,8 @@ def read(
 
     Args:
         path: HDF5 file.
-        max_episode_steps: Time limit in steps; only files without `timeouts` need it.
+        max_episode_steps: Time limit in steps; files without `timeouts` need it, and those where some are
+            missing. Not used with `d4rl_compat` where there are `timeouts`.
         d4rl_compat: Reproduce the official transitions instead of correct ones (see the module).
         infos: Also keep what lies under `infos/` and has one row per frame or per episode; the goals of
             mazes, `infos/goal`, become the extra key `goal`.
@@ -316,7 +317,7 @@ def _episode_ends(arrays: Arrays, jumps: np.ndarray, limit: int | None) -> np.nd
     if "timeouts" in arrays:
         ends = ends | arrays["timeouts"].astype(bool)
     ends[-1] = True
-    if "timeouts" not in arrays and limit is not None:
+    if limit is not None:
         ends = ends | _limit_steps(ends, limit, after_end=0, after_limit=0)
     return ends
 

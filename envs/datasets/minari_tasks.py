@@ -94,4 +94,6 @@ _KINDS: Mapping[str, Callable[[re.Match[str], Mapping[str, Any]], tuple[str, Opt
 
 def _typed(value: Any) -> str:
     """Write a value as one types it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_typed, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

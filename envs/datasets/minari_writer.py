@@ -66,15 +66,9 @@ def write_minari(
             are not the next observations (as after `d4rl_compat`), which Minari cannot store.
     """
     refuse_images(dataset, "minari")
+    check_place(path, dataset_id)
     target, dataset = Path(path), dataset.to("cpu")
     name = dataset_id or target.name
-    if not _NAME.fullmatch(name.rsplit("/", 1)[-1]):
-        raise DatasetError(
-            f"{path}: Minari's names end in a version, e.g. {target.name.split('.')[0] or 'demos'}-v0; got "
-            f"'{name}'."
-        )
-    if target.exists() and find_data(target) is None:
-        raise DatasetError(f"{path}: expected a free place or a Minari dataset to replace; found another.")
     _check_successors(dataset, path)
     draft = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
@@ -87,6 +81,23 @@ def write_minari(
         replace_folder(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+
+
+def check_place(path: str | Path, dataset_id: str | None = None) -> None:
+    """Refuse a place, or a name, that no Minari dataset can have.
+
+    Raises:
+        DatasetError: If the name does not end in a version, or the folder holds something else.
+    """
+    target = Path(path)
+    name = dataset_id or target.name
+    if not _NAME.fullmatch(name.rsplit("/", 1)[-1]):
+        raise DatasetError(
+            f"{path}: Minari's names end in a version, e.g. {target.name.split('.')[0] or 'demos'}-v0; got "
+            f"'{name}'."
+        )
+    if target.exists() and find_data(target) is None:
+        raise DatasetError(f"{path}: expected a free place or a Minari dataset to replace; found another.")
 
 
 def _check_successors(dataset: EpisodeDataset, path: str | Path) -> None:

@@ -15,6 +15,7 @@ further, although the recording goes on. A file with `rewards` and `masks` of it
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from envs.datasets.npz import Arrays, check_flags, check_rows, column, peek_npz,
 from envs.datasets.room import MEMORY, Room
 from envs.datasets.unread import tell_unread
 from policies.errors import DatasetError
+
+_log = logging.getLogger(__name__)
 
 _REQUIRED = ("observations", "actions", "terminals")
 _INFOS = ("qpos", "qvel", "button_states")
@@ -138,6 +141,10 @@ def read(
     unread = {key: "not known here" for key in peek_npz(path) or () if key not in arrays}
     if compact:
         extras["valids"] = rows["valids"]
+        _log.warning(
+            "%s: data.compact=true keeps %d rows that are states only; their actions were never executed, "
+            "and cloning would learn them. Leave it out to train.", path, int(ends.sum()),
+        )  # fmt: skip
     if task is not None:
         from envs.datasets.ogbench_tasks import rewards_of_task
 

@@ -176,6 +176,13 @@ def test_evaluation_does_not_depend_on_the_number_of_environments(base: Run, tmp
     assert rows[0] == rows[1]
 
 
+def test_a_report_shows_no_evaluation_on_another_task(base: Run, tmp_path: Path) -> None:
+    own = burnish.evaluate(base, episodes=3, num_workers=0).evaluation.protocol_hash[:12]
+    short = burnish.evaluate(base, "env=avoid", "env.max_episode_steps=7", episodes=5, num_workers=0)
+    page = burnish.report(base, episodes=0, out=tmp_path / "own").read_text()
+    assert own in page and short.evaluation.protocol_hash[:12] not in page
+
+
 def test_several_seeds_share_a_report(base: Run, tmp_path: Path) -> None:
     page = burnish.report([base, base], episodes=0, out=tmp_path / "both").read_text()
     assert "2 runs" in page and "<th>all runs</th>" in page
@@ -561,6 +568,38 @@ def test_a_loaded_policy_acts(tuned: Run) -> None:
     generator = torch.Generator().manual_seed(0)
     action = policy.act(np.zeros((3, 1, 4)), generator=generator)
     assert action.shape == (3, 4, 2) and bool(action.isfinite().all())
+
+
+def test_an_engine_is_for_algorithms_that_collect(demonstrations: Path, tmp_path: Path) -> None:
+    asked = {"dataset": demonstrations, "env": "avoid", "directory": tmp_path / "run"}
+    with pytest.raises(ConfigError, match="engine must be one of exact, envpool; got 'bogus'"):
+        burnish.train("algo=bc", engine="bogus", **asked)
+    with pytest.raises(ConfigError, match=r"engine=envpool is for algorithms that collect.*algo=bc"):
+        burnish.train("algo=bc", engine="envpool", **asked)
+
+
+def test_a_place_that_minari_cannot_have_is_refused_before_anything_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("burnish.commands.collect.collect", lambda *_, **__: pytest.fail("recorded"))
+    with pytest.raises(DatasetError, match="names end in a version"):
+        burnish.collect(env="avoid", episodes=1, out=tmp_path / "demos", format="minari")
+    (tmp_path / "notes-v0").mkdir()
+    (tmp_path / "notes-v0" / "a.txt").write_text("mine")
+    with pytest.raises(DatasetError, match="a Minari dataset to replace; found another"):
+        burnish.collect(env="avoid", episodes=1, out=tmp_path / "notes-v0", overwrite=True)
+
+
+def test_a_file_of_an_evaluation_is_written_whole_or_not_at_all(
+    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "eval.json"
+    burnish.evaluate(base, episodes=2, num_workers=0, out=out)
+    before = out.read_text()
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        burnish.evaluate(base, episodes=3, num_workers=0, out=out)
+    assert out.read_text() == before and [path.name for path in tmp_path.iterdir()] == ["eval.json"]
 
 
 def test_an_algorithm_that_learns_in_an_environment_takes_no_dataset(tmp_path: Path) -> None:

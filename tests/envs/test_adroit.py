@@ -190,6 +190,12 @@ def test_a_file_without_starts_is_refused(tmp_path: Path) -> None:
         AdroitDoor(starts=str(path)).make_vector(1)
 
 
+def test_scores_are_those_of_the_reward_that_data_have() -> None:
+    assert env("adroit-pen").spec.reference_scores is not None
+    for other in ({"reward": "sparse"}, {"terminate_on_success": True}):
+        assert env("adroit-pen", **other).spec.reference_scores is None
+
+
 # -- mistakes ----------------------------------------------------------------------------------------------
 
 

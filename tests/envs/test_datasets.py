@@ -214,6 +214,8 @@ def test_time_limit_cuts_files_without_timeouts_at_every_multiple(tmp_path):
     data = read_d4rl(path, max_episode_steps=3)
     assert data.lengths.tolist() == [3, 1, 3, 3]
     assert read_d4rl(path).lengths.tolist() == [4, 6]
+    missed = write_d4rl(tmp_path / "b.hdf5", timeouts=np.zeros(10, bool))
+    assert read_d4rl(missed, max_episode_steps=3).lengths.tolist() == [3, 1, 3, 3]
     with pytest.raises(DatasetError, match=r"a\.hdf5: .*'timeouts'.* Give data\.max_episode_steps=<steps>"):
         read_d4rl(path, d4rl_compat=True)
 

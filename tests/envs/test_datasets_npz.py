@@ -87,9 +87,11 @@ def test_a_recording_s_last_state_is_a_successor_and_no_frame(tmp_path):
     assert bool((data.rewards == 0).all()) and "masks" not in data.extras
 
 
-def test_compact_files_keep_every_state_and_have_no_more_transitions(tmp_path):
+def test_compact_files_keep_every_state_and_have_no_more_transitions(tmp_path, caplog):
     path = write_ogbench(tmp_path / "play.npz")
-    compact, regular = read_dataset(path, compact=True), read_dataset(path)
+    compact = read_dataset(path, compact=True)
+    assert f"keeps {len(LENGTHS)} rows that are states only" in caplog.text
+    regular = read_dataset(path)
     assert compact.lengths.tolist() == list(LENGTHS)
     one, two = compact.transitions(), regular.transitions()
     for key in ("observations", "actions", "next_observations"):

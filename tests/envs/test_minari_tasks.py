@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from envs.datasets.minari_tasks import task_of
+from envs.datasets.minari_tasks import _typed, task_of
 from envs.make import env
 
 
@@ -19,6 +19,10 @@ def parsed(text: str) -> Any:
     """Build the task that a text of the command line means."""
     (_, name), *options = (part.removeprefix("env.").split("=") for part in text.split())
     return env(name, **{key: yaml.safe_load(value) for key, value in options})
+
+
+def test_options_are_written_as_they_are_typed() -> None:
+    assert _typed((1, [True, None], "free")) == "[1,[true,null],free]"
 
 
 MAZE = {"id": "PointMaze_UMaze-v3", "max_episode_steps": 300}

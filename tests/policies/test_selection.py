@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from point_env import PointEnv
 from small_policies import observations, small_policy
 from torch import Tensor
 
+from envs.evaluation import evaluate
 from policies.errors import ConfigError
 from policies.hooks import Guidance, Inpaint
 from policies.policy import Policy
@@ -69,6 +71,13 @@ def test_the_same_noise_gives_the_same_actions_and_a_generator_is_all_that_draws
     first, second = (best.act(obs, generator=torch.Generator().manual_seed(3)) for _ in range(2))
     assert torch.equal(first, second)
     assert torch.equal(first, best.act(obs, noise=noise))
+
+
+@pytest.mark.parametrize("switch", ["start_noise", "sampling_noise"])
+def test_an_evaluation_does_not_take_the_noise_from_candidates(switch: str) -> None:
+    best = BestOfN(small_policy(), far_from_observed, Selection(candidates=3))
+    with pytest.raises(ConfigError, match="must be random where a policy chooses between candidates"):
+        evaluate(best, PointEnv(), episodes=1, **{switch: "zero"})  # type: ignore[arg-type]
 
 
 def test_a_temperature_draws_in_proportion_to_the_softmax() -> None:

@@ -368,8 +368,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     [
         ([f"algo.tuned_steps={LEVELS + 1}"], LEVELS, LEVELS + 1),
         ([], LEVELS, 10),
-        (["algo.sampler=ddim", "algo.tuned_steps=4", "algo.denoising_steps=3"], 3, 4),
-        (["algo.tuned_steps=4", "algo.denoising_steps=3"], 3, 4),
+        (["algo.sampler=ddim", "algo.tuned_steps=6", "algo.denoising_steps=5"], 5, 6),
+        (["algo.tuned_steps=6", "algo.denoising_steps=5"], 5, 6),
     ],
 )
 def test_fewer_denoising_than_tuned_steps(arguments: list[str], steps: int, tuned: int, shell: Shell) -> None:
@@ -385,7 +385,7 @@ def test_more_steps_than_noise_levels(shell: Shell) -> None:
         "train", "algo=dppo", "env=avoid", f"init={policy}", "algo.tuned_steps=2", "algo.denoising_steps=9"
     )
     assert "9" in line and str(LEVELS) in line and "steps" in line
-    ddim = policy_directory(shell.inputs / "ddim", sampler=DDIM(steps=3))
+    ddim = policy_directory(shell.inputs / "ddim", sampler=DDIM(steps=LEVELS))
     for command in (["eval", "env=avoid"], ["export"]):
         line = shell.complaint(*command, f"policy={ddim}", "steps=9")
         assert "9" in line and str(LEVELS) in line and "steps" in line

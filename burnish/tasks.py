@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
-from burnish.config import restore_part
+from burnish.config import describe_part, restore_part
 from burnish.locate import Located
 from policies.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 
 def task_of(found: Located, remedy: str = "") -> Any:
@@ -27,3 +30,16 @@ def task_of(found: Located, remedy: str = "") -> Any:
             f"env=<name>, or saved without its provenance.{remedy}"
         )
     return restore_part("env", description)
+
+
+def say_what_differs(found: Located, env: Any) -> None:
+    """Log in which options a task that was asked for differs from the one that a policy was made for."""
+    own, asked = found.provenance().get("env"), describe_part("env", env)
+    if not isinstance(own, Mapping) or own.get("name") != asked["name"]:
+        return
+    names = [name for name, value in asked.items() if name in own and own[name] != value]
+    if names:
+        _log.warning(
+            "%s was made for another env=%s: %s.", found.label, asked["name"],
+            ", ".join(f"env.{name}={own[name]}, here {asked[name]}" for name in names),
+        )  # fmt: skip

@@ -17,7 +17,7 @@ from burnish.composition import CompositionResult, compose_and_compare
 from burnish.console import Counting, output, table
 from burnish.job import Job
 from burnish.locate import Located, check_file_to_write, locate_actor
-from burnish.tasks import task_of
+from burnish.tasks import say_what_differs, task_of
 from envs.comparison import Comparison, compare, format_interval
 from envs.evaluation import Evaluation
 from envs.evaluation import evaluate as run_episodes
@@ -134,6 +134,8 @@ def evaluate(config: EvalConfig) -> Result:
         check_file_to_write(config.out)
     mine = locate_actor(config.policy, "policy", trust=config.trust)
     other = None if config.versus is None else locate_actor(config.versus, "versus", trust=config.trust)
+    if config.env is not None:
+        say_what_differs(mine, config.env)
     env = config.env if config.env is not None else task_of(mine, " Give env=<name>.")
     evaluation = _play(mine, env, config)
     versus = None if other is None else _play(other, env, config)

@@ -176,9 +176,13 @@ def test_evaluation_does_not_depend_on_the_number_of_environments(base: Run, tmp
     assert rows[0] == rows[1]
 
 
-def test_a_report_shows_no_evaluation_on_another_task(base: Run, tmp_path: Path) -> None:
-    own = burnish.evaluate(base, episodes=3, num_workers=0).evaluation.protocol_hash[:12]
+def test_another_task_is_told_and_not_reported_as_the_own_one(
+    base: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = burnish.evaluate(base, "env=avoid", episodes=3, num_workers=0).evaluation.protocol_hash[:12]
+    assert not caplog.records
     short = burnish.evaluate(base, "env=avoid", "env.max_episode_steps=7", episodes=5, num_workers=0)
+    assert "env.max_episode_steps=" in caplog.text and "here 7" in caplog.text
     page = burnish.report(base, episodes=0, out=tmp_path / "own").read_text()
     assert own in page and short.evaluation.protocol_hash[:12] not in page
 

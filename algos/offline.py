@@ -414,10 +414,8 @@ class OfflineRun:
         """
         require_unchanged(state, self._lasting)
         self.learner.load_state_dict(state["learner"])
-        if self._ema is not None and "ema" in state:
-            self._ema.load_state_dict(state["ema"])
-        elif self._ema is not None:  # averaging begins here
-            self._ema.module.load_state_dict(self.learner.policy.state_dict())
+        if self._ema is not None:
+            self._ema.restore(state.get("ema"), self.learner.policy)
         restore_generator(self._index, state["index"])
         restore_generator(self._noise, state["noise"])
         self._done = int(state["done"])

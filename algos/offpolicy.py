@@ -12,12 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from algos.base import Metrics, Setup
 from algos.continuity import origin_of, require_unchanged
 from algos.offline import THREADS, Means
 from algos.offpolicy_config import OffPolicyConfig
+from algos.optim import DelayedDecay, Ema
 from algos.plain import capture_generator, restore_generator
 from algos.replay import ChunkBatch, Mixture, Replay
 from algos.soft_learner import LatentActor, Quantities
@@ -189,6 +190,9 @@ class OffPolicyRun:
             **(lasting or {}),
         }
         self.progress, self._steps, self._owed = 0, 0, 0.0
+        self._trained = nn.ParameterList(learner.actor.parameters())
+        rule = DelayedDecay(config.ema_decay, every=1)
+        self._ema = Ema(self._trained, rule) if config.ema_decay else None
         self._acting: LatentActor | None = None  # on the CPU, as it was after so many steps:
         self._acting_steps = 0
 
@@ -261,13 +265,23 @@ class OffPolicyRun:
             batch, draws = self.source.draw(size, generator), self.learner.draw(size, generator)
             moves_actor = self._steps % self.config.actor_every == 0
             means.add(self.learner.step(batch, draws, moves_actor=moves_actor))
+            if self._ema is not None and moves_actor:
+                self._ema.update(self._trained)
         if count:
             for found in self.learner.finish_round(count, size, self.source, generator):
                 means.add(found)
 
     def snapshot(self) -> Policy:
-        """Return a copy of the policy, in evaluation mode."""
-        return self.learner.policy.clone().eval().requires_grad_(False)
+        """Return a copy of the policy in evaluation mode, its weights averaged where they are to be."""
+        policy = self.learner.policy.clone().eval().requires_grad_(False)
+        if self._ema is not None:
+            trained = {id(weight) for weight in self._trained}
+            pairs = zip(policy.parameters(), self.learner.policy.parameters(), strict=True)
+            own = [mine for mine, weight in pairs if id(weight) in trained]
+            with torch.no_grad():
+                for mine, average in zip(own, self._ema.module.parameters(), strict=True):
+                    mine.copy_(average)
+        return policy
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a bit-exact continuation needs."""
@@ -276,6 +290,7 @@ class OffPolicyRun:
             "steps": self._steps,
             "owed": self._owed,
             "learner": self.learner.state_dict(),
+            **({} if self._ema is None else {"ema": self._ema.state_dict()}),
             "replay": self.replay.state_dict(),
             "generator": capture_generator(self._generator),
             "pool": self.pool.state_dict(),
@@ -291,6 +306,8 @@ class OffPolicyRun:
         """
         require_unchanged(state, self._lasting)
         self.learner.load_state_dict(state["learner"])
+        if self._ema is not None:
+            self._ema.restore(state.get("ema"), self._trained)
         self.replay.load_state_dict(state["replay"])
         restore_generator(self._generator, state["generator"])
         self.pool.load_state_dict(state["pool"])

@@ -31,6 +31,7 @@ class OffPolicyConfig(Checked):
     # updates
     updates_per_step: float = 1.25  # steps of the critics per executed control step
     actor_every: int = 1  # steps of the critics per step of actor and temperature
+    ema_decay: float = 0.0  # share of the old average of the actor's weights, which ships; 0: the weights do
     batch_size: int = 256  # transitions
     buffer_size: int = 1_000_000  # transitions that are kept
     offline_ratio: float = 0.0  # share of a batch that comes from the dataset
@@ -78,6 +79,7 @@ class OffPolicyConfig(Checked):
         )  # fmt: skip
         self.require("gamma", 0 <= self.gamma <= 1, "in [0, 1]")
         self.require("tau", 0 < self.tau <= 1, "in (0, 1]")
+        self.require("ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)")
         for name in ("actor_lr", "critic_lr", "alpha_lr", "reward_scale", "init_alpha"):
             self.require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
         for name in ("reward_shift", "value_offset"):

@@ -180,3 +180,10 @@ class Ema:
         """Continue from `state_dict`."""
         self.module.load_state_dict(state["module"])
         self.count = int(state["count"])
+
+    def restore(self, state: dict[str, Any] | None, module: nn.Module) -> None:
+        """Continue from `state_dict`; None, of a run that did not average: begin with `module`."""
+        if state is None:
+            self.module.load_state_dict(module.state_dict())
+        else:
+            self.load_state_dict(state)

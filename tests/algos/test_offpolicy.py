@@ -161,6 +161,42 @@ def test_the_actor_moves_every_so_many_steps() -> None:
     run.close()
 
 
+def test_what_ships_is_the_average_of_the_actor_where_that_is_asked_for() -> None:
+    """Nothing else changes, the frozen policy least; a continued run goes on with its average."""
+    plain, run = start(changed()), start(changed(ema_decay=0.5))
+    average = [weight.detach().clone() for weight in run.learner.actor.parameters()]
+    step = run.learner.step
+
+    def followed(*args: Any, **options: Any) -> Any:
+        found = step(*args, **options)
+        for mine, weight in zip(average, run.learner.actor.parameters(), strict=True):
+            mine.lerp_(weight.detach(), 0.5)
+        return found
+
+    run.learner.step = followed  # type: ignore[method-assign]
+    for one in (plain, run):
+        one.advance()
+    assert to_plain(everything(plain)["learner"]) == to_plain(everything(run)["learner"])
+    shipped, last = run.snapshot(), plain.snapshot()
+    assert isinstance(shipped, SteeredPolicy) and isinstance(last, SteeredPolicy)
+    for mine, weight in zip(shipped.actor.parameters(), average, strict=True):
+        torch.testing.assert_close(mine, weight)
+    assert any(
+        not torch.equal(*pair)
+        for pair in zip(shipped.actor.parameters(), last.actor.parameters(), strict=True)
+    )
+    assert all(
+        torch.equal(*pair) for pair in zip(shipped.base.parameters(), last.base.parameters(), strict=True)
+    )
+    other = start(changed(ema_decay=0.5))
+    other.load_state_dict(from_plain(to_plain(run.state_dict())))
+    assert all(
+        torch.equal(*pair) for pair in zip(shipped.parameters(), other.snapshot().parameters(), strict=True)
+    )
+    for one in (plain, run, other):
+        one.close()
+
+
 def test_the_warm_up_is_the_frozen_policy() -> None:
     run, obs = start(), torch.rand(4, 1, 2, generator=torch.Generator().manual_seed(0))
     explorer = Explorer(run.learner.actor, is_warmup=True)

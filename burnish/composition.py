@@ -137,6 +137,7 @@ def _members(config: EvalConfig) -> dict[str, Located]:
         raise ConfigError(f"weights={ESTIMATE} needs dataset=<held-out demonstrations>.")
     if config.data and config.dataset is None:
         raise ConfigError(f"data={config.data} says how a dataset is read; give dataset=<file> with it.")
+    _require_used(config)
     if config.weights is None and config.search.overlaps(config.first_seed, config.episodes):
         raise ConfigError(
             f"the episodes that compare the composition (first_seed={config.first_seed}) must not be those "
@@ -148,6 +149,24 @@ def _members(config: EvalConfig) -> dict[str, Located]:
         name = one.label if one.label not in found else f"{one.label} ({len(found) + 1})"
         found[name] = one
     return found
+
+
+def _require_used(config: EvalConfig) -> None:
+    """Refuse settings that the way to the weights, or the operator, has no use for.
+
+    Raises:
+        ConfigError: Names the first.
+    """
+    default = type(config)()
+    unused = {
+        "search": ("weights are given", config.weights is not None),
+        "estimate": ("there is no dataset to estimate from", config.dataset is None),
+        "temperature": (f"operator={config.operator} has none", config.operator != "or"),
+        "trust": ("exported folders cannot be composed", True),
+    }
+    for name, (reason, is_unused) in unused.items():
+        if is_unused and getattr(config, name) != getattr(default, name):
+            raise ConfigError(f"{name} has no effect here: {reason}. Leave it out.")
 
 
 def _check_out(target: Path) -> None:

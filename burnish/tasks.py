@@ -6,8 +6,9 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from burnish.config import describe_part, restore_part
+from burnish.config import restore_part
 from burnish.locate import Located
+from envs.evaluation_protocol import describe_task
 from policies.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -32,14 +33,30 @@ def task_of(found: Located, remedy: str = "") -> Any:
     return restore_part("env", description)
 
 
+def description_of(found: Located) -> dict[str, Any] | None:
+    """Return the description of the task that a policy was made for, as protocols have it.
+
+    None where nothing tells it, or a file that it names is not there any more.
+    """
+    try:
+        return describe_task(task_of(found))
+    except (ConfigError, OSError):
+        return None
+
+
+def options_that_differ(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the options of two descriptions of a task that differ; earlier versions may know fewer."""
+    one, two = own["options"], other["options"]
+    return [name for name in one if name in two and one[name] != two[name]]
+
+
 def say_what_differs(found: Located, env: Any) -> None:
     """Log in which options a task that was asked for differs from the one that a policy was made for."""
-    own, asked = found.provenance().get("env"), describe_part("env", env)
-    if not isinstance(own, Mapping) or own.get("name") != asked["name"]:
+    own, asked = description_of(found), describe_task(env)
+    if own is None or own["name"] != asked["name"]:
         return
-    names = [name for name, value in asked.items() if name in own and own[name] != value]
-    if names:
+    if names := options_that_differ(own, asked):
         _log.warning(
             "%s was made for another env=%s: %s.", found.label, asked["name"],
-            ", ".join(f"env.{name}={own[name]}, here {asked[name]}" for name in names),
+            ", ".join(f"env.{n}={own['options'][n]}, here {asked['options'][n]}" for n in names),
         )  # fmt: skip

@@ -22,10 +22,10 @@ from burnish.last_and_best import last_and_best
 from burnish.locate import check_folder_to_write, locate
 from burnish.page import Page
 from burnish.pictures import learning_curves, run_colours
-from burnish.tasks import task_of
+from burnish.tasks import description_of, options_that_differ
 from envs.comparison import format_interval
 from envs.evaluation import Evaluation
-from envs.evaluation_protocol import check_seeds, describe_task
+from envs.evaluation_protocol import check_seeds
 from envs.statistics import bootstrap_iqm, conditional_value_at_risk, success_rate, value_at_risk
 from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
 from policies.paths import path_field
@@ -257,19 +257,18 @@ def _last_evaluation(directory: RunDirectory) -> dict[str, Any] | None:
 
     Those on another task than the run's own, which `burnish eval` can be asked for, are left out.
     """
-    own, found = _own_task(directory), list[tuple[int, int, bool, dict[str, Any]]]()
+    own = None if directory.latest() is None else description_of(locate(directory.path, "run"))
+    found: list[tuple[int, int, bool, dict[str, Any]]] = []
     for one in directory.evals():
         content = json.loads(one.path.read_text())
-        if own in (None, content["protocol"]["env"]):
+        if own is None or _is_same(own, content["protocol"]["env"]):
             found.append((one.step, len(content["rows"]), "versus" in content, content))
     return max(found, key=lambda item: item[:3])[3] if found else None
 
 
-def _own_task(directory: RunDirectory) -> dict[str, Any] | None:
-    """Return the description of the task of a run; None of a run without one."""
-    if directory.latest() is None or not directory.config.get("env"):
-        return None
-    return describe_task(task_of(locate(directory.path, "run")))
+def _is_same(own: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Tell whether two descriptions are of one task."""
+    return bool(own["name"] == other["name"]) and not options_that_differ(own, other)
 
 
 def _rows(name: str, summary: Mapping[str, Any]) -> Iterator[tuple[object, ...]]:

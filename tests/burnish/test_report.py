@@ -13,7 +13,7 @@ import pytest
 from algos.state import RunDirectory
 from burnish import pictures
 from burnish.behaviour import Stage, describe_ways, draw_behaviour
-from burnish.commands.report import ReportConfig, grouped, report
+from burnish.commands.report import ReportConfig, _is_same, grouped, report
 from envs.episodes import EpisodeRow
 from envs.evaluation import Evaluation
 from envs.statistics import success_rate
@@ -140,3 +140,10 @@ def test_a_task_that_draws_nothing_is_reported_without_pictures(
     run = made(tmp_path / "run", "bc", {"name": "avoid"})
     page = report(ReportConfig(run=str(run.path)))
     assert "No pictures: env=pendulum draws nothing" in page.read_text()
+
+
+def test_descriptions_of_a_task_are_compared_by_the_options_that_both_know() -> None:
+    own = {"name": "avoid", "options": {"max_episode_steps": 100, "newer": 1}}
+    assert _is_same(own, {"name": "avoid", "options": {"max_episode_steps": 100}})
+    assert not _is_same(own, {"name": "avoid", "options": {"max_episode_steps": 7}})
+    assert not _is_same(own, {"name": "hopper", "options": {"max_episode_steps": 100}})

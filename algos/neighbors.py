@@ -6,9 +6,11 @@ row j is d_j^2 = beta^2 |s - s_j|^2 + |p - a_j|^2, states being standardised.
 Three exact ways: a tree over [beta s, a]; brute force, for accelerators; and lists. A query's state is that
 of a row i, so the rows nearest to s_i can be listed once, with their distances r_ij in ascending order. With
 b the smallest d among the first k, every row that is not listed is at least beta r_ik away, so b <= beta r_ik
-certifies that the best listed row is the nearest of all. Only what is not certified is looked for among all
-rows, no further away than b: `algos.boxes`. Lists serve every beta, and are made when a row is asked for the
-first time (`algos.listing`). Which way is the fastest for a run, `algos.search_choice` measures.
+certifies that the best listed row is the nearest of all; near the data the first few of a list mostly do.
+Only what is not certified is looked for among all rows, no further away than b and, as their states alone
+are beta r_ik away, with actions within what that leaves of b: `algos.boxes`. Lists serve every beta, and are
+made when a row is asked for the first time (`algos.listing`). Which way is the fastest for a run,
+`algos.search_choice` measures.
 
 Source: PRDC, arXiv 2306.06569, whose tree this is; lists, certificate and boxes are ours.
 """
@@ -27,6 +29,7 @@ from algos.boxes import BoxTree
 from algos.listing import NODES, Listing
 
 _TILE = 65_536  # rows that brute force compares at once
+_PREFIX = 8  # listed rows that are looked at first; where actors are near the data these certify mostly
 _SLACK = 1e-5  # relative error of float32 distances that a certificate allows for
 
 
@@ -140,10 +143,9 @@ class ListSearch:
         state, action, m = state.cpu(), action.cpu(), len(state)
         self.name = "lists" if exact else "approximate"
         self._beta, self._length = beta, min(length, m)
-        self._whole = self._length == m  # every row is listed: nothing can be nearer
         self._action = action
         self.listing = Listing(state, self._length)
-        self._boxes = BoxTree(_scaled(state, action, beta)) if exact else None
+        self._boxes = BoxTree(_scaled(state, action, beta), action.shape[1]) if exact else None
         self._near = torch.zeros(m, self._length, dtype=torch.int32)
         self._square = torch.zeros(m, self._length)  # beta^2 r^2
         self._listed = torch.zeros(m, dtype=torch.bool)
@@ -167,18 +169,30 @@ class ListSearch:
         """See `Search`."""
         device, row, state, action = row.device, row.cpu(), state.cpu(), action.cpu()
         self.make_lists(row)
-        near, square = self._near.index_select(0, row), self._square.index_select(0, row)
+        index, best, certified = self._scan(row, action, min(_PREFIX, self._length))
+        open_ = (~certified).nonzero().squeeze(1)
+        if len(open_) and self._length > _PREFIX:
+            found = self._scan(row[open_], action[open_], self._length)
+            index[open_], best[open_], certified[open_] = found
+            open_ = open_[~found[2]]
+        if self._boxes is not None and len(open_):
+            query = _scaled(state[open_], action[open_], self._beta)
+            # rows that are not listed are beta r_k away by their states alone
+            action_square = best[open_] - self._square[row[open_], -1]
+            index[open_] = self._boxes.nearest(query, index[open_], best[open_], action_square)[0]
+        return Nearest(index.to(device), certified.to(device))
+
+    def _scan(self, row: Tensor, action: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the nearest of so many listed rows (B,), its squared distance, and whether it is certain."""
+        near = self._near[:, :length].index_select(0, row)
+        square = self._square[:, :length].index_select(0, row)
         listed = self._action.index_select(0, near.flatten()).view(*near.shape, -1)
         cost = (listed - action[:, None]).square().sum(dim=2).add_(square)
         best, place = cost.min(dim=1)
         index = near.gather(1, place[:, None]).squeeze(1).long()
-        certified = best <= square[:, -1] * (1 - _SLACK) if not self._whole else torch.ones_like(best).bool()
-        if self._boxes is not None:
-            open_ = (~certified).nonzero().squeeze(1)
-            if len(open_):
-                query = _scaled(state[open_], action[open_], self._beta)
-                index[open_] = self._boxes.nearest(query, index[open_], best[open_])[0]
-        return Nearest(index.to(device), certified.to(device))
+        whole = length == len(self._action)  # every row is listed: nothing can be nearer
+        certified = torch.ones_like(best).bool() if whole else best <= square[:, -1] * (1 - _SLACK)
+        return index, best, certified
 
 
 def tree_bytes(rows: int, width: int) -> int:

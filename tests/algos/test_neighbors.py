@@ -106,6 +106,39 @@ def test_a_certificate_is_never_wrong_and_mostly_given_near_the_data() -> None:
     assert certified.float().mean() > 0.9
 
 
+@pytest.mark.parametrize("noise", [0.05, 0.5])
+def test_looking_at_a_few_listed_rows_first_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, noise: float
+) -> None:
+    state, action = table(4000, 0)
+    generator = torch.Generator().manual_seed(1)
+    row = torch.randint(4000, (256,), generator=generator)
+    query = action[row] + noise * torch.randn(256, 2, generator=generator)
+    search = ListSearch(state, action, 2.0, length=32)
+    found = {}
+    for prefix in (4, 32):
+        monkeypatch.setattr("algos.neighbors._PREFIX", prefix)
+        found[prefix] = search.nearest(row, state[row], query)
+    assert torch.equal(found[4].row, found[32].row)
+    assert torch.equal(found[4].certified, found[32].certified)
+
+
+def test_boxes_need_not_look_beyond_what_tails_allow() -> None:
+    """Heads are at least so far away; what is left of the distance bounds the tails."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(5000, 5, generator=generator)
+    query = torch.randn(60, 5, generator=generator) + torch.tensor([4.0, 4.0, 4.0, 0.0, 0.0])
+    start = (query[:, None] - rows).square().sum(2).topk(20, largest=False).indices[:, -1]
+    square = (query - rows[start]).square().sum(1)
+    heads = (query[:, None, :3] - rows[:, :3]).square().sum(2).amin(1)
+    tree, limits = BoxTree(rows, 2), (square, square - heads)
+    found, distance = tree.nearest(query, start, *limits)
+    torch.testing.assert_close(distance, (query[:, None] - rows).square().sum(2).amin(1))
+    torch.testing.assert_close((query - rows[found]).square().sum(1), distance)
+    with_tails, without = (tree._leaves_within(query, square, tail) for tail in (square - heads, square))
+    assert with_tails is not None and without is not None and len(with_tails[0]) < len(without[0])
+
+
 @pytest.mark.parametrize("m", [1, 5, 31, 32, 33, 700, 5000])
 @pytest.mark.parametrize("spread", [0.0, 0.3, 3.0])
 def test_boxes_find_the_nearest_row_whatever_row_they_start_from(m: int, spread: float) -> None:

@@ -248,7 +248,8 @@ def test_a_stated_size_is_that_of_the_arrays() -> None:
     search = ListSearch(*table(500, 0), 1.0, length=16)
     boxes, listing = search._boxes, search.listing
     assert boxes is not None
-    stored = search._near.nbytes + search._square.nbytes + boxes._leaves.nbytes + boxes._order.nbytes
+    stored = search._near.nbytes + search._square.nbytes + boxes._order.nbytes
+    stored += boxes._heads.nbytes + boxes._tails.nbytes
     stored += listing._state.nbytes + listing._square.nbytes + listing._tree.indices.nbytes
     stored += sum(low.nbytes + high.nbytes for low, high in boxes._levels)
     assert listing._tree.data.ctypes.data == listing._state.data_ptr()  # shared

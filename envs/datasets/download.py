@@ -4,18 +4,22 @@ While a file `x` is fetched, `x.part` holds what has come and `x.part.json` what
 and entity tag). A later call asks for the rest, on condition that the server still has the same file; else
 it starts again. Nothing appears under the final name before size and, where known, SHA-256 are right, and
 before what is called HDF5 or npz can be opened as such: the servers of D4RL and OGBench tell no checksums.
+Of several processes that want the same file one fetches it, and the others wait for it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import http.client
 import json
+import logging
 import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +29,8 @@ from policies.errors import DatasetError
 
 Progress = Callable[[int, int | None], None]
 """Is told the bytes that have come, and how many there are in all (None if the server does not say)."""
+
+_log = logging.getLogger(__name__)
 
 _PIECE = 2**20
 _TIMEOUT = 60.0  # seconds without a byte
@@ -72,11 +78,57 @@ def fetch(
         raise DatasetError(f"url must begin with http:// or https://; got '{url}'.")
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
+    with _alone(part):
+        if target.is_file():  # another process has just fetched it
+            _note(part).unlink()
+        else:
+            tag = _complete(url, target, part, attempts, progress)
+            _check_sum(part, sha256 or (tag if _SHA256.fullmatch(tag) else None), target, url)
+            _check_kind(part, target, url)
+            with open(part, "rb+") as file:
+                os.fsync(file.fileno())
+            os.replace(part, target)
+            _note(part).unlink(missing_ok=True)
+            return target
+    _check_sum(target, sha256, target, url)
+    return target
+
+
+@contextmanager
+def _alone(part: Path) -> Iterator[None]:
+    """Hold an unfinished file by its note, which is made if there is none; wait for a process that does.
+
+    Not by itself: HDF5, which looks whether it can be opened, locks files too.
+    """
+    while True:
+        with open(_note(part), "ab") as file:
+            _lock(file)
+            try:
+                held = os.path.samestat(_note(part).stat(), os.fstat(file.fileno()))
+            except FileNotFoundError:  # removed by the process that held it, which is done
+                held = False
+            if held:
+                yield
+                return
+
+
+def _lock(file: IO[bytes]) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        _log.info("another process fetches %s; waiting for it", file.name.removesuffix(".part.json"))
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:  # a file system without locks
+        _log.debug("%s cannot be locked: %s", file.name, error)
+
+
+def _complete(url: str, target: Path, part: Path, attempts: int, progress: Progress | None) -> str:
+    """Fetch what is missing of an unfinished file, by several attempts; returns the server's tag of it."""
     for attempt in range(1, attempts + 1):
         try:
-            tag = _continue(url, part, progress)
-            break
+            return _continue(url, part, progress)
         except urllib.error.HTTPError as error:
+            _forget_nothing(part)
             raise DatasetError(
                 f"{url}: expected a file; the server answered {error.code} ({error.reason}). Check the name, "
                 f"or download it by hand to {target}."
@@ -84,13 +136,7 @@ def fetch(
         except _BROKEN as error:
             if attempt == attempts:
                 raise _unreachable(url, target, part, error) from error
-    _check_sum(part, sha256 or (tag if _SHA256.fullmatch(tag) else None), target, url)
-    _check_kind(part, target, url)
-    with open(part, "rb+") as file:
-        os.fsync(file.fileno())
-    os.replace(part, target)
-    _note(part).unlink(missing_ok=True)
-    return target
+    raise AssertionError("attempts is at least 1")
 
 
 def _unreachable(url: str, target: Path, part: Path, error: Exception) -> DatasetError:
@@ -100,6 +146,7 @@ def _unreachable(url: str, target: Path, part: Path, error: Exception) -> Datase
             f"{url}: the connection broke off after {part.stat().st_size} bytes ({reason}). Give the same "
             f"command again: it continues there."
         )
+    _forget_nothing(part)
     return DatasetError(
         f"{url}: cannot be reached ({reason}). Check the network, give mirror=<address>, or download the "
         f"file elsewhere and put it to {target}."
@@ -207,3 +254,9 @@ def _check_kind(part: Path, target: Path, url: str) -> None:
 def _throw_away(part: Path) -> None:
     part.unlink()
     _note(part).unlink(missing_ok=True)
+
+
+def _forget_nothing(part: Path) -> None:
+    """Leave no note of a file of which nothing has come."""
+    if not part.is_file():
+        _note(part).unlink()

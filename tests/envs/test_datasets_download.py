@@ -6,6 +6,7 @@ import hashlib
 import http.server
 import io
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -182,7 +183,47 @@ def test_without_a_network_there_is_one_clear_message(tmp_path: Path, server: Se
     server.server_close()
     with pytest.raises(DatasetError, match=r"/x\.bin: cannot be reached \(.*refused.*\)\. Check the network"):
         fetch(f"{address}/x.bin", tmp_path / "x.bin")
-    assert not (tmp_path / "x.bin").exists()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_two_processes_one_fetches_and_the_other_waits(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, other = threading.Event(), []
+    waits = threading.Thread(
+        target=lambda: other.append(fetch(f"{server.address}/x.bin", tmp_path / "x.bin"))
+    )
+
+    def show(have: int, size: int | None) -> None:
+        if not begun.is_set():
+            begun.set()
+            waits.start()
+            while "waiting for it" not in caplog.text:  # locks of two open files differ, also in one process
+                time.sleep(0.01)
+
+    with caplog.at_level("INFO"):
+        path = fetch(f"{server.address}/x.bin", tmp_path / "x.bin", progress=show)
+    waits.join()
+    assert other == [path] and path.read_bytes() == CONTENT
+    assert server.requests == 1
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_who_waits_for_a_download_that_fails_fetches_itself(
+    tmp_path: Path, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits = threading.Thread(target=lambda: fetch(f"{server.address}/x.bin", tmp_path / "x.bin"))
+
+    def show(have: int, size: int | None) -> None:
+        waits.start()
+        while "waiting for it" not in caplog.text:
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    with caplog.at_level("INFO"), pytest.raises(KeyboardInterrupt):
+        fetch(f"{server.address}/x.bin", tmp_path / "x.bin", progress=show)
+    waits.join()
+    assert (tmp_path / "x.bin").read_bytes() == CONTENT
 
 
 def test_a_refusal_names_the_status_and_is_not_tried_again(tmp_path: Path, server: Server) -> None:

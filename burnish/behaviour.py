@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from algos.state import RunDirectory
 from burnish.commands.evaluate import evaluate_with
+from burnish.config import restore
 from burnish.console import Counting
 from burnish.locate import Located, locate
 from burnish.pictures import film_strip, to_png
@@ -23,7 +24,9 @@ FRAMES = 24  # of a film strip, before it is thinned out
 
 @dataclass
 class Stage:
-    """Plays the policies of runs; a policy that several runs started from is played once on each task.
+    """Plays the policies of runs as the runs evaluate theirs: steps, noise, warm starts.
+
+    A policy that several runs started from is played once on each task and in each way.
 
     Attributes:
         episodes: Episodes of each policy, for a task that draws all of them into one figure.
@@ -34,29 +37,32 @@ class Stage:
     episodes: int
     first_seed: int
     num_workers: int
-    _played: dict[tuple[Path, str], tuple[EpisodeRow, ...]] = field(default_factory=dict)
+    _played: dict[tuple[Path, str, str], tuple[EpisodeRow, ...]] = field(default_factory=dict)
 
     def play(self, directory: RunDirectory) -> tuple[Any, dict[str, tuple[EpisodeRow, ...]]]:
         """Play the last policy of a run and the one that it started from; returns task, and rows by title.
 
         Raises:
             CheckpointError: If there is no policy.
-            ConfigError: If the policy does not say which task it was made for.
+            ConfigError: If the policy does not say which task it was made for, or the run evaluates in a way
+                that is not known any more.
             MissingExtraError: If the simulator of the task is not installed.
         """
         found = locate(directory.path, "run")
-        env = task_of(found)
+        env, protocol = task_of(found), directory.config.get("evaluation") or {}
+        episodes = self.episodes if hasattr(env, "figure") else 1  # which is enough for a film strip
+        settings = replace(
+            restore(EvaluationSettings, protocol), episodes=episodes, first_seed=self.first_seed
+        )
         before = policy_before(directory)
         after = "after" if directory.config.get("init") else found.label
-        return env, {title: self._rows(one, env) for title, one in {**before, after: found}.items()}
+        return env, {title: self._rows(one, env, settings) for title, one in {**before, after: found}.items()}
 
-    def _rows(self, found: Located, env: Any) -> tuple[EpisodeRow, ...]:
-        """Play episodes and keep what happened in them; one is enough for a film strip."""
-        key = (found.path.resolve(), repr(env))
+    def _rows(self, found: Located, env: Any, settings: EvaluationSettings) -> tuple[EpisodeRow, ...]:
+        """Play episodes and keep what happened in them."""
+        key = (found.path.resolve(), repr(env), repr(settings))
         if key not in self._played:
-            episodes = self.episodes if hasattr(env, "figure") else 1
-            settings = EvaluationSettings(episodes=episodes, first_seed=self.first_seed)
-            with Counting(f"playing {found.label}", episodes) as counting:
+            with Counting(f"playing {found.label}", settings.episodes) as counting:
                 self._played[key] = evaluate_with(
                     found.load(),
                     env,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from algos.state import RunDirectory
-from burnish import pictures
+from burnish import behaviour, pictures
 from burnish.behaviour import Stage, describe_ways, draw_behaviour
 from burnish.commands.report import ReportConfig, _is_same, grouped, report
 from envs.episodes import EpisodeRow
@@ -140,6 +140,29 @@ def test_a_task_that_draws_nothing_is_reported_without_pictures(
     run = made(tmp_path / "run", "bc", {"name": "avoid"})
     page = report(ReportConfig(run=str(run.path)))
     assert "No pictures: env=pendulum draws nothing" in page.read_text()
+
+
+def test_policies_are_drawn_as_their_run_evaluates_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    protocol = {"episodes": 50, "steps": 3, "start_noise": "zero", "warm_start": {"steps": 2}}
+    config = {"algo": {"name": "bc"}, "env": {"name": "avoid"}, "seed": 0, "evaluation": protocol}
+    run, used = RunDirectory.create_at(tmp_path / "run", config, []), []
+
+    def play(policy: Any, env: Any, settings: Any, num_workers: int, **_: Any) -> Any:
+        used.append(settings)
+        return SimpleNamespace(rows=())
+
+    found = SimpleNamespace(path=tmp_path, label="run", load=lambda: None)
+    monkeypatch.setattr(behaviour, "locate", lambda path, key: found)
+    monkeypatch.setattr(behaviour, "task_of", lambda found: SimpleNamespace(figure=None))
+    monkeypatch.setattr(behaviour, "evaluate_with", play)
+    stage = Stage(7, 100, 0)
+    for _ in range(2):  # of which the second is not played again
+        stage.play(run)
+    (settings,) = used
+    assert (settings.episodes, settings.first_seed) == (7, 100)
+    assert (settings.steps, settings.start_noise, settings.warm_start.steps) == (3, "zero", 2)
 
 
 def test_descriptions_of_a_task_are_compared_by_the_options_that_both_know() -> None:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from algos.base import Setup
 from algos.constrained_td3 import Actor, Backup, ConstrainedTd3Config, Draws, Quantities, Regulariser
-from algos.offline import precision
+from algos.offline_run import precision
 from algos.optim import descend, restore_optimizer
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algos.base import Checked, Setup, require_states_only
-from algos.offline import THREADS, OfflineRun, warn_of_reach
+from algos.offline import warn_of_reach
+from algos.offline_run import THREADS, OfflineRun
 from algos.optim import restore_optimizer, warmup_cosine
 from algos.transitions import Batch, Rewarding, TransitionTable, actions_for, deviations, tabulate
 from envs.fit import require_fit

@@ -32,7 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from algos.base import AT_BOUND, Draws, Quantities, Setup
-from algos.offline import OfflineConfig, precision, warn_of_reach
+from algos.offline import OfflineConfig, warn_of_reach
+from algos.offline_run import precision
 from algos.optim import descend, restore_optimizer
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak

@@ -34,7 +34,9 @@ import torch
 from torch import Tensor
 
 from algos.base import Setup
-from algos.offline import ChunkLoss, OfflineConfig, OfflineRun, plain_actor, precision
+from algos.chunk_loss import ChunkLoss
+from algos.offline import OfflineConfig, plain_actor
+from algos.offline_run import OfflineRun, precision
 from algos.optim import descend, restore_optimizer
 from algos.transitions import Batch, TransitionTable
 from policies.deterministic import DeterministicPolicy

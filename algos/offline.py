@@ -1,30 +1,20 @@
-"""What learning from a fixed dataset shares: settings, the actor to train, the run in progress.
-
-A run owns a table of transitions and a learner; the learner takes a step on a batch with random numbers that
-it is handed, and knows nothing of datasets, budgets or reports.
-"""
+"""How learning from a fixed dataset begins: settings, the actor to train, and what is refused."""
 
 from __future__ import annotations
 
 import logging
 import math
-import time
 from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from algos.base import Checked, Metrics, Setup, require_states_only
-from algos.continuity import origin_of, require_unchanged
+from algos.base import Checked, Setup, require_states_only
+from algos.offline_run import THREADS, Learner, OfflineRun
 from algos.optim import DelayedDecay, Ema
-from algos.overestimation import Probes, probes_of
-from algos.plain import capture_generator, restore_generator
+from algos.overestimation import probes_of
 from algos.transitions import (
-    Batch,
     Rewarding,
     TransitionTable,
     actions_for,
@@ -32,7 +22,6 @@ from algos.transitions import (
     clipped_actions,
     tabulate,
 )
-from algos.validation import matching_of
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
 from envs.spec import EnvSpec
@@ -41,42 +30,15 @@ from policies.compose import ComposedPolicy
 from policies.deterministic import DeterministicProcess
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy, PolicyConfig, build_policy
-from policies.protocols import TE, Cond
 from policies.registry import name_of
-from policies.seeds import derive_seed, seeded_generator, seeded_weights
+from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
 from policies.wrappers import WrappedPolicy
 
 _log = logging.getLogger(__name__)
 
-THREADS = 1  # of torch, unless `num_threads` says otherwise
 _BEYOND = 1e-4  # of normalised actions, that rounding may put beyond ±1
 STD_MARGIN = 1e-3  # added to the deviation of every entry of the state, as in the released programs
-
-
-class Learner(Protocol):
-    """Takes steps on batches."""
-
-    @property
-    def policy(self) -> Policy:
-        """The policy in training."""
-        ...
-
-    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the random numbers of the coming step on n rows."""
-        ...
-
-    def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take a step; return detached scalars by name."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything a continuation needs."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        ...
 
 
 @dataclass
@@ -297,176 +259,3 @@ def _state_statistics(dataset: EpisodeDataset) -> dict[str, Tensor]:
     std = states.std(dim=0, correction=0) + STD_MARGIN
     moments = {"mean": states.mean(dim=0), "std": std, "min": states.amin(0), "max": states.amax(0)}
     return {name: value.float() for name, value in moments.items()}
-
-
-def precision(autocast: str | None, device: torch.device) -> AbstractContextManager[Any]:
-    """Return what networks are evaluated in; see `OfflineConfig.autocast`."""
-    return nullcontext() if autocast is None else torch.autocast(device.type, dtype=getattr(torch, autocast))
-
-
-class Budget(Protocol):
-    """What a run is told: gradient steps, transitions of a batch, gradient steps between two reports.
-
-    Attributes:
-        fixed_length: Whether a rate follows the number of steps, so that a run cannot be made longer.
-    """
-
-    fixed_length: ClassVar[bool]
-    steps: int
-    batch_size: int
-    block_steps: int
-
-
-class OfflineRun:
-    """A run in progress; see `OfflineConfig`."""
-
-    unit = "gradient_steps"
-
-    def __init__(
-        self,
-        config: Budget,
-        setup: Setup,
-        learner: Learner,
-        table: TransitionTable,
-        dataset: EpisodeDataset,
-        *,
-        probes: Probes | None = None,
-        ema: Ema | None = None,
-        lasting: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.config, self.learner, self.table, self._probes = config, learner, table, probes
-        self._ema = ema
-        self._num_threads = setup.threads(THREADS)
-        self._index = seeded_generator(setup.seed, "transitions", device=setup.device)
-        self._noise = seeded_generator(setup.seed, "learner noise", device=setup.device)
-        self._lasting = {
-            "seed": setup.seed,
-            **origin_of(setup.init, learner.policy),
-            "dataset": dataset.digest(),
-            **({"total": config.steps} if config.fixed_length else {}),
-            **(lasting or {}),
-        }
-        self._done = 0
-
-    @property
-    def progress(self) -> int:
-        """Gradient steps done."""
-        return self._done
-
-    @property
-    def total(self) -> int:
-        """Gradient steps to do."""
-        return self.config.steps
-
-    @property
-    def budget(self) -> str | None:
-        """The key that makes a run longer; None: its length is part of it."""
-        return None if self.config.fixed_length else "algo.steps"
-
-    def advance(self) -> Metrics:
-        """Take a block of gradient steps and report the means of what was measured."""
-        count = min(self.config.block_steps, self.total - self._done)
-        start, means = time.perf_counter(), Means()
-        with torch_threads(self._num_threads):
-            for _ in range(count):
-                self._done += 1
-                means.add(self._step())
-            measured = means.read() | self._judged()
-        return measured | {"time/steps_per_s": count / (time.perf_counter() - start)}
-
-    def _judged(self) -> Metrics:
-        """Return what the critics are too sure of, where there are critics and probes."""
-        critic = getattr(self.learner, "critic", None)
-        if critic is None or self._probes is None:
-            return {}
-        return {"critic/overestimation": self._probes.overestimation(critic)}
-
-    def _step(self) -> dict[str, Tensor]:
-        size, device = self.config.batch_size, self._index.device
-        row = torch.randint(len(self.table), (size,), generator=self._index, device=device)
-        measured = self.learner.step(self.table.gather(row), self.learner.draw(size, self._noise))
-        if self._ema is not None:
-            self._ema.update(self.learner.policy)
-        return measured
-
-    def snapshot(self) -> Policy:
-        """Return a copy of the policy, its weights averaged where they are to be, in evaluation mode."""
-        policy = self.learner.policy if self._ema is None else cast(Policy, self._ema.module)
-        return policy.clone().eval().requires_grad_(False)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything a bit-exact continuation needs."""
-        return {
-            "done": self._done,
-            "learner": self.learner.state_dict(),
-            "index": capture_generator(self._index),
-            "noise": capture_generator(self._noise),
-            **({} if self._ema is None else {"ema": self._ema.state_dict()}),
-            **self._lasting,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`.
-
-        Raises:
-            CheckpointError: If length, data, seed, the policy to start from or what is made of rewards are
-                not those of the run.
-        """
-        require_unchanged(state, self._lasting)
-        self.learner.load_state_dict(state["learner"])
-        if self._ema is not None:
-            self._ema.restore(state.get("ema"), self.learner.policy)
-        restore_generator(self._index, state["index"])
-        restore_generator(self._noise, state["noise"])
-        self._done = int(state["done"])
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
-class ChunkLoss:
-    """The matching loss of a policy at recorded chunks of a batch.
-
-    Args:
-        policy: In training.
-
-    Raises:
-        CapabilityError: If the policy has no matching loss.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self._shape, self._matching = policy.chunk.shape, matching_of(policy)
-
-    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the random numbers of n rows, by names that begin with `te/`."""
-        te = self._matching.sample_te(n, generator=generator)
-        level = {} if te.level is None else {"te/level": te.level}
-        return {"te/t": te.t, "te/eps": te.eps, **level, **{f"te/more/{k}": v for k, v in te.more.items()}}
-
-    def __call__(self, batch: Batch, draws: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss (B, Th) of every row of the chunks."""
-        more = {k.removeprefix("te/more/"): v for k, v in draws.items() if k.startswith("te/more/")}
-        te = TE(draws["te/t"], draws["te/eps"], draws.get("te/level"), more)
-        chunk = batch.plan.view(-1, *self._shape)
-        return self._matching.matching_loss(Cond(batch.cond), chunk, te, reduce="step")
-
-
-class Means:
-    """Running sums of scalars by name; nothing is read back to the host before `read`."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
-
-    def add(self, values: Mapping[str, Tensor]) -> None:
-        """Add one value of each name."""
-        for name, value in values.items():
-            if name in self._sums:
-                self._sums[name] += value
-                self._counts[name] += 1
-            else:
-                self._sums[name], self._counts[name] = value.clone(), 1
-
-    def read(self) -> Metrics:
-        """Return the means."""
-        return {name: total / self._counts[name] for name, total in self._sums.items()}

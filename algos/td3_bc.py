@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from algos.base import Setup
+from algos.chunk_loss import ChunkLoss
 from algos.constrained_td3 import (
     Actor,
     ConstrainedTd3Config,
@@ -20,7 +21,7 @@ from algos.constrained_td3 import (
     Quantities,
     Regulariser,
 )
-from algos.offline import ChunkLoss, precision
+from algos.offline_run import precision
 from algos.transitions import Batch, TransitionTable
 from algos.validation import masked_mean
 from policies.ensembles import Ensemble

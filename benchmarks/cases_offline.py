@@ -17,7 +17,7 @@ from torch import Tensor
 from algos.base import Setup
 from algos.constrained_td3 import Td3Learner
 from algos.neighbors import ListSearch
-from algos.offline import OfflineRun
+from algos.offline_run import OfflineRun
 from algos.prdc import NearestRow, PrdcConfig
 from algos.td3_bc import Td3BcConfig
 from benchmarks.peers_offline import PlainPrdc, PlainTd3Bc

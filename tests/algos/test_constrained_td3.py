@@ -17,7 +17,7 @@ from algos.a2pr import A2prConfig, ActionVae
 from algos.base import Setup
 from algos.constrained_td3 import Actor, ConstrainedTd3Config, Td3Learner
 from algos.iql import IqlConfig, expectile_loss
-from algos.offline import OfflineRun
+from algos.offline_run import OfflineRun
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig

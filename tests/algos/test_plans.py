@@ -12,7 +12,7 @@ from torch import Tensor
 
 from algos.base import Setup
 from algos.iql import IqlConfig, IqlLearner
-from algos.offline import OfflineRun
+from algos.offline_run import OfflineRun
 from algos.td3_bc import OwnLikelihood, Td3BcConfig
 from algos.transitions import Batch
 from policies.backbones.mlp import MlpConfig

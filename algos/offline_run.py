@@ -1,0 +1,199 @@
+"""A run that learns from a fixed dataset: it owns a table of transitions and a learner.
+
+The learner takes a step on a batch with random numbers that it is handed, and knows nothing of datasets,
+budgets or reports.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from algos.base import Metrics, Setup
+from algos.continuity import origin_of, require_unchanged
+from algos.optim import Ema
+from algos.overestimation import Probes
+from algos.plain import capture_generator, restore_generator
+from algos.transitions import Batch, TransitionTable
+from envs.datasets.episodes import EpisodeDataset
+from policies.policy import Policy
+from policies.seeds import seeded_generator
+from policies.threads import torch_threads
+
+THREADS = 1  # of torch, unless `num_threads` says otherwise
+
+
+class Learner(Protocol):
+    """Takes steps on batches."""
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in training."""
+        ...
+
+    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the random numbers of the coming step on n rows."""
+        ...
+
+    def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take a step; return detached scalars by name."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a continuation needs."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        ...
+
+
+class Budget(Protocol):
+    """What a run is told: gradient steps, transitions of a batch, gradient steps between two reports.
+
+    Attributes:
+        fixed_length: Whether a rate follows the number of steps, so that a run cannot be made longer.
+    """
+
+    fixed_length: ClassVar[bool]
+    steps: int
+    batch_size: int
+    block_steps: int
+
+
+class OfflineRun:
+    """A run in progress; see `OfflineConfig`."""
+
+    unit = "gradient_steps"
+
+    def __init__(
+        self,
+        config: Budget,
+        setup: Setup,
+        learner: Learner,
+        table: TransitionTable,
+        dataset: EpisodeDataset,
+        *,
+        probes: Probes | None = None,
+        ema: Ema | None = None,
+        lasting: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.config, self.learner, self.table, self._probes = config, learner, table, probes
+        self._ema = ema
+        self._num_threads = setup.threads(THREADS)
+        self._index = seeded_generator(setup.seed, "transitions", device=setup.device)
+        self._noise = seeded_generator(setup.seed, "learner noise", device=setup.device)
+        self._lasting = {
+            "seed": setup.seed,
+            **origin_of(setup.init, learner.policy),
+            "dataset": dataset.digest(),
+            **({"total": config.steps} if config.fixed_length else {}),
+            **(lasting or {}),
+        }
+        self._done = 0
+
+    @property
+    def progress(self) -> int:
+        """Gradient steps done."""
+        return self._done
+
+    @property
+    def total(self) -> int:
+        """Gradient steps to do."""
+        return self.config.steps
+
+    @property
+    def budget(self) -> str | None:
+        """The key that makes a run longer; None: its length is part of it."""
+        return None if self.config.fixed_length else "algo.steps"
+
+    def advance(self) -> Metrics:
+        """Take a block of gradient steps and report the means of what was measured."""
+        count = min(self.config.block_steps, self.total - self._done)
+        start, means = time.perf_counter(), Means()
+        with torch_threads(self._num_threads):
+            for _ in range(count):
+                self._done += 1
+                means.add(self._step())
+            measured = means.read() | self._judged()
+        return measured | {"time/steps_per_s": count / (time.perf_counter() - start)}
+
+    def _judged(self) -> Metrics:
+        """Return what the critics are too sure of, where there are critics and probes."""
+        critic = getattr(self.learner, "critic", None)
+        if critic is None or self._probes is None:
+            return {}
+        return {"critic/overestimation": self._probes.overestimation(critic)}
+
+    def _step(self) -> dict[str, Tensor]:
+        size, device = self.config.batch_size, self._index.device
+        row = torch.randint(len(self.table), (size,), generator=self._index, device=device)
+        measured = self.learner.step(self.table.gather(row), self.learner.draw(size, self._noise))
+        if self._ema is not None:
+            self._ema.update(self.learner.policy)
+        return measured
+
+    def snapshot(self) -> Policy:
+        """Return a copy of the policy, its weights averaged where they are to be, in evaluation mode."""
+        policy = self.learner.policy if self._ema is None else cast(Policy, self._ema.module)
+        return policy.clone().eval().requires_grad_(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a bit-exact continuation needs."""
+        return {
+            "done": self._done,
+            "learner": self.learner.state_dict(),
+            "index": capture_generator(self._index),
+            "noise": capture_generator(self._noise),
+            **({} if self._ema is None else {"ema": self._ema.state_dict()}),
+            **self._lasting,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            CheckpointError: If length, data, seed, the policy to start from or what is made of rewards are
+                not those of the run.
+        """
+        require_unchanged(state, self._lasting)
+        self.learner.load_state_dict(state["learner"])
+        if self._ema is not None:
+            self._ema.restore(state.get("ema"), self.learner.policy)
+        restore_generator(self._index, state["index"])
+        restore_generator(self._noise, state["noise"])
+        self._done = int(state["done"])
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class Means:
+    """Running sums of scalars by name; nothing is read back to the host before `read`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add one value of each name."""
+        for name, value in values.items():
+            if name in self._sums:
+                self._sums[name] += value
+                self._counts[name] += 1
+            else:
+                self._sums[name], self._counts[name] = value.clone(), 1
+
+    def read(self) -> Metrics:
+        """Return the means."""
+        return {name: total / self._counts[name] for name, total in self._sums.items()}
+
+
+def precision(autocast: str | None, device: torch.device) -> AbstractContextManager[Any]:
+    """Return what networks are evaluated in; see `OfflineConfig.autocast`."""
+    return nullcontext() if autocast is None else torch.autocast(device.type, dtype=getattr(torch, autocast))

@@ -22,7 +22,7 @@ from envs.datasets.minari_writer import write_minari
 from envs.datasets.npz import peek_npz
 from envs.datasets.options import Option, fitting, lasting, options_of
 from envs.datasets.robomimic import read as read_robomimic
-from envs.datasets.robomimic import write_robomimic
+from envs.datasets.robomimic_writer import write_robomimic
 from envs.datasets.scores import normalized_score
 from envs.datasets.windows import Batch, Windows
 from envs.datasets.writers import write_dataset

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from envs.datasets.d4rl_writer import write_d4rl
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.minari_writer import write_minari
-from envs.datasets.robomimic import write_robomimic
+from envs.datasets.robomimic_writer import write_robomimic
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@
     python -m benchmarks.offline halfcheetah-medium             records its dataset itself
     python -m benchmarks.offline hopper-medium --dataset FILE --algos flow+prdc     tunes a cloned flow
     python -m benchmarks.offline hopper-medium --report         table and curve from what is there
+    python -m benchmarks.offline hopper-medium --dataset FILE --discounts   what a discount tells of the data
 
 Settings are those of the data's own experiment (`hopper_medium_expert_iql`), or else of the task's
 (`hopper_iql`); `bc` clones the network of these actors, with as many steps as TD3 gives to its actor. Each
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import burnish
 import burnish.api
@@ -43,6 +45,7 @@ from burnish.config import scan_parts
 from burnish.last_and_best import last_and_best
 from burnish.overrides import experiments
 from envs.comparison import FEWEST_EPISODES
+from envs.datasets import read_dataset
 from envs.evaluation import Evaluation, evaluate
 from envs.statistics import (
     RISK_SHARE,
@@ -408,6 +411,22 @@ def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
     figure.savefig(RESULTS / f"offline-{name}.png", dpi=120)
 
 
+EARLY, FIRST = 600, 150  # steps: a fall before these is early; rows of an episode that are looked at
+
+
+def discounts(file: str) -> list[str]:
+    """Return (1 - gamma) times the return to go of first rows, where episodes fall early and elsewhere."""
+    data = read_dataset(file)
+    starts = data.episode_start[:-1]
+    early = data.terminated[data.episode_start[1:] - 1] & (data.lengths < EARLY)
+    rows = []
+    for gamma in (0.95, 0.99, 0.995, 0.997):
+        worth = (1 - gamma) * data.returns_to_go(gamma)
+        means = torch.stack([worth[start : start + FIRST].mean() for start in starts.tolist()])
+        rows.append((f"{gamma:g}", f"{means[early].mean():.2f}", f"{means[~early].mean():.2f}"))
+    return pages.table(("γ", f"{int(early.sum())} fall early", f"{int((~early).sum())} others"), rows)
+
+
 def main() -> int:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(
@@ -426,9 +445,13 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=Path("runs/offline"))
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--report", action="store_true", help="only write the report of what is there")
+    parser.add_argument("--discounts", action="store_true", help="only print what discounts tell of the data")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     scan_parts()
+    if options.discounts:
+        print("\n".join(discounts(str(dataset_of(options.data, options.dataset, options.root)))))
+        return 0
     if not options.report:
         for algo in options.algos.split(","):
             for seed in map(int, options.seeds.split(",")):

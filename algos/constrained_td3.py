@@ -258,6 +258,7 @@ class ConstrainedTd3Config(OfflineConfig):
     noise_clip: float = 0.5  # largest magnitude of that noise
     policy_every: int = 2  # steps of the critic per step of the actor and the targets
     warmup_steps: int = 0  # steps of the critic before the actor moves for the first time; of use with `init`
+    critic_layer_norm: bool = False  # normalise before each activation
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -283,7 +284,7 @@ class ConstrainedTd3Config(OfflineConfig):
 
     def critic_config(self) -> EnsembleConfig:
         """Return the shape of the critics."""
-        return EnsembleConfig(hidden_dims=self.critic_dims)
+        return EnsembleConfig(hidden_dims=self.critic_dims, layer_norm=self.critic_layer_norm)
 
     @abstractmethod
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> Regulariser:

@@ -104,6 +104,7 @@ class RebracConfig(ConstrainedTd3Config):
     critic_dims: tuple[int, ...] = (256, 256, 256)
     actor_weight: float = 0.01  # beta1, of the distance of the actor from the data
     critic_weight: float = 0.01  # beta2, of the distance of next actions from the data
+    critic_layer_norm: bool = True  # normalise after each activation
     normalize_states: bool = False  # a new actor and its critics see states of mean 0 and deviation 1
 
     def __post_init__(self) -> None:
@@ -123,11 +124,11 @@ class RebracConfig(ConstrainedTd3Config):
         return replace(config, normalizer=modes)
 
     def critic_config(self) -> EnsembleConfig:
-        """Return critics with normalised layers."""
+        """Return critics whose layers are normalised after their activation, if at all."""
         return EnsembleConfig(
             hidden_dims=self.critic_dims,
-            layer_norm=True,
-            norm_after=True,
+            layer_norm=self.critic_layer_norm,
+            norm_after=self.critic_layer_norm,
             norm_eps=_NORM_EPS,
             hidden_bias=_HIDDEN_BIAS,
             last_bound=_LAST_OF_CRITICS,

@@ -163,7 +163,11 @@ class Ensemble(nn.Module):
             return product(bias[last], h.to(weight[last].dtype), weight[last]).squeeze(-1)
 
     def _normalized(self, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-        return torch.addcmul(shift, F.layer_norm(h, h.shape[-1:], eps=self.config.norm_eps), scale)
+        eps = self.config.norm_eps
+        if h.ndim == 2 and h.device.type == "cpu":  # one kernel, which reads and writes the type of h
+            with _full_precision("cpu"):
+                return F.layer_norm(h, h.shape[-1:], scale[0], shift[0], eps)
+        return torch.addcmul(shift, F.layer_norm(h, h.shape[-1:], eps=eps), scale)
 
     def _stacks(self, parts: nn.ParameterList, count: int, frozen: bool) -> list[Tensor]:
         stacks = (part if count == self.members else part[:count] for part in parts)

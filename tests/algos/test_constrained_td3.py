@@ -289,6 +289,19 @@ def test_a_warm_up_ends_before_the_run() -> None:
         Td3BcConfig(steps=5, warmup_steps=5)
 
 
+@pytest.mark.parametrize("config", CONSTRAINED, ids=lambda c: c.__name__)
+@pytest.mark.parametrize("normalised", [False, True])
+def test_critics_are_normalised_where_that_is_asked_for(config: Any, normalised: bool) -> None:
+    run = run_of(small(config, steps=4, critic_layer_norm=normalised))
+    learner = run.learner
+    assert isinstance(learner, Td3Learner)
+    for critic in (learner.critic, learner.target_critic):
+        assert len(critic.scale) == len(critic.shift) == (2 if normalised else 0)
+    before = [scale.detach().clone() for scale in learner.critic.scale]
+    run._step()
+    assert not any(map(torch.equal, before, learner.critic.scale))
+
+
 def test_half_precision_is_named() -> None:
     with pytest.raises(ConfigError, match=r"algo\.autocast must be bfloat16 or null; got half"):
         Td3BcConfig(autocast="half")

@@ -60,6 +60,8 @@ def test_a_run_that_was_shorter_goes_on(tmp_path: Path) -> None:
     [
         ("hopper-medium", "iql", "hopper_medium_iql"),
         ("hopper-medium-expert", "iql", "hopper_medium_expert_iql"),
+        ("hopper-medium", "study_prdc", "hopper_medium_study_prdc"),
+        ("hopper-medium-expert", "study_prdc", "hopper_study_prdc"),
         ("hopper-medium-expert", "prdc", "hopper_prdc"),
     ],
 )

@@ -50,7 +50,7 @@ class Correction:
     eta_state: float = 0.0  # weight of the auxiliary action
     kappa: float = 1.0  # step of the state along its score
     radius: float | None = 0.3  # largest change, root mean square over entries, normalised; null: none
-    gate_quantile: float = 0.9  # share of the data that would be left alone; 0: none
+    gate_quantile: float = 0.99  # share of the data that would be left alone; 0: none
     hidden_dims: tuple[int, ...] = (256, 256, 256)  # of the score network; mish
     dynamics_dims: tuple[int, ...] = (256, 256)  # of the inverse dynamics; relu
 

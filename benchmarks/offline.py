@@ -152,6 +152,7 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
     content = {
         "data": name, "algo": algo, "seed": seed, "steps": run.directory.latest(), "std": options.std,
         "settings": settings, "cdsa_steps": options.cdsa_steps, "dataset": describe_dataset(file),
+        "gate_quantile": None if base else policies["corrected"].wrapper.gate_quantile,
         "evaluations": {key: episode_columns(one) for key, one in found.items()},
         "best_step": step, "protocol": found["last"].protocol,
         "curve": list(curve(run.directory.metrics_path)), "wall_s": busy(run.directory.metrics_path),
@@ -346,7 +347,7 @@ def section(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
     if compared := list(differences(found)):
         columns = ("score of", "against", "seeds", "paired difference", "in words")
         lines += ["", *pages.table(columns, ()), *compared]
-    lines += asked_for(found) + by_others(name, found)
+    lines += asked_for(found) + by_others(name, found) + gates(found)
     commits = pages.commits(run for runs in found.values() for run in runs)
     draw(name, found)
     picture = f"![evaluations on the way](offline-{name}.png)"
@@ -380,6 +381,23 @@ def by_others(name: str, found: dict[str, list[dict[str, Any]]]) -> list[str]:
         used = {one for run in runs for one in run["settings"] if one.startswith("experiment=")} - {today}
         said += [f"{algo} was measured with `{one}`, not with `{today}`" for one in sorted(used)]
     return ["", f"{'; '.join(said)}."] if said else []
+
+
+GATE = 0.9  # the quantile of corrections whose results name none
+
+
+def gates(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Say at which quantile of the data the corrections of each algorithm begin."""
+    said: dict[float, list[str]] = {}
+    for algo, runs in found.items():
+        corrected = [run for run in runs if "corrected" in run["evaluations"]]
+        chosen = {run["seed"]: run.get("gate_quantile", GATE) for run in corrected}
+        for gate in sorted(set(chosen.values())):
+            seeds = [str(seed) for seed, one in chosen.items() if one == gate]
+            some = "" if len(seeds) == len(chosen) else f" (seed{'s' * (len(seeds) > 1)} {', '.join(seeds)})"
+            said.setdefault(gate, []).append(algo + some)
+    told = [f"{gate:g} for {', '.join(algos)}" for gate, algos in sorted(said.items())]
+    return ["", f"Corrected with `gate_quantile` {'; '.join(told)}."] if told else []
 
 
 def _code(overrides: set[str]) -> str:

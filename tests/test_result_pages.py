@@ -84,3 +84,15 @@ def test_a_page_says_which_code_cannot_be_checked_out() -> None:
     both = pages.about_commits(measured(lost + "0" * 33, lost + "0" * 33 + "-dirty", "a" * 40))
     assert both.count(lost) == 1 and "not in the history" in both and "*with changes*" in both
     assert "history" not in pages.about_commits(measured("a" * 40 + "-dirty"))
+
+
+def test_a_page_says_which_gate_corrected_which_seeds() -> None:
+    old: dict[str, Any] = {"seed": 0, "evaluations": {"corrected": {}}}  # of results that name no gate
+    new = [{"seed": seed, "evaluations": {"corrected": {}}, "gate_quantile": 0.99} for seed in (1, 2)]
+    tuned = {"seed": 0, "evaluations": {"cloned": {}}, "gate_quantile": None}
+    line = offline.gates({"bc": [old], "flow+iql": [tuned], "iql": new, "td3_bc": [old, *new]})[1]
+    assert (
+        line
+        == "Corrected with `gate_quantile` 0.9 for bc, td3_bc (seed 0); 0.99 for iql, td3_bc (seeds 1, 2)."
+    )
+    assert offline.gates({"flow+iql": [tuned]}) == []

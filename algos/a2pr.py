@@ -18,8 +18,9 @@ kept in checkpoints, and parts that nothing uses are left out.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ from algos.base import Setup
 from algos.constrained_td3 import Actor, Backup, ConstrainedTd3Config, Draws, Quantities, Regulariser
 from algos.offline_run import precision
 from algos.optim import descend, restore_optimizer
+from algos.stacking import StackedEnsemble, join_optimizers, stacked
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate
 from policies.registry import register
@@ -55,11 +57,11 @@ class ActionVae(nn.Module):
         self.outlet = nn.Linear(width, action_dim)
 
     def forward(self, cond: Tensor, action: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return reconstructions (B, A), means and deviations (B, 2A) for noise (B, 2A)."""
-        hidden = self.encoder(torch.cat([cond, action], dim=1))
+        """Return reconstructions (..., B, A), means and deviations (..., B, 2A) for noise (..., B, 2A)."""
+        hidden = self.encoder(torch.cat([cond, action], dim=-1))
         mean, std = self.mean(hidden).to(noise), self.log_std(hidden).to(noise).clamp(-4, 15).exp()
         latent = mean + std * noise
-        decoded = torch.tanh(self.outlet(self.decoder(torch.cat([cond, latent], dim=1)))).to(noise)
+        decoded = torch.tanh(self.outlet(self.decoder(torch.cat([cond, latent], dim=-1)))).to(noise)
         return self.limit * decoded, mean, std
 
 
@@ -68,8 +70,8 @@ def _stack(in_dim: int, width: int) -> nn.Sequential:
 
 
 def divergence(mean: Tensor, std: Tensor) -> Tensor:
-    """Return KL(N(mean, std^2) | N(0, 1)), averaged over rows and entries (B, L)."""
-    return -0.5 * (1 + std.square().log() - mean.square() - std.square()).mean()
+    """Return KL(N(mean, std^2) | N(0, 1)), averaged over rows and entries (..., B, L)."""
+    return -0.5 * (1 + std.square().log() - mean.square() - std.square()).mean(dim=(-2, -1))
 
 
 class AdvantageGuide(Regulariser):
@@ -98,10 +100,15 @@ class AdvantageGuide(Regulariser):
     ) -> None:
         self._autocast = autocast
         self.vae, self.value, self.weight, self.vae_weight = vae, value, weight, vae_weight
-        self.value_optimizer = torch.optim.Adam(value.parameters(), lr=value_lr, fused=True)
-        self.vae_optimizer = torch.optim.Adam(vae.parameters(), lr=vae_lr, fused=True)
+        self._rates = value_lr, vae_lr
+        self._make_optimizers()
         self._before: Tensor | None = None  # V of the batch before its step, and q1 of the data actions
         self._data_value: Tensor | None = None
+
+    def _make_optimizers(self) -> None:
+        value_lr, vae_lr = self._rates
+        self.value_optimizer = torch.optim.Adam(self.value.parameters(), lr=value_lr, fused=True)
+        self.vae_optimizer = torch.optim.Adam(self.vae.parameters(), lr=vae_lr, fused=True)
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Draw the noise of both reconstructions."""
@@ -119,24 +126,24 @@ class AdvantageGuide(Regulariser):
             self._data_value = critic(batch.cond, batch.action, members=1)[0]
         with self._precision():
             value = self._value_of(batch.cond)
-        value_loss = (value - aim).square().mean()
-        descend(self.value_optimizer, value_loss)
+        value_loss = (value - aim).square().mean(dim=-1)
+        descend(self.value_optimizer, value_loss.sum())
         self._before = value.detach()
         keep = (self._data_value > self._before).to(value.dtype)
         with self._precision():
             rebuilt, mean, std = self.vae(batch.cond, batch.action, draws["vae_data"])
-        error = (self.vae_weight * keep[:, None] * (rebuilt - batch.action).square()).mean()
+        error = (self.vae_weight * keep[..., None] * (rebuilt - batch.action).square()).mean(dim=(-2, -1))
         vae_loss = error + 0.5 * divergence(mean, std)
-        descend(self.vae_optimizer, vae_loss)
+        descend(self.vae_optimizer, vae_loss.sum())
         return {
             "value/loss": value_loss.detach(),
             "guide/loss": vae_loss.detach(),
-            "guide/kept_fraction": keep.mean(),
+            "guide/kept_fraction": keep.mean(dim=-1),
         }
 
     @torch.no_grad()
     def value_target(self, batch: Batch, backup: Backup, critic: Ensemble) -> Tensor:
-        """Return what V moves towards, min(y, y') (B,)."""
+        """Return what V moves towards, min(y, y') (..., B)."""
         with self._precision():
             fresh = aggregate(critic(batch.next_cond, backup.next_action), "min")
         return torch.minimum(backup.target, torch.addcmul(batch.reward, batch.discount, fresh))
@@ -150,16 +157,16 @@ class AdvantageGuide(Regulariser):
             rebuilt = self.vae(batch.cond, action, draws["vae_policy"])[0]
             self.vae.requires_grad_(True)
         follows, weight = self.judged(batch, rebuilt, critic)
-        guide = torch.where(follows[:, None], rebuilt, batch.action)
-        penalty = (weight[:, None] * (action - guide).square()).mean()
+        guide = torch.where(follows[..., None], rebuilt, batch.action)
+        penalty = (weight[..., None] * (action - guide).square()).mean(dim=(-2, -1))
         return penalty, {
-            "guide/followed_fraction": follows.to(weight.dtype).mean(),
-            "guide/active_fraction": (weight > 0).to(weight.dtype).mean(),
+            "guide/followed_fraction": follows.to(weight.dtype).mean(dim=-1),
+            "guide/active_fraction": (weight > 0).to(weight.dtype).mean(dim=-1),
         }
 
     @torch.no_grad()
     def judged(self, batch: Batch, rebuilt: Tensor, critic: Ensemble) -> tuple[Tensor, Tensor]:
-        """Return where the guide is `rebuilt` (B, A), (B,) bool, and the weight of the constraint (B,)."""
+        """Return where the guide is `rebuilt` (..., B, A), bool, and the weight of the constraint (..., B)."""
         assert self._before is not None and self._data_value is not None, "learn comes before penalty"
         with self._precision():
             promise = critic(batch.cond, rebuilt, members=1)[0]
@@ -171,7 +178,18 @@ class AdvantageGuide(Regulariser):
         return precision(self._autocast, self.vae.outlet.weight.device)
 
     def _value_of(self, cond: Tensor) -> Tensor:
-        return self.value(cond, cond.new_zeros(len(cond), 0))[0]
+        return self.value(cond, cond.new_zeros(*cond.shape[:-1], 0))[0]
+
+    def together(self, others: Sequence[AdvantageGuide]) -> AdvantageGuide:
+        """Return one guide with the networks and optimisers of all; see `Td3Learner.together`."""
+        guides = (self, *others)
+        whole = copy.copy(self)
+        whole.vae = stacked([guide.vae for guide in guides])
+        whole.value = StackedEnsemble([guide.value for guide in guides])
+        whole._make_optimizers()
+        for name in ("vae_optimizer", "value_optimizer"):
+            join_optimizers(getattr(whole, name), [getattr(guide, name) for guide in guides])
+        return whole
 
     def state_dict(self) -> dict[str, Any]:
         """Return networks and optimisers."""

@@ -14,6 +14,9 @@ the data action (TD3+BC), the nearest row of the dataset (PRDC), a generative gu
 actor and target (ReBRAC). The actor may be any policy: for one that samples, the constraint acts on sampled
 chunks and gradients pass through all of its denoising steps.
 
+Batches may have a leading axis of seeds, (S, B, ...): losses are means over rows and sums over seeds, so one
+learner takes the steps of several; see `Td3Learner.together`.
+
 Source: TD3+BC, arXiv 2106.06860; PRDC, arXiv 2306.06569; released code of PRDC and A2PR.
 """
 
@@ -22,21 +25,22 @@ from __future__ import annotations
 import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from algos.base import AT_BOUND, Draws, Quantities, Setup
 from algos.offline import OfflineConfig, warn_of_reach
 from algos.offline_run import precision
 from algos.optim import descend, restore_optimizer
+from algos.stacking import StackedActor, StackedEnsemble, join_optimizers
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
+from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.protocols import Cond
 from policies.registry import name_of
@@ -52,6 +56,11 @@ class Actor:
 
     def __init__(self, policy: Policy, limit: float = 1.0) -> None:
         self.policy, self.limit = policy, limit
+
+    @property
+    def network(self) -> nn.Module:
+        """What is trained."""
+        return self.policy
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
         """Return the noise that n actions start from; zeros where it has no influence."""
@@ -85,14 +94,19 @@ class Td3Rules:
 
 @dataclass(frozen=True)
 class Backup:
-    """What the critic was moved towards: next actions (B, A) and targets (B,)."""
+    """What the critic was moved towards: next actions (..., B, A) and targets (..., B)."""
 
     next_action: Tensor
     target: Tensor
 
 
+def distance(action: Tensor, other: Tensor) -> Tensor:
+    """Return mean (a - b)^2 of actions (..., B, A) over rows and entries, one for each seed."""
+    return (action - other).square().mean(dim=(-2, -1))
+
+
 class Regulariser(ABC):
-    """Keeps an actor near the data."""
+    """Keeps an actor near the data. Batches and actions may have a leading axis of seeds."""
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return random numbers for one step of n rows."""
@@ -106,11 +120,25 @@ class Regulariser(ABC):
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
-        """Return what is added to the actor's loss for its actions (B, A), and what to report."""
+        """Return what is added to the actor's loss for its actions (..., B, A), and what to report.
+
+        One number for each seed, (...).
+        """
 
     def next_penalty(self, batch: Batch, action: Tensor) -> Tensor | None:
-        """Return what next actions (B, A) cost in the target (B,); None: nothing."""
+        """Return what next actions (..., B, A) cost in the target (..., B); None: nothing."""
         return None
+
+    def together(self, others: Sequence[Any]) -> Regulariser:
+        """Return one constraint in place of this one and those of further seeds, which are of its class.
+
+        Raises:
+            CapabilityError: If there is none.
+        """
+        raise CapabilityError(
+            f"{type(self).__name__} constrains one seed at a time. Train the seeds one by one: --multirun "
+            f"seed=0,1,2."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a continuation needs."""
@@ -128,30 +156,73 @@ class Td3Learner:
         critic: Action values.
         regulariser: Constraint.
         rules: Constants.
+        targets: Target copies of actor and critic; None: copies of them as they are.
     """
 
-    def __init__(self, actor: Actor, critic: Ensemble, regulariser: Regulariser, rules: Td3Rules) -> None:
+    def __init__(
+        self,
+        actor: Actor | StackedActor,
+        critic: Ensemble,
+        regulariser: Regulariser,
+        rules: Td3Rules,
+        *,
+        targets: tuple[Actor | StackedActor, Ensemble] | None = None,
+    ) -> None:
         self.actor, self.critic, self.regulariser, self.rules = actor, critic, regulariser, rules
-        self.target_actor = Actor(copy.deepcopy(actor.policy).requires_grad_(False), actor.limit)
-        self.target_critic = copy.deepcopy(critic).requires_grad_(False)
-        self._trained = [p for p in actor.policy.parameters() if p.requires_grad]
-        self.actor_optimizer = torch.optim.Adam(self._trained, lr=rules.actor_lr, fused=True)
+        self.target_actor, self.target_critic = targets or (copy.deepcopy(actor), copy.deepcopy(critic))
+        for target in (self.target_actor.network, self.target_critic):
+            target.requires_grad_(False)
+        trained = [p for p in actor.network.parameters() if p.requires_grad]
+        self.actor_optimizer = torch.optim.Adam(trained, lr=rules.actor_lr, fused=True)
         self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=rules.critic_lr, fused=True)
         self.steps = 0
 
+    @classmethod
+    def together(cls, learners: Sequence[Td3Learner]) -> Td3Learner:
+        """Return one learner that takes the steps of several, which differ by their seeds only.
+
+        What the others hold becomes a view of what it holds, so each of them can be asked for its policy and
+        its state at any time; their step counts are those of this moment.
+
+        Raises:
+            CapabilityError: If their actors or constraints cannot be stacked.
+        """
+        first, *others = learners
+        actor, target_actor, critic, target_critic = (
+            [getattr(one, name) for one in learners]
+            for name in ("actor", "target_actor", "critic", "target_critic")
+        )
+        whole = cls(
+            StackedActor(actor),
+            StackedEnsemble(critic),
+            first.regulariser.together([other.regulariser for other in others]),
+            first.rules,
+            targets=(StackedActor(target_actor), StackedEnsemble(target_critic)),
+        )
+        join_optimizers(whole.actor_optimizer, [one.actor_optimizer for one in learners])
+        join_optimizers(whole.critic_optimizer, [one.critic_optimizer for one in learners])
+        whole.steps = first.steps
+        return whole
+
     @property
     def policy(self) -> Policy:
-        """The policy in training."""
+        """The policy in training.
+
+        Raises:
+            CapabilityError: If there are several; each is that of the learner it came from.
+        """
+        if isinstance(self.actor, StackedActor):
+            raise CapabilityError("a learner of several seeds has several policies, those of their learners.")
         return self.actor.policy
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the random numbers of the coming step on n rows."""
-        width = self.policy.chunk.act_steps * self.policy.chunk.action_dim
-        device = self.policy.device
+        policy, actor = self.policy, self.actor
+        width, device = policy.chunk.act_steps * policy.chunk.action_dim, policy.device
         target = torch.randn(n, width, generator=generator, device=generator.device).to(device)
-        draws = {"target": target, "next_start": self.actor.draw(n, generator)}
+        draws = {"target": target, "next_start": actor.draw(n, generator)}
         if self._moves_actor(self.steps + 1):
-            draws["start"] = self.actor.draw(n, generator)
+            draws["start"] = actor.draw(n, generator)
         return draws | self.regulariser.draw(n, generator)
 
     def step(self, batch: Batch, draws: Draws) -> Quantities:
@@ -163,7 +234,7 @@ class Td3Learner:
             out |= self._move_actor(batch, draws)
         if self._moves_targets(self.steps):
             polyak(self.target_critic, self.critic, self.rules.tau)
-            polyak(self.target_actor.policy, self.policy, self.rules.tau)
+            polyak(self.target_actor.network, self.actor.network, self.rules.tau)
         return out
 
     def _moves_targets(self, step: int) -> bool:
@@ -172,9 +243,9 @@ class Td3Learner:
     def _moves_actor(self, step: int) -> bool:
         return self._moves_targets(step) and step > self.rules.warmup_steps
 
-    def _precision(self) -> AbstractContextManager[Any]:
+    def _precision(self, batch: Batch) -> AbstractContextManager[Any]:
         """Return what the networks are evaluated in."""
-        return precision(self.rules.autocast, self.policy.device)
+        return precision(self.rules.autocast, batch.cond.device)
 
     @torch.no_grad()
     def backup(self, batch: Batch, draws: Draws) -> Backup:
@@ -182,7 +253,7 @@ class Td3Learner:
         rules, limit = self.rules, self.rules.limit
         bound = rules.noise_clip * limit
         noise = (draws["target"] * (rules.policy_noise * limit)).clamp_(-bound, bound)
-        with self._precision():
+        with self._precision(batch):
             action = self.target_actor(batch.next_cond, draws["next_start"], grad=False)
             action = (action + noise).clamp_(-limit, limit)
             value = aggregate(self.target_critic(batch.next_cond, action), "min")
@@ -193,33 +264,34 @@ class Td3Learner:
 
     def _move_critic(self, batch: Batch, draws: Draws) -> tuple[Backup, Quantities]:
         backup = self.backup(batch, draws)
-        with self._precision():
+        with self._precision(batch):
             values = self.critic(batch.cond, batch.action)
-        loss = len(values) * F.mse_loss(values, backup.target.expand_as(values))
-        descend(self.critic_optimizer, loss)
-        value, target = values.detach().mean(), backup.target.mean()
+        loss = (values - backup.target).square().mean(dim=-1).sum(dim=0)
+        descend(self.critic_optimizer, loss.sum())
+        value, target = values.detach().mean(dim=(0, -1)), backup.target.mean(dim=-1)
         return backup, {"critic/loss": loss.detach(), "critic/value": value, "critic/target": target}
 
     def _move_actor(self, batch: Batch, draws: Draws) -> Quantities:
-        with self._precision():
+        with self._precision(batch):
             action = self.actor(batch.cond, draws["start"]).to(batch.action)
             value = self.actor_value(batch, action)
-        scale = self.rules.alpha / value.detach().abs().mean()
-        climb = -scale * value.mean()
+        scale = self.rules.alpha / value.detach().abs().mean(dim=-1)
+        climb = -scale * value.mean(dim=-1)
         penalty, out = self.regulariser.penalty(batch, action, self.critic, draws)
-        descend(self.actor_optimizer, climb + penalty)
+        descend(self.actor_optimizer, (climb + penalty).sum())
         with torch.no_grad():
+            saturated = action.abs() > AT_BOUND * self.rules.limit
             out |= {
-                "actor/value": value.mean(),
+                "actor/value": value.mean(dim=-1),
                 "actor/value_loss": climb,
                 "actor/constraint": penalty,
-                "actor/data_distance": (action - batch.action).square().mean().sqrt(),
-                "actor/saturated_fraction": (action.abs() > AT_BOUND * self.rules.limit).float().mean(),
+                "actor/data_distance": distance(action, batch.action).sqrt(),
+                "actor/saturated_fraction": saturated.float().mean(dim=(-2, -1)),
             }
         return {name: value.detach() for name, value in out.items()}
 
     def actor_value(self, batch: Batch, action: Tensor) -> Tensor:
-        """Return the value (B,) that the actor climbs; no gradient reaches the critic."""
+        """Return the value (..., B) that the actor climbs; no gradient reaches the critic."""
         if self.rules.actor_value == "first":
             return self.critic(batch.cond, action, members=1, frozen=True)[0]
         return aggregate(self.critic(batch.cond, action, frozen=True), "min")

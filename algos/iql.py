@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -174,8 +174,8 @@ class IqlConfig(OfflineConfig):
         self.require("expectile", 0 < self.expectile < 1, "in (0, 1)")
         self.require("temperature", 0 <= self.temperature < math.inf, "0 or more and finite")
 
-    def build(self, setup: Setup) -> OfflineRun:
-        """Return the algorithm, ready to advance; see `OfflineConfig.build`.
+    def build_seeds(self, setup: Setup, seeds: Sequence[int]) -> list[OfflineRun]:
+        """Return one algorithm for each seed; see `OfflineConfig.build_seeds`.
 
         Raises:
             ConfigError: Also if a deterministic actor is asked for beside a policy to start from.
@@ -185,7 +185,7 @@ class IqlConfig(OfflineConfig):
                 "algo.deterministic must be false with init: it decides what a new actor is; got true. Set "
                 "algo.deterministic=false, or leave out init."
             )
-        return super().build(setup)
+        return super().build_seeds(setup, seeds)
 
     def actor_config(self) -> PolicyConfig:
         """Return a Gaussian whose deviation is learned from 1 on, or a deterministic policy."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -124,21 +125,37 @@ class OfflineConfig(Checked):
                 goal beside the state.
             DatasetError: If the dataset has no transition.
         """
+        return self.build_seeds(setup, [setup.seed])[0]
+
+    def build_seeds(self, setup: Setup, seeds: Sequence[int]) -> list[OfflineRun]:
+        """Return one algorithm for each seed, as `build` would; they share the transitions.
+
+        Args:
+            setup: Its own seed is not used.
+            seeds: Different ones.
+        """
         with torch_threads(setup.threads(THREADS)):
-            dataset, policy = self.start(setup)
+            dataset, begin = self.start(setup)
             rewarding = self.rewarding(dataset)
             _require_rewards(dataset, rewarding, name_of("algo", self))
-            table = tabulate(dataset.to(setup.device), policy, rewarding)
-            with seeded_weights(derive_seed(setup.seed, "learner")):
-                learner = self.learner(policy, table, setup)
+            policies = [begin(seed) for seed in seeds]
+            table = tabulate(dataset.to(setup.device), policies[0], rewarding)
             probes = probes_of(table, dataset.to(setup.device), rewarding)
-            ema = Ema(policy, DelayedDecay(self.ema_decay, every=1)) if self.ema_decay else None
-            return OfflineRun(
-                self, setup, learner, table, dataset, probes=probes, ema=ema, lasting=self.lasting()
-            )
+            runs = []
+            for seed, policy in zip(seeds, policies, strict=True):
+                own = replace(setup, seed=seed)
+                with seeded_weights(derive_seed(seed, "learner")):
+                    learner = self.learner(policy, table, own)
+                ema = Ema(policy, DelayedDecay(self.ema_decay, every=1)) if self.ema_decay else None
+                runs.append(
+                    OfflineRun(
+                        self, own, learner, table, dataset, probes=probes, ema=ema, lasting=self.lasting()
+                    )
+                )
+            return runs
 
-    def start(self, setup: Setup) -> tuple[EpisodeDataset, Policy]:
-        """Return the dataset, its actions within the box of task or policy, and the policy to train."""
+    def start(self, setup: Setup) -> tuple[EpisodeDataset, Callable[[int], Policy]]:
+        """Return the dataset, its actions within the box of task or policy, and the policy of a seed."""
         algo = name_of("algo", self)
         if setup.dataset is None:
             raise ConfigError(f"algo={algo} needs transitions with rewards; got none. Give dataset=<file>.")
@@ -151,18 +168,24 @@ class OfflineConfig(Checked):
             _refuse_several(setup.init, algo)
             require_states_only(setup.init, algo)
             require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
-            dataset = actions_for(dataset, setup.init, spec)
-            return dataset, setup.init.clone().to(setup.device).train().requires_grad_(True)
+            init = setup.init
+            dataset = actions_for(dataset, init, spec)
+            return dataset, lambda _: init.clone().to(setup.device).train().requires_grad_(True)
         box = box_of(dataset, spec)
         dataset = clipped_actions(dataset, box)
-        policy = build_policy(
-            self.actor_config(),
-            obs_dim=dataset.obs_dim,
-            action_dim=dataset.action_dim,
-            statistics={"state": _state_statistics(dataset), "action": box},
-            seed=derive_seed(setup.seed, "actor"),
-        )
-        return dataset, policy.to(setup.device).train()
+        statistics = {"state": _state_statistics(dataset), "action": box}
+
+        def begin(seed: int) -> Policy:
+            policy = build_policy(
+                self.actor_config(),
+                obs_dim=dataset.obs_dim,
+                action_dim=dataset.action_dim,
+                statistics=statistics,
+                seed=derive_seed(seed, "actor"),
+            )
+            return policy.to(setup.device).train()
+
+        return dataset, begin
 
     @abstractmethod
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Learner:

@@ -7,7 +7,7 @@ budgets or reports.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol, cast
 
@@ -29,7 +29,13 @@ THREADS = 1  # of torch, unless `num_threads` says otherwise
 
 
 class Learner(Protocol):
-    """Takes steps on batches."""
+    """Takes steps on batches.
+
+    Attributes:
+        steps: How many it has taken.
+    """
+
+    steps: int
 
     @property
     def policy(self) -> Policy:
@@ -50,6 +56,20 @@ class Learner(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
+        ...
+
+
+class StackedLearner(Protocol):
+    """Takes the steps of several seeds on batches (S, B, ...).
+
+    Attributes:
+        steps: How many it has taken.
+    """
+
+    steps: int
+
+    def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Take a step; return detached tensors (S,) by name."""
         ...
 
 
@@ -85,7 +105,7 @@ class OfflineRun:
     ) -> None:
         self.config, self.learner, self.table, self._probes = config, learner, table, probes
         self._ema = ema
-        self._num_threads = setup.threads(THREADS)
+        self.num_threads = setup.threads(THREADS)
         self._index = seeded_generator(setup.seed, "transitions", device=setup.device)
         self._noise = seeded_generator(setup.seed, "learner noise", device=setup.device)
         self._lasting = {
@@ -116,14 +136,13 @@ class OfflineRun:
         """Take a block of gradient steps and report the means of what was measured."""
         count = min(self.config.block_steps, self.total - self._done)
         start, means = time.perf_counter(), Means()
-        with torch_threads(self._num_threads):
+        with torch_threads(self.num_threads):
             for _ in range(count):
-                self._done += 1
                 means.add(self._step())
-            measured = means.read() | self._judged()
+            measured = means.read() | self.judged()
         return measured | {"time/steps_per_s": count / (time.perf_counter() - start)}
 
-    def _judged(self) -> Metrics:
+    def judged(self) -> Metrics:
         """Return what the critics are too sure of, where there are critics and probes."""
         critic = getattr(self.learner, "critic", None)
         if critic is None or self._probes is None:
@@ -131,12 +150,22 @@ class OfflineRun:
         return {"critic/overestimation": self._probes.overestimation(critic)}
 
     def _step(self) -> dict[str, Tensor]:
+        row, draws = self.draw()
+        measured = self.learner.step(self.table.gather(row), draws)
+        self.follow()
+        return measured
+
+    def draw(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the rows (B,) and the random numbers of the coming step."""
         size, device = self.config.batch_size, self._index.device
         row = torch.randint(len(self.table), (size,), generator=self._index, device=device)
-        measured = self.learner.step(self.table.gather(row), self.learner.draw(size, self._noise))
+        return row, self.learner.draw(size, self._noise)
+
+    def follow(self) -> None:
+        """Let the averaged weights follow a step that was taken."""
+        self._done += 1
         if self._ema is not None:
             self._ema.update(self.learner.policy)
-        return measured
 
     def snapshot(self) -> Policy:
         """Return a copy of the policy, its weights averaged where they are to be, in evaluation mode."""
@@ -171,6 +200,66 @@ class OfflineRun:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+class SeedsTogether:
+    """Runs of several seeds whose steps are taken by one learner.
+
+    Every run draws what it would draw alone and stays what is saved, evaluated and shipped. Seeds that are
+    behind, because a run was stopped between two checkpoints or is newer, go first and together.
+
+    Args:
+        runs: Of one configuration, made by `OfflineConfig.build_seeds`; each may have been continued.
+        combine: Returns the learner of several; see `Td3Learner.together`.
+    """
+
+    def __init__(
+        self, runs: Sequence[OfflineRun], combine: Callable[[Sequence[Any]], StackedLearner]
+    ) -> None:
+        self.runs, self._combine = runs, combine
+        self._moving: tuple[OfflineRun, ...] = ()
+        self._learner: StackedLearner | None = None
+
+    def advance(self) -> list[Metrics]:
+        """Take a block of gradient steps with every seed that is furthest behind.
+
+        Returns:
+            What `OfflineRun.advance` would, for each run; empty for those that stood still.
+        """
+        done = min(run.progress for run in self.runs)
+        learner, moving = self._learner_of([run for run in self.runs if run.progress == done])
+        ahead = [run.progress for run in self.runs if run.progress > done]
+        config, start, means = moving[0].config, time.perf_counter(), Means()
+        count = min([config.block_steps, moving[0].total - done, *(other - done for other in ahead)])
+        with torch_threads(moving[0].num_threads):
+            for _ in range(count):
+                means.add(_step_of(learner, moving))
+            measured = means.read()
+            judged = [run.judged() for run in moving]
+        rate = {"time/steps_per_s": count / (time.perf_counter() - start)}
+        found = {
+            id(run): {name: value[s] for name, value in measured.items()} | judged[s] | rate
+            for s, run in enumerate(moving)
+        }
+        return [found.get(id(run), {}) for run in self.runs]
+
+    def _learner_of(self, runs: Sequence[OfflineRun]) -> tuple[StackedLearner, tuple[OfflineRun, ...]]:
+        """Return what takes the steps of these runs; made anew where others moved before."""
+        if self._learner is None or self._moving != tuple(runs):
+            self._moving = tuple(runs)
+            self._learner = self._combine([run.learner for run in runs])
+        return self._learner, self._moving
+
+
+def _step_of(learner: StackedLearner, runs: Sequence[OfflineRun]) -> dict[str, Tensor]:
+    """Take a step of every run; returns measured quantities, each (S,)."""
+    rows, draws = zip(*(run.draw() for run in runs), strict=True)
+    together = {name: torch.stack([each[name] for each in draws]) for name in draws[0]}
+    measured = learner.step(runs[0].table.gather(torch.stack(rows)), together)
+    for run in runs:
+        run.learner.steps = learner.steps
+        run.follow()
+    return measured
 
 
 class Means:

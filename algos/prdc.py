@@ -20,16 +20,15 @@ Deviations from the released code:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from algos.base import Setup
-from algos.constrained_td3 import Actor, ConstrainedTd3Config, Draws, Quantities, Regulariser
+from algos.constrained_td3 import Actor, ConstrainedTd3Config, Draws, Quantities, Regulariser, distance
 from algos.neighbors import Search
 from algos.search_choice import SEARCHES, Load, Rows, build_search
 from algos.transitions import Batch, TransitionTable, deviations
@@ -67,21 +66,27 @@ class NearestRow(Regulariser):
     ) -> tuple[Tensor, Quantities]:
         """See `Regulariser`."""
         state = batch.cond if self._scale is None else batch.cond / self._scale
-        found = self.search.nearest(batch.row, state, action.detach())
-        neighbour = self._action.index_select(0, found.row)
-        return F.mse_loss(action, neighbour), {
-            "constraint/own_row": self._own(batch, state, found.row, neighbour).float().mean(),
-            "constraint/certified": found.certified.float().mean(),
-            "constraint/own_distance": (neighbour - batch.action).square().mean().sqrt(),
+        query = action.detach()
+        found = self.search.nearest(batch.row.flatten(), state.flatten(0, -2), query.flatten(0, -2))
+        neighbour = self._action.index_select(0, found.row).view_as(action)
+        own = self._own(batch, state, found.row.view_as(batch.row), neighbour)
+        return distance(action, neighbour), {
+            "constraint/own_row": own.float().mean(dim=-1),
+            "constraint/certified": found.certified.view_as(batch.row).float().mean(dim=-1),
+            "constraint/own_distance": distance(neighbour, batch.action).sqrt(),
         }
 
     def _own(self, batch: Batch, state: Tensor, found: Tensor, neighbour: Tensor) -> Tensor:
-        """Tell which rows found (B,) are the own ones, or have the same state and action, (B,) bool."""
+        """Tell which rows found (..., B) are the own ones, or have the same state and action; bool."""
         own = found == batch.row
         if self._state is None:
             return own
-        alike = (self._state.index_select(0, found) == state).all(dim=1)
-        return own | (alike & (neighbour == batch.action).all(dim=1))
+        alike = (self._state.index_select(0, found.flatten()).view_as(state) == state).all(dim=-1)
+        return own | (alike & (neighbour == batch.action).all(dim=-1))
+
+    def together(self, others: Sequence[NearestRow]) -> NearestRow:
+        """Return itself: the rows are those of all, and one search looks for all queries."""
+        return self
 
     def state_dict(self) -> dict[str, Any]:
         """Return which way rows are searched: ways may break ties differently."""
@@ -125,7 +130,10 @@ class PrdcConfig(ConstrainedTd3Config):
         return super().lasting() | nearness
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> NearestRow:
-        """Return the distance from the nearest row."""
+        """Return the distance from the nearest row, the same object for all seeds of a table."""
+        return table.once(repr(self), lambda: self._nearest_row(table, setup))
+
+    def _nearest_row(self, table: TransitionTable, setup: Setup) -> NearestRow:
         scale = None if setup.init is None else deviations(table.cond)  # a new actor standardises by itself
         state = table.cond.contiguous() if scale is None else table.cond / scale
         action = table.action.contiguous()

@@ -22,6 +22,7 @@ Deviations from the released code:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,12 +63,16 @@ class BothActions(Regulariser):
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
         """See `Regulariser`."""
-        return self.actor_weight * (action - batch.action).square().sum(dim=1).mean(), {}
+        return self.actor_weight * (action - batch.action).square().sum(dim=-1).mean(dim=-1), {}
 
     def next_penalty(self, batch: Batch, action: Tensor) -> Tensor:
         """See `Regulariser`."""
-        distance = (action - batch.next_action).square().sum(dim=1)
+        distance = (action - batch.next_action).square().sum(dim=-1)
         return self.critic_weight * batch.has_next * distance
+
+    def together(self, others: Sequence[BothActions]) -> BothActions:
+        """Return itself; it holds nothing."""
+        return self
 
 
 @torch.no_grad()

@@ -6,10 +6,10 @@ Diffusion-QL (arXiv 2208.06193): a sampled chunk and a recorded one may be two g
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from algos.base import Setup
@@ -20,6 +20,7 @@ from algos.constrained_td3 import (
     Draws,
     Quantities,
     Regulariser,
+    distance,
 )
 from algos.offline_run import precision
 from algos.transitions import Batch, TransitionTable
@@ -36,7 +37,11 @@ class OwnAction(Regulariser):
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
         """See `Regulariser`."""
-        return F.mse_loss(action, batch.action), {}
+        return distance(action, batch.action), {}
+
+    def together(self, others: Sequence[OwnAction]) -> OwnAction:
+        """Return itself; it holds nothing."""
+        return self
 
 
 class OwnLikelihood(Regulariser):

@@ -7,14 +7,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
 import torch
 
-from algos.base import Algorithm
+from algos.base import Algorithm, Metrics
 from algos.metrics import Scalars, TensorBoardWriter, Writer, broken, read_jsonl, read_out
 from algos.plain import capture_global_rng, restore_global_rng
 from algos.progress import LONG_S, Display, open_display, planned
@@ -96,45 +96,187 @@ def train(
         CheckpointError: If the run is held by another process, or its checkpoint does not fit.
         Interrupted: After a signal.
     """
-    with run.claim():
-        session = _Session(algorithm, run, settings or TrainerSettings(), evaluator, dict(provenance or {}))
-        if amendment is not None:
-            run.amend(*amendment)
-        with session.opened(progress), _StopSignals() as stop:
+    member = Member(algorithm, run, evaluator, provenance or {}, amendment)
+    train_together([member], lambda: [algorithm.advance()], settings, title=run.path.name, progress=progress)
+
+
+@dataclass
+class Member:
+    """One run of those that are trained together; see `train` for what its parts are."""
+
+    algorithm: Algorithm
+    run: RunDirectory
+    evaluator: Evaluator | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+    amendment: tuple[Mapping[str, Any], Sequence[str]] | None = None
+
+
+def train_together(
+    members: Sequence[Member],
+    advance: Callable[[], Sequence[Metrics]],
+    settings: TrainerSettings | None = None,
+    *,
+    title: str,
+    progress: bool | None = None,
+) -> None:
+    """Train several runs of one length, of which one call advances all, as `train` does one.
+
+    A run that was killed between the checkpoints of two of them continues where all of them are: one that is
+    a single checkpoint ahead of the slowest goes back to it.
+
+    Args:
+        members: The runs.
+        advance: Does one iteration of those that are not ahead of others; returns what each reports, nothing
+            of those that waited.
+        settings: Intervals.
+        title: Of the bar.
+        progress: See `train`; numbers on the way are means over the runs.
+
+    Raises:
+        TrainingError: See `train`.
+        CheckpointError: See `train`.
+        Interrupted: See `train`.
+    """
+    settings = settings or TrainerSettings()
+    with ExitStack() as held:
+        for member in members:
+            held.enter_context(member.run.claim())
+        steps = _common([member.run.checkpoints() for member in members])
+        sessions = [_Session(member, settings, step) for member, step in zip(members, steps, strict=True)]
+        if len(sessions) > 1 and settings.keep_checkpoints == 1:
+            for session in sessions:
+                session.keep = 2  # until all of them have the newer one
+        for member in members:
+            if member.amendment is not None:
+                member.run.amend(*member.amendment)
+        group = _Group(sessions, advance)
+        with group.opened(title, progress), _StopSignals() as stop:
+            group.train(stop)
+
+
+def _common(checkpoints: Sequence[Sequence[int]]) -> list[int | None]:
+    """Return what every run continues from, given the steps of its checkpoints; see `train_together`."""
+    newest = [steps[-1] if steps else None for steps in checkpoints]
+    slowest = None if None in newest else min(step for step in newest if step is not None)
+    return [
+        slowest if slowest in steps[-2:-1] else last
+        for steps, last in zip(checkpoints, newest, strict=True)
+    ]
+
+
+class _Group:
+    """Runs that advance together.
+
+    Args:
+        sessions: Of every run.
+        advance: See `train_together`.
+    """
+
+    def __init__(self, sessions: Sequence[_Session], advance: Callable[[], Sequence[Metrics]]) -> None:
+        self.sessions, self._advance = sessions, advance
+        self._display: Display | None = None
+        self._advances = 0
+
+    def train(self, stop: _StopSignals) -> None:
+        """Go on to the end, or to a signal."""
+        for session in self.sessions:
             session.say_if_finished()
-            while True:
-                session.stop_if(stop)
+        while True:
+            if stop.number is not None:
+                self._save_and_leave(stop.number)
+            for session in self.sessions:
                 session.checkpoint_if_due()
-                session.evaluate_if_due(stop)
-                if algorithm.progress >= algorithm.total:
-                    return
-                session.advance(stop)
+            try:
+                for session in self.sessions:
+                    session.evaluate_if_due(stop)
+            except Interrupted as signalled:
+                self._save_and_leave(signalled.number)
+            self._show()
+            if all(session.is_finished for session in self.sessions):
+                return
+            self._iterate(stop)
+            self._show()
+
+    def _save_and_leave(self, number: int) -> None:
+        for session in self.sessions:
+            session.checkpoint()
+        raise Interrupted(number)
+
+    def _iterate(self, stop: _StopSignals) -> None:
+        """Do one iteration and report it."""
+        before, began = [session.algorithm.progress for session in self.sessions], time.monotonic()
+        try:
+            found = self._advance()
+        except WorkerError as error:
+            if stop.number is None:
+                raise
+            # The signal reached the workers too: the iteration cannot be finished.
+            raise Interrupted(stop.number) from error
+        self._say_plan(min(before), time.monotonic() - began)
+        for session, done, values in zip(self.sessions, before, found, strict=True):
+            if session.algorithm.progress > done:
+                session.report(done, read_out(values))
+
+    def _say_plan(self, before: int, seconds: float) -> None:
+        """Announce a long run, once, from its second iteration: the first one also warms up."""
+        self._advances += 1
+        algorithm = min((session.algorithm for session in self.sessions), key=lambda one: one.progress)
+        units, left = algorithm.progress - before, algorithm.total - algorithm.progress
+        if self._advances == SAID_AFTER and units > 0 and seconds * left > LONG_S * units:
+            _log.info("%s", planned(algorithm.total, algorithm.unit, units / max(seconds, 1e-9)))
+
+    def _show(self) -> None:
+        """Show what was recorded since the last time, as means over the runs."""
+        rows = [session.fresh for session in self.sessions if session.fresh]
+        if not rows or self._display is None:
+            return
+        names = [name for name in rows[0] if all(name in row for row in rows)]
+        values = {name: sum(row[name] for row in rows) / len(rows) for name in names}
+        slowest = min((session.algorithm for session in self.sessions), key=lambda one: one.progress)
+        self._display.show(slowest.progress, slowest.total, values)
+        for session in self.sessions:
+            session.fresh = {}
+
+    @contextmanager
+    def opened(self, title: str, progress: bool | None) -> Iterator[None]:
+        """Hold the display and the writers open."""
+        first = self.sessions[0].algorithm
+        done = min(session.algorithm.progress for session in self.sessions)
+        with ExitStack() as held:
+            for session in self.sessions:
+                held.enter_context(session.opened())
+            self._display = open_display(title, first.unit, first.total, done, bar=progress)
+            held.callback(self._display.close)
+            yield
 
 
 class _Session:
-    """One process's share of a run: what was last logged, saved and evaluated."""
+    """One process's share of a run: what was last logged, saved and evaluated.
 
-    def __init__(
-        self,
-        algorithm: Algorithm,
-        run: RunDirectory,
-        settings: TrainerSettings,
-        evaluator: Evaluator | None,
-        provenance: dict[str, Any],
-    ) -> None:
-        self.algorithm, self.run, self.settings = algorithm, run, settings
-        self.evaluator, self.provenance = evaluator, provenance
+    Args:
+        member: The run.
+        settings: Intervals.
+        step: The checkpoint to continue from; None: the beginning.
+    """
+
+    def __init__(self, member: Member, settings: TrainerSettings, step: int | None) -> None:
+        self.algorithm, self.run, self.settings = member.algorithm, member.run, settings
+        self.evaluator, self.provenance = member.evaluator, dict(member.provenance)
+        self.keep = settings.keep_checkpoints
         self.writers: list[Writer] = []
-        self.display: Display | None = None
-        self.advances = 0
+        self.fresh: dict[str, float] = {}  # numbers that nobody has been shown
         self.elapsed_s, self.started = 0.0, time.monotonic()
         self.evaluated = -1 if settings.eval_first else 0
         self.saved = 0
-        self._resume()
+        self._resume(step)
 
-    def _resume(self) -> None:
-        """Continue from the newest checkpoint; without one, forget what an earlier attempt left."""
-        step = self.run.latest()
+    @property
+    def is_finished(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.algorithm.progress >= self.algorithm.total
+
+    def _resume(self, step: int | None) -> None:
+        """Continue from a checkpoint; without one, forget what an earlier attempt left."""
         if step is None:
             self.run.rewind(None)
             return
@@ -154,8 +296,7 @@ class _Session:
                 f"Resume with the configuration and data that the run was started with."
             ) from error
         self.saved = step
-        is_at_end = self.algorithm.progress >= self.algorithm.total
-        if not (is_at_end and (self.evaluator is None or self._takes_over_evaluation())):
+        if not (self.is_finished and (self.evaluator is None or self._takes_over_evaluation())):
             self.run.rewind(step, metrics_bytes=metrics_bytes)
             self._takes_over_evaluation()
 
@@ -182,33 +323,24 @@ class _Session:
             )  # fmt: skip
 
     @contextmanager
-    def opened(self, progress: bool | None) -> Iterator[None]:
-        """Hold the display and the writers open."""
-        algorithm, name = self.algorithm, self.run.path.name
+    def opened(self) -> Iterator[None]:
+        """Hold the writers open."""
         if self.settings.tensorboard:
-            self.writers.append(
-                TensorBoardWriter(self.run.path / "tensorboard", first_step=algorithm.progress)
-            )
-        self.display = open_display(name, algorithm.unit, algorithm.total, algorithm.progress, bar=progress)
+            place, first = self.run.path / "tensorboard", self.algorithm.progress
+            self.writers.append(TensorBoardWriter(place, first_step=first))
         try:
             yield
         finally:
-            self.display.close()
             for writer in self.writers:
                 writer.close()
 
-    def advance(self, stop: _StopSignals) -> None:
-        """Do one iteration and report it."""
-        before, began = self.algorithm.progress, time.monotonic()
-        try:
-            values = read_out(self.algorithm.advance())
-        except WorkerError as error:
-            if stop.number is None:
-                raise
-            # The signal reached the workers too: the iteration cannot be finished.
-            raise Interrupted(stop.number) from error
+    def report(self, before: int, values: Scalars) -> None:
+        """Record an iteration that began after so many units.
+
+        Raises:
+            TrainingError: If a number is not finite.
+        """
         now, bad = self.algorithm.progress, broken(values)
-        self._say_plan(now - before, time.monotonic() - began)
         if bad or _due(before, now, self.settings.log_every or 1, self.algorithm.total):
             self._record(values)
         if bad:
@@ -217,24 +349,11 @@ class _Session:
                 f"{now} {self.algorithm.unit}. {self._last_good()} Lower the learning rate or clip gradients."
             )
 
-    def _say_plan(self, units: int, seconds: float) -> None:
-        """Announce a long run, once, from its second iteration: the first one also warms up."""
-        self.advances += 1
-        total, left = self.algorithm.total, self.algorithm.total - self.algorithm.progress
-        if self.advances == SAID_AFTER and units > 0 and seconds * left > LONG_S * units:
-            _log.info("%s", planned(total, self.algorithm.unit, units / max(seconds, 1e-9)))
-
-    def stop_if(self, stop: _StopSignals) -> None:
-        """After a signal: save and leave."""
-        if stop.number is not None:
-            self._checkpoint()
-            raise Interrupted(stop.number)
-
     def checkpoint_if_due(self) -> None:
         """Save at the multiples of `checkpoint_every` and at the end."""
         algorithm = self.algorithm
         if _due(self.saved, algorithm.progress, self._tenth(self.settings.checkpoint_every), algorithm.total):
-            self._checkpoint()
+            self.checkpoint()
 
     def evaluate_if_due(self, stop: _StopSignals) -> None:
         """Evaluate at the multiples of `eval_every` and at the end; a signal breaks an evaluation off."""
@@ -242,17 +361,13 @@ class _Session:
         every = self._tenth(self.settings.eval_every)
         if self.evaluator is None or not _due(self.evaluated, algorithm.progress, every, algorithm.total):
             return
-        try:
-            with stop.immediate():
-                result = self.evaluator(algorithm.snapshot(), algorithm.progress)
-        except Interrupted:
-            self._checkpoint()
-            raise
+        with stop.immediate():
+            result = self.evaluator(algorithm.snapshot(), algorithm.progress)
         self.evaluated = algorithm.progress
         named = {name if "/" in name else f"eval/{name}": value for name, value in result.items()}
         self._record(read_out(named))
 
-    def _checkpoint(self) -> None:
+    def checkpoint(self) -> None:
         """Save the present state, unless it is saved already or there is nothing to save."""
         algorithm, step = self.algorithm, self.algorithm.progress
         if step == self.saved:
@@ -273,7 +388,7 @@ class _Session:
             },
         }
         facts = {"unit": algorithm.unit, **self.provenance}
-        self.run.save_checkpoint(step, policy, state, keep=self.settings.keep_checkpoints, provenance=facts)
+        self.run.save_checkpoint(step, policy, state, keep=self.keep, provenance=facts)
         self.saved = step
 
     def _record(self, values: Scalars) -> None:
@@ -282,8 +397,7 @@ class _Session:
         self.run.log(row, step)
         for writer in self.writers:
             writer.write(row, step)
-        if self.display is not None:
-            self.display.show(step, self.algorithm.total, row)
+        self.fresh |= row
 
     def _elapsed(self) -> float:
         """Seconds of training so far, over all attempts."""

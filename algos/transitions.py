@@ -13,8 +13,9 @@ further actions being repetitions of the last. With Ta = 1 these are the transit
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from policies.normalizer import box_statistics
 from policies.policy import Policy
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 _ENCODED_AT_ONCE = 65_536
 _STILL = 1e-4  # deviation below which a number counts as constant
 _ROUNDING = 1e-5  # of the width of a box, that its actions may lie outside by rounding alone
@@ -37,7 +39,7 @@ _CLIPPED = {
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of transitions, normalised.
+    """Rows of transitions, normalised. All may have a leading axis of seeds.
 
     Shapes:
         cond, next_cond: (B, C). action, next_action: (B, A). reward, discount: (B,). has_next: (B,), 1 where
@@ -92,6 +94,7 @@ class TransitionTable:
         frame: Tensor | None = None,
     ) -> None:
         self.frame = frame
+        self._made: dict[str, Any] = {}
         none = action.new_zeros(len(reward), 0)
         has_next = torch.zeros_like(reward) if has_next is None else has_next
         single = (reward[:, None], discount[:, None], has_next[:, None])
@@ -119,15 +122,21 @@ class TransitionTable:
         """Flattened chunks (M, A); a view."""
         return self._split(self._rows)[1]
 
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """Return what is made of the transitions and does not change, making it for whoever asks first."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
     def gather(self, row: Tensor) -> Batch:
-        """Return transitions (B,)."""
-        parts = self._split(self._rows.index_select(0, row))
+        """Return transitions (...,)."""
+        parts = self._split(self._rows.index_select(0, row.flatten()).view(*row.shape, -1))
         cond, action, next_cond, *single, next_action, plan, real = parts
-        reward, discount, has_next = (part.squeeze(1) for part in single)
+        reward, discount, has_next = (part.squeeze(-1) for part in single)
         return Batch(cond, action, reward, next_cond, discount, next_action, has_next, plan, real, row)
 
     def _split(self, rows: Tensor) -> tuple[Tensor, ...]:
-        return rows.split(self._widths, dim=1)
+        return rows.split(self._widths, dim=-1)
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ class Ensemble(nn.Module):
             members: Evaluate the first so many only.
             frozen: Let no gradient reach the weights; it still reaches the inputs.
         """
-        x = torch.cat([cond, action], dim=1)
+        x = torch.cat([cond, action], dim=-1)
         count = self.members if members is None else members
         if count == 1 or self._large(x):
             return self._evaluate_each(x, count, frozen)

@@ -259,8 +259,8 @@ class PlainTrunk(nn.Module):
         return finish
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map (B, in) to (B, out)."""
-        return evaluate(self, inputs)
+        """Map (..., in) to (..., out)."""
+        return self.finish_of(self.fold())(self.inlet(inputs))
 
 
 Trunk = ResidualTrunk | PlainTrunk

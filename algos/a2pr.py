@@ -28,8 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from algos.actor import Actor
 from algos.base import Setup
-from algos.constrained_td3 import Actor, Backup, ConstrainedTd3Config, Draws, Quantities, Regulariser
+from algos.constrained_td3 import Backup, ConstrainedTd3Config, Draws, Quantities, Regulariser
 from algos.offline_run import precision
 from algos.optim import descend, restore_optimizer
 from algos.stacking import StackedEnsemble, join_optimizers, stacked
@@ -166,7 +167,7 @@ class AdvantageGuide(Regulariser):
 
     @torch.no_grad()
     def judged(self, batch: Batch, rebuilt: Tensor, critic: Ensemble) -> tuple[Tensor, Tensor]:
-        """Return where the guide is `rebuilt` (..., B, A), bool, and the weight of the constraint (..., B)."""
+        """Return where (..., B) the guide is `rebuilt` (..., B, A), and what the constraint weighs there."""
         assert self._before is not None and self._data_value is not None, "learn comes before penalty"
         with self._precision():
             promise = critic(batch.cond, rebuilt, members=1)[0]

@@ -31,48 +31,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from algos.actor import Actor
 from algos.base import AT_BOUND, Draws, Quantities, Setup
 from algos.offline import OfflineConfig, warn_of_reach
-from algos.offline_run import precision
+from algos.offline_run import OfflineRun, SeedsTogether, precision
 from algos.optim import descend, restore_optimizer
 from algos.stacking import StackedActor, StackedEnsemble, join_optimizers
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
 from policies.errors import CapabilityError
 from policies.policy import Policy
-from policies.protocols import Cond
 from policies.registry import name_of
-
-
-class Actor:
-    """A policy as actor-critic methods use it: encoded observation in, flat executed chunk out.
-
-    Args:
-        policy: Any policy; one that ignores noise is deterministic.
-        limit: L; learner actions are the normalised ones times L.
-    """
-
-    def __init__(self, policy: Policy, limit: float = 1.0) -> None:
-        self.policy, self.limit = policy, limit
-
-    @property
-    def network(self) -> nn.Module:
-        """What is trained."""
-        return self.policy
-
-    def draw(self, n: int, generator: torch.Generator) -> Tensor:
-        """Return the noise that n actions start from; zeros where it has no influence."""
-        if not self.policy.noise_sensitive:
-            return torch.zeros(n, *self.policy.noise_shape, device=self.policy.device)
-        return self.policy.sample_noise(n, generator=generator)
-
-    def __call__(self, cond: Tensor, noise: Tensor, *, grad: bool = True) -> Tensor:
-        """Return actions (B, A) in [-L, L] for conditions (B, C)."""
-        chunk = self.policy.decode(Cond(cond), noise, grad=grad)
-        action = chunk[:, self.policy.chunk.executed].flatten(1)
-        return action if self.limit == 1.0 else action * self.limit
 
 
 @dataclass(frozen=True)
@@ -161,12 +132,12 @@ class Td3Learner:
 
     def __init__(
         self,
-        actor: Actor | StackedActor,
+        actor: Actor,
         critic: Ensemble,
         regulariser: Regulariser,
         rules: Td3Rules,
         *,
-        targets: tuple[Actor | StackedActor, Ensemble] | None = None,
+        targets: tuple[Actor, Ensemble] | None = None,
     ) -> None:
         self.actor, self.critic, self.regulariser, self.rules = actor, critic, regulariser, rules
         self.target_actor, self.target_critic = targets or (copy.deepcopy(actor), copy.deepcopy(critic))
@@ -206,13 +177,7 @@ class Td3Learner:
 
     @property
     def policy(self) -> Policy:
-        """The policy in training.
-
-        Raises:
-            CapabilityError: If there are several; each is that of the learner it came from.
-        """
-        if isinstance(self.actor, StackedActor):
-            raise CapabilityError("a learner of several seeds has several policies, those of their learners.")
+        """The policy in training; see `StackedActor.policy`."""
         return self.actor.policy
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
@@ -361,6 +326,10 @@ class ConstrainedTd3Config(OfflineConfig):
     @abstractmethod
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> Regulariser:
         """Return the constraint."""
+
+    def together(self, runs: Sequence[OfflineRun]) -> SeedsTogether:
+        """Return what takes the steps of runs of several seeds, made by `build_seeds`, at once."""
+        return SeedsTogether(runs, Td3Learner.together)
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Td3Learner:
         """Return the learner; see `OfflineConfig.learner`."""

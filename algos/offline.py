@@ -143,7 +143,7 @@ class OfflineConfig(Checked):
             probes = probes_of(table, dataset.to(setup.device), rewarding)
             runs = []
             for seed, policy in zip(seeds, policies, strict=True):
-                own = replace(setup, seed=seed)
+                own = replace(setup, seed=seed, num_seeds=len(seeds))
                 with seeded_weights(derive_seed(seed, "learner")):
                     learner = self.learner(policy, table, own)
                 ema = Ema(policy, DelayedDecay(self.ema_decay, every=1)) if self.ema_decay else None

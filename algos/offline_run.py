@@ -234,11 +234,11 @@ class SeedsTogether:
         with torch_threads(moving[0].num_threads):
             for _ in range(count):
                 means.add(_step_of(learner, moving))
-            measured = means.read()
+            measured = {name: value.unbind(0) for name, value in means.tensors().items()}
             judged = [run.judged() for run in moving]
         rate = {"time/steps_per_s": count / (time.perf_counter() - start)}
-        found = {
-            id(run): {name: value[s] for name, value in measured.items()} | judged[s] | rate
+        found: dict[int, Metrics] = {
+            id(run): {**{name: value[s] for name, value in measured.items()}, **judged[s], **rate}
             for s, run in enumerate(moving)
         }
         return [found.get(id(run), {}) for run in self.runs]
@@ -278,9 +278,13 @@ class Means:
             else:
                 self._sums[name], self._counts[name] = value.clone(), 1
 
-    def read(self) -> Metrics:
+    def tensors(self) -> dict[str, Tensor]:
         """Return the means."""
         return {name: total / self._counts[name] for name, total in self._sums.items()}
+
+    def read(self) -> Metrics:
+        """Return the means, as metrics."""
+        return {**self.tensors()}
 
 
 def precision(autocast: str | None, device: torch.device) -> AbstractContextManager[Any]:

@@ -21,13 +21,15 @@ _ARRAY = "__array__"
 def to_plain(value: Any, where: str = "state") -> Any:
     """Return `value` made of tensors, numbers, strings, lists, tuples and dicts only.
 
-    Tensors are detached, not copied.
+    Tensors are detached and not copied, but for views: of these nothing is kept beside themselves.
 
     Raises:
         CheckpointError: If something cannot be expressed; names the place.
     """
     if isinstance(value, Tensor):
-        return value.detach()
+        value = value.detach()
+        whole = value.untyped_storage().nbytes()
+        return value.clone() if whole > value.numel() * value.element_size() else value
     if isinstance(value, np.ndarray):
         return {_ARRAY: _array_to_tensor(value, where)}
     if isinstance(value, np.generic):

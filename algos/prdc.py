@@ -27,8 +27,9 @@ from typing import Any
 
 from torch import Tensor
 
+from algos.actor import Actor
 from algos.base import Setup
-from algos.constrained_td3 import Actor, ConstrainedTd3Config, Draws, Quantities, Regulariser, distance
+from algos.constrained_td3 import ConstrainedTd3Config, Draws, Quantities, Regulariser, distance
 from algos.neighbors import Search
 from algos.search_choice import SEARCHES, Load, Rows, build_search
 from algos.transitions import Batch, TransitionTable, deviations
@@ -141,7 +142,7 @@ class PrdcConfig(ConstrainedTd3Config):
         build = partial(
             build_search,
             rows=rows,
-            load=Load(max(1, self.steps // self.policy_every), self.batch_size),
+            load=Load(max(1, self.steps // self.policy_every), setup.num_seeds * self.batch_size),
             generator=seeded_generator(setup.seed, "neighbour search"),
         )
         other = build if self.search == "auto" else None

@@ -28,9 +28,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from algos.actor import Actor
 from algos.base import Setup
 from algos.constrained_td3 import (
-    Actor,
     ConstrainedTd3Config,
     Draws,
     Quantities,

@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from algos.actor import Actor
 from policies.deterministic import DeterministicPolicy
 from policies.ensembles import Ensemble
 from policies.errors import CapabilityError
+from policies.policy import Policy
 from policies.trunk import PlainTrunk
-
-if TYPE_CHECKING:
-    from algos.constrained_td3 import Actor
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def tied(parts: Sequence[nn.Parameter]) -> nn.Parameter:
+def tied(parts: Sequence[Tensor]) -> nn.Parameter:
     """Return parameters (...) as one (S, ...), of which they are views from now on."""
     whole = nn.Parameter(torch.stack([part.detach() for part in parts]), parts[0].requires_grad)
     for part, view in zip(parts, whole.detach().unbind(0), strict=True):
@@ -89,8 +87,8 @@ class StackedEnsemble(Ensemble):
         return [stack.detach() if frozen else stack for stack in stacks]
 
 
-class StackedActor:
-    """The actors of S seeds, see `algos.constrained_td3.Actor`: conditions (S, B, C) to actions (S, B, A).
+class StackedActor(Actor):
+    """The actors of S seeds: conditions (S, B, C) to actions (S, B, A).
 
     Raises:
         CapabilityError: If one is not what `algos.offline.plain_actor` makes.
@@ -98,12 +96,26 @@ class StackedActor:
 
     def __init__(self, actors: Sequence[Actor]) -> None:
         self.limit = actors[0].limit
-        self.network = stacked([_trunk_of(actor) for actor in actors])
+        self._network = stacked([_trunk_of(actor) for actor in actors])
+
+    @property
+    def network(self) -> nn.Module:
+        """What is trained."""
+        return self._network
+
+    @property
+    def policy(self) -> Policy:
+        """The policies are those of the actors that are stacked.
+
+        Raises:
+            CapabilityError: Always.
+        """
+        raise CapabilityError("actors of several seeds have several policies; ask one of them for its own.")
 
     def __call__(self, cond: Tensor, noise: Tensor, *, grad: bool = True) -> Tensor:
         """Return actions in [-L, L]; noise has no influence."""
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            action = torch.tanh(self.network(cond))
+            action = torch.tanh(self._network(cond))
         return action if self.limit == 1.0 else action * self.limit
 
 

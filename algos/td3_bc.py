@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from algos.actor import Actor
 from algos.base import Setup
 from algos.chunk_loss import ChunkLoss
 from algos.constrained_td3 import (
-    Actor,
     ConstrainedTd3Config,
     Draws,
     Quantities,

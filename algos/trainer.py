@@ -159,8 +159,7 @@ def _common(checkpoints: Sequence[Sequence[int]]) -> list[int | None]:
     newest = [steps[-1] if steps else None for steps in checkpoints]
     slowest = None if None in newest else min(step for step in newest if step is not None)
     return [
-        slowest if slowest in steps[-2:-1] else last
-        for steps, last in zip(checkpoints, newest, strict=True)
+        slowest if slowest in steps[-2:-1] else last for steps, last in zip(checkpoints, newest, strict=True)
     ]
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         inspect_data,
         report,
         train,
+        train_seeds,
     )
     from burnish.locate import load_policy
     from policies.folder import save_policy
@@ -57,6 +58,7 @@ __all__ = [
     "save_policy",
     "save_pretrained",
     "train",
+    "train_seeds",
 ]
 
 try:
@@ -75,6 +77,7 @@ _HOMES = {
     "inspect_data": "burnish.api",
     "report": "burnish.api",
     "train": "burnish.api",
+    "train_seeds": "burnish.api",
     "load_policy": "burnish.locate",
     "save_policy": "policies.folder",
     "from_pretrained": "policies.hub",

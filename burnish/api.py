@@ -119,14 +119,43 @@ def train(*overrides: str, directory: str | Path | None = None, **values: Any) -
     Raises:
         ConfigError: If something is refused; among others a directory beside `resume`.
     """
+    return Run(train_command.train(*_composed(overrides, directory, values)).directory.path)
+
+
+@log_lines()
+def train_seeds(
+    *overrides: str,
+    seeds: Sequence[int] | None = None,
+    directory: str | Path | None = None,
+    **values: Any,
+) -> list[Run]:
+    """Train several seeds at once, or continue them with `resume=<their folder>`; returns their runs.
+
+    Args:
+        overrides: See `train`.
+        seeds: E.g. `[0, 1, 2]`.
+        directory: The folder of the runs, `seed-<n>` each; None: as in `train`.
+        values: See `train`.
+
+    Raises:
+        ConfigError: See `train`; also if the algorithm trains one seed at a time.
+    """
+    more = {} if seeds is None else {"seeds": list(seeds)}
+    outcomes = train_command.train_seeds(*_composed(overrides, directory, more | values))
+    return [Run(outcome.directory.path) for outcome in outcomes]
+
+
+def _composed(
+    overrides: tuple[str, ...], directory: str | Path | None, values: dict[str, Any]
+) -> tuple[Any, Job]:
+    """Return the configuration of a training, and where it is written."""
     written = train_command.with_resumed_parts(overrides_of(overrides, values))
     config = compose_config("train", written)
     if directory is not None and config.resume is not None:
         raise goes_on_in_place(config.resume, f"directory={directory}")
     place = directory or config.resume or place_now(config.name or registry.name_of("algo", config.algo))
     is_proposed = directory is None and config.resume is None
-    outcome = train_command.train(config, Job(Path(place).expanduser(), tuple(written), is_proposed))
-    return Run(outcome.directory.path)
+    return config, Job(Path(place).expanduser(), tuple(written), is_proposed)
 
 
 def clone(dataset: str | Path, *overrides: str, **values: Any) -> Run:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -14,10 +14,9 @@ from typing import Any, get_type_hints
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING
 
-from algos.base import Algorithm, Setup
+from algos.base import Algorithm, Metrics, Setup
 from algos.state import RunDirectory, eval_name, new_folder
-from algos.trainer import Interrupted, TrainerSettings
-from algos.trainer import train as run_trainer
+from algos.trainer import Interrupted, Member, TrainerSettings, train_together
 from burnish.commands.evaluate import evaluate_with, headline
 from burnish.config import GROUPS, describe, describe_part, restore
 from burnish.console import output, table
@@ -25,6 +24,21 @@ from burnish.device import device_of
 from burnish.job import Job
 from burnish.last_and_best import last_and_best
 from burnish.locate import RUN_CONFIG, Located, check_folder_to_write, locate
+from burnish.seeds import (
+    folder_of,
+    has_seeds,
+    of_one_seed,
+    require_alike,
+    require_distinct,
+    require_together,
+    seed_folders,
+)
+from burnish.without_effect import (
+    refuse_a_new_policy_beside_init,
+    refuse_a_new_policy_where_algo_makes_it,
+    say_what_init_replaces,
+    say_where_nothing_is_evaluated,
+)
 from envs.datasets import EpisodeDataset, lasting_options, read_dataset
 from envs.datasets.catalogue import find_dataset
 from envs.envpool import ENGINES
@@ -34,7 +48,7 @@ from policies import registry
 from policies.errors import CheckpointError, ConfigError
 from policies.hub import is_on_hub
 from policies.paths import at_home, lasting, path_field
-from policies.policy import PART_GROUPS, Policy, PolicyConfig, complete
+from policies.policy import PART_GROUPS, Policy, PolicyConfig
 
 _log = logging.getLogger(__name__)
 
@@ -73,6 +87,7 @@ class TrainConfig:
     resume: str | None = path_field()  # run to continue, with the configuration it was last run with
     name: str | None = MISSING  # end of the run directory's name; the algorithm's name when left out
     seed: int = 0  # root of every random stream of the run
+    seeds: list[int] | None = None  # several runs at once, each in <run directory>/seed-<n>; see Offline
     process: Any = None  # what the output of a new policy's network means
     encoder: Any = None  # what a new policy sees of an observation
     backbone: Any = None  # network of a new policy
@@ -101,8 +116,27 @@ class Outcome:
     quantity: str  # of it: what the task is judged by; empty without a task
 
 
+@dataclass(frozen=True)
+class Undertaking:
+    """A run that is about to be started or continued.
+
+    Attributes:
+        config: What to do.
+        open_directory: Makes or opens the run directory.
+        typed: Overrides; of a directory that is continued, those that distinguish it from what it was.
+        is_new: Whether the directory is made here, and taken away again if nothing is learned.
+    """
+
+    config: TrainConfig
+    open_directory: Callable[[], RunDirectory]
+    typed: Sequence[str]
+    is_new: bool = True
+
+
 def run(config: TrainConfig, job: Job) -> float | None:
-    """Train or continue, print where it is; returns the last success rate or mean return."""
+    """Train or continue, print where it is; returns the last success rate or return, a mean over seeds."""
+    if has_seeds(config):
+        return _run_seeds(config, job)
     outcome = train(config, job)
     last, directory = outcome.last_evaluation, outcome.directory
     rows: list[tuple[str, object]] = [("run", directory.path), ("policy", directory.policy_path())]
@@ -113,21 +147,86 @@ def run(config: TrainConfig, job: Job) -> float | None:
     return last.get(outcome.quantity)
 
 
+def _run_seeds(config: TrainConfig, job: Job) -> float | None:
+    """Train or continue several seeds, print where they are; returns the mean of what they are judged by."""
+    outcomes = train_seeds(config, job)
+    names = list(outcomes[0].last_evaluation)
+    rows = [(one.directory.path, *(f"{one.last_evaluation[name]:.4g}" for name in names)) for one in outcomes]
+    output().print(table("", ("run", *names), rows), "")
+    found = [one.last_evaluation.get(one.quantity) for one in outcomes]
+    known = [value for value in found if value is not None]
+    return sum(known) / len(known) if known else None
+
+
 def train(config: TrainConfig, job: Job) -> Outcome:
-    """Train, or continue the run that `config.resume` names."""
+    """Train, or continue the run that `config.resume` names.
+
+    Raises:
+        ConfigError: Among others, if there are several seeds; see `train_seeds`.
+    """
+    if has_seeds(config):
+        raise ConfigError(f"seeds={config.seeds} are several runs. Use burnish.train_seeds in Python.")
     if config.resume is None:
-        _refuse_a_new_policy_beside_init(config, job.overrides)
-        _refuse_a_new_policy_where_algo_makes_it(config, job.overrides)
+        refuse_a_new_policy_beside_init(config, job.overrides)
+        refuse_a_new_policy_where_algo_makes_it(config, job.overrides)
         check_folder_to_write(job.directory, "hydra.run.dir")
         config = _with_lasting_paths(config)
-        return _train(config, lambda: _new_run(config, job), job.overrides)
-    directory = RunDirectory.open(config.resume)
+        return _train([Undertaking(config, lambda: _new_run(config, job), job.overrides)])[0]
+    return _train([_continuation(RunDirectory.open(config.resume), job)])[0]
+
+
+def train_seeds(config: TrainConfig, job: Job) -> list[Outcome]:
+    """Train runs of several seeds at once, or continue those in the folder that `config.resume` names.
+
+    Each is a run like any other, in the folder `seed-<n>` of the job's, and can be continued alone.
+
+    Raises:
+        ConfigError: Among others, if the algorithm trains one seed at a time, there is a policy to start
+            from, or runs that are continued differ in more than their seeds.
+    """
+    if config.resume is not None:
+        return _train([_continuation(run, job) for run in _runs_below(config)])
+    require_distinct(config.seeds or [])
+    refuse_a_new_policy_beside_init(config, job.overrides)
+    refuse_a_new_policy_where_algo_makes_it(config, job.overrides)
+    check_folder_to_write(job.directory, "hydra.run.dir")
+    config = _with_lasting_paths(config)
+    place: list[Path] = []
+
+    def undertaking(seed: int) -> Undertaking:
+        own, typed = of_one_seed(config, job.overrides, seed)
+
+        def open_directory() -> RunDirectory:
+            if not place:
+                place.append(new_folder(job.directory) if job.is_proposed else job.directory)
+            return RunDirectory.create_at(folder_of(place[0], seed), describe(own), typed)
+
+        return Undertaking(own, open_directory, typed)
+
+    return _train([undertaking(seed) for seed in config.seeds or []])
+
+
+def _continuation(directory: RunDirectory, job: Job) -> Undertaking:
+    """Return what it is to continue a run, with what was typed."""
     known = parts_of(directory)
     changes = [text for text in job.overrides if not text.startswith("resume=") and text not in known]
     config = at_home(restore(TrainConfig, directory.config, changes))
     _require_its_policies(config, directory)
-    config = _with_lasting_paths(config)
-    return _train(config, lambda: directory, changes, is_new=False)
+    return Undertaking(_with_lasting_paths(config), lambda: directory, changes, is_new=False)
+
+
+def _runs_below(config: TrainConfig) -> list[RunDirectory]:
+    """Return the runs of the seeds that are continued.
+
+    Raises:
+        ConfigError: If other seeds are asked for.
+    """
+    if config.seeds is not None:
+        raise ConfigError(
+            f"resume={config.resume} continues the seeds that are there; got seeds={config.seeds}. Leave it "
+            f"out."
+        )
+    return [RunDirectory.open(folder) for folder in seed_folders(config.resume)]
 
 
 def _require_its_policies(config: TrainConfig, run: RunDirectory) -> None:
@@ -159,7 +258,10 @@ def with_resumed_parts(overrides: Sequence[str]) -> list[str]:
     parser = OverridesParser.create()
     named = [parser.parse_override(text).value() for text in overrides if text.startswith("resume=")]
     run = None if not named or named[-1] is None else Path(str(named[-1])).expanduser()
-    if run is None or not (run / RUN_CONFIG).is_file():
+    if run is None:
+        return list(overrides)
+    run = next(iter(seed_folders(run)), run)
+    if not (run / RUN_CONFIG).is_file():
         return list(overrides)
     typed = {text.partition("=")[0] for text in overrides}
     parts = parts_of(RunDirectory.open(run))
@@ -170,72 +272,6 @@ def parts_of(directory: RunDirectory) -> list[str]:
     """Return the choices of a run as overrides, e.g. `algo=dppo` and `env=avoid`."""
     chosen = {group: directory.config.get(group) for group in GROUPS}
     return [f"{group}={part['name']}" for group, part in chosen.items() if isinstance(part, Mapping)]
-
-
-def _refuse_a_new_policy_beside_init(config: TrainConfig, overrides: Sequence[str]) -> None:
-    """Refuse what was typed about a new policy where the one of `init` is taken as it is.
-
-    Raises:
-        ConfigError: If anything was.
-    """
-    typed = [] if config.init is None else _typed_about_a_policy(overrides)
-    if typed:
-        raise ConfigError(
-            f"init={config.init} is a whole policy, so {', '.join(typed)} would have no effect. Leave "
-            f"{'it' if len(typed) == 1 else 'them'} out, or train a new policy without init."
-        )
-
-
-def _refuse_a_new_policy_where_algo_makes_it(config: TrainConfig, overrides: Sequence[str]) -> None:
-    """Refuse what was typed about a new policy where the algorithm decides what that is.
-
-    Raises:
-        ConfigError: If anything was.
-    """
-    if config.init is not None or not getattr(config.algo, "makes_policy", False):
-        return
-    if typed := _typed_about_a_policy(overrides):
-        algo = registry.name_of("algo", config.algo)
-        raise ConfigError(
-            f"algo={algo} makes its own actor (see algo.hidden_dims), so {', '.join(typed)} would have no "
-            "effect. Leave it out; or clone a policy of that kind with algo=bc and give it as init."
-        )
-
-
-def _typed_about_a_policy(overrides: Sequence[str]) -> list[str]:
-    """Return the keys among overrides that say what a new policy is."""
-    return [key for key in _keys_of(overrides) if key.partition(".")[0] in (*PART_GROUPS, "policy")]
-
-
-def _keys_of(overrides: Sequence[str]) -> list[str]:
-    """Return the keys and groups of overrides."""
-    parser = OverridesParser.create()
-    return [str(parser.parse_override(text).key_or_group) for text in overrides]
-
-
-def _say_where_nothing_is_evaluated(config: TrainConfig, overrides: Sequence[str]) -> None:
-    """Warn of what was typed about evaluations where there is no task to evaluate in."""
-    if config.env is not None or config.evaluation.episodes == 0:
-        return
-    if vain := [key for key in _keys_of(overrides) if key.startswith(("evaluation.", "trainer.eval_"))]:
-        _log.warning("nothing is evaluated, in spite of %s: give env=<task> as well.", ", ".join(vain))
-    elif getattr(config.algo, "makes_policy", False):
-        _log.info("nothing is evaluated while training: give env=<task> for that.")
-
-
-def _say_what_init_replaces(config: TrainConfig, init: Policy) -> None:
-    """Warn of what an experiment sets about a new policy and the one of `init` has otherwise."""
-    wanted, default = config.policy_config(), complete(PolicyConfig())
-    vain = [
-        f.name
-        for f in fields(PolicyConfig)
-        if (value := getattr(wanted, f.name)) is not None
-        if value not in (getattr(default, f.name), getattr(init.config, f.name))
-    ]
-    if vain:
-        _log.warning(
-            "the policy of init keeps its own %s; this configuration's has no effect.", ", ".join(vain)
-        )
 
 
 def _with_lasting_paths(config: TrainConfig) -> TrainConfig:
@@ -255,42 +291,66 @@ def _teacher(config: TrainConfig) -> Located | None:
     return None if teacher is None else locate(teacher, "algo.teacher")
 
 
-def _train(
-    config: TrainConfig,
-    open_directory: Callable[[], RunDirectory],
-    typed: Sequence[str],
-    *,
-    is_new: bool = True,
-) -> Outcome:
-    """Build everything that can be refused, then make the directory, then train.
-
-    Args:
-        config: What to do.
-        open_directory: Makes or opens the run directory.
-        typed: Overrides; of a directory that is continued, those that distinguish it from what it was.
-        is_new: Whether the directory is made here, and taken away again if nothing is learned.
-    """
-    if config.algo is None:
+def _train(undertakings: Sequence[Undertaking]) -> list[Outcome]:
+    """Build everything that can be refused, then make the directories, then train."""
+    first = undertakings[0].config
+    if first.algo is None:
         raise ConfigError(f"train needs algo=<name>; choose one of: {', '.join(registry.parts('algo'))}.")
-    algorithm = config.algo.build(prepare(config))
-    last: dict[str, float] = {}
-    _say_where_nothing_is_evaluated(config, typed)
+    algorithms, advance = _built([one.config for one in undertakings])
+    found: list[dict[str, float]] = [{} for _ in undertakings]
+    say_where_nothing_is_evaluated(first, undertakings[0].typed)
     try:
-        _try_evaluation(config, algorithm)
-        directory = open_directory()
-        with _said_how_to_continue(directory), _taken_away_if_bare(directory if is_new else None):
-            run_trainer(
-                algorithm,
-                directory,
-                config.trainer,
-                evaluator=_evaluator(config, directory, last),
-                progress=config.progress,
-                provenance=provenance(config),
-                amendment=(describe(config), typed) if typed and not is_new else None,
-            )
+        _try_evaluation(first, algorithms[0])
+        with ExitStack() as held:
+            directories: list[RunDirectory] = []
+            held.enter_context(_said_how_to_continue(directories))
+            members = []
+            for one, algorithm, last in zip(undertakings, algorithms, found, strict=True):
+                directories.append(directory := one.open_directory())
+                held.enter_context(_taken_away_if_bare(directory if one.is_new else None))
+                members.append(
+                    Member(
+                        algorithm,
+                        directory,
+                        _evaluator(one.config, directory, last),
+                        provenance(one.config) | _company([each.config for each in undertakings]),
+                        (describe(one.config), one.typed) if one.typed and not one.is_new else None,
+                    )
+                )
+            title = _place_of(directories).name
+            train_together(members, advance, first.trainer, title=title, progress=first.progress)
     finally:
-        algorithm.close()
-    return Outcome(directory, last, "" if config.env is None else config.env.spec.quantity)
+        for algorithm in algorithms:
+            algorithm.close()
+    quantity = "" if first.env is None else first.env.spec.quantity
+    return [Outcome(run, last, quantity) for run, last in zip(directories, found, strict=True)]
+
+
+def _built(configs: Sequence[TrainConfig]) -> tuple[list[Algorithm], Callable[[], Sequence[Metrics]]]:
+    """Return the algorithm of every run, and what advances all of them.
+
+    Raises:
+        ConfigError: If there are several, and they cannot be trained together.
+    """
+    first = configs[0]
+    if len(configs) == 1:
+        algorithm = first.algo.build(prepare(first))
+        return [algorithm], lambda: [algorithm.advance()]
+    require_alike(configs)
+    require_together(first)
+    runs = first.algo.build_seeds(prepare(first), [config.seed for config in configs])
+    together = first.algo.together(runs)
+    return runs, together.advance
+
+
+def _company(configs: Sequence[TrainConfig]) -> dict[str, Any]:
+    """Return which seeds were trained together: in other company, numbers are the same to rounding only."""
+    return {} if len(configs) == 1 else {"seeds_together": [config.seed for config in configs]}
+
+
+def _place_of(directories: Sequence[RunDirectory]) -> Path:
+    """Return the run, or the folder of several."""
+    return directories[0].path if len(directories) == 1 else directories[0].path.parent
 
 
 def _try_evaluation(config: TrainConfig, algorithm: Algorithm) -> None:
@@ -309,15 +369,17 @@ def _try_evaluation(config: TrainConfig, algorithm: Algorithm) -> None:
 
 
 @contextmanager
-def _said_how_to_continue(directory: RunDirectory) -> Iterator[None]:
-    """Name the command that continues a run, when it is stopped."""
+def _said_how_to_continue(directories: Sequence[RunDirectory]) -> Iterator[None]:
+    """Name the command that continues what is stopped; the directories may be added meanwhile."""
     try:
         yield
     except (Interrupted, KeyboardInterrupt):
-        if directory.path.is_dir():
-            step = directory.latest()
-            saved = "before its first checkpoint" if step is None else f"its last checkpoint is {step}"
-            _log.warning("stopped; %s. Continue with: burnish train resume=%s", saved, directory.path)
+        if directories and directories[0].path.is_dir():
+            steps = [run.latest() for run in directories]
+            known = [step for step in steps if step is not None]
+            saved = f"its last checkpoint is {min(known)}" if known else "before its first checkpoint"
+            place = _place_of(directories)
+            _log.warning("stopped; %s. Continue with: burnish train resume=%s", saved, place)
         raise
 
 
@@ -355,7 +417,7 @@ def prepare(config: TrainConfig) -> Setup:
         raise ConfigError(f"data={config.data} says how a dataset is read; give dataset=<file> with it.")
     init = None if config.init is None else locate(config.init, "init").load()
     if init is not None:
-        _say_what_init_replaces(config, init)
+        say_what_init_replaces(config, init)
     elif config.tunes:
         _log.warning("these settings tune a policy: give init=<policy>. Without it a new one is trained.")
     teacher = _teacher(config)

@@ -1,0 +1,98 @@
+"""Runs of several seeds that are trained at once: where they are, and what they must have in common."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from burnish.locate import RUN_CONFIG
+from envs.evaluation_protocol import check_seeds
+from policies import registry
+from policies.errors import ConfigError
+
+if TYPE_CHECKING:
+    from burnish.commands.train import TrainConfig
+
+_log = logging.getLogger(__name__)
+_FOLDER = re.compile(r"seed-(\d+)")
+_ONE_BY_ONE = "Train one seed after the other: --multirun seed={}"
+
+
+def folder_of(place: Path, seed: int) -> Path:
+    """Return where the run of a seed is, among several in a folder."""
+    return place / f"seed-{seed}"
+
+
+def seed_folders(place: str | Path | None) -> list[Path]:
+    """Return the runs of seeds in a folder by their seeds; none if it is a run itself, or there are none."""
+    if place is None or not Path(place).is_dir() or (Path(place) / RUN_CONFIG).is_file():
+        return []
+    found = [(_FOLDER.fullmatch(item.name), item) for item in Path(place).iterdir()]
+    runs = [(int(name[1]), item) for name, item in found if name and (item / RUN_CONFIG).is_file()]
+    return [item for _, item in sorted(runs)]
+
+
+def has_seeds(config: TrainConfig) -> bool:
+    """Tell whether several runs are started or continued."""
+    return config.seeds is not None or bool(seed_folders(config.resume))
+
+
+def require_distinct(seeds: Sequence[int]) -> None:
+    """Refuse seeds that are none, the same, or out of range.
+
+    Raises:
+        ConfigError: If they are.
+    """
+    if not seeds or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seeds must be one or more different seeds, such as [0,1,2]; got {list(seeds)}.")
+    for seed in seeds:
+        check_seeds("seeds", seed)
+
+
+def of_one_seed(config: TrainConfig, typed: Sequence[str], seed: int) -> tuple[TrainConfig, list[str]]:
+    """Return the configuration of the run of a seed, and its overrides: those of a run that is alone."""
+    others = [text for text in typed if text.partition("=")[0] not in ("seed", "seeds")]
+    return replace(config, seed=seed, seeds=None), [*others, f"seed={seed}"]
+
+
+def require_alike(configs: Sequence[TrainConfig]) -> None:
+    """Refuse runs that differ in more than their seeds.
+
+    Raises:
+        ConfigError: If they do.
+    """
+    first = replace(configs[0], seed=0)
+    if others := [config.seed for config in configs if replace(config, seed=0) != first]:
+        raise ConfigError(
+            f"runs that are continued together must differ in their seeds only; other settings than that of "
+            f"seed {configs[0].seed} have those of {', '.join(map(str, others))}. Continue them one by one: "
+            f"resume=<folder>/seed-<n>."
+        )
+
+
+def require_together(config: TrainConfig) -> None:
+    """Refuse algorithms that train one seed at a time; say where it gains nothing.
+
+    Raises:
+        ConfigError: If this is one, or there is a policy to start from.
+    """
+    name, advice = registry.name_of("algo", config.algo), _ONE_BY_ONE.format("0,1,2")
+    able = [algo for algo, part in registry.parts("algo").items() if hasattr(part, "together")]
+    if name not in able:
+        raise ConfigError(
+            f"seeds=[…] is for the algorithms {', '.join(able)}; algo={name} trains one seed at a time. "
+            f"{advice}."
+        )
+    if config.init is not None:
+        raise ConfigError(
+            f"seeds=[…] is for actors that algo={name} makes itself; got init={config.init}. {advice}."
+        )
+    if config.device == "cpu" and config.algo.autocast is None:
+        _log.info(
+            "on a CPU in float32, seeds together take about as long as one after the other; with "
+            "algo.autocast=bfloat16 they take less."
+        )

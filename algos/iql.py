@@ -31,13 +31,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from algos.base import Setup
 from algos.chunk_loss import ChunkLoss
 from algos.offline import OfflineConfig, plain_actor
-from algos.offline_run import OfflineRun, precision
+from algos.offline_run import OfflineRun, SeedsTogether, precision
 from algos.optim import descend, restore_optimizer
+from algos.stacking import StackedEnsemble, actor_network, join_optimizers, stacked
 from algos.transitions import Batch, TransitionTable
 from policies.deterministic import DeterministicPolicy
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
@@ -45,13 +46,64 @@ from policies.errors import ConfigError
 from policies.gaussian import GaussianPolicy, GaussianProcess
 from policies.policy import Policy, PolicyConfig
 from policies.registry import register
+from policies.steps import gaussian_log_prob
 
 _MAX_WEIGHT = 100.0
 
 
 def expectile_loss(u: Tensor, tau: float) -> Tensor:
-    """Return mean |tau - 1[u < 0]| u^2 of advantages (B,)."""
-    return (torch.where(u < 0, 1 - tau, tau) * u.square()).mean()
+    """Return mean |tau - 1[u < 0]| u^2 of advantages (..., B) over rows, one for each seed."""
+    return (torch.where(u < 0, 1 - tau, tau) * u.square()).mean(dim=-1)
+
+
+class Misfit:
+    """How badly recorded chunks fit a policy.
+
+    Negative log-likelihoods, and squared errors of a deterministic policy, are summed over the entries of a
+    chunk; other matching losses are averaged.
+
+    Args:
+        policy: In training.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._cloning = policy, ChunkLoss(policy)
+
+    @property
+    def network(self) -> nn.Module:
+        """What is trained."""
+        return self._policy
+
+    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return times and noise of the matching loss, empty for a density."""
+        return self._cloning.draw(n, generator)
+
+    def __call__(self, batch: Batch, draws: Mapping[str, Tensor]) -> Tensor:
+        """Return one number for every row, (B,)."""
+        loss = self._cloning(batch, draws).to(batch.real) * batch.real
+        if isinstance(self._policy, (GaussianPolicy, DeterministicPolicy)):
+            return self._policy.chunk.action_dim * loss.sum(dim=1)
+        return loss.sum(dim=1) / batch.real.sum(dim=1)
+
+
+class StackedMisfit(Misfit):
+    """The same for the new actors of S seeds, which act in single steps: (S, B)."""
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        super().__init__(policies[0])
+        self._stack = stacked([actor_network(policy) for policy in policies])
+
+    @property
+    def network(self) -> nn.Module:
+        """What is trained."""
+        return self._stack
+
+    def __call__(self, batch: Batch, draws: Mapping[str, Tensor]) -> Tensor:
+        """Return one number for every row, (S, B)."""
+        mean, std = self._stack(batch.cond)
+        if std is None:
+            return (mean - batch.plan).square().sum(dim=-1).to(batch.plan)
+        return -gaussian_log_prob(batch.plan, mean, std).sum(dim=-1).to(batch.plan)
 
 
 class IqlLearner:
@@ -66,17 +118,39 @@ class IqlLearner:
 
     def __init__(self, policy: Policy, critic: Ensemble, value: Ensemble, config: IqlConfig) -> None:
         self.policy, self.critic, self.value, self.config = policy, critic, value, config
-        self._cloning = ChunkLoss(policy)
         self.target_critic = copy.deepcopy(critic).requires_grad_(False)
-        trained = [p for p in policy.parameters() if p.requires_grad]
+        self._begin(Misfit(policy))
+
+    def _begin(self, misfit: Misfit) -> None:
+        """Make the optimisers; no step is taken yet."""
+        self._misfit, config = misfit, self.config
+        trained = [p for p in misfit.network.parameters() if p.requires_grad]
         self.actor_optimizer = torch.optim.Adam(trained, lr=config.actor_lr, fused=True)
-        self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=config.critic_lr, fused=True)
-        self.value_optimizer = torch.optim.Adam(value.parameters(), lr=config.critic_lr, fused=True)
+        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=config.critic_lr, fused=True)
+        self.value_optimizer = torch.optim.Adam(self.value.parameters(), lr=config.critic_lr, fused=True)
         self.steps = 0
+
+    @classmethod
+    def together(cls, learners: Sequence[IqlLearner]) -> IqlLearner:
+        """Return one learner that takes the steps of several; see `Td3Learner.together`.
+
+        Its policy is that of the first.
+
+        Raises:
+            CapabilityError: If their actors cannot be stacked.
+        """
+        whole = copy.copy(learners[0])
+        for name in ("critic", "value", "target_critic"):
+            setattr(whole, name, StackedEnsemble([getattr(one, name) for one in learners]))
+        whole._begin(StackedMisfit([one.policy for one in learners]))
+        for name in ("actor_optimizer", "critic_optimizer", "value_optimizer"):
+            join_optimizers(getattr(whole, name), [getattr(one, name) for one in learners])
+        whole.steps = learners[0].steps
+        return whole
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return times and noise of the matching loss, empty for a density."""
-        return self._cloning.draw(n, generator)
+        return self._misfit.draw(n, generator)
 
     def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Take a step of value, critics and policy."""
@@ -87,39 +161,35 @@ class IqlLearner:
         target = torch.addcmul(batch.reward, batch.discount, following)
         with self._precision():
             u = best - self._value_of(batch.cond)
-        out = {"value/loss": descend(self.value_optimizer, expectile_loss(u, self.config.expectile))}
+        value_loss = expectile_loss(u, self.config.expectile)
+        descend(self.value_optimizer, value_loss.sum())
         with self._precision():
             values = self.critic(batch.cond, batch.action)
-        out["critic/loss"] = descend(self.critic_optimizer, (values - target).square().mean())
+        critic_loss = (values - target).square().mean(dim=(0, -1))
+        descend(self.critic_optimizer, critic_loss.sum())
         polyak(self.target_critic, self.critic, self.config.tau)
         u = u.detach()
         weight = (self.config.temperature * u).exp().clamp(max=_MAX_WEIGHT)
         self._set_rate()
-        out["actor/loss"] = descend(self.actor_optimizer, (weight * self._misfit(batch, draws)).mean())
-        return out | {
-            "critic/value": values.detach().mean(),
-            "critic/target": target.mean(),
-            "actor/advantage": u.mean(),
-            "actor/weight": weight.mean(),
-        }
-
-    def _misfit(self, batch: Batch, draws: Mapping[str, Tensor]) -> Tensor:
-        """Return how badly recorded chunks fit (B,).
-
-        Negative log-likelihoods, and squared errors of a deterministic policy, are summed over the entries
-        of a chunk; other matching losses are averaged.
-        """
         with self._precision():
-            loss = self._cloning(batch, draws).to(batch.real) * batch.real
-        if isinstance(self.policy, (GaussianPolicy, DeterministicPolicy)):
-            return self.policy.chunk.action_dim * loss.sum(dim=1)
-        return loss.sum(dim=1) / batch.real.sum(dim=1)
+            misfit = self._misfit(batch, draws)
+        actor_loss = (weight * misfit).mean(dim=-1)
+        descend(self.actor_optimizer, actor_loss.sum())
+        return {
+            "value/loss": value_loss.detach(),
+            "critic/loss": critic_loss.detach(),
+            "actor/loss": actor_loss.detach(),
+            "critic/value": values.detach().mean(dim=(0, -1)),
+            "critic/target": target.mean(dim=-1),
+            "actor/advantage": u.mean(dim=-1),
+            "actor/weight": weight.mean(dim=-1),
+        }
 
     def _precision(self) -> AbstractContextManager[Any]:
         return precision(self.config.autocast, self.policy.device)
 
     def _value_of(self, cond: Tensor) -> Tensor:
-        return self.value(cond, cond.new_zeros(len(cond), 0))[0]
+        return self.value(cond, cond.new_zeros(*cond.shape[:-1], 0))[0]
 
     def _set_rate(self) -> None:
         """Let the rate of the policy fall to zero over the run, like a cosine."""
@@ -193,6 +263,10 @@ class IqlConfig(OfflineConfig):
             return super().actor_config()
         process = GaussianProcess(init_std=1.0, min_std=math.exp(-20), max_std=math.exp(2))
         return plain_actor(process, self.hidden_dims)
+
+    def together(self, runs: Sequence[OfflineRun]) -> SeedsTogether:
+        """Return what takes the steps of runs of several seeds, made by `build_seeds`, at once."""
+        return SeedsTogether(runs, IqlLearner.together)
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> IqlLearner:
         """Return the learner; see `OfflineConfig.learner`."""

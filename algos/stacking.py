@@ -19,6 +19,8 @@ from algos.actor import Actor
 from policies.deterministic import DeterministicPolicy
 from policies.ensembles import Ensemble
 from policies.errors import CapabilityError
+from policies.gaussian import GaussianPolicy
+from policies.heads import GaussianHead
 from policies.policy import Policy
 from policies.trunk import PlainTrunk
 
@@ -47,17 +49,19 @@ class StackedLinear(nn.Module):
 
 
 def stacked(modules: Sequence[M]) -> M:
-    """Return a module like the given ones, whose linear layers are all of theirs.
+    """Return a module like the given ones, whose parameters are all of theirs.
 
-    What surrounds them must take any leading axes, and there must be no other parameters.
+    What surrounds linear layers must take any leading axes, and what has parameters of its own must know
+    that they have one more in front.
     """
     whole = copy.deepcopy(modules[0])
-    names = [name for name, part in whole.named_modules() if isinstance(part, nn.Linear)]
-    for name in names:
-        layers = [module.get_submodule(name) for module in modules]
-        whole.set_submodule(name, StackedLinear(layers))  # type: ignore[arg-type]
-    others = [part for part in whole.modules() if not isinstance(part, StackedLinear)]
-    assert not any(list(part.parameters(recurse=False)) for part in others), "only linear layers are stacked"
+    for name, part in list(whole.named_modules()):
+        alike = [module.get_submodule(name) for module in modules]
+        if isinstance(part, nn.Linear):
+            whole.set_submodule(name, StackedLinear(alike))  # type: ignore[arg-type]
+            continue
+        for own in dict(part.named_parameters(recurse=False)):
+            setattr(part, own, tied([each.get_parameter(own) for each in alike]))
     return whole
 
 
@@ -96,7 +100,7 @@ class StackedActor(Actor):
 
     def __init__(self, actors: Sequence[Actor]) -> None:
         self.limit = actors[0].limit
-        self._network = stacked([_trunk_of(actor) for actor in actors])
+        self._network = stacked([actor_network(actor.policy) for actor in actors])
 
     @property
     def network(self) -> nn.Module:
@@ -115,18 +119,47 @@ class StackedActor(Actor):
     def __call__(self, cond: Tensor, noise: Tensor, *, grad: bool = True) -> Tensor:
         """Return actions in [-L, L]; noise has no influence."""
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            action = torch.tanh(self._network(cond))
+            action = self._network(cond)[0]
         return action if self.limit == 1.0 else action * self.limit
 
 
-def _trunk_of(actor: Actor) -> PlainTrunk:
-    policy = actor.policy
-    if not isinstance(policy, DeterministicPolicy) or not isinstance(policy.trunk, PlainTrunk):
-        raise CapabilityError(
-            "seeds are trained together where algo makes its own actor; init has a policy of another kind. "
-            "Train them one by one: --multirun seed=0,1,2."
-        )
-    return policy.trunk
+class ActorNetwork(nn.Module):
+    """What a new actor learns: from conditions (..., B, C) to means (..., B, A) and deviations, if any.
+
+    It shares the parameters of the policy.
+
+    Args:
+        trunk: To the mean before tanh.
+        head: Of a Gaussian, whose deviations it has.
+    """
+
+    def __init__(self, trunk: PlainTrunk, head: GaussianHead | None = None) -> None:
+        super().__init__()
+        self.trunk, self._density = trunk, None if head is None else head.config
+        self.log_var = None if head is None else head.log_var
+
+    def forward(self, cond: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return both; deviations (..., 1, A)."""
+        mean = torch.tanh(self.trunk(cond))
+        if self._density is None or self.log_var is None:
+            return mean, None
+        return mean, self._density.std_of(self.log_var).unsqueeze(-2)
+
+
+def actor_network(policy: Policy) -> ActorNetwork:
+    """Return what is trained of a policy that `algos.offline.plain_actor` describes.
+
+    Raises:
+        CapabilityError: If it is another.
+    """
+    if isinstance(policy, DeterministicPolicy) and isinstance(policy.trunk, PlainTrunk):
+        return ActorNetwork(policy.trunk)
+    if isinstance(policy, GaussianPolicy) and isinstance(policy.head.trunk, PlainTrunk):
+        return ActorNetwork(policy.head.trunk, policy.head)
+    raise CapabilityError(
+        "seeds are trained together where algo makes its own actor; init has a policy of another kind. "
+        "Train them one by one: --multirun seed=0,1,2."
+    )
 
 
 def join_optimizers(whole: torch.optim.Optimizer, parts: Sequence[torch.optim.Optimizer]) -> None:

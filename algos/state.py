@@ -230,7 +230,6 @@ class RunDirectory:
         policy: Policy,
         training_state: Mapping[str, Any],
         *,
-        keep: int | None = None,
         provenance: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write a checkpoint atomically, point `last` at it and return its directory.
@@ -239,7 +238,6 @@ class RunDirectory:
             step: Units done.
             policy: What is shipped.
             training_state: What is resumed from; see `algos.plain`.
-            keep: Number of newest checkpoints that stay, at least 1; all when None.
             provenance: Facts for the model card.
 
         Raises:
@@ -266,10 +264,12 @@ class RunDirectory:
             shutil.rmtree(aside, ignore_errors=True)
         sync(folder)
         self._point_last(step)
-        if keep is not None:
-            for old in self.checkpoints()[: -max(keep, 1)]:
-                self._remove(old)
         return folder / str(step)
+
+    def keep_newest(self, count: int) -> None:
+        """Remove all checkpoints but so many, at least 1."""
+        for old in self.checkpoints()[: -max(count, 1)]:
+            self._remove(old)
 
     def load_training_state(self, step: int | None = None) -> dict[str, Any]:
         """Return the training state of a checkpoint (the newest by default), on the CPU.

@@ -143,9 +143,6 @@ def train_together(
             held.enter_context(member.run.claim())
         steps = _common([member.run.checkpoints() for member in members])
         sessions = [_Session(member, settings, step) for member, step in zip(members, steps, strict=True)]
-        if len(sessions) > 1 and settings.keep_checkpoints == 1:
-            for session in sessions:
-                session.keep = 2  # until all of them have the newer one
         for member in members:
             if member.amendment is not None:
                 member.run.amend(*member.amendment)
@@ -183,8 +180,8 @@ class _Group:
         while True:
             if stop.number is not None:
                 self._save_and_leave(stop.number)
-            for session in self.sessions:
-                session.checkpoint_if_due()
+            if any([session.checkpoint_if_due() for session in self.sessions]):
+                self._forget_old_checkpoints()
             try:
                 for session in self.sessions:
                     session.evaluate_if_due(stop)
@@ -199,7 +196,14 @@ class _Group:
     def _save_and_leave(self, number: int) -> None:
         for session in self.sessions:
             session.checkpoint()
+        self._forget_old_checkpoints()
         raise Interrupted(number)
+
+    def _forget_old_checkpoints(self) -> None:
+        """Once all runs have the newest one, so that they have one in common at any time."""
+        for session in self.sessions:
+            if (count := session.settings.keep_checkpoints) is not None:
+                session.run.keep_newest(count)
 
     def _iterate(self, stop: _StopSignals) -> None:
         """Do one iteration and report it."""
@@ -261,7 +265,6 @@ class _Session:
     def __init__(self, member: Member, settings: TrainerSettings, step: int | None) -> None:
         self.algorithm, self.run, self.settings = member.algorithm, member.run, settings
         self.evaluator, self.provenance = member.evaluator, dict(member.provenance)
-        self.keep = settings.keep_checkpoints
         self.writers: list[Writer] = []
         self.fresh: dict[str, float] = {}  # numbers that nobody has been shown
         self.elapsed_s, self.started = 0.0, time.monotonic()
@@ -348,11 +351,13 @@ class _Session:
                 f"{now} {self.algorithm.unit}. {self._last_good()} Lower the learning rate or clip gradients."
             )
 
-    def checkpoint_if_due(self) -> None:
-        """Save at the multiples of `checkpoint_every` and at the end."""
-        algorithm = self.algorithm
-        if _due(self.saved, algorithm.progress, self._tenth(self.settings.checkpoint_every), algorithm.total):
+    def checkpoint_if_due(self) -> bool:
+        """Save at the multiples of `checkpoint_every` and at the end; returns whether it did."""
+        algorithm, every = self.algorithm, self._tenth(self.settings.checkpoint_every)
+        is_due = _due(self.saved, algorithm.progress, every, algorithm.total)
+        if is_due:
             self.checkpoint()
+        return is_due
 
     def evaluate_if_due(self, stop: _StopSignals) -> None:
         """Evaluate at the multiples of `eval_every` and at the end; a signal breaks an evaluation off."""
@@ -387,7 +392,7 @@ class _Session:
             },
         }
         facts = {"unit": algorithm.unit, **self.provenance}
-        self.run.save_checkpoint(step, policy, state, keep=self.keep, provenance=facts)
+        self.run.save_checkpoint(step, policy, state, provenance=facts)
         self.saved = step
 
     def _record(self, values: Scalars) -> None:

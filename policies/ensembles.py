@@ -167,6 +167,9 @@ class Ensemble(nn.Module):
         if h.ndim == 2 and h.device.type == "cpu":  # one kernel, which reads and writes the type of h
             with _full_precision("cpu"):
                 return F.layer_norm(h, h.shape[-1:], scale[0], shift[0], eps)
+        if h.device.type == "cpu" and self._large(h[0]):
+            parts = zip(h.unbind(0), scale.unbind(0), shift.unbind(0), strict=True)
+            return torch.stack([self._normalized(*part) for part in parts])
         return torch.addcmul(shift, F.layer_norm(h, h.shape[-1:], eps=eps), scale)
 
     def _stacks(self, parts: nn.ParameterList, count: int, frozen: bool) -> list[Tensor]:

@@ -192,7 +192,8 @@ def save_cut(run: RunDirectory, moment: int) -> bool:
     with pytest.MonkeyPatch.context() as monkeypatch:
         cut_at(monkeypatch, moment)
         try:
-            run.save_checkpoint(3, tiny_policy(3), {"value": 3}, keep=2)
+            run.save_checkpoint(3, tiny_policy(3), {"value": 3})
+            run.keep_newest(2)
         except Cut:
             return True
     return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -20,6 +21,7 @@ from policies.hub import PREFIX, fetch, is_on_hub
 from policies.policy import Policy
 
 RUN_CONFIG = "config.yaml"
+_SEED_FOLDER = re.compile(r"seed-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -146,10 +148,28 @@ def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:
         return _with_run(given)
     if (given / "policy" / POLICY_CONFIG).is_file():
         return _with_run(given / "policy")
+    if runs := seed_folders(given):
+        raise CheckpointError(
+            f"{key}={path} holds the runs of {len(runs)} seeds; give one of them, for example {runs[0]}."
+        )
     raise CheckpointError(
         f"{key}={path} is neither a policy directory (no {POLICY_CONFIG}) nor a run (no {RUN_CONFIG}); "
         f"give one of these, for example runs/<date>/<name>."
     )
+
+
+def folder_of(place: Path, seed: int) -> Path:
+    """Return where the run of a seed is, among several in a folder."""
+    return place / f"seed-{seed}"
+
+
+def seed_folders(place: str | Path | None) -> list[Path]:
+    """Return the runs of seeds in a folder by their seeds; none if it is a run itself, or there are none."""
+    if place is None or not Path(place).is_dir() or (Path(place) / RUN_CONFIG).is_file():
+        return []
+    found = [(_SEED_FOLDER.fullmatch(item.name), item) for item in Path(place).iterdir()]
+    runs = [(int(name[1]), item) for name, item in found if name and (item / RUN_CONFIG).is_file()]
+    return [item for _, item in sorted(runs)]
 
 
 def _perhaps_on_hub(given: Path) -> str:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from burnish.locate import RUN_CONFIG
+from burnish.locate import seed_folders
 from envs.evaluation_protocol import check_seeds
 from policies import registry
 from policies.errors import ConfigError
@@ -18,22 +16,7 @@ if TYPE_CHECKING:
     from burnish.commands.train import TrainConfig
 
 _log = logging.getLogger(__name__)
-_FOLDER = re.compile(r"seed-(\d+)")
 _ONE_BY_ONE = "Train one seed after the other: --multirun seed={}"
-
-
-def folder_of(place: Path, seed: int) -> Path:
-    """Return where the run of a seed is, among several in a folder."""
-    return place / f"seed-{seed}"
-
-
-def seed_folders(place: str | Path | None) -> list[Path]:
-    """Return the runs of seeds in a folder by their seeds; none if it is a run itself, or there are none."""
-    if place is None or not Path(place).is_dir() or (Path(place) / RUN_CONFIG).is_file():
-        return []
-    found = [(_FOLDER.fullmatch(item.name), item) for item in Path(place).iterdir()]
-    runs = [(int(name[1]), item) for name, item in found if name and (item / RUN_CONFIG).is_file()]
-    return [item for _, item in sorted(runs)]
 
 
 def has_seeds(config: TrainConfig) -> bool:

@@ -19,7 +19,7 @@ from burnish.commands.evaluate import SUMMARISED, describe_comparison
 from burnish.console import output
 from burnish.job import Job
 from burnish.last_and_best import last_and_best
-from burnish.locate import check_folder_to_write, locate
+from burnish.locate import check_folder_to_write, locate, seed_folders
 from burnish.page import Page
 from burnish.pictures import learning_curves, run_colours
 from burnish.tasks import description_of, options_that_differ
@@ -40,7 +40,7 @@ PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.png")
 class ReportConfig:
     """What `burnish report` does."""
 
-    run: Any = path_field()  # a run, or several; those of one algorithm and task are summarised together
+    run: Any = path_field()  # a run, several, or a folder of seeds; those of one algorithm and task together
     out: str | None = path_field()  # directory; null: <run>/report, or report for several runs
     episodes: int = 24  # episodes that are played for the pictures; 0: none
     first_seed: int = 0  # seed of the first of these episodes
@@ -64,7 +64,15 @@ class ReportConfig:
         given = self.run if isinstance(self.run, list) else [self.run]
         if given in ([], [None]):
             raise ConfigError("report needs run=<run directory>, or run=[<run>,<run>].")
-        return [RunDirectory.open(str(path)) for path in given]
+        return [RunDirectory.open(run) for path in given for run in seed_folders(path) or [Path(str(path))]]
+
+    def folder(self, runs: Sequence[RunDirectory]) -> Path:
+        """Return where the page goes."""
+        if self.out is not None:
+            return Path(self.out)
+        if isinstance(self.run, list) and len(runs) > 1:
+            return Path("report")
+        return (Path(str(self.run)) if len(runs) > 1 else runs[0].path) / "report"
 
 
 def run(config: ReportConfig, job: Job) -> None:
@@ -80,8 +88,7 @@ def report(config: ReportConfig) -> Path:
         CheckpointError: If one is not a run.
     """
     runs = config.runs()
-    alone = runs[0].path / "report" if len(runs) == 1 else Path("report")
-    target = Path(config.out) if config.out is not None else alone
+    target = config.folder(runs)
     _refuse_to_replace(target, config.overwrite)
     named = _named(runs)
     first = next(iter(named))

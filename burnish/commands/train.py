@@ -23,15 +23,20 @@ from burnish.console import output, table
 from burnish.device import device_of
 from burnish.job import Job
 from burnish.last_and_best import last_and_best
-from burnish.locate import RUN_CONFIG, Located, check_folder_to_write, locate
-from burnish.seeds import (
+from burnish.locate import (
+    RUN_CONFIG,
+    Located,
+    check_folder_to_write,
     folder_of,
+    locate,
+    seed_folders,
+)
+from burnish.seeds import (
     has_seeds,
     of_one_seed,
     require_alike,
     require_distinct,
     require_together,
-    seed_folders,
 )
 from burnish.without_effect import (
     refuse_a_new_policy_beside_init,

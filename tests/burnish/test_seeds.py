@@ -1,0 +1,186 @@
+"""`seeds=[...]`: several runs at once, each like any other, and the folder that they are continued by."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import burnish
+from algos.metrics import read_jsonl
+from algos.offline_run import SeedsTogether
+from algos.state import RunDirectory
+from burnish import cli
+from burnish.api import Run
+from burnish.locate import seed_folders
+from envs.datasets import Episode, EpisodeDataset, write_d4rl
+from policies.errors import CheckpointError, ConfigError
+
+TINY: dict[str, Any] = {
+    "algo": {
+        "steps": 8, "block_steps": 2, "batch_size": 8, "hidden_dims": [8], "critic_dims": [8],
+        "autocast": None,
+    },
+    "progress": False,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def transitions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Episodes of the widths of Hopper."""
+    rng, path = np.random.default_rng(0), tmp_path_factory.mktemp("data") / "walk.hdf5"
+    episodes = [
+        Episode(
+            observations=rng.normal(size=(13, 11)).astype(np.float32),
+            actions=rng.uniform(-1, 1, size=(12, 3)).astype(np.float32),
+            rewards=rng.normal(size=12).astype(np.float32),
+            terminated=bool(number % 2), truncated=not number % 2, success=False,
+        )
+        for number in range(6)
+    ]  # fmt: skip
+    write_d4rl(path, EpisodeDataset.from_episodes(episodes))
+    return path
+
+
+def train(transitions: Path, place: Path, **changes: Any) -> list[Run]:
+    return burnish.train_seeds("algo=td3_bc", dataset=transitions, directory=place, **TINY | changes)
+
+
+@pytest.fixture(scope="module")
+def three(transitions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("runs") / "three"
+    found = train(transitions, place, seeds=[2, 0, 1], env="hopper", evaluation={"episodes": 2})
+    assert [run.path for run in found] == [place / f"seed-{seed}" for seed in (2, 0, 1)]
+    return place
+
+
+def test_every_seed_is_a_run_like_any_other(three: Path, transitions: Path, tmp_path: Path) -> None:
+    alone = burnish.train("algo=td3_bc", dataset=transitions, seed=1, directory=tmp_path / "alone", **TINY)
+    run = RunDirectory.open(three / "seed-1")
+    assert run.checkpoints() == alone.directory.checkpoints() == list(range(2, 9, 2))
+    assert run.config["seed"] == 1 and run.config["seeds"] is None
+    assert "seed=1" in run.overrides and not any(text.startswith("seeds=") for text in run.overrides)
+    logged, expected = (
+        [row for row in read_jsonl(one.metrics_path) if "critic/loss" in row]
+        for one in (run, alone.directory)
+    )
+    for row, other in zip(logged, expected, strict=True):
+        assert row.keys() == other.keys()
+        assert row["critic/loss"] == pytest.approx(other["critic/loss"], rel=1e-4)
+    ours, theirs = Run(run.path).load_policy(), alone.load_policy()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        np.testing.assert_allclose(p.detach(), q.detach(), atol=1e-5)
+    assert ours.provenance["seeds_together"] == [2, 0, 1] and ours.provenance["seed"] == 1
+    assert len(run.evals()) == 4
+
+
+def test_seeds_have_results_of_their_own(three: Path) -> None:
+    found = [json.loads(path.read_text()) for path in sorted(three.glob("seed-*/eval/step-8.json"))]
+    assert len({json.dumps(one["rows"]) for one in found}) == 3
+
+
+def test_a_folder_of_seeds_is_continued_as_a_whole(transitions: Path, tmp_path: Path) -> None:
+    train(transitions, tmp_path / "some", seeds=[0, 3])
+    found = burnish.train_seeds(resume=tmp_path / "some", algo={"steps": 12})
+    assert [run.directory.latest() for run in found] == [12, 12]
+    assert all(run.directory.config["algo"]["steps"] == 12 for run in found)
+    one = burnish.train(resume=tmp_path / "some" / "seed-3", algo={"steps": 14})
+    assert one.directory.latest() == 14
+    with pytest.raises(ConfigError, match="in their seeds only; other settings than that of seed 0"):
+        burnish.train_seeds(resume=tmp_path / "some")
+
+
+def test_a_stopped_folder_says_how_it_is_continued(
+    transitions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    advance = SeedsTogether.advance
+
+    def stopping(self: SeedsTogether) -> Any:
+        if self.runs[0].progress == 4:
+            raise KeyboardInterrupt
+        return advance(self)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SeedsTogether, "advance", stopping)
+        train(transitions, tmp_path / "cut", seeds=[0, 1])
+    assert f"its last checkpoint is 4. Continue with: burnish train resume={tmp_path / 'cut'}" in caplog.text
+    train(transitions, tmp_path / "whole", seeds=[0, 1])
+    burnish.train_seeds(resume=tmp_path / "cut")
+    weights = [
+        (tmp_path / name / "seed-1" / "checkpoints" / "8" / "policy" / "model.safetensors").read_bytes()
+        for name in ("cut", "whole")
+    ]
+    assert weights[0] == weights[1]
+
+
+def test_what_cannot_be_trained_leaves_nothing(
+    transitions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: SeedsTogether) -> Any:
+        raise ConfigError("no")
+
+    monkeypatch.setattr(SeedsTogether, "advance", broken)
+    with pytest.raises(ConfigError, match="no"):
+        train(transitions, tmp_path / "none", seeds=[0, 1])
+    assert not list((tmp_path / "none").glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["seeds=[]"], r"one or more different seeds, such as \[0,1,2\]; got \[\]"),
+        (["seeds=[1,1]"], r"different seeds, .*; got \[1, 1\]"),
+        (["seeds=[0,-1]"], "seeds must be from 0 to"),
+        (["seeds=[0,1]", "algo=bc"], r"is for the algorithms .*prdc.*; algo=bc trains one seed at a time"),
+        (["seeds=[0,1]", "resume={three}"], "continues the seeds that are there"),
+        (["seeds=[0,1]", "init={three}/seed-0"], r"for actors that algo=td3_bc makes itself; got init="),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_refused(
+    transitions: Path, three: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
+    typed = [text.format(three=three) for text in overrides]
+    resumed = any(text.startswith("resume=") for text in typed)
+    more: dict[str, Any] = {} if resumed else {"dataset": transitions, "directory": tmp_path / "run"}
+    with pytest.raises(ConfigError, match=message):
+        burnish.train_seeds(*([] if resumed else ["algo=td3_bc"]), *typed, **more)
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_run_is_not_several(transitions: Path, three: Path) -> None:
+    with pytest.raises(ConfigError, match=r"seeds=\[0, 1\] are several runs\. Use burnish\.train_seeds"):
+        burnish.train("algo=td3_bc", dataset=transitions, seeds=[0, 1])
+    with pytest.raises(CheckpointError, match=r"holds the runs of 3 seeds; give one .*seed-0"):
+        burnish.load_policy(three)
+
+
+def test_seeds_are_found_in_their_order(three: Path, tmp_path: Path) -> None:
+    assert [folder.name for folder in seed_folders(three)] == ["seed-0", "seed-1", "seed-2"]
+    assert seed_folders(three / "seed-0") == seed_folders(tmp_path) == seed_folders(tmp_path / "none") == []
+
+
+def _main(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a command in this process."""
+    monkeypatch.setattr(sys, "argv", ["burnish", *arguments])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+
+
+def test_the_command_prints_every_seed_and_reports_all(
+    transitions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = [f"algo.{key}={str(value).replace(' ', '')}" for key, value in TINY["algo"].items() if value]
+    settings = ["algo=td3_bc", f"dataset={transitions}", "env=hopper", "evaluation.episodes=2", *small]
+    _main("train", *settings, "seeds=[0,1]", "hydra.run.dir=runs/two", monkeypatch=monkeypatch)
+    printed = capsys.readouterr().out
+    assert "runs/two/seed-0" in printed and "runs/two/seed-1" in printed and "return" in printed
+    _main("report", "run=runs/two", "episodes=0", monkeypatch=monkeypatch)
+    page = (tmp_path / "runs" / "two" / "report" / "index.html").read_text()
+    assert "seed-0" in page and "seed-1" in page and "all runs" in page

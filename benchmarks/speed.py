@@ -26,6 +26,7 @@ from benchmarks.cases_flows import flow, reinflow
 from benchmarks.cases_learning import cloning, gather, iteration, update
 from benchmarks.cases_offline import neighbours, offline
 from benchmarks.cases_offpolicy import dsrl, ensembles, replay, steered
+from benchmarks.cases_seeds import seeds
 from benchmarks.timing import Figure
 
 CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
@@ -44,6 +45,7 @@ CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
         iteration,
         offline,
         neighbours,
+        seeds,
         replay,
         steered,
         ensembles,

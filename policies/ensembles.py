@@ -160,14 +160,22 @@ class Ensemble(nn.Module):
             if after:
                 h = self._normalized(h, scale[i], shift[i])
         with _full_precision(h.device.type):
-            return product(bias[last], h.to(weight[last].dtype), weight[last]).squeeze(-1)
+            return self._read_out(product, bias[last], h.to(weight[last].dtype), weight[last]).squeeze(-1)
+
+    def _read_out(self, product: Any, bias: Tensor, h: Tensor, weight: Tensor) -> Tensor:
+        """Evaluate the last layer, whose output is so narrow that large batched products are slow on a CPU."""
+        if h.ndim == 2 or not self._large(h[0]):
+            value: Tensor = product(bias, h, weight)
+            return value
+        parts = zip(bias.unbind(0), h.unbind(0), weight.unbind(0), strict=True)
+        return torch.stack([torch.addmm(*part) for part in parts])
 
     def _normalized(self, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         eps = self.config.norm_eps
         if h.ndim == 2 and h.device.type == "cpu":  # one kernel, which reads and writes the type of h
             with _full_precision("cpu"):
                 return F.layer_norm(h, h.shape[-1:], scale[0], shift[0], eps)
-        if h.device.type == "cpu" and self._large(h[0]):
+        if self._large(h[0]):
             parts = zip(h.unbind(0), scale.unbind(0), shift.unbind(0), strict=True)
             return torch.stack([self._normalized(*part) for part in parts])
         return torch.addcmul(shift, F.layer_norm(h, h.shape[-1:], eps=eps), scale)

@@ -160,15 +160,15 @@ class Ensemble(nn.Module):
             if after:
                 h = self._normalized(h, scale[i], shift[i])
         with _full_precision(h.device.type):
-            return self._read_out(product, bias[last], h.to(weight[last].dtype), weight[last]).squeeze(-1)
+            return self._read_out(product, bias[last], h, weight[last]).squeeze(-1)
 
     def _read_out(self, product: Any, bias: Tensor, h: Tensor, weight: Tensor) -> Tensor:
         """Evaluate the last layer, whose output is so narrow that large batched products are slow on a CPU."""
         if h.ndim == 2 or not self._large(h[0]):
-            value: Tensor = product(bias, h, weight)
+            value: Tensor = product(bias, h.to(weight.dtype), weight)
             return value
         parts = zip(bias.unbind(0), h.unbind(0), weight.unbind(0), strict=True)
-        return torch.stack([torch.addmm(*part) for part in parts])
+        return torch.stack([torch.addmm(b, x.to(w.dtype), w) for b, x, w in parts])
 
     def _normalized(self, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         eps = self.config.norm_eps

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from algos.a2pr import A2prConfig
 from algos.base import Setup
-from algos.constrained_td3 import Td3Learner
+from algos.iql import IqlConfig
 from algos.offline_run import OfflineRun
 from algos.prdc import PrdcConfig
+from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
 from benchmarks.cases_offline import (
-    BATCH,
     BLOCK,
     POOL,
     arrays_of,
@@ -23,7 +24,6 @@ from benchmarks.cases_offline import (
     learner_of,
     list_search_of,
     near_the_data,
-    ours_of,
     same_weights,
     stand_still,
     theirs_of,
@@ -34,85 +34,107 @@ from benchmarks.sides import require_close
 from benchmarks.timing import Figure
 
 SEEDS = 4
-TREE = {"a fresh actor": 4.0, "near the data": 1.1}
-"""Floors of PRDC against a tree per step, a million rows; on a file a tree costs less."""
+HALF = "bfloat16"
+CASES: tuple[tuple[str, type[Any], str | None, float], ...] = (
+    ("TD3+BC", Td3BcConfig, None, 0.9),
+    ("TD3+BC", Td3BcConfig, HALF, 1.25),
+    ("IQL", IqlConfig, HALF, 1.2),
+    ("A2PR", A2prConfig, HALF, 1.0),
+    ("ReBRAC", RebracConfig, HALF, 0.8),
+)
+"""Algorithms, number types and floors against single runs; large products gain nothing from company."""
+
+PLACES = ("a fresh actor", "near the data")
+TREE = (8.0, 2.5)
+TREE_ON_FILE = (3.0, 2.5)
+"""Floors of PRDC against a tree per step, for a million rows and for a file of a tenth."""
 
 
-def block_of(runs: Sequence[OfflineRun], learner: Td3Learner, pool: Tensor) -> Callable[[], None]:
-    """Return a block of steps of all runs."""
-    generator = torch.Generator().manual_seed(4)
+def seeds(options: argparse.Namespace) -> Iterator[Figure]:
+    """Four seeds at once against single runs; PRDC, its lists made, also against a tree per step."""
+    setup = Setup(dataset=dataset_of(options), seed=0)
+    require_equal_steps(Td3BcConfig(steps=2, block_steps=2), setup)
+    for name, kind, autocast, floor in CASES:
+        config = kind(steps=10**9, autocast=autocast)
+        runs, alone = config.build_seeds(setup, range(SEEDS)), config.build(setup)
+        pool = torch.arange(len(alone.table))
+        times = timed(options, blocks_of(combined(runs), runs, alone, pool))
+        title = f"{name} step, {SEEDS} seeds, {autocast or 'float32'}"
+        yield Figure(title, "together", "single runs", times["ours"] / SEEDS, times["single"], floor)
+    yield from _prdc(options, setup)
+
+
+def require_equal_steps(config: Td3BcConfig, setup: Setup) -> None:
+    """Take two steps of every seed together and alone, and compare actors and critics."""
+    runs = config.build_seeds(setup, range(SEEDS))
+    config.together(runs).advance()
+    for seed, run in enumerate(runs):
+        alone = config.build(Setup(dataset=setup.dataset, seed=seed))
+        alone.advance()
+        for ours, theirs in zip(_weights(run), _weights(alone), strict=True):
+            require_close("two steps", ours, theirs, 2e-5)
+
+
+def _weights(run: OfflineRun) -> list[Tensor]:
+    learner = learner_of(run)
+    return [p.detach() for part in (learner.policy, learner.critic) for p in part.parameters()]
+
+
+def combined(runs: Sequence[OfflineRun]) -> Any:
+    """Return the learner that takes the steps of all runs."""
+    kind: Any = type(runs[0].learner)
+    return kind.together([run.learner for run in runs])
+
+
+def blocks_of(
+    whole: Any, runs: Sequence[OfflineRun], alone: OfflineRun, pool: Tensor
+) -> dict[str, Callable[[], None]]:
+    """Return blocks of steps on rows of a pool: of all runs at once, and of one that is alone."""
+    return {"ours": _block(whole, runs, pool), "single": _block(alone.learner, [alone], pool)}
+
+
+def _block(learner: Any, runs: Sequence[OfflineRun], pool: Tensor) -> Callable[[], None]:
+    generator, is_alone = torch.Generator().manual_seed(4), learner is runs[0].learner
+    size = runs[0].config.batch_size
+
+    def step() -> None:
+        row = pool[torch.randint(len(pool), (len(runs), size), generator=generator)]
+        drawn = [run.learner.draw(size, generator) for run in runs]
+        if is_alone:
+            learner.step(runs[0].table.gather(row[0]), drawn[0])
+            return
+        learner.step(runs[0].table.gather(row), {k: torch.stack([one[k] for one in drawn]) for k in drawn[0]})
+        for run in runs:
+            run.learner.steps = learner.steps
 
     def block() -> None:
         for _ in range(BLOCK):
-            row = pool[torch.randint(len(pool), (len(runs), BATCH), generator=generator)]
-            drawn = [run.learner.draw(BATCH, generator) for run in runs]
-            draws = {name: torch.stack([each[name] for each in drawn]) for name in drawn[0]}
-            learner.step(runs[0].table.gather(row), draws)
-            for run in runs:
-                run.learner.steps = learner.steps
+            step()
 
     return block
 
 
-def require_equal_steps(config: Any, setup: Setup) -> None:
-    """Take two steps of every seed together and alone, and compare actors and critics."""
-    runs = config.build_seeds(setup, range(SEEDS))
-    group = config.together(runs)
-    group.advance()
-    for seed, run in enumerate(runs):
-        alone = config.build(Setup(dataset=setup.dataset, seed=seed))
-        alone.advance()
-        for ours, theirs in (
-            (one, other) for part in ("policy", "critic") for one, other in _pairs(run, alone, part)
-        ):
-            require_close("two steps", ours.detach(), theirs.detach(), 2e-5)
-
-
-def _pairs(run: OfflineRun, other: OfflineRun, part: str) -> Iterator[tuple[Tensor, Tensor]]:
-    first, second = (getattr(one.learner, part).parameters() for one in (run, other))
-    return zip(first, second, strict=True)
-
-
-def seeds(options: argparse.Namespace) -> Iterator[Figure]:
-    """Four seeds at once: TD3+BC against single runs, PRDC also against a tree per step."""
-    setup = Setup(dataset=dataset_of(options), seed=0)
-    require_equal_steps(Td3BcConfig(steps=2, block_steps=2), setup)
-    pool = torch.arange(len(Td3BcConfig().build(setup).table))
-    for kind, floor in ((None, 0.9), ("bfloat16", 1.1)):
-        config = Td3BcConfig(steps=10**9, autocast=kind)
-        runs, alone = config.build_seeds(setup, range(SEEDS)), config.build(setup)
-        whole = Td3Learner.together([learner_of(run) for run in runs])
-        times = timed(options, {"ours": block_of(runs, whole, pool), "single": ours_of(alone, pool)})
-        name = f"TD3+BC step, {SEEDS} seeds{'' if kind is None else f', {kind}'}"
-        yield Figure(name, "together", "single runs", times["ours"] / SEEDS, times["single"], floor)
-    yield from _prdc(options, setup)
-
-
 def _prdc(options: argparse.Namespace, setup: Setup) -> Iterator[Figure]:
-    """PRDC in bfloat16 with its lists made, the plain program in float32."""
-    config = PrdcConfig(steps=10**9, autocast="bfloat16", search="lists")
+    """PRDC in bfloat16, the plain program in float32."""
+    config = PrdcConfig(steps=10**9, autocast=HALF, search="lists")
     runs, alone = config.build_seeds(setup, range(SEEDS)), config.build(setup)
     peer = PlainPrdc(arrays_of(alone))
     pool = torch.randperm(len(alone.table), generator=torch.Generator().manual_seed(5))[:POOL]
     for run in (runs[0], alone):
         list_search_of(run).make_lists(pool)
-    for place, floor in TREE.items():
+    floors = TREE if options.dataset is None else TREE_ON_FILE
+    for place, floor in zip(PLACES, floors, strict=True):
         if place == "near the data":
             for run in (*runs, alone):
                 near_the_data(run)
         same_weights(alone, peer)
-        whole = Td3Learner.together([learner_of(run) for run in runs])
+        whole = combined(runs)
         for learner in (whole, learner_of(alone)):
             stand_still(learner, peer)
-        blocks = {
-            "ours": block_of(runs, whole, pool),
-            "single": ours_of(alone, pool),
-            "tree": theirs_of(peer, pool),
-        }
-        times = timed(options, blocks)
-        ours, name = times["ours"] / SEEDS, f"PRDC step, {SEEDS} seeds, bfloat16, {place}"
-        yield Figure(name, "together", "single runs", ours, times["single"], 1.05)
-        yield Figure(name, "together", "a tree per step", ours, times["tree"], floor)
-        print(
-            f"PRDC step of a single run, bfloat16, {place}: {times['tree'] / times['single']:.2f} times a tree's"
-        )
+        blocks = blocks_of(whole, runs, alone, pool)
+        times = timed(options, blocks | {"tree": theirs_of(peer, pool)})
+        ours, title = times["ours"] / SEEDS, f"PRDC step, {SEEDS} seeds, {HALF}, {place}"
+        yield Figure(title, "together", "single runs", ours, times["single"], 1.2)
+        yield Figure(title, "together", "a tree per step", ours, times["tree"], floor)
+        alone_ratio = times["tree"] / times["single"]
+        print(f"a single PRDC run in {HALF}, {place}: {alone_ratio:.2f} times the steps of a tree per step")

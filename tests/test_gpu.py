@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +13,15 @@ from point_steering import changed, start
 from small_policies import observations, small_policy
 from two_modes import two_mode_setup
 
+from algos.a2pr import A2prConfig
 from algos.base import Setup
 from algos.bc import BcConfig
 from algos.dppo import DppoConfig
+from algos.iql import IqlConfig
 from algos.prdc import PrdcConfig
+from algos.rebrac import RebracConfig
 from algos.search_choice import Load, Rows, build_search
+from algos.td3_bc import Td3BcConfig
 from envs.evaluation import evaluate
 from policies.backbones.mlp import MlpConfig
 from policies.gaussian import GaussianProcess
@@ -103,6 +109,24 @@ def test_offline_steps_stay_on_the_device() -> None:
     run = config.build(setup)
     assert all(torch.as_tensor(value).isfinite() for value in run.advance().values())
     assert run.table.device.type == run.learner.policy.device.type == "cuda"
+
+
+@pytest.mark.parametrize("kind", [Td3BcConfig, PrdcConfig, A2prConfig, RebracConfig, IqlConfig])
+def test_several_seeds_learn_together_on_the_device_what_they_learn_alone(kind: Any) -> None:
+    narrow = {"hidden_dims": (8,), "critic_dims": (8,), "value_dims": (8,), "vae_width": 8}
+    known = {f.name for f in fields(kind)}
+    sizes = {name: value for name, value in narrow.items() if name in known}
+    config = kind(steps=8, block_steps=4, batch_size=16, **sizes)
+    setup = Setup(dataset=two_mode_setup().dataset, seed=1, device=torch.device("cuda"))
+    runs = config.build_seeds(setup, [0, 1, 2])
+    group, alone = config.together(runs), config.build(setup)
+    group.advance()
+    alone.load_state_dict(copy.deepcopy(runs[1].state_dict()))
+    group.advance()
+    alone.advance()
+    for ours, theirs in zip(runs[1].snapshot().parameters(), alone.snapshot().parameters(), strict=True):
+        assert ours.device.type == "cuda"
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0.05 * config.actor_lr)
 
 
 @pytest.mark.parametrize("variant", ["na", "sac"])

@@ -24,6 +24,8 @@ from algos.stacking import StackedEnsemble, StackedLinear, stacked, tied
 from algos.state import RunDirectory
 from algos.td3_bc import Td3BcConfig
 from algos.trainer import Member, TrainerSettings, train_together
+from burnish.config import scan_parts
+from policies import registry
 from policies.ensembles import EnsembleConfig
 from policies.errors import CapabilityError
 from policies.policy import Policy
@@ -86,6 +88,12 @@ def test_every_seed_learns_what_it_would_learn_alone(kind: Any, options: dict[st
             torch.testing.assert_close(
                 torch.as_tensor(report[name]), torch.as_tensor(expected[name]), rtol=1e-3, atol=1e-4
             )
+
+
+def test_every_algorithm_that_trains_several_seeds_is_among_these() -> None:
+    scan_parts()
+    able = {name for name, part in registry.parts("algo").items() if hasattr(part, "together")}
+    assert able == {registry.name_of("algo", kind()) for kind, _ in ABLE}
 
 
 def test_seeds_differ() -> None:

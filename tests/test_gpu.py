@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.search_choice import Load, Rows, build_search
 from algos.td3_bc import Td3BcConfig
+from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation import evaluate
 from policies.backbones.mlp import MlpConfig
 from policies.gaussian import GaussianProcess
@@ -103,9 +104,16 @@ def test_nearest_rows_are_those_of_the_cpu(how: str) -> None:
     assert found[1].device.type == "cuda" and torch.equal(found[0], found[1].cpu())
 
 
+def rewarded() -> EpisodeDataset:
+    """Return small episodes whose rewards differ."""
+    dataset = two_mode_setup().dataset
+    assert dataset is not None
+    return replace(dataset, rewards=dataset.actions.sum(dim=1))
+
+
 def test_offline_steps_stay_on_the_device() -> None:
     config = PrdcConfig(steps=4, block_steps=4, batch_size=16, hidden_dims=(8,), critic_dims=(8,))
-    setup = Setup(dataset=two_mode_setup().dataset, device=torch.device("cuda"))
+    setup = Setup(dataset=rewarded(), device=torch.device("cuda"))
     run = config.build(setup)
     assert all(torch.as_tensor(value).isfinite() for value in run.advance().values())
     assert run.table.device.type == run.learner.policy.device.type == "cuda"
@@ -117,7 +125,7 @@ def test_several_seeds_learn_together_on_the_device_what_they_learn_alone(kind: 
     known = {f.name for f in fields(kind)}
     sizes = {name: value for name, value in narrow.items() if name in known}
     config = kind(steps=8, block_steps=4, batch_size=16, **sizes)
-    setup = Setup(dataset=two_mode_setup().dataset, seed=1, device=torch.device("cuda"))
+    setup = Setup(dataset=rewarded(), seed=1, device=torch.device("cuda"))
     runs = config.build_seeds(setup, [0, 1, 2])
     group, alone = config.together(runs), config.build(setup)
     group.advance()

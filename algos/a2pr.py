@@ -33,7 +33,7 @@ from algos.base import Setup
 from algos.constrained_td3 import Backup, ConstrainedTd3Config, Draws, Quantities, Regulariser
 from algos.offline_run import precision
 from algos.optim import descend, restore_optimizer
-from algos.stacking import StackedEnsemble, join_optimizers, stacked
+from algos.stacking import StackedEnsemble, joined, stacked
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate
 from policies.registry import register
@@ -101,15 +101,10 @@ class AdvantageGuide(Regulariser):
     ) -> None:
         self._autocast = autocast
         self.vae, self.value, self.weight, self.vae_weight = vae, value, weight, vae_weight
-        self._rates = value_lr, vae_lr
-        self._make_optimizers()
+        self.value_optimizer = torch.optim.Adam(value.parameters(), lr=value_lr, fused=True)
+        self.vae_optimizer = torch.optim.Adam(vae.parameters(), lr=vae_lr, fused=True)
         self._before: Tensor | None = None  # V of the batch before its step, and q1 of the data actions
         self._data_value: Tensor | None = None
-
-    def _make_optimizers(self) -> None:
-        value_lr, vae_lr = self._rates
-        self.value_optimizer = torch.optim.Adam(self.value.parameters(), lr=value_lr, fused=True)
-        self.vae_optimizer = torch.optim.Adam(self.vae.parameters(), lr=vae_lr, fused=True)
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Draw the noise of both reconstructions."""
@@ -187,9 +182,8 @@ class AdvantageGuide(Regulariser):
         whole = copy.copy(self)
         whole.vae = stacked([guide.vae for guide in guides])
         whole.value = StackedEnsemble([guide.value for guide in guides])
-        whole._make_optimizers()
-        for name in ("vae_optimizer", "value_optimizer"):
-            join_optimizers(getattr(whole, name), [getattr(guide, name) for guide in guides])
+        whole.vae_optimizer = joined(whole.vae.parameters(), [guide.vae_optimizer for guide in guides])
+        whole.value_optimizer = joined(whole.value.parameters(), [guide.value_optimizer for guide in guides])
         return whole
 
     def state_dict(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Setup:
     init: Policy | None = None  # the policy to start from
     teacher: Policy | None = None  # the policy to learn from
     seed: int = 0
-    num_seeds: int = 1  # trained in this process at once, this one among them
+    num_seeds: int = 1  # that learn in this process at once, this one among them; told by `build_seeds`
     num_workers: int = 2  # rollout processes
     engine: str = "exact"  # that collects experience, one of envs.envpool.ENGINES; evaluation is always exact
     num_threads: int | None = None  # see `threads`; None: the algorithm's own default

@@ -38,7 +38,7 @@ from algos.base import AT_BOUND, Draws, Quantities, Setup
 from algos.offline import OfflineConfig, warn_of_reach
 from algos.offline_run import OfflineRun, SeedsTogether, precision
 from algos.optim import descend, restore_optimizer
-from algos.stacking import StackedActor, StackedEnsemble, join_optimizers
+from algos.stacking import ONE_BY_ONE, StackedActor, StackedEnsemble, joined
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
 from policies.errors import CapabilityError
@@ -71,7 +71,7 @@ class Backup:
     target: Tensor
 
 
-def distance(action: Tensor, other: Tensor) -> Tensor:
+def mean_square(action: Tensor, other: Tensor) -> Tensor:
     """Return mean (a - b)^2 of actions (..., B, A) over rows and entries, one for each seed."""
     return (action - other).square().mean(dim=(-2, -1))
 
@@ -106,10 +106,7 @@ class Regulariser(ABC):
         Raises:
             CapabilityError: If there is none.
         """
-        raise CapabilityError(
-            f"{type(self).__name__} constrains one seed at a time. Train the seeds one by one: --multirun "
-            f"seed=0,1,2."
-        )
+        raise CapabilityError(f"{type(self).__name__} constrains one seed at a time. {ONE_BY_ONE}")
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a continuation needs."""
@@ -127,20 +124,11 @@ class Td3Learner:
         critic: Action values.
         regulariser: Constraint.
         rules: Constants.
-        targets: Target copies of actor and critic; None: copies of them as they are.
     """
 
-    def __init__(
-        self,
-        actor: Actor,
-        critic: Ensemble,
-        regulariser: Regulariser,
-        rules: Td3Rules,
-        *,
-        targets: tuple[Actor, Ensemble] | None = None,
-    ) -> None:
+    def __init__(self, actor: Actor, critic: Ensemble, regulariser: Regulariser, rules: Td3Rules) -> None:
         self.actor, self.critic, self.regulariser, self.rules = actor, critic, regulariser, rules
-        self.target_actor, self.target_critic = targets or (copy.deepcopy(actor), copy.deepcopy(critic))
+        self.target_actor, self.target_critic = copy.deepcopy(actor), copy.deepcopy(critic)
         for target in (self.target_actor.network, self.target_critic):
             target.requires_grad_(False)
         trained = [p for p in actor.network.parameters() if p.requires_grad]
@@ -152,27 +140,22 @@ class Td3Learner:
     def together(cls, learners: Sequence[Td3Learner]) -> Td3Learner:
         """Return one learner that takes the steps of several, which differ by their seeds only.
 
-        What the others hold becomes a view of what it holds, so each of them can be asked for its policy and
-        its state at any time; their step counts are those of this moment.
+        What the others hold becomes a view of what it holds: each can still be asked for its policy and its
+        state, but must not step or load by itself any more. It has no policy of its own.
 
         Raises:
             CapabilityError: If their actors or constraints cannot be stacked.
         """
         first, *others = learners
-        actor, target_actor, critic, target_critic = (
-            [getattr(one, name) for one in learners]
-            for name in ("actor", "target_actor", "critic", "target_critic")
-        )
-        whole = cls(
-            StackedActor(actor),
-            StackedEnsemble(critic),
-            first.regulariser.together([other.regulariser for other in others]),
-            first.rules,
-            targets=(StackedActor(target_actor), StackedEnsemble(target_critic)),
-        )
-        join_optimizers(whole.actor_optimizer, [one.actor_optimizer for one in learners])
-        join_optimizers(whole.critic_optimizer, [one.critic_optimizer for one in learners])
-        whole.steps = first.steps
+        whole = copy.copy(first)
+        for name in ("actor", "target_actor"):
+            setattr(whole, name, StackedActor([getattr(one, name) for one in learners]))
+        for name in ("critic", "target_critic"):
+            setattr(whole, name, StackedEnsemble([getattr(one, name) for one in learners]))
+        whole.regulariser = first.regulariser.together([other.regulariser for other in others])
+        trained = {"actor_optimizer": whole.actor.network, "critic_optimizer": whole.critic}
+        for name, network in trained.items():
+            setattr(whole, name, joined(network.parameters(), [getattr(one, name) for one in learners]))
         return whole
 
     @property
@@ -250,7 +233,7 @@ class Td3Learner:
                 "actor/value": value.mean(dim=-1),
                 "actor/value_loss": climb,
                 "actor/constraint": penalty,
-                "actor/data_distance": distance(action, batch.action).sqrt(),
+                "actor/data_distance": mean_square(action, batch.action).sqrt(),
                 "actor/saturated_fraction": saturated.float().mean(dim=(-2, -1)),
             }
         return {name: value.detach() for name, value in out.items()}

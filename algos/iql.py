@@ -31,14 +31,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from algos.base import Setup
 from algos.chunk_loss import ChunkLoss
 from algos.offline import OfflineConfig, plain_actor
 from algos.offline_run import OfflineRun, SeedsTogether, precision
 from algos.optim import descend, restore_optimizer
-from algos.stacking import StackedEnsemble, actor_network, join_optimizers, stacked
+from algos.stacking import StackedEnsemble, actor_network, joined, stacked
 from algos.transitions import Batch, TransitionTable
 from policies.deterministic import DeterministicPolicy
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
@@ -69,11 +69,6 @@ class Misfit:
     def __init__(self, policy: Policy) -> None:
         self._policy, self._cloning = policy, ChunkLoss(policy)
 
-    @property
-    def network(self) -> nn.Module:
-        """What is trained."""
-        return self._policy
-
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return times and noise of the matching loss, empty for a density."""
         return self._cloning.draw(n, generator)
@@ -86,21 +81,19 @@ class Misfit:
         return loss.sum(dim=1) / batch.real.sum(dim=1)
 
 
-class StackedMisfit(Misfit):
-    """The same for the new actors of S seeds, which act in single steps: (S, B)."""
+class StackedMisfit:
+    """The same for the new actors of S seeds, which act in single steps: (S, B).
+
+    Raises:
+        CapabilityError: If one is not what `algos.offline.plain_actor` makes.
+    """
 
     def __init__(self, policies: Sequence[Policy]) -> None:
-        super().__init__(policies[0])
-        self._stack = stacked([actor_network(policy) for policy in policies])
-
-    @property
-    def network(self) -> nn.Module:
-        """What is trained."""
-        return self._stack
+        self.network = stacked([actor_network(policy) for policy in policies])
 
     def __call__(self, batch: Batch, draws: Mapping[str, Tensor]) -> Tensor:
         """Return one number for every row, (S, B)."""
-        mean, std = self._stack(batch.cond)
+        mean, std = self.network(batch.cond)
         if std is None:
             return (mean - batch.plan).square().sum(dim=-1).to(batch.plan)
         return -gaussian_log_prob(batch.plan, mean, std).sum(dim=-1).to(batch.plan)
@@ -119,51 +112,48 @@ class IqlLearner:
     def __init__(self, policy: Policy, critic: Ensemble, value: Ensemble, config: IqlConfig) -> None:
         self.policy, self.critic, self.value, self.config = policy, critic, value, config
         self.target_critic = copy.deepcopy(critic).requires_grad_(False)
-        self._begin(Misfit(policy))
-
-    def _begin(self, misfit: Misfit) -> None:
-        """Make the optimisers; no step is taken yet."""
-        self._misfit, config = misfit, self.config
-        trained = [p for p in misfit.network.parameters() if p.requires_grad]
+        self._misfit: Misfit | StackedMisfit = Misfit(policy)
+        trained = [p for p in policy.parameters() if p.requires_grad]
         self.actor_optimizer = torch.optim.Adam(trained, lr=config.actor_lr, fused=True)
-        self.critic_optimizer = torch.optim.Adam(self.critic.parameters(), lr=config.critic_lr, fused=True)
-        self.value_optimizer = torch.optim.Adam(self.value.parameters(), lr=config.critic_lr, fused=True)
+        self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=config.critic_lr, fused=True)
+        self.value_optimizer = torch.optim.Adam(value.parameters(), lr=config.critic_lr, fused=True)
         self.steps = 0
 
     @classmethod
     def together(cls, learners: Sequence[IqlLearner]) -> IqlLearner:
         """Return one learner that takes the steps of several; see `Td3Learner.together`.
 
-        Its policy is that of the first.
-
         Raises:
             CapabilityError: If their actors cannot be stacked.
         """
         whole = copy.copy(learners[0])
+        del whole.policy  # the policies are those of the learners
+        whole._misfit = misfit = StackedMisfit([one.policy for one in learners])
         for name in ("critic", "value", "target_critic"):
             setattr(whole, name, StackedEnsemble([getattr(one, name) for one in learners]))
-        whole._begin(StackedMisfit([one.policy for one in learners]))
-        for name in ("actor_optimizer", "critic_optimizer", "value_optimizer"):
-            join_optimizers(getattr(whole, name), [getattr(one, name) for one in learners])
-        whole.steps = learners[0].steps
+        trained = {"actor": misfit.network, "critic": whole.critic, "value": whole.value}
+        for name, network in trained.items():
+            parts = [getattr(one, f"{name}_optimizer") for one in learners]
+            setattr(whole, f"{name}_optimizer", joined(network.parameters(), parts))
         return whole
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return times and noise of the matching loss, empty for a density."""
+        assert isinstance(self._misfit, Misfit), "learners of one seed draw, see `together`"
         return self._misfit.draw(n, generator)
 
     def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Take a step of value, critics and policy."""
         self.steps += 1
-        with torch.no_grad(), self._precision():
+        with torch.no_grad(), self._precision(batch):
             best = aggregate(self.target_critic(batch.cond, batch.action), "min")
             following = self._value_of(batch.next_cond)
         target = torch.addcmul(batch.reward, batch.discount, following)
-        with self._precision():
+        with self._precision(batch):
             u = best - self._value_of(batch.cond)
         value_loss = expectile_loss(u, self.config.expectile)
         descend(self.value_optimizer, value_loss.sum())
-        with self._precision():
+        with self._precision(batch):
             values = self.critic(batch.cond, batch.action)
         critic_loss = (values - target).square().mean(dim=(0, -1))
         descend(self.critic_optimizer, critic_loss.sum())
@@ -171,7 +161,7 @@ class IqlLearner:
         u = u.detach()
         weight = (self.config.temperature * u).exp().clamp(max=_MAX_WEIGHT)
         self._set_rate()
-        with self._precision():
+        with self._precision(batch):
             misfit = self._misfit(batch, draws)
         actor_loss = (weight * misfit).mean(dim=-1)
         descend(self.actor_optimizer, actor_loss.sum())
@@ -185,8 +175,8 @@ class IqlLearner:
             "actor/weight": weight.mean(dim=-1),
         }
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        return precision(self.config.autocast, self.policy.device)
+    def _precision(self, batch: Batch) -> AbstractContextManager[Any]:
+        return precision(self.config.autocast, batch.cond.device)
 
     def _value_of(self, cond: Tensor) -> Tensor:
         return self.value(cond, cond.new_zeros(*cond.shape[:-1], 0))[0]

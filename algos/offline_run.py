@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from algos.overestimation import Probes
 from algos.plain import capture_generator, restore_generator
 from algos.transitions import Batch, TransitionTable
 from envs.datasets.episodes import EpisodeDataset
+from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
 from policies.seeds import seeded_generator
 from policies.threads import torch_threads
@@ -73,6 +74,19 @@ class StackedLearner(Protocol):
         ...
 
 
+@runtime_checkable
+class TrainsSeeds(Protocol):
+    """A configuration of an algorithm that can train several seeds at once."""
+
+    def build_seeds(self, setup: Setup, seeds: Sequence[int]) -> list[OfflineRun]:
+        """Return one algorithm for each seed; they share the transitions."""
+        ...
+
+    def together(self, runs: Sequence[OfflineRun]) -> SeedsTogether:
+        """Return what takes the steps of runs of several seeds, made by `build_seeds`, at once."""
+        ...
+
+
 class Budget(Protocol):
     """What a run is told: gradient steps, transitions of a batch, gradient steps between two reports.
 
@@ -116,6 +130,7 @@ class OfflineRun:
             **(lasting or {}),
         }
         self._done = 0
+        self.is_led = False  # steps are taken by `SeedsTogether`, for good
 
     @property
     def progress(self) -> int:
@@ -133,7 +148,12 @@ class OfflineRun:
         return None if self.config.fixed_length else "algo.steps"
 
     def advance(self) -> Metrics:
-        """Take a block of gradient steps and report the means of what was measured."""
+        """Take a block of gradient steps and report the means of what was measured.
+
+        Raises:
+            CapabilityError: If it is trained together with others; see `SeedsTogether`.
+        """
+        self._require_alone()
         count = min(self.config.block_steps, self.total - self._done)
         start, means = time.perf_counter(), Means()
         with torch_threads(self.num_threads):
@@ -189,7 +209,9 @@ class OfflineRun:
         Raises:
             CheckpointError: If length, data, seed, the policy to start from or what is made of rewards are
                 not those of the run.
+            CapabilityError: If it is trained together with others; see `SeedsTogether`.
         """
+        self._require_alone()
         require_unchanged(state, self._lasting)
         self.learner.load_state_dict(state["learner"])
         if self._ema is not None:
@@ -198,6 +220,13 @@ class OfflineRun:
         restore_generator(self._noise, state["noise"])
         self._done = int(state["done"])
 
+    def _require_alone(self) -> None:
+        if self.is_led:
+            raise CapabilityError(
+                "this run takes its steps together with other seeds. Build it anew to advance it alone or to "
+                "continue it from a state."
+            )
+
     def close(self) -> None:
         """Nothing to release."""
 
@@ -205,17 +234,22 @@ class OfflineRun:
 class SeedsTogether:
     """Runs of several seeds whose steps are taken by one learner.
 
-    Every run draws what it would draw alone and stays what is saved, evaluated and shipped. Seeds that are
-    behind, because a run was stopped between two checkpoints or is newer, go first and together.
+    Every run draws what it would draw alone and stays what is saved, evaluated and shipped, but advances and
+    loads only here from the first steps on. Seeds that are behind go first and together.
 
     Args:
         runs: Of one configuration, made by `OfflineConfig.build_seeds`; each may have been continued.
         combine: Returns the learner of several; see `Td3Learner.together`.
+
+    Raises:
+        ConfigError: If they were made apart: they must share their transitions.
     """
 
     def __init__(
         self, runs: Sequence[OfflineRun], combine: Callable[[Sequence[Any]], StackedLearner]
     ) -> None:
+        if any(run.table is not runs[0].table for run in runs):
+            raise ConfigError("runs that are trained together must be made together, by build_seeds.")
         self.runs, self._combine = runs, combine
         self._moving: tuple[OfflineRun, ...] = ()
         self._learner: StackedLearner | None = None
@@ -233,7 +267,7 @@ class SeedsTogether:
         count = min([config.block_steps, moving[0].total - done, *(other - done for other in ahead)])
         with torch_threads(moving[0].num_threads):
             for _ in range(count):
-                means.add(_step_of(learner, moving))
+                means.add(step_together(learner, moving))
             measured = {name: value.unbind(0) for name, value in means.tensors().items()}
             judged = [run.judged() for run in moving]
         rate = {"time/steps_per_s": count / (time.perf_counter() - start)}
@@ -248,14 +282,24 @@ class SeedsTogether:
         if self._learner is None or self._moving != tuple(runs):
             self._moving = tuple(runs)
             self._learner = self._combine([run.learner for run in runs])
+            for run in runs:
+                run.is_led = True
         return self._learner, self._moving
 
 
-def _step_of(learner: StackedLearner, runs: Sequence[OfflineRun]) -> dict[str, Tensor]:
-    """Take a step of every run; returns measured quantities, each (S,)."""
-    rows, draws = zip(*(run.draw() for run in runs), strict=True)
+def step_together(
+    learner: StackedLearner, runs: Sequence[OfflineRun], rows: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Take a step of every run; returns measured quantities, each (S,).
+
+    Args:
+        learner: Of all runs.
+        runs: What they draw is used.
+        rows: (S, B), in place of those that they draw.
+    """
+    drawn, draws = zip(*(run.draw() for run in runs), strict=True)
     together = {name: torch.stack([each[name] for each in draws]) for name in draws[0]}
-    measured = learner.step(runs[0].table.gather(torch.stack(rows)), together)
+    measured = learner.step(runs[0].table.gather(torch.stack(drawn) if rows is None else rows), together)
     for run in runs:
         run.learner.steps = learner.steps
         run.follow()

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from algos.actor import Actor
 from algos.base import Setup
-from algos.constrained_td3 import ConstrainedTd3Config, Draws, Quantities, Regulariser, distance
+from algos.constrained_td3 import ConstrainedTd3Config, Draws, Quantities, Regulariser, mean_square
 from algos.neighbors import Search
 from algos.search_choice import SEARCHES, Load, Rows, build_search
 from algos.transitions import Batch, TransitionTable, deviations
@@ -71,10 +71,10 @@ class NearestRow(Regulariser):
         found = self.search.nearest(batch.row.flatten(), state.flatten(0, -2), query.flatten(0, -2))
         neighbour = self._action.index_select(0, found.row).view_as(action)
         own = self._own(batch, state, found.row.view_as(batch.row), neighbour)
-        return distance(action, neighbour), {
+        return mean_square(action, neighbour), {
             "constraint/own_row": own.float().mean(dim=-1),
             "constraint/certified": found.certified.view_as(batch.row).float().mean(dim=-1),
-            "constraint/own_distance": distance(neighbour, batch.action).sqrt(),
+            "constraint/own_distance": mean_square(neighbour, batch.action).sqrt(),
         }
 
     def _own(self, batch: Batch, state: Tensor, found: Tensor, neighbour: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class PrdcConfig(ConstrainedTd3Config):
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> NearestRow:
         """Return the distance from the nearest row, the same object for all seeds of a table."""
-        return table.once(repr(self), lambda: self._nearest_row(table, setup))
+        return table.once("nearest rows", lambda: self._nearest_row(table, setup))
 
     def _nearest_row(self, table: TransitionTable, setup: Setup) -> NearestRow:
         scale = None if setup.init is None else deviations(table.cond)  # a new actor standardises by itself

@@ -4,13 +4,17 @@ Legend: S seeds, B rows of a batch, E members of an ensemble. A parameter (...) 
 shape (S, ...), and the modules' own become views of it: they stay what is saved, averaged and shipped, while
 one product does the work of S. Products are computed as those of a single module, one per seed, so numbers
 agree to rounding.
+
+Whoever's parameters are such views must not step by itself any more. Writes to a whole do not advance the
+versions of its views, so what is computed from the weights of one and kept (`policies.weight_cache`) would
+grow stale: modules that do so are refused.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +27,10 @@ from policies.gaussian import GaussianPolicy
 from policies.heads import GaussianHead
 from policies.policy import Policy
 from policies.trunk import PlainTrunk
+from policies.weight_cache import keeps_values
 
 M = TypeVar("M", bound=nn.Module)
+ONE_BY_ONE = "Train the seeds one by one: --multirun seed=0,1,2."
 
 
 def tied(parts: Sequence[Tensor]) -> nn.Parameter:
@@ -51,11 +57,17 @@ class StackedLinear(nn.Module):
 def stacked(modules: Sequence[M]) -> M:
     """Return a module like the given ones, whose parameters are all of theirs.
 
-    What surrounds linear layers must take any leading axes, and what has parameters of its own must know
-    that they have one more in front.
+    Args:
+        modules: Of one shape, made of linear layers with biases, and of what takes any leading axes. One that
+            has parameters of its own must know that they have one more in front.
+
+    Raises:
+        CapabilityError: If a part has buffers, keeps what it computes from weights, or is a layer without
+            bias: such parts are those of one seed.
     """
     whole = copy.deepcopy(modules[0])
     for name, part in list(whole.named_modules()):
+        _require_stackable(part)
         alike = [module.get_submodule(name) for module in modules]
         if isinstance(part, nn.Linear):
             whole.set_submodule(name, StackedLinear(alike))  # type: ignore[arg-type]
@@ -63,6 +75,14 @@ def stacked(modules: Sequence[M]) -> M:
         for own in dict(part.named_parameters(recurse=False)):
             setattr(part, own, tied([each.get_parameter(own) for each in alike]))
     return whole
+
+
+def _require_stackable(part: nn.Module) -> None:
+    has_buffers = next(part.buffers(recurse=False), None) is not None
+    if has_buffers or keeps_values(part) or (isinstance(part, nn.Linear) and part.bias is None):
+        raise CapabilityError(
+            f"{type(part).__name__} belongs to one seed and cannot be stacked. {ONE_BY_ONE}"
+        )
 
 
 class StackedEnsemble(Ensemble):
@@ -84,6 +104,22 @@ class StackedEnsemble(Ensemble):
         seeds, count = len(x), self.members if members is None else members
         h = x.expand(-1, count, -1, -1).flatten(0, 1)
         return self._evaluate_together(h, count, frozen).view(seeds, count, -1).transpose(0, 1)
+
+    def load_members(self, members: Sequence[Sequence[Mapping[str, Tensor]]]) -> NoReturn:
+        """Refuse: load those of the ensembles.
+
+        Raises:
+            CapabilityError: Always.
+        """
+        raise CapabilityError("stacked ensembles have the weights of the ensembles; load or read those.")
+
+    def layers_of(self, member: int) -> NoReturn:
+        """Refuse: ask the ensembles.
+
+        Raises:
+            CapabilityError: Always.
+        """
+        raise CapabilityError("stacked ensembles have the weights of the ensembles; load or read those.")
 
     def _stacks(self, parts: nn.ParameterList, count: int, frozen: bool) -> list[Tensor]:
         """Return the weights of the first so many members of every seed, (S E, ...)."""
@@ -152,35 +188,47 @@ def actor_network(policy: Policy) -> ActorNetwork:
     Raises:
         CapabilityError: If it is another.
     """
-    if isinstance(policy, DeterministicPolicy) and isinstance(policy.trunk, PlainTrunk):
-        return ActorNetwork(policy.trunk)
-    if isinstance(policy, GaussianPolicy) and isinstance(policy.head.trunk, PlainTrunk):
-        return ActorNetwork(policy.head.trunk, policy.head)
-    raise CapabilityError(
-        "seeds are trained together where algo makes its own actor; init has a policy of another kind. "
-        "Train them one by one: --multirun seed=0,1,2."
-    )
+    network = None
+    if policy.chunk.horizon == 1 and isinstance(policy, DeterministicPolicy):
+        network = _network_of(policy.trunk)
+    if policy.chunk.horizon == 1 and isinstance(policy, GaussianPolicy):
+        network = _network_of(policy.head.trunk, policy.head)
+    if network is None or _trained(network) != _trained(policy):
+        raise CapabilityError(
+            "seeds are trained together where algo makes its own actor; init has a policy of another kind. "
+            f"{ONE_BY_ONE}"
+        )
+    return network
 
 
-def join_optimizers(whole: torch.optim.Optimizer, parts: Sequence[torch.optim.Optimizer]) -> None:
-    """Give an optimiser of stacked parameters the moments of the optimisers of each, which become views.
+def _network_of(trunk: nn.Module, head: GaussianHead | None = None) -> ActorNetwork | None:
+    return ActorNetwork(trunk, head) if isinstance(trunk, PlainTrunk) else None
 
-    Those that have taken no step yet begin at zero, as Adam does.
+
+def _trained(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+
+
+def joined(parameters: Iterable[nn.Parameter], parts: Sequence[torch.optim.Adam]) -> torch.optim.Adam:
+    """Return one optimiser of stacked parameters that goes on from the moments of those of every seed.
+
+    Their moments become views of its own, and its count of steps is theirs: none of them may step by itself
+    any more. Those that have taken no step yet begin at zero, as Adam does.
 
     Args:
-        whole: Adam over parameters (S, ...).
-        parts: Adam over the parameters of every seed, in the same order, after equally many steps.
+        parameters: (S, ...), those that learn.
+        parts: Over the parameters of every seed, in the same order, after equally many steps.
     """
+    options = {name: value for name, value in parts[0].param_groups[0].items() if name != "params"}
+    whole = torch.optim.Adam([p for p in parameters if p.requires_grad], **options)
     groups = [one.param_groups[0]["params"] for one in (whole, *parts)]
     for parameter, *own in zip(*groups, strict=True):
         states = [one.state[each] for one, each in zip(parts, own, strict=True)]
-        joined = whole.state[parameter]
-        joined["step"] = states[0].get("step", torch.zeros((), dtype=torch.float32)).clone()
-        joined["step"] = joined["step"].to(parameter.device)
+        count = states[0].get("step", torch.zeros((), device=parameter.device)).clone()
+        whole.state[parameter] = state = {"step": count}
         for name in ("exp_avg", "exp_avg_sq"):
-            given = [state.get(name, torch.zeros_like(each)) for state, each in zip(states, own, strict=True)]
-            joined[name] = torch.stack(given)
-            for state, view in zip(states, joined[name].unbind(0), strict=True):
-                state[name] = view
-        for state in states:
-            state["step"] = joined["step"]
+            given = [one.get(name, torch.zeros_like(each)) for one, each in zip(states, own, strict=True)]
+            state[name] = torch.stack(given)
+        for s, one in enumerate(states):
+            one |= {"step": count, "exp_avg": state["exp_avg"][s], "exp_avg_sq": state["exp_avg_sq"][s]}
+    return whole

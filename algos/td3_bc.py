@@ -20,7 +20,7 @@ from algos.constrained_td3 import (
     Draws,
     Quantities,
     Regulariser,
-    distance,
+    mean_square,
 )
 from algos.offline_run import precision
 from algos.transitions import Batch, TransitionTable
@@ -37,7 +37,7 @@ class OwnAction(Regulariser):
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
         """See `Regulariser`."""
-        return distance(action, batch.action), {}
+        return mean_square(action, batch.action), {}
 
     def together(self, others: Sequence[OwnAction]) -> OwnAction:
         """Return itself; it holds nothing."""

@@ -121,8 +121,8 @@ def train_together(
 ) -> None:
     """Train several runs of one length, of which one call advances all, as `train` does one.
 
-    A run that was killed between the checkpoints of two of them continues where all of them are: one that is
-    a single checkpoint ahead of the slowest goes back to it.
+    Where they were killed between the checkpoints of two of them, they continue where all of them are. A loss
+    or a weight that is not finite in one of them stops all.
 
     Args:
         members: The runs.
@@ -141,8 +141,9 @@ def train_together(
     with ExitStack() as held:
         for member in members:
             held.enter_context(member.run.claim())
-        steps = _common([member.run.checkpoints() for member in members])
-        sessions = [_Session(member, settings, step) for member, step in zip(members, steps, strict=True)]
+        sessions = [_Session(member, settings, *place) for member, place in _places(members)]
+        for session in sessions:
+            session.rewind()
         for member in members:
             if member.amendment is not None:
                 member.run.amend(*member.amendment)
@@ -151,13 +152,21 @@ def train_together(
             group.train(stop)
 
 
-def _common(checkpoints: Sequence[Sequence[int]]) -> list[int | None]:
-    """Return what every run continues from, given the steps of its checkpoints; see `train_together`."""
-    newest = [steps[-1] if steps else None for steps in checkpoints]
+def _places(members: Sequence[Member]) -> Iterator[tuple[Member, tuple[int | None, list[str] | None]]]:
+    """Yield from which checkpoint every run continues (None: the beginning), and who is trained together.
+
+    That is its newest, unless those that were trained with it have only the one before: then the process was
+    killed while they were writing.
+    """
+    company = sorted(member.run.path.name for member in members) if len(members) > 1 else None
+    newest = [member.run.latest() for member in members]
     slowest = None if None in newest else min(step for step in newest if step is not None)
-    return [
-        slowest if slowest in steps[-2:-1] else last for steps, last in zip(checkpoints, newest, strict=True)
-    ]
+    for member, step in zip(members, newest, strict=True):
+        is_ahead = slowest is not None and member.run.checkpoints()[-2:-1] == [slowest]
+        if is_ahead and member.run.load_training_state(step)["trainer"].get("together") == company:
+            _log.info("%s goes back from %s to %s, where all are.", member.run.path, step, slowest)
+            step = slowest
+        yield member, (step, company)
 
 
 class _Group:
@@ -254,41 +263,42 @@ class _Group:
 
 
 class _Session:
-    """One process's share of a run: what was last logged, saved and evaluated.
+    """One of the runs: what was last logged, saved and evaluated. Nothing is written before `rewind`.
 
     Args:
         member: The run.
         settings: Intervals.
         step: The checkpoint to continue from; None: the beginning.
+        company: Names of the runs that are trained together; None: it is alone.
     """
 
-    def __init__(self, member: Member, settings: TrainerSettings, step: int | None) -> None:
+    def __init__(
+        self, member: Member, settings: TrainerSettings, step: int | None, company: list[str] | None
+    ) -> None:
         self.algorithm, self.run, self.settings = member.algorithm, member.run, settings
         self.evaluator, self.provenance = member.evaluator, dict(member.provenance)
         self.writers: list[Writer] = []
         self.fresh: dict[str, float] = {}  # numbers that nobody has been shown
         self.elapsed_s, self.started = 0.0, time.monotonic()
         self.evaluated = -1 if settings.eval_first else 0
-        self.saved = 0
-        self._resume(step)
+        self.saved, self._metrics_bytes, self._company = 0, 0, company
+        if step is not None:
+            self._load(step)
 
     @property
     def is_finished(self) -> bool:
         """Whether there is nothing left to do."""
         return self.algorithm.progress >= self.algorithm.total
 
-    def _resume(self, step: int | None) -> None:
-        """Continue from a checkpoint; without one, forget what an earlier attempt left."""
-        if step is None:
-            self.run.rewind(None)
-            return
+    def _load(self, step: int) -> None:
+        """Continue from a checkpoint."""
         state = self.run.load_training_state(step)
         try:
             self.algorithm.load_state_dict(state["algorithm"])
             restore_global_rng(state["global_rng"])
             trainer = state["trainer"]
             self.evaluated, self.elapsed_s = trainer["evaluated"], trainer["elapsed_s"]
-            metrics_bytes = trainer["metrics_bytes"]
+            self._metrics_bytes = trainer["metrics_bytes"]
         except (KeyError, ValueError, TypeError, RuntimeError) as error:
             if isinstance(error, BurnishError):
                 raise
@@ -298,8 +308,13 @@ class _Session:
                 f"Resume with the configuration and data that the run was started with."
             ) from error
         self.saved = step
-        if not (self.is_finished and (self.evaluator is None or self._takes_over_evaluation())):
-            self.run.rewind(step, metrics_bytes=metrics_bytes)
+
+    def rewind(self) -> None:
+        """Forget what an earlier attempt left beyond what is continued from."""
+        if not self.saved:
+            self.run.rewind(None)
+        elif not (self.is_finished and (self.evaluator is None or self._takes_over_evaluation())):
+            self.run.rewind(self.saved, metrics_bytes=self._metrics_bytes)
             self._takes_over_evaluation()
 
     def _takes_over_evaluation(self) -> bool:
@@ -389,6 +404,7 @@ class _Session:
                 "evaluated": self.evaluated,
                 "elapsed_s": self._elapsed(),
                 "metrics_bytes": self.run.metrics_bytes,
+                "together": self._company,
             },
         }
         facts = {"unit": algorithm.unit, **self.provenance}
@@ -414,7 +430,7 @@ class _Session:
     def _last_good(self) -> str:
         """Say what can be continued from."""
         if self.saved == 0:
-            return "There is no earlier checkpoint."
+            return f"{self.run.path} has no earlier checkpoint."
         return f"The last good checkpoint is {self.run.checkpoint_path(self.saved)}."
 
 

@@ -123,7 +123,10 @@ class TransitionTable:
         return self._split(self._rows)[1]
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """Return what is made of the transitions and does not change, making it for whoever asks first."""
+        """Return what is made of the transitions, one object for all who ask by a name, made for the first.
+
+        What it is made with must be the same for all: tables are made by one configuration.
+        """
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]

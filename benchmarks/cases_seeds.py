@@ -12,7 +12,7 @@ from torch import Tensor
 from algos.a2pr import A2prConfig
 from algos.base import Setup
 from algos.iql import IqlConfig
-from algos.offline_run import OfflineRun
+from algos.offline_run import OfflineRun, step_together
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
@@ -95,21 +95,15 @@ def blocks_of(
 
 def _block(learner: Any, runs: Sequence[OfflineRun], pool: Tensor) -> Callable[[], None]:
     generator, is_alone = torch.Generator().manual_seed(4), learner is runs[0].learner
-    size = runs[0].config.batch_size
-
-    def step() -> None:
-        row = pool[torch.randint(len(pool), (len(runs), size), generator=generator)]
-        drawn = [run.learner.draw(size, generator) for run in runs]
-        if is_alone:
-            learner.step(runs[0].table.gather(row[0]), drawn[0])
-            return
-        learner.step(runs[0].table.gather(row), {k: torch.stack([one[k] for one in drawn]) for k in drawn[0]})
-        for run in runs:
-            run.learner.steps = learner.steps
+    shape = (len(runs), runs[0].config.batch_size)
 
     def block() -> None:
         for _ in range(BLOCK):
-            step()
+            row = pool[torch.randint(len(pool), shape, generator=generator)]
+            if is_alone:
+                learner.step(runs[0].table.gather(row[0]), runs[0].draw()[1])
+            else:
+                step_together(learner, runs, row)
 
     return block
 

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from algos.offline_run import TrainsSeeds
+from algos.stacking import ONE_BY_ONE
 from burnish.locate import seed_folders
+from burnish.without_effect import keys_of
 from envs.evaluation_protocol import check_seeds
 from policies import registry
 from policies.errors import ConfigError
@@ -16,7 +19,6 @@ if TYPE_CHECKING:
     from burnish.commands.train import TrainConfig
 
 _log = logging.getLogger(__name__)
-_ONE_BY_ONE = "Train one seed after the other: --multirun seed={}"
 
 
 def has_seeds(config: TrainConfig) -> bool:
@@ -24,8 +26,8 @@ def has_seeds(config: TrainConfig) -> bool:
     return config.seeds is not None or bool(seed_folders(config.resume))
 
 
-def require_distinct(seeds: Sequence[int]) -> None:
-    """Refuse seeds that are none, the same, or out of range.
+def require_distinct(seeds: Sequence[int]) -> list[int]:
+    """Return seeds in order, as runs are continued; refuse such that are none, the same, or out of range.
 
     Raises:
         ConfigError: If they are.
@@ -34,11 +36,12 @@ def require_distinct(seeds: Sequence[int]) -> None:
         raise ConfigError(f"seeds must be one or more different seeds, such as [0,1,2]; got {list(seeds)}.")
     for seed in seeds:
         check_seeds("seeds", seed)
+    return sorted(seeds)
 
 
 def of_one_seed(config: TrainConfig, typed: Sequence[str], seed: int) -> tuple[TrainConfig, list[str]]:
     """Return the configuration of the run of a seed, and its overrides: those of a run that is alone."""
-    others = [text for text in typed if text.partition("=")[0] not in ("seed", "seeds")]
+    others = [text for text, key in zip(typed, keys_of(typed), strict=True) if key != "seeds"]
     return replace(config, seed=seed, seeds=None), [*others, f"seed={seed}"]
 
 
@@ -63,16 +66,16 @@ def require_together(config: TrainConfig) -> None:
     Raises:
         ConfigError: If this is one, or there is a policy to start from.
     """
-    name, advice = registry.name_of("algo", config.algo), _ONE_BY_ONE.format("0,1,2")
-    able = [algo for algo, part in registry.parts("algo").items() if hasattr(part, "together")]
+    name = registry.name_of("algo", config.algo)
+    able = [algo for algo, part in registry.parts("algo").items() if issubclass(part, TrainsSeeds)]
     if name not in able:
         raise ConfigError(
             f"seeds=[…] is for the algorithms {', '.join(able)}; algo={name} trains one seed at a time. "
-            f"{advice}."
+            f"{ONE_BY_ONE}"
         )
     if config.init is not None:
         raise ConfigError(
-            f"seeds=[…] is for actors that algo={name} makes itself; got init={config.init}. {advice}."
+            f"seeds=[…] is for actors that algo={name} makes itself; got init={config.init}. {ONE_BY_ONE}"
         )
     if config.device == "cpu" and config.algo.autocast is None:
         _log.info(

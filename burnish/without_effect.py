@@ -51,10 +51,10 @@ def refuse_a_new_policy_where_algo_makes_it(config: TrainConfig, overrides: Sequ
 
 def _typed_about_a_policy(overrides: Sequence[str]) -> list[str]:
     """Return the keys among overrides that say what a new policy is."""
-    return [key for key in _keys_of(overrides) if key.partition(".")[0] in (*PART_GROUPS, "policy")]
+    return [key for key in keys_of(overrides) if key.partition(".")[0] in (*PART_GROUPS, "policy")]
 
 
-def _keys_of(overrides: Sequence[str]) -> list[str]:
+def keys_of(overrides: Sequence[str]) -> list[str]:
     """Return the keys and groups of overrides."""
     parser = OverridesParser.create()
     return [str(parser.parse_override(text).key_or_group) for text in overrides]
@@ -64,7 +64,7 @@ def say_where_nothing_is_evaluated(config: TrainConfig, overrides: Sequence[str]
     """Warn of what was typed about evaluations where there is no task to evaluate in."""
     if config.env is not None or config.evaluation.episodes == 0:
         return
-    if vain := [key for key in _keys_of(overrides) if key.startswith(("evaluation.", "trainer.eval_"))]:
+    if vain := [key for key in keys_of(overrides) if key.startswith(("evaluation.", "trainer.eval_"))]:
         _log.warning("nothing is evaluated, in spite of %s: give env=<task> as well.", ", ".join(vain))
     elif getattr(config.algo, "makes_policy", False):
         _log.info("nothing is evaluated while training: give env=<task> for that.")

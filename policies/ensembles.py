@@ -163,7 +163,7 @@ class Ensemble(nn.Module):
             return self._read_out(product, bias[last], h, weight[last]).squeeze(-1)
 
     def _read_out(self, product: Any, bias: Tensor, h: Tensor, weight: Tensor) -> Tensor:
-        """Evaluate the last layer, whose output is so narrow that large batched products are slow on a CPU."""
+        """Evaluate the last layer: large batched products of so narrow an output are slow on a CPU."""
         if h.ndim == 2 or not self._large(h[0]):
             value: Tensor = product(bias, h.to(weight.dtype), weight)
             return value

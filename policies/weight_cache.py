@@ -8,8 +8,9 @@ never sees a stale value. A weight counts as changed when
 * an optimiser of `torch.optim` that holds its storage took a step: fused optimisers do not advance versions.
 
 Not seen are writes through `weight.data` in place, direct calls of fused kernels (`torch._fused_adamw_`),
-in-place writes to a flat vector whose slices became the weights (`vector_to_parameters`), writes by other
-processes into shared memory, and replays of a captured CUDA graph: call `forget` after those.
+in-place writes to a flat vector whose slices became the weights (`vector_to_parameters`) or to a stack of
+which they are views (`algos.stacking`) by others than its optimiser, writes by other processes into shared
+memory, and replays of a captured CUDA graph: call `forget` after those.
 
 Several threads may use one cache, also with different sources: each gets the value of its own sources.
 """
@@ -160,6 +161,11 @@ def forget(module: nn.Module) -> None:
     """
     for kept in _caches(module):
         kept.clear()
+
+
+def keeps_values(module: nn.Module) -> bool:
+    """Tell whether a module, its children aside, keeps what it computes from weights."""
+    return any(isinstance(value, WeightCache) for value in vars(module).values())
 
 
 def _caches(module: nn.Module) -> list[WeightCache[Any]]:

@@ -39,6 +39,7 @@ from burnish.seeds import (
     require_together,
 )
 from burnish.without_effect import (
+    keys_of,
     refuse_a_new_policy_beside_init,
     refuse_a_new_policy_where_algo_makes_it,
     say_what_init_replaces,
@@ -170,7 +171,8 @@ def train(config: TrainConfig, job: Job) -> Outcome:
         ConfigError: Among others, if there are several seeds; see `train_seeds`.
     """
     if has_seeds(config):
-        raise ConfigError(f"seeds={config.seeds} are several runs. Use burnish.train_seeds in Python.")
+        what = f"resume={config.resume}" if config.seeds is None else f"seeds={config.seeds}"
+        raise ConfigError(f"{what} means several runs. Use burnish.train_seeds in Python.")
     if config.resume is None:
         refuse_a_new_policy_beside_init(config, job.overrides)
         refuse_a_new_policy_where_algo_makes_it(config, job.overrides)
@@ -191,10 +193,17 @@ def train_seeds(config: TrainConfig, job: Job) -> list[Outcome]:
     """
     if config.resume is not None:
         return _train([_continuation(run, job) for run in _runs_below(config)])
-    require_distinct(config.seeds or [])
+    seeds = require_distinct(config.seeds or [])
+    if "seed" in keys_of(job.overrides):
+        raise ConfigError(f"seed would have no effect beside seeds={seeds}. Leave one of them out.")
     refuse_a_new_policy_beside_init(config, job.overrides)
     refuse_a_new_policy_where_algo_makes_it(config, job.overrides)
     check_folder_to_write(job.directory, "hydra.run.dir")
+    if not job.is_proposed and (there := seed_folders(job.directory)):
+        raise ConfigError(
+            f"hydra.run.dir={job.directory} holds the runs of {len(there)} seeds already. Continue them with "
+            f"resume={job.directory}, or choose another folder."
+        )
     config = _with_lasting_paths(config)
     place: list[Path] = []
 
@@ -208,7 +217,11 @@ def train_seeds(config: TrainConfig, job: Job) -> list[Outcome]:
 
         return Undertaking(own, open_directory, typed)
 
-    return _train([undertaking(seed) for seed in config.seeds or []])
+    try:
+        return _train([undertaking(seed) for seed in seeds])
+    finally:
+        if place and place[0].is_dir() and not any(place[0].iterdir()):  # nothing was learned
+            place[0].rmdir()
 
 
 def _continuation(directory: RunDirectory, job: Job) -> Undertaking:
@@ -224,14 +237,19 @@ def _runs_below(config: TrainConfig) -> list[RunDirectory]:
     """Return the runs of the seeds that are continued.
 
     Raises:
-        ConfigError: If other seeds are asked for.
+        ConfigError: If other seeds are asked for, or there are none.
     """
     if config.seeds is not None:
         raise ConfigError(
             f"resume={config.resume} continues the seeds that are there; got seeds={config.seeds}. Leave it "
             f"out."
         )
-    return [RunDirectory.open(folder) for folder in seed_folders(config.resume)]
+    if not (folders := seed_folders(config.resume)):
+        raise ConfigError(
+            f"resume={config.resume} must be a folder with runs seed-<n>; there are none. Continue a single "
+            f"run with burnish.train."
+        )
+    return [RunDirectory.open(folder) for folder in folders]
 
 
 def _require_its_policies(config: TrainConfig, run: RunDirectory) -> None:

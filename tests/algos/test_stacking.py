@@ -13,22 +13,26 @@ import torch
 from test_constrained_td3 import bandit, flow, small
 from torch import Tensor, nn
 
+from algos import trainer
 from algos.a2pr import A2prConfig
 from algos.base import Setup
 from algos.iql import IqlConfig
+from algos.metrics import read_jsonl
 from algos.offline_run import OfflineRun, SeedsTogether
 from algos.plain import to_plain
-from algos.prdc import NearestRow, PrdcConfig
+from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.stacking import StackedEnsemble, StackedLinear, stacked, tied
 from algos.state import RunDirectory
 from algos.td3_bc import Td3BcConfig
-from algos.trainer import Member, TrainerSettings, train_together
+from algos.trainer import Member, TrainerSettings, train, train_together
 from burnish.config import scan_parts
 from policies import registry
+from policies.backbones.mlp import MlpConfig
+from policies.deterministic import DeterministicProcess
 from policies.ensembles import EnsembleConfig
-from policies.errors import CapabilityError
-from policies.policy import Policy
+from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.policy import Policy, PolicyConfig, build_policy
 
 SEEDS = (0, 1, 5)
 ABLE: list[Any] = [
@@ -158,8 +162,7 @@ def test_seeds_that_are_behind_go_first_and_never_past_the_others() -> None:
     runs, group = together(config)
     runs[0].advance()
     runs[0].advance()
-    for run in runs[1:]:
-        run.config.block_steps = 5  # which 8 is no multiple of
+    config.block_steps = 5  # which 8 is no multiple of
     before = weights(runs[0])
     reports = group.advance()
     assert [run.progress for run in runs] == [8, 5, 5]
@@ -192,10 +195,28 @@ def test_all_seeds_of_prdc_look_for_their_rows_at_once() -> None:
     assert asked == [len(SEEDS) * config.batch_size] * 2
 
 
-def test_transitions_are_shared() -> None:
+def test_transitions_and_their_search_are_shared() -> None:
     runs, _ = together(config_of(PrdcConfig, {}))
-    assert len({id(run.table) for run in runs}) == 1
-    assert isinstance(runs[0].learner.regulariser, NearestRow)  # type: ignore[attr-defined]
+    regularisers: set[Any] = {run.learner.regulariser for run in runs}  # type: ignore[attr-defined]
+    assert len({id(run.table) for run in runs}) == len(regularisers) == 1
+
+
+def test_runs_that_were_made_apart_are_not_trained_together() -> None:
+    config = config_of(Td3BcConfig, {})
+    with pytest.raises(ConfigError, match="must be made together, by build_seeds"):
+        config.together([config.build(setup(seed)) for seed in SEEDS])
+
+
+def test_a_run_of_a_group_neither_advances_nor_loads_by_itself() -> None:
+    """It would move what the others share."""
+    runs, group = together(config_of(Td3BcConfig, {}))
+    state = copy.deepcopy(runs[0].state_dict())
+    group.advance()
+    for wrong in (runs[0].advance, lambda: runs[0].load_state_dict(state)):
+        with pytest.raises(CapabilityError, match="takes its steps together with other seeds"):
+            wrong()
+    group.advance()
+    assert [run.progress for run in runs] == [8, 8, 8]
 
 
 def test_actors_that_sample_are_refused() -> None:
@@ -203,6 +224,22 @@ def test_actors_that_sample_are_refused() -> None:
     policy: Policy = flow()
     runs = config.build_seeds(Setup(dataset=bandit(), init=policy, num_threads=1), SEEDS)
     with pytest.raises(CapabilityError, match=r"where algo makes its own actor; .* --multirun seed=0,1,2"):
+        config.together(runs).advance()
+
+
+@pytest.mark.parametrize("kind", [Td3BcConfig, IqlConfig])
+def test_actors_of_several_steps_are_refused(kind: Any) -> None:
+    config, one = config_of(kind, {}), torch.ones(2)
+    limits = {"min": -one, "max": one, "mean": 0 * one, "std": one}
+    policy = build_policy(
+        PolicyConfig(
+            process=DeterministicProcess(), backbone=MlpConfig(residual=False, hidden_dims=(8,)), horizon=4,
+            act_steps=1,
+        ),
+        obs_dim=2, action_dim=2, statistics={"state": limits, "action": limits},
+    )  # fmt: skip
+    runs = config.build_seeds(Setup(dataset=bandit(), init=policy, num_threads=1), SEEDS)
+    with pytest.raises(CapabilityError, match="where algo makes its own actor"):
         config.together(runs).advance()
 
 
@@ -234,10 +271,10 @@ def bytes_of(folder: Path) -> bytes:
     return (folder / "checkpoints" / "last" / "policy" / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("kind", [Td3BcConfig, A2prConfig, IqlConfig])
-def test_a_group_resumes_bit_exactly(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "options"), ABLE, ids=name_of)
+def test_a_group_resumes_bit_exactly(kind: Any, options: dict[str, Any], tmp_path: Path) -> None:
     """Also where it was killed between the checkpoints of two seeds."""
-    config = config_of(kind, {})
+    config = config_of(kind, options)
     whole, parts = ([tmp_path / name / f"seed-{seed}" for seed in SEEDS] for name in ("whole", "parts"))
     train_group(config, whole)
     with pytest.raises(Cut):
@@ -260,6 +297,52 @@ def test_a_seed_that_was_trained_further_alone_is_not_set_back(tmp_path: Path) -
     train_group(config, folders)
     assert [RunDirectory(folder).latest() for folder in folders] == [12, 12, 12]
     assert bytes_of(folders[1]) == kept
+
+
+def test_not_even_by_one_checkpoint(tmp_path: Path) -> None:
+    config = config_of(Td3BcConfig, {})
+    folders = [tmp_path / f"seed-{seed}" for seed in SEEDS]
+    with pytest.raises(Cut):
+        train_group(config, folders, stop_at=8)
+    alone = config.build(setup(SEEDS[0]))
+    train(alone, RunDirectory(folders[0]), TrainerSettings(checkpoint_every=4), progress=False)
+    kept = bytes_of(folders[0])
+    assert [RunDirectory(folder).latest() for folder in folders] == [12, 8, 8]
+    train_group(config, folders)
+    assert [RunDirectory(folder).latest() for folder in folders] == [12, 12, 12]
+    assert bytes_of(folders[0]) == kept
+
+
+def test_a_run_that_cannot_be_continued_costs_the_others_nothing(tmp_path: Path) -> None:
+    config = config_of(Td3BcConfig, {})
+    folders = [tmp_path / f"seed-{seed}" for seed in SEEDS]
+    train_group(config, folders)
+    RunDirectory(folders[1]).rewind(8)
+    RunDirectory(folders[2]).rewind(8)
+    (folders[2] / "checkpoints" / "8" / "training_state" / "state.pt").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        train_group(config, folders)
+    assert [RunDirectory(folder).checkpoints() for folder in folders] == [[4, 8, 12], [4, 8], [4, 8]]
+
+
+def test_the_bar_shows_means_over_the_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+
+    class Seen:
+        def show(self, done: int, total: int, values: Any) -> None:
+            shown.append((done, total, dict(values)))
+
+        def close(self) -> None:
+            shown.append("closed")
+
+    monkeypatch.setattr(trainer, "open_display", lambda *_, **__: Seen())
+    folders = [tmp_path / f"seed-{seed}" for seed in SEEDS]
+    train_group(config_of(Td3BcConfig, {}), folders)
+    logged = [read_jsonl(RunDirectory(folder).metrics_path) for folder in folders]
+    assert [one[:2] for one in shown[:-1]] == [(4, 12), (8, 12), (12, 12)] and shown[-1] == "closed"
+    for (_, _, values), *rows in zip(shown, *logged, strict=False):
+        expected = sum(row["critic/loss"] for row in rows) / len(rows)
+        assert values["critic/loss"] == pytest.approx(expected)
 
 
 def test_old_checkpoints_go_when_all_seeds_have_the_new_one(tmp_path: Path) -> None:
@@ -302,15 +385,53 @@ def test_stacked_layers_are_the_layers() -> None:
     torch.testing.assert_close(whole(x), expected)
 
 
+@pytest.mark.parametrize("part", [nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2)])
+def test_what_belongs_to_one_seed_is_not_stacked(part: nn.Module) -> None:
+    with pytest.raises(CapabilityError, match=r"cannot be stacked\. Train the seeds one by one"):
+        stacked([nn.Sequential(copy.deepcopy(part)) for _ in SEEDS])
+
+
+def test_views_are_saved_without_what_they_are_views_of() -> None:
+    whole = torch.arange(6.0).view(3, 2)
+    part = to_plain({"part": whole[1]})["part"]
+    assert part.tolist() == [2.0, 3.0] and part.untyped_storage().nbytes() == 8
+    assert to_plain(whole).data_ptr() == whole.data_ptr()
+    assert to_plain(torch.ones(1).expand(4)).tolist() == [1.0] * 4
+
+
 @pytest.mark.parametrize("members", [None, 1, 2])
-@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("norm", [{}, {"layer_norm": True}, {"layer_norm": True, "norm_after": True}])
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("width", [8, 256])
-def test_stacked_ensembles_are_the_ensembles(members: int | None, layer_norm: bool, width: int) -> None:
+def test_stacked_ensembles_are_the_ensembles(
+    members: int | None, norm: dict[str, bool], frozen: bool, width: int
+) -> None:
+    """Values, and what reaches inputs and weights; large ones are read out one after the other."""
     generator = torch.Generator().manual_seed(0)
-    config = EnsembleConfig(members=3, hidden_dims=(width, width), layer_norm=layer_norm)
+    config = EnsembleConfig(members=3, hidden_dims=(width, width), **norm)  # type: ignore[arg-type]
     nets = [config.build(3, 2) for _ in SEEDS]
+    apart = [copy.deepcopy(net) for net in nets]
     cond, action = (torch.randn(len(nets), 130, n, generator=generator) for n in (3, 2))
-    expected = torch.stack(
-        [net(c, a, members=members) for net, c, a in zip(nets, cond, action, strict=True)], dim=1
-    )
-    torch.testing.assert_close(StackedEnsemble(nets)(cond, action, members=members), expected)
+    found: list[tuple[Tensor, Tensor]] = []
+    whole = StackedEnsemble(nets)
+    for forward in (
+        lambda c, a: torch.stack(
+            [net(*x, members=members, frozen=frozen) for net, *x in zip(apart, c, a, strict=True)], dim=1
+        ),
+        lambda c, a: whole(c, a, members=members, frozen=frozen),
+    ):
+        asked = action.clone().requires_grad_(True)
+        values = forward(cond, asked)
+        values.square().sum().backward()
+        assert asked.grad is not None
+        found.append((values.detach(), asked.grad))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    for name, stack in whole.named_parameters():
+        alone = [dict(net.named_parameters())[name].grad for net in apart]
+        if frozen:
+            assert stack.grad is None and alone == [None] * len(nets)
+        else:
+            expected = torch.stack([grad for grad in alone if grad is not None])
+            torch.testing.assert_close(stack.grad, expected, rtol=1e-3, atol=1e-3)
+    with pytest.raises(CapabilityError, match="have the weights of the ensembles"):
+        whole.layers_of(0)

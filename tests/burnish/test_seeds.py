@@ -54,7 +54,7 @@ def train(transitions: Path, place: Path, **changes: Any) -> list[Run]:
 def three(transitions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs") / "three"
     found = train(transitions, place, seeds=[2, 0, 1], env="hopper", evaluation={"episodes": 2})
-    assert [run.path for run in found] == [place / f"seed-{seed}" for seed in (2, 0, 1)]
+    assert [run.path for run in found] == [place / f"seed-{seed}" for seed in (0, 1, 2)]
     return place
 
 
@@ -74,7 +74,7 @@ def test_every_seed_is_a_run_like_any_other(three: Path, transitions: Path, tmp_
     ours, theirs = Run(run.path).load_policy(), alone.load_policy()
     for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
         np.testing.assert_allclose(p.detach(), q.detach(), atol=1e-5)
-    assert ours.provenance["seeds_together"] == [2, 0, 1] and ours.provenance["seed"] == 1
+    assert ours.provenance["seeds_together"] == [0, 1, 2] and ours.provenance["seed"] == 1
     assert len(run.evals()) == 4
 
 
@@ -97,6 +97,8 @@ def test_a_folder_of_seeds_is_continued_as_a_whole(transitions: Path, tmp_path: 
 def test_a_stopped_folder_says_how_it_is_continued(
     transitions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """In whatever order the seeds are given, and with widths at which places in memory matter."""
+    odd = {"algo": TINY["algo"] | {"hidden_dims": [13], "critic_dims": [13]}}
     advance = SeedsTogether.advance
 
     def stopping(self: SeedsTogether) -> Any:
@@ -106,9 +108,9 @@ def test_a_stopped_folder_says_how_it_is_continued(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(SeedsTogether, "advance", stopping)
-        train(transitions, tmp_path / "cut", seeds=[0, 1])
+        train(transitions, tmp_path / "cut", seeds=[4, 1], **odd)
     assert f"its last checkpoint is 4. Continue with: burnish train resume={tmp_path / 'cut'}" in caplog.text
-    train(transitions, tmp_path / "whole", seeds=[0, 1])
+    train(transitions, tmp_path / "whole", seeds=[4, 1], **odd)
     burnish.train_seeds(resume=tmp_path / "cut")
     weights = [
         (tmp_path / name / "seed-1" / "checkpoints" / "8" / "policy" / "model.safetensors").read_bytes()
@@ -126,7 +128,7 @@ def test_what_cannot_be_trained_leaves_nothing(
     monkeypatch.setattr(SeedsTogether, "advance", broken)
     with pytest.raises(ConfigError, match="no"):
         train(transitions, tmp_path / "none", seeds=[0, 1])
-    assert not list((tmp_path / "none").glob("*"))
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
@@ -135,6 +137,8 @@ def test_what_cannot_be_trained_leaves_nothing(
         (["seeds=[]"], r"one or more different seeds, such as \[0,1,2\]; got \[\]"),
         (["seeds=[1,1]"], r"different seeds, .*; got \[1, 1\]"),
         (["seeds=[0,-1]"], "seeds must be from 0 to"),
+        (["seeds=[0,1]", "seed=7"], r"seed would have no effect beside seeds=\[0, 1\]"),
+        (["resume={three}/seed-0"], r"must be a folder with runs seed-<n>; there are none"),
         (["seeds=[0,1]", "algo=bc"], r"is for the algorithms .*prdc.*; algo=bc trains one seed at a time"),
         (["seeds=[0,1]", "resume={three}"], "continues the seeds that are there"),
         (["seeds=[0,1]", "init={three}/seed-0"], r"for actors that algo=td3_bc makes itself; got init="),
@@ -151,8 +155,16 @@ def test_what_cannot_be_meant_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_has_seeds_takes_no_others(transitions: Path, three: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds the runs of 3 seeds already\. Continue them with resume="):
+        train(transitions, three, seeds=[7])
+    assert not (three / "seed-7").exists()
+
+
 def test_one_run_is_not_several(transitions: Path, three: Path) -> None:
-    with pytest.raises(ConfigError, match=r"seeds=\[0, 1\] are several runs\. Use burnish\.train_seeds"):
+    with pytest.raises(ConfigError, match=r"resume=.*three means several runs\. Use burnish\.train_seeds"):
+        burnish.train(resume=three)
+    with pytest.raises(ConfigError, match=r"seeds=\[0, 1\] means several runs\. Use burnish\.train_seeds"):
         burnish.train("algo=td3_bc", dataset=transitions, seeds=[0, 1])
     with pytest.raises(CheckpointError, match=r"holds the runs of 3 seeds; give one .*seed-0"):
         burnish.load_policy(three)

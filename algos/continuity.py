@@ -75,7 +75,7 @@ def facts_of(name: str, policy: nn.Module | None) -> dict[str, Any]:
         policy: The policy; None: there is none.
     """
     facts: dict[str, Any] = {name: digest_of(policy)}
-    return facts | _settings(name, describe(policy)) if isinstance(policy, Policy) else facts
+    return facts | settings_of(name, describe(policy)) if isinstance(policy, Policy) else facts
 
 
 def origin_of(init: Policy | None, policy: Policy) -> dict[str, Any]:
@@ -87,16 +87,19 @@ def origin_of(init: Policy | None, policy: Policy) -> dict[str, Any]:
     """
     if init is not None:
         return facts_of("init", init)
-    return {"init": None, **_settings("policy", describe(policy))}
+    return {"init": None, **settings_of("policy", describe(policy))}
 
 
-def _settings(name: str, value: Any) -> dict[str, Any]:
-    """Return the single settings of a description by their places; the version of its format is none."""
+def settings_of(name: str, value: Any) -> dict[str, Any]:
+    """Return the single settings of a description by their places, which begin with `name`.
+
+    The version of its format is no setting.
+    """
     if isinstance(value, list) and value and isinstance(value[0], Mapping):
         value = dict(enumerate(value))
     if not isinstance(value, Mapping):
         return {name: value}
-    parts = (_settings(f"{name}.{key}", inner) for key, inner in value.items() if key != "format")
+    parts = (settings_of(f"{name}.{key}", inner) for key, inner in value.items() if key != "format")
     return {place: setting for part in parts for place, setting in part.items()}
 
 

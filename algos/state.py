@@ -27,6 +27,8 @@ from typing import IO, Any, NamedTuple
 
 import torch
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from algos.metrics import append_jsonl, truncate_jsonl
 from algos.plain import from_plain, to_plain
@@ -123,27 +125,34 @@ class RunDirectory:
             )
         return cls(path)
 
+    def is_bare(self) -> bool:
+        """Tell whether the folder holds what `create_at` wrote and nothing that was learned."""
+        if not self.path.is_dir():  # somebody else took it away
+            return True
+        folders = [self.path / name for name in (_CHECKPOINTS, _EVAL)]
+        others = set(self.path.iterdir()) - {*self._written(), *folders}
+        return not others and not any(any(folder.iterdir()) for folder in folders if folder.is_dir())
+
     def remove_if_bare(self) -> bool:
-        """Take the folder away if it holds what `create_at` wrote and nothing that was learned.
+        """Take the folder away if it is bare.
 
         Returns:
             Whether it is gone.
         """
-        if not self.path.is_dir():  # somebody else took it away
-            return True
-        written = [self.path / name for name in (_CONFIG, _OVERRIDES, _ENVIRONMENT, ".lock")]
-        folders = [self.path / name for name in (_CHECKPOINTS, _EVAL)]
-        empty = [item for item in self.path.glob("*") if item.is_file() and not item.stat().st_size]
-        logs = list(self.path.glob("*.log"))
-        others = set(self.path.iterdir()) - {*written, *folders, *empty, *logs}
-        if others or any(any(folder.iterdir()) for folder in folders if folder.is_dir()):
+        if not self.is_bare():
             return False
-        for file in {*written, *empty, *logs}:
+        for file in self._written():
             file.unlink(missing_ok=True)
-        for folder in (*folders, self.path):
+        for folder in (self.path / _CHECKPOINTS, self.path / _EVAL, self.path):
             if folder.is_dir():
                 folder.rmdir()
         return True
+
+    def _written(self) -> set[Path]:
+        """Return the files that `create_at` wrote, logs, and empty ones."""
+        known = {self.path / name for name in (_CONFIG, _OVERRIDES, _ENVIRONMENT, ".lock")}
+        empty = {item for item in self.path.glob("*") if item.is_file() and not item.stat().st_size}
+        return known | empty | set(self.path.glob("*.log"))
 
     def amend(self, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
         """Continue with another configuration; what was changed is added to the list of overrides."""
@@ -155,8 +164,18 @@ class RunDirectory:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration that the run was started with, or last continued with."""
-        return OmegaConf.to_container(OmegaConf.load(self.path / _CONFIG))  # type: ignore[return-value]
+        """The configuration that the run was started with, or last continued with.
+
+        Raises:
+            CheckpointError: If its file is damaged.
+        """
+        path = self.path / _CONFIG
+        try:
+            return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]
+        except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{path} is damaged ({' '.join(str(error).split())}). Restore it."
+            ) from None
 
     @property
     def overrides(self) -> list[str]:

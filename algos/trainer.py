@@ -155,18 +155,24 @@ def train_together(
 def _places(members: Sequence[Member]) -> Iterator[tuple[Member, tuple[int | None, list[str] | None]]]:
     """Yield from which checkpoint every run continues (None: the beginning), and who is trained together.
 
-    That is its newest, unless those that were trained with it have only the one before: then the process was
-    killed while they were writing.
+    That is its newest, unless those that were trained with it have only the one before, or none before the
+    first: then the process was killed while they were writing.
     """
     company = sorted(member.run.path.name for member in members) if len(members) > 1 else None
     newest = [member.run.latest() for member in members]
     slowest = None if None in newest else min(step for step in newest if step is not None)
     for member, step in zip(members, newest, strict=True):
-        is_ahead = slowest is not None and member.run.checkpoints()[-2:-1] == [slowest]
-        if is_ahead and member.run.load_training_state(step)["trainer"].get("together") == company:
-            _log.info("%s goes back from %s to %s, where all are.", member.run.path, step, slowest)
+        before = next(iter(member.run.checkpoints()[-2:-1]), None)
+        if step != slowest == before and _company_of(member.run, step) == company:
+            _log.info("%s goes back from %s to %s, where all are.", member.run.path, step, slowest or 0)
             step = slowest
         yield member, (step, company)
+
+
+def _company_of(run: RunDirectory, step: int | None) -> list[str] | None:
+    """Return the names of the runs that were trained together up to a checkpoint; None: it was alone."""
+    names: list[str] | None = run.load_training_state(step)["trainer"].get("together")
+    return names
 
 
 class _Group:
@@ -225,9 +231,15 @@ class _Group:
             # The signal reached the workers too: the iteration cannot be finished.
             raise Interrupted(stop.number) from error
         self._say_plan(min(before), time.monotonic() - began)
+        errors = []
         for session, done, values in zip(self.sessions, before, found, strict=True):
             if session.algorithm.progress > done:
-                session.report(done, read_out(values))
+                try:
+                    session.report(done, read_out(values))
+                except TrainingError as error:  # after all are recorded
+                    errors.append(error)
+        if errors:
+            raise errors[0] if len(errors) == 1 else TrainingError(" ".join(map(str, errors)))
 
     def _say_plan(self, before: int, seconds: float) -> None:
         """Announce a long run, once, from its second iteration: the first one also warms up."""

@@ -133,13 +133,15 @@ def train_seeds(
 
     Args:
         overrides: See `train`.
-        seeds: E.g. `[0, 1, 2]`.
+        seeds: E.g. `[0, 1, 2]`; runs are returned in this order, or by their seeds with `resume`.
         directory: The folder of the runs, `seed-<n>` each; None: as in `train`.
         values: See `train`.
 
     Raises:
         ConfigError: See `train`; also if the algorithm trains one seed at a time.
     """
+    if isinstance(seeds, int | str):
+        raise ConfigError(f"seeds must be a list of seeds, such as [0, 1, 2]; got {seeds!r}.")
     more = {} if seeds is None else {"seeds": list(seeds)}
     outcomes = train_command.train_seeds(*_composed(overrides, directory, more | values))
     return [Run(outcome.directory.path) for outcome in outcomes]

@@ -5,20 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from algos.continuity import settings_of
 from algos.offline_run import TrainsSeeds
 from algos.stacking import ONE_BY_ONE
-from burnish.locate import seed_folders
+from burnish.config import describe
+from burnish.locate import RUN_CONFIG, check_folder_to_write, folder_of, seed_folders
 from burnish.without_effect import keys_of
 from envs.evaluation_protocol import check_seeds
 from policies import registry
-from policies.errors import ConfigError
+from policies.errors import CheckpointError, ConfigError
+from policies.replacing import write_text
 
 if TYPE_CHECKING:
     from burnish.commands.train import TrainConfig
 
 _log = logging.getLogger(__name__)
+_NOTE = "seeds.txt"
+_OF_EACH = ("seed", "name", "progress", "num_workers")
 
 
 def has_seeds(config: TrainConfig) -> bool:
@@ -26,17 +32,60 @@ def has_seeds(config: TrainConfig) -> bool:
     return config.seeds is not None or bool(seed_folders(config.resume))
 
 
-def require_distinct(seeds: Sequence[int]) -> list[int]:
-    """Return seeds in order, as runs are continued; refuse such that are none, the same, or out of range.
+def require_distinct(seeds: Sequence[int]) -> None:
+    """Refuse seeds that are none, no numbers, the same, or out of range.
 
     Raises:
         ConfigError: If they are.
     """
-    if not seeds or len(set(seeds)) < len(seeds):
+    if not seeds or any(type(seed) is not int for seed in seeds) or len(set(seeds)) < len(seeds):
         raise ConfigError(f"seeds must be one or more different seeds, such as [0,1,2]; got {list(seeds)}.")
     for seed in seeds:
         check_seeds("seeds", seed)
-    return sorted(seeds)
+
+
+def require_room(place: Path, seeds: Sequence[int]) -> None:
+    """Refuse a folder that holds runs already, or in which those of seeds cannot be made.
+
+    Raises:
+        ConfigError: If it is one.
+    """
+    for folder in (place, *(folder_of(place, seed) for seed in seeds)):
+        check_folder_to_write(folder, "hydra.run.dir")
+    if (place / RUN_CONFIG).is_file() or seed_folders(place):
+        raise ConfigError(
+            f"hydra.run.dir={place} holds a run already, or several. Continue with resume={place}, or choose "
+            f"another folder."
+        )
+
+
+def note_seeds(place: Path, seeds: Sequence[int]) -> None:
+    """Write down which seeds a folder is for."""
+    place.mkdir(parents=True, exist_ok=True)
+    write_text(place / _NOTE, "".join(f"{seed}\n" for seed in seeds))
+
+
+def forget_seeds(place: Path) -> None:
+    """Take away what `note_seeds` wrote, and the folder if nothing else is in it."""
+    (place / _NOTE).unlink(missing_ok=True)
+    if place.is_dir() and not any(place.iterdir()):
+        place.rmdir()
+
+
+def require_complete(place: str | Path, key: str = "resume") -> None:
+    """Refuse a folder that lacks the run of a seed that it was made for.
+
+    Raises:
+        CheckpointError: If it does.
+    """
+    note = Path(place) / _NOTE
+    seeds = [int(line) for line in note.read_text().split()] if note.is_file() else []
+    runs = seed_folders(place)
+    if missing := [seed for seed in seeds if folder_of(Path(place), seed) not in runs]:
+        raise CheckpointError(
+            f"{key}={place} is for the seeds {seeds}; seed-{missing[0]} is missing or has no {RUN_CONFIG}. "
+            f"Restore it, or take the others one by one, such as {runs[0]}."
+        )
 
 
 def of_one_seed(config: TrainConfig, typed: Sequence[str], seed: int) -> tuple[TrainConfig, list[str]]:
@@ -46,18 +95,25 @@ def of_one_seed(config: TrainConfig, typed: Sequence[str], seed: int) -> tuple[T
 
 
 def require_alike(configs: Sequence[TrainConfig]) -> None:
-    """Refuse runs that differ in more than their seeds.
+    """Refuse runs that differ in more than their seeds and what they show.
 
     Raises:
         ConfigError: If they do.
     """
-    first = replace(configs[0], seed=0)
-    if others := [config.seed for config in configs if replace(config, seed=0) != first]:
-        raise ConfigError(
-            f"runs that are continued together must differ in their seeds only; other settings than that of "
-            f"seed {configs[0].seed} have those of {', '.join(map(str, others))}. Continue them one by one: "
-            f"resume=<folder>/seed-<n>."
-        )
+    first, *others = (_settings_of(config) for config in configs)
+    for config, other in zip(configs[1:], others, strict=True):
+        for key in sorted(key for key in {*first, *other} if first.get(key) != other.get(key)):
+            raise ConfigError(
+                f"runs that are continued together must differ in their seeds only; {key} of seed "
+                f"{configs[0].seed} is {first.get(key)}, of seed {config.seed} {other.get(key)}. Give one "
+                f"value for all on the command line, or continue them one by one: resume=<folder>/seed-<n>."
+            )
+
+
+def _settings_of(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that runs must have in common, by key."""
+    found = settings_of("", describe(config))
+    return {key.removeprefix("."): value for key, value in found.items() if key[1:] not in _OF_EACH}
 
 
 def require_together(config: TrainConfig) -> None:

@@ -22,6 +22,7 @@ from burnish.last_and_best import last_and_best
 from burnish.locate import check_folder_to_write, locate, seed_folders
 from burnish.page import Page
 from burnish.pictures import learning_curves, run_colours
+from burnish.seeds import require_complete
 from burnish.tasks import description_of, options_that_differ
 from envs.comparison import format_interval
 from envs.evaluation import Evaluation
@@ -59,11 +60,13 @@ class ReportConfig:
 
         Raises:
             ConfigError: If none is given.
-            CheckpointError: If one is not a run.
+            CheckpointError: If one is not a run, or a folder of seeds lacks one.
         """
         given = self.run if isinstance(self.run, list) else [self.run]
         if given in ([], [None]):
             raise ConfigError("report needs run=<run directory>, or run=[<run>,<run>].")
+        for path in given:
+            require_complete(str(path), "run")
         return [RunDirectory.open(run) for path in given for run in seed_folders(path) or [Path(str(path))]]
 
     def folder(self, runs: Sequence[RunDirectory]) -> Path:

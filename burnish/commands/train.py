@@ -32,10 +32,14 @@ from burnish.locate import (
     seed_folders,
 )
 from burnish.seeds import (
+    forget_seeds,
     has_seeds,
+    note_seeds,
     of_one_seed,
     require_alike,
+    require_complete,
     require_distinct,
+    require_room,
     require_together,
 )
 from burnish.without_effect import (
@@ -193,17 +197,13 @@ def train_seeds(config: TrainConfig, job: Job) -> list[Outcome]:
     """
     if config.resume is not None:
         return _train([_continuation(run, job) for run in _runs_below(config)])
-    seeds = require_distinct(config.seeds or [])
+    require_distinct(config.seeds or [])
+    seeds = sorted(config.seeds or [])  # as they are continued: places in a stack matter to the last bit
     if "seed" in keys_of(job.overrides):
         raise ConfigError(f"seed would have no effect beside seeds={seeds}. Leave one of them out.")
     refuse_a_new_policy_beside_init(config, job.overrides)
     refuse_a_new_policy_where_algo_makes_it(config, job.overrides)
-    check_folder_to_write(job.directory, "hydra.run.dir")
-    if not job.is_proposed and (there := seed_folders(job.directory)):
-        raise ConfigError(
-            f"hydra.run.dir={job.directory} holds the runs of {len(there)} seeds already. Continue them with "
-            f"resume={job.directory}, or choose another folder."
-        )
+    require_room(job.directory, seeds)
     config = _with_lasting_paths(config)
     place: list[Path] = []
 
@@ -213,15 +213,18 @@ def train_seeds(config: TrainConfig, job: Job) -> list[Outcome]:
         def open_directory() -> RunDirectory:
             if not place:
                 place.append(new_folder(job.directory) if job.is_proposed else job.directory)
+                note_seeds(place[0], seeds)
             return RunDirectory.create_at(folder_of(place[0], seed), describe(own), typed)
 
         return Undertaking(own, open_directory, typed)
 
     try:
-        return _train([undertaking(seed) for seed in seeds])
-    finally:
-        if place and place[0].is_dir() and not any(place[0].iterdir()):  # nothing was learned
-            place[0].rmdir()
+        outcomes = _train([undertaking(seed) for seed in seeds])
+    except BaseException:
+        if place and not seed_folders(place[0]):  # nothing was learned
+            forget_seeds(place[0])
+        raise
+    return [outcomes[seeds.index(seed)] for seed in config.seeds or []]
 
 
 def _continuation(directory: RunDirectory, job: Job) -> Undertaking:
@@ -238,6 +241,7 @@ def _runs_below(config: TrainConfig) -> list[RunDirectory]:
 
     Raises:
         ConfigError: If other seeds are asked for, or there are none.
+        CheckpointError: If one is missing.
     """
     if config.seeds is not None:
         raise ConfigError(
@@ -249,6 +253,7 @@ def _runs_below(config: TrainConfig) -> list[RunDirectory]:
             f"resume={config.resume} must be a folder with runs seed-<n>; there are none. Continue a single "
             f"run with burnish.train."
         )
+    require_complete(str(config.resume))
     return [RunDirectory.open(folder) for folder in folders]
 
 
@@ -327,10 +332,10 @@ def _train(undertakings: Sequence[Undertaking]) -> list[Outcome]:
         with ExitStack() as held:
             directories: list[RunDirectory] = []
             held.enter_context(_said_how_to_continue(directories))
+            held.enter_context(_taken_away_if_bare(directories if undertakings[0].is_new else []))
             members = []
             for one, algorithm, last in zip(undertakings, algorithms, found, strict=True):
                 directories.append(directory := one.open_directory())
-                held.enter_context(_taken_away_if_bare(directory if one.is_new else None))
                 members.append(
                     Member(
                         algorithm,
@@ -407,13 +412,14 @@ def _said_how_to_continue(directories: Sequence[RunDirectory]) -> Iterator[None]
 
 
 @contextmanager
-def _taken_away_if_bare(directory: RunDirectory | None) -> Iterator[None]:
-    """Remove a new run that ends before it has anything to show."""
+def _taken_away_if_bare(directories: Sequence[RunDirectory]) -> Iterator[None]:
+    """Remove new runs that end before one of them has anything to show; they may be added meanwhile."""
     try:
         yield
     except BaseException:
-        if directory is not None:
-            directory.remove_if_bare()
+        if all(directory.is_bare() for directory in directories):
+            for directory in directories:
+                directory.remove_if_bare()
         raise
 
 

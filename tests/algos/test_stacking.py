@@ -288,6 +288,18 @@ def test_a_group_resumes_bit_exactly(kind: Any, options: dict[str, Any], tmp_pat
         assert bytes_of(one) == bytes_of(other)
 
 
+def test_a_group_that_was_killed_at_its_first_checkpoint_begins_anew(tmp_path: Path) -> None:
+    config = config_of(Td3BcConfig, {})
+    whole, parts = ([tmp_path / name / f"seed-{seed}" for seed in SEEDS] for name in ("whole", "parts"))
+    train_group(config, whole)
+    with pytest.raises(Cut):
+        train_group(config, parts, stop_at=4)
+    for folder in parts[1:]:
+        RunDirectory(folder).rewind(None)
+    train_group(config, parts)
+    assert [bytes_of(folder) for folder in parts] == [bytes_of(folder) for folder in whole]
+
+
 def test_a_seed_that_was_trained_further_alone_is_not_set_back(tmp_path: Path) -> None:
     config = config_of(Td3BcConfig, {})
     folders = [tmp_path / f"seed-{seed}" for seed in SEEDS]

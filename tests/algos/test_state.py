@@ -220,6 +220,13 @@ def test_an_end_at_any_moment_of_saving_leaves_loadable_checkpoints(tmp_path: Pa
     assert moment > 15
 
 
+def test_a_damaged_configuration_is_one_line(run: RunDirectory) -> None:
+    (run.path / "config.yaml").write_text("{[")
+    with pytest.raises(CheckpointError, match=r"config\.yaml is damaged \(.*\)\. Restore it\.") as caught:
+        _ = run.config
+    assert "\n" not in str(caught.value)
+
+
 def test_second_writer_is_refused_while_the_first_lives(run: RunDirectory) -> None:
     script = f"""
 from algos.state import RunDirectory, new_folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from burnish import cli
 from burnish.api import Run
 from burnish.locate import seed_folders
 from envs.datasets import Episode, EpisodeDataset, write_d4rl
-from policies.errors import CheckpointError, ConfigError
+from policies.errors import CheckpointError, ConfigError, TrainingError
 
 TINY: dict[str, Any] = {
     "algo": {
@@ -54,7 +55,7 @@ def train(transitions: Path, place: Path, **changes: Any) -> list[Run]:
 def three(transitions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs") / "three"
     found = train(transitions, place, seeds=[2, 0, 1], env="hopper", evaluation={"episodes": 2})
-    assert [run.path for run in found] == [place / f"seed-{seed}" for seed in (0, 1, 2)]
+    assert [run.path for run in found] == [place / f"seed-{seed}" for seed in (2, 0, 1)]
     return place
 
 
@@ -90,7 +91,7 @@ def test_a_folder_of_seeds_is_continued_as_a_whole(transitions: Path, tmp_path: 
     assert all(run.directory.config["algo"]["steps"] == 12 for run in found)
     one = burnish.train(resume=tmp_path / "some" / "seed-3", algo={"steps": 14})
     assert one.directory.latest() == 14
-    with pytest.raises(ConfigError, match="in their seeds only; other settings than that of seed 0"):
+    with pytest.raises(ConfigError, match=r"only; algo\.steps of seed 0 is 12, of seed 3 14\. Give"):
         burnish.train_seeds(resume=tmp_path / "some")
 
 
@@ -135,6 +136,7 @@ def test_what_cannot_be_trained_leaves_nothing(
     ("overrides", "message"),
     [
         (["seeds=[]"], r"one or more different seeds, such as \[0,1,2\]; got \[\]"),
+        (["seeds=[[0,1]]"], r"different seeds, .*; got \[\[0, 1\]\]"),
         (["seeds=[1,1]"], r"different seeds, .*; got \[1, 1\]"),
         (["seeds=[0,-1]"], "seeds must be from 0 to"),
         (["seeds=[0,1]", "seed=7"], r"seed would have no effect beside seeds=\[0, 1\]"),
@@ -155,10 +157,50 @@ def test_what_cannot_be_meant_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_that_has_seeds_takes_no_others(transitions: Path, three: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds the runs of 3 seeds already\. Continue them with resume="):
-        train(transitions, three, seeds=[7])
-    assert not (three / "seed-7").exists()
+def test_a_folder_that_has_runs_takes_no_others(transitions: Path, three: Path, tmp_path: Path) -> None:
+    for place in (three, three / "seed-0"):
+        with pytest.raises(ConfigError, match=r"holds a run already, or several\. Continue with"):
+            train(transitions, place, seeds=[7])
+        assert not (place / "seed-7").exists()
+    (tmp_path / "seed-7").touch()
+    with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*seed-7 is a file"):
+        train(transitions, tmp_path, seeds=[6, 7])
+    assert not (tmp_path / "seed-6").exists()
+
+
+def test_a_seed_that_is_missing_is_missed(transitions: Path, three: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(three, tmp_path / "copy", symlinks=True)
+    (copy / "seed-1" / "config.yaml").unlink()
+    message = r"is for the seeds \[0, 1, 2\]; seed-1 is missing or has no config\.yaml\. Restore it"
+    with pytest.raises(CheckpointError, match=f"resume=.*{message}"):
+        burnish.train_seeds(resume=copy)
+    with pytest.raises(CheckpointError, match=f"run=.*{message}"):
+        burnish.report(copy, episodes=0)
+
+
+def test_a_group_that_is_stopped_at_its_first_evaluation_keeps_all_seeds(
+    transitions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopping(self: SeedsTogether) -> Any:
+        raise KeyboardInterrupt
+
+    place = tmp_path / "early"
+    first = {"env": "hopper", "evaluation": {"episodes": 1}, "trainer": {"eval_first": True}}
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(SeedsTogether, "advance", stopping)
+        train(transitions, place, seeds=[0, 1], **first)
+    assert [folder.name for folder in seed_folders(place)] == ["seed-0", "seed-1"]
+    assert [run.directory.latest() for run in burnish.train_seeds(resume=place)] == [8, 8]
+
+
+def test_a_loss_that_is_not_finite_is_told_of_every_seed_and_costs_none(
+    transitions: Path, tmp_path: Path
+) -> None:
+    wild = {"algo": TINY["algo"] | {"critic_lr": 1e30}}
+    with pytest.raises(TrainingError, match=r"seed-0 has no earlier .* must be finite.*seed-1 has no"):
+        train(transitions, tmp_path / "wild", seeds=[0, 1], **wild)
+    found = burnish.train_seeds(resume=tmp_path / "wild", algo={"critic_lr": 3e-4})
+    assert [run.directory.latest() for run in found] == [8, 8]
 
 
 def test_one_run_is_not_several(transitions: Path, three: Path) -> None:

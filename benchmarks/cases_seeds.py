@@ -53,7 +53,7 @@ TREE_ON_FILE = (3.0, 2.5)
 def seeds(options: argparse.Namespace) -> Iterator[Figure]:
     """Four seeds at once against single runs; PRDC, its lists made, also against a tree per step."""
     setup = Setup(dataset=dataset_of(options), seed=0)
-    require_equal_steps(Td3BcConfig(steps=2, block_steps=2), setup)
+    require_equal_seeds(Td3BcConfig(steps=2, block_steps=2), setup)
     for name, kind, autocast, floor in CASES:
         config = kind(steps=10**9, autocast=autocast)
         runs, alone = config.build_seeds(setup, range(SEEDS)), config.build(setup)
@@ -64,7 +64,7 @@ def seeds(options: argparse.Namespace) -> Iterator[Figure]:
     yield from _prdc(options, setup)
 
 
-def require_equal_steps(config: Td3BcConfig, setup: Setup) -> None:
+def require_equal_seeds(config: Td3BcConfig, setup: Setup) -> None:
     """Take two steps of every seed together and alone, and compare actors and critics."""
     runs = config.build_seeds(setup, range(SEEDS))
     config.together(runs).advance()

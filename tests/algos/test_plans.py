@@ -11,6 +11,7 @@ from test_offline_specified import ACTION, STATE, dataset
 from torch import Tensor
 
 from algos.base import Setup
+from algos.chunk_loss import ChunkLoss
 from algos.iql import IqlConfig, IqlLearner
 from algos.offline_run import OfflineRun
 from algos.td3_bc import OwnLikelihood, Td3BcConfig
@@ -56,7 +57,7 @@ def garbled(batch: Batch) -> Batch:
 
 def rows_of(learner: Any, batch: Batch, draws: Any) -> list[Tensor]:
     """Return the losses of the recorded steps of every window, from those of single windows."""
-    losses = learner._cloning(batch, draws) if isinstance(learner, IqlLearner) else learner(batch, draws)
+    losses = (ChunkLoss(learner.policy) if isinstance(learner, IqlLearner) else learner)(batch, draws)
     return [row[real > 0] for row, real in zip(losses, batch.real, strict=True)]
 
 

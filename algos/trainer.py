@@ -89,7 +89,7 @@ def train(
         progress: True shows a bar, False log lines, None decides by the terminal.
         provenance: Facts for the model card of every checkpoint.
         amendment: Configuration and overrides that the run is continued with where they differ from its
-            own; recorded once its checkpoint turned out to fit them.
+            own; recorded once its checkpoint turned out to fit them, unless it is longer than they ask for.
 
     Raises:
         TrainingError: If a loss, a norm or a weight is not finite; earlier checkpoints are untouched.
@@ -144,8 +144,8 @@ def train_together(
         sessions = [_Session(member, settings, *place) for member, place in _places(members)]
         for session in sessions:
             session.rewind()
-        for member in members:
-            if member.amendment is not None:
+        for member, session in zip(members, sessions, strict=True):
+            if member.amendment is not None and not session.is_beyond:
                 member.run.amend(*member.amendment)
         group = _Group(sessions, advance)
         with group.opened(title, progress), _StopSignals() as stop:
@@ -296,6 +296,11 @@ class _Session:
         self.saved, self._metrics_bytes, self._company = 0, 0, company
         if step is not None:
             self._load(step)
+
+    @property
+    def is_beyond(self) -> bool:
+        """Whether more is done than is asked for now."""
+        return self.algorithm.progress > self.algorithm.total
 
     @property
     def is_finished(self) -> bool:

@@ -151,6 +151,11 @@ def _composed(
     overrides: tuple[str, ...], directory: str | Path | None, values: dict[str, Any]
 ) -> tuple[Any, Job]:
     """Return the configuration of a training, and where it is written."""
+    if wrong := [text for text in overrides if not isinstance(text, str)]:
+        raise ConfigError(
+            f"overrides are text such as 'algo=iql'; got {wrong[0]!r}. Give values by name, such as "
+            f"seeds=[0, 1, 2]."
+        )
     written = train_command.with_resumed_parts(overrides_of(overrides, values))
     config = compose_config("train", written)
     if directory is not None and config.resume is not None:

@@ -37,7 +37,8 @@ class Located:
         """A short name for tables and file names."""
         if self.run is None:
             return self.path.name
-        return self.run.name if self.step is None else f"{self.run.name}@{self.step}"
+        name = name_of_run(self.run)
+        return name if self.step is None else f"{name}@{self.step}"
 
     def load(self) -> Policy:
         """Load the policy."""
@@ -161,6 +162,12 @@ def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:
 def folder_of(place: Path, seed: int) -> Path:
     """Return where the run of a seed is, among several in a folder."""
     return place / f"seed-{seed}"
+
+
+def name_of_run(path: Path) -> str:
+    """Return what a run is called: its folder's name, for one of several seeds after that of their folder."""
+    real = path.resolve()
+    return f"{real.parent.name}-{real.name}" if _SEED_FOLDER.fullmatch(real.name) else real.name
 
 
 def seed_folders(place: str | Path | None) -> list[Path]:

@@ -19,7 +19,7 @@ from burnish.commands.evaluate import SUMMARISED, describe_comparison
 from burnish.console import output
 from burnish.job import Job
 from burnish.last_and_best import last_and_best
-from burnish.locate import check_folder_to_write, locate, seed_folders
+from burnish.locate import check_folder_to_write, locate, name_of_run, seed_folders
 from burnish.page import Page
 from burnish.pictures import learning_curves, run_colours
 from burnish.seeds import require_complete
@@ -41,7 +41,7 @@ PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.png")
 class ReportConfig:
     """What `burnish report` does."""
 
-    run: Any = path_field()  # a run, several, or a folder of seeds; those of one algorithm and task together
+    run: Any = path_field()  # a run, a folder of seeds, or several: [a,b]; alike ones are summarised together
     out: str | None = path_field()  # directory; null: <run>/report, or report for several runs
     episodes: int = 24  # episodes that are played for the pictures; 0: none
     first_seed: int = 0  # seed of the first of these episodes
@@ -132,7 +132,7 @@ def _named(runs: Sequence[RunDirectory]) -> dict[str, RunDirectory]:
     """Give every run a name of its own."""
     named: dict[str, RunDirectory] = {}
     for one in runs:
-        named[_unused(one.path.resolve().name, named)] = one
+        named[_unused(name_of_run(one.path), named)] = one
     return named
 
 

@@ -160,11 +160,14 @@ def run(config: TrainConfig, job: Job) -> float | None:
 def _run_seeds(config: TrainConfig, job: Job) -> float | None:
     """Train or continue several seeds, print where they are; returns the mean of what they are judged by."""
     outcomes = train_seeds(config, job)
-    names = list(outcomes[0].last_evaluation)
-    rows = [(one.directory.path, *(f"{one.last_evaluation[name]:.4g}" for name in names)) for one in outcomes]
-    output().print(table("", ("run", *names), rows), "")
-    found = [one.last_evaluation.get(one.quantity) for one in outcomes]
-    known = [value for value in found if value is not None]
+    names = list(dict.fromkeys(name for one in outcomes for name in one.last_evaluation))
+    rows = []
+    for one in outcomes:
+        found = {name: f"{value:.4g}" for name, value in one.last_evaluation.items()}
+        rows.append((one.directory.path.name, *(found.get(name, "") for name in names)))
+    output().print(table(str(outcomes[0].directory.path.parent), ("run", *names), rows), "")
+    judged = [one.last_evaluation.get(one.quantity) for one in outcomes]
+    known = [value for value in judged if value is not None]
     return sum(known) / len(known) if known else None
 
 
@@ -243,12 +246,14 @@ def _runs_below(config: TrainConfig) -> list[RunDirectory]:
         ConfigError: If other seeds are asked for, or there are none.
         CheckpointError: If one is missing.
     """
-    if config.seeds is not None:
+    folders = seed_folders(config.resume)
+    there = [folder.name for folder in folders]
+    if config.seeds is not None and sorted(f"seed-{seed}" for seed in config.seeds) != sorted(there):
         raise ConfigError(
-            f"resume={config.resume} continues the seeds that are there; got seeds={config.seeds}. Leave it "
-            f"out."
+            f"resume={config.resume} continues the seeds that are there, {', '.join(there)}; got "
+            f"seeds={config.seeds}. Leave it out."
         )
-    if not (folders := seed_folders(config.resume)):
+    if not folders:
         raise ConfigError(
             f"resume={config.resume} must be a folder with runs seed-<n>; there are none. Continue a single "
             f"run with burnish.train."
@@ -346,6 +351,8 @@ def _train(undertakings: Sequence[Undertaking]) -> list[Outcome]:
                     )
                 )
             title = _place_of(directories).name
+            if len(members) > 1:
+                title += f" ({len(members)} seeds)"
             train_together(members, advance, first.trainer, title=title, progress=first.progress)
     finally:
         for algorithm in algorithms:

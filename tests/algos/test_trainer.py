@@ -309,6 +309,14 @@ def test_a_finished_run_names_the_key_that_lengthens_it(
     assert caplog.messages[-1].endswith("already finished: 3 env steps. To go on, raise algo.laps.")
 
 
+def test_a_run_that_is_longer_than_asked_for_stays_described_as_it_was(run: RunDirectory) -> None:
+    train(RandomWalk(4), run, progress=False)
+    train(RandomWalk(2), run, progress=False, amendment=({"seed": 7}, ["seed=7"]))
+    assert run.config == {"seed": 0} and run.overrides == []
+    train(RandomWalk(6), run, progress=False, amendment=({"seed": 7}, ["seed=7"]))
+    assert run.config == {"seed": 7} and run.overrides == ["seed=7"] and run.latest() == 6
+
+
 def test_a_lengthened_run_keeps_the_evaluation_of_its_former_end(run: RunDirectory) -> None:
     evaluated: list[int] = []
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +15,7 @@ from algos.base import Algorithm, Metrics
 from algos.metrics import Scalars, TensorBoardWriter, Writer, broken, read_jsonl, read_out
 from algos.plain import capture_global_rng, restore_global_rng
 from algos.progress import LONG_S, Display, open_display, planned
+from algos.signals import Interrupted, StopSignals
 from algos.state import RunDirectory
 from policies.errors import BurnishError, CheckpointError, ConfigError, TrainingError, WorkerError
 from policies.policy import Policy
@@ -30,14 +28,6 @@ Evaluator = Callable[[Policy, int], Mapping[str, float]]
 
 SAID_AFTER = 2
 """Iterations after which a long run is announced."""
-
-
-class Interrupted(SystemExit):
-    """A run was stopped by SIGINT or SIGTERM after its checkpoint was written; exits with 128 + signal."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(128 + number)
-        self.number = number
 
 
 @dataclass
@@ -148,7 +138,7 @@ def train_together(
             if member.amendment is not None and not session.is_beyond:
                 member.run.amend(*member.amendment)
         group = _Group(sessions, advance)
-        with group.opened(title, progress), _StopSignals() as stop:
+        with group.opened(title, progress), StopSignals() as stop:
             group.train(stop)
 
 
@@ -188,7 +178,7 @@ class _Group:
         self._display: Display | None = None
         self._advances = 0
 
-    def train(self, stop: _StopSignals) -> None:
+    def train(self, stop: StopSignals) -> None:
         """Go on to the end, or to a signal."""
         for session in self.sessions:
             session.say_if_finished()
@@ -220,7 +210,7 @@ class _Group:
             if (count := session.settings.keep_checkpoints) is not None:
                 session.run.keep_newest(count)
 
-    def _iterate(self, stop: _StopSignals) -> None:
+    def _iterate(self, stop: StopSignals) -> None:
         """Do one iteration and report it."""
         before, began = [session.algorithm.progress for session in self.sessions], time.monotonic()
         try:
@@ -391,7 +381,7 @@ class _Session:
             self.checkpoint()
         return is_due
 
-    def evaluate_if_due(self, stop: _StopSignals) -> None:
+    def evaluate_if_due(self, stop: StopSignals) -> None:
         """Evaluate at the multiples of `eval_every` and at the end; a signal breaks an evaluation off."""
         algorithm = self.algorithm
         every = self._tenth(self.settings.eval_every)
@@ -462,48 +452,3 @@ def _due(before: int, now: int, every: int, total: int) -> bool:
     if now <= before:
         return False
     return before < 0 or now >= total or (every > 0 and now // every > before // every)
-
-
-_DEFAULT: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-
-
-class _StopSignals:
-    """Remembers the first SIGINT or SIGTERM; the second one acts as it would without us.
-
-    A program that was started with signals ignored (in the background of a script) stops all the same.
-    """
-
-    def __init__(self) -> None:
-        self.number: int | None = None
-        self._immediate = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _StopSignals:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
-
-    @contextmanager
-    def immediate(self) -> Iterator[None]:
-        """Raise `Interrupted` at once inside this block."""
-        self._immediate = True
-        try:
-            if self.number is not None:
-                raise Interrupted(self.number)
-            yield
-        finally:
-            self._immediate = False
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.number = number
-        for known, handler in self._before.items():
-            signal.signal(known, _DEFAULT[known] if handler is signal.SIG_IGN else handler)
-        if self._immediate:
-            raise Interrupted(number)
-        _log.warning("stopping after this iteration, then saving; a second signal stops at once.")

@@ -11,8 +11,9 @@ import torch
 from random_walk import RandomWalk
 
 from algos.metrics import TensorBoardWriter, read_jsonl
+from algos.signals import Interrupted
 from algos.state import RunDirectory
-from algos.trainer import Interrupted, TrainerSettings, train
+from algos.trainer import TrainerSettings, train
 from policies.errors import CheckpointError, ConfigError, TrainingError, WorkerError
 from policies.folder import load_policy
 

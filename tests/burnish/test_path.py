@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import burnish
 from algos.bc import Bc
-from algos.trainer import Interrupted
+from algos.signals import Interrupted
 from burnish.api import Run, overrides_of
 from burnish.commands import evaluate as evaluate_command
 from burnish.commands import train as train_command

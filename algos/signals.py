@@ -1,0 +1,66 @@
+"""How a run is stopped: the first signal lets it finish what it is at, the second ends it at once."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+
+class Interrupted(SystemExit):
+    """A run was stopped by SIGINT or SIGTERM after its checkpoint was written; exits with 128 + signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.number = number
+
+
+_DEFAULT: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
+class StopSignals:
+    """Remembers the first SIGINT or SIGTERM; the second one acts as it would without us.
+
+    A program that was started with signals ignored (in the background of a script) stops all the same.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self._immediate = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
+
+    @contextmanager
+    def immediate(self) -> Iterator[None]:
+        """Raise `Interrupted` at once inside this block."""
+        self._immediate = True
+        try:
+            if self.number is not None:
+                raise Interrupted(self.number)
+            yield
+        finally:
+            self._immediate = False
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        for known, handler in self._before.items():
+            signal.signal(known, _DEFAULT[known] if handler is signal.SIG_IGN else handler)
+        if self._immediate:
+            raise Interrupted(number)
+        _log.warning("stopping after this iteration, then saving; a second signal stops at once.")

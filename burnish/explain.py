@@ -16,6 +16,10 @@ USER_ERRORS = (BurnishError, HydraException, OmegaConfBaseException)
 """Errors a user causes and can repair; anything else is a defect and keeps its traceback."""
 
 
+_NO_LIST = re.compile(r"Invalid value assigned: (\w+) is not a ListConfig")
+_AMBIGUOUS = re.compile(r"Ambiguous value for argument '([^'=]+)=([^']*)'")
+
+
 def explain(error: BaseException) -> str:
     """Return one line: what was expected, what was received, where, and what to do."""
     if isinstance(error, MissingConfigException):
@@ -26,7 +30,10 @@ def explain(error: BaseException) -> str:
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         return _unknown_key(cause)
     if isinstance(cause, ValidationError):
-        return f"{cause.full_key or 'configuration'}: {_first_line(cause)}."
+        return _invalid(cause)
+    if ambiguous := _AMBIGUOUS.search(str(error)):
+        key, value = ambiguous.groups()
+        return f"{key}={value} is no list; write {key}=[{value}]. To sweep over the values, add --multirun."
     if isinstance(cause, OmegaConfBaseException) and cause is not error:
         return f"{_one_line(error)}: {_first_line(cause)}"
     return _one_line(error)
@@ -48,6 +55,13 @@ def unknown_key(key: str, owner: type) -> str:
     names = [field.name for field in fields(owner)]
     hint = closest(key.rsplit(".", 1)[-1], names)
     return listed(f"unknown key '{key}'", hint, f"{owner.__name__} has: {', '.join(names)}")
+
+
+def _invalid(error: ValidationError) -> str:
+    key = str(error.full_key or "configuration")
+    if found := _NO_LIST.search(str(error)):
+        return f"{key} must be a list, written {key}=[a,b]; got one value ({found[1]})."
+    return f"{key}: {_first_line(error)}."
 
 
 def _unknown_key(error: OmegaConfBaseException) -> str:

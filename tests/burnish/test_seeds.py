@@ -212,6 +212,23 @@ def test_one_run_is_not_several(transitions: Path, three: Path) -> None:
         burnish.load_policy(three)
 
 
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("seeds=3", "seeds must be a list, written seeds=[a,b]; got one value (int)."),
+        ("seeds=0,1", "seeds=0,1 is no list; write seeds=[0,1]. To sweep over the values, add --multirun."),
+    ],
+)
+def test_what_is_no_list_is_told_how_to_become_one(
+    typed: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["burnish", "train", "algo=td3_bc", typed])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2 and capsys.readouterr().err == f"burnish: error: {message}\n"
+
+
 def test_seeds_are_found_in_their_order(three: Path, tmp_path: Path) -> None:
     assert [folder.name for folder in seed_folders(three)] == ["seed-0", "seed-1", "seed-2"]
     assert seed_folders(three / "seed-0") == seed_folders(tmp_path) == seed_folders(tmp_path / "none") == []

@@ -33,7 +33,6 @@ from benchmarks.peers_offline import PlainPrdc
 from benchmarks.sides import require_close
 from benchmarks.timing import Figure
 
-SEEDS = 4
 HALF = "bfloat16"
 CASES: tuple[tuple[str, type[Any], str | None, float], ...] = (
     ("TD3+BC", Td3BcConfig, None, 0.9),
@@ -51,22 +50,22 @@ TREE_ON_FILE = (3.0, 2.5)
 
 
 def seeds(options: argparse.Namespace) -> Iterator[Figure]:
-    """Four seeds at once against single runs; PRDC, its lists made, also against a tree per step."""
-    setup = Setup(dataset=dataset_of(options), seed=0)
-    require_equal_seeds(Td3BcConfig(steps=2, block_steps=2), setup)
+    """Several seeds at once against single runs; PRDC, its lists made, also against a tree per step."""
+    setup, seeds = Setup(dataset=dataset_of(options), seed=0), range(options.seeds)
+    require_equal_seeds(Td3BcConfig(steps=2, block_steps=2), setup, seeds)
     for name, kind, autocast, floor in CASES:
         config = kind(steps=10**9, autocast=autocast)
-        runs, alone = config.build_seeds(setup, range(SEEDS)), config.build(setup)
+        runs, alone = config.build_seeds(setup, seeds), config.build(setup)
         pool = torch.arange(len(alone.table))
         times = timed(options, blocks_of(combined(runs), runs, alone, pool))
-        title = f"{name} step, {SEEDS} seeds, {autocast or 'float32'}"
-        yield Figure(title, "together", "single runs", times["ours"] / SEEDS, times["single"], floor)
-    yield from _prdc(options, setup)
+        title = f"{name} step, {len(seeds)} seeds, {autocast or 'float32'}"
+        yield Figure(title, "together", "single runs", times["ours"] / len(seeds), times["single"], floor)
+    yield from _prdc(options, setup, seeds)
 
 
-def require_equal_seeds(config: Td3BcConfig, setup: Setup) -> None:
+def require_equal_seeds(config: Td3BcConfig, setup: Setup, seeds: Sequence[int]) -> None:
     """Take two steps of every seed together and alone, and compare actors and critics."""
-    runs = config.build_seeds(setup, range(SEEDS))
+    runs = config.build_seeds(setup, seeds)
     config.together(runs).advance()
     for seed, run in enumerate(runs):
         alone = config.build(Setup(dataset=setup.dataset, seed=seed))
@@ -108,10 +107,10 @@ def _block(learner: Any, runs: Sequence[OfflineRun], pool: Tensor) -> Callable[[
     return block
 
 
-def _prdc(options: argparse.Namespace, setup: Setup) -> Iterator[Figure]:
+def _prdc(options: argparse.Namespace, setup: Setup, seeds: Sequence[int]) -> Iterator[Figure]:
     """PRDC in bfloat16, the plain program in float32."""
     config = PrdcConfig(steps=10**9, autocast=HALF, search="lists")
-    runs, alone = config.build_seeds(setup, range(SEEDS)), config.build(setup)
+    runs, alone = config.build_seeds(setup, seeds), config.build(setup)
     peer = PlainPrdc(arrays_of(alone))
     pool = torch.randperm(len(alone.table), generator=torch.Generator().manual_seed(5))[:POOL]
     for run in (runs[0], alone):
@@ -127,7 +126,7 @@ def _prdc(options: argparse.Namespace, setup: Setup) -> Iterator[Figure]:
             stand_still(learner, peer)
         blocks = blocks_of(whole, runs, alone, pool)
         times = timed(options, blocks | {"tree": theirs_of(peer, pool)})
-        ours, title = times["ours"] / SEEDS, f"PRDC step, {SEEDS} seeds, {HALF}, {place}"
+        ours, title = times["ours"] / len(seeds), f"PRDC step, {len(seeds)} seeds, {HALF}, {place}"
         yield Figure(title, "together", "single runs", ours, times["single"], 1.2)
         yield Figure(title, "together", "a tree per step", ours, times["tree"], floor)
         alone_ratio = times["tree"] / times["single"]

@@ -78,6 +78,7 @@ def main() -> int:
     parser.add_argument(
         "--rows", type=int, default=1_000_000, help="of the data of offline learning, and of a replay"
     )
+    parser.add_argument("--seeds", type=int, default=4, help="that are trained together, of `seeds`")
     parser.add_argument("--dataset", type=Path, help="a file in place of synthetic data of offline learning")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gate", action="store_true")

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from algos.cloning.validation import matching_of
 from algos.transitions import Batch
-from algos.validation import matching_of
 from policies.policy import Policy
 from policies.protocols import TE, Cond
 

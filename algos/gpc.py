@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from algos.sources import Source
+from algos.cloning.batches import Source
 from envs.comparison import Comparison, compare
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation import Evaluation

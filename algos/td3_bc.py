@@ -15,6 +15,7 @@ from torch import Tensor
 from algos.actor import Actor
 from algos.base import Setup
 from algos.chunk_loss import ChunkLoss
+from algos.cloning.validation import masked_mean
 from algos.constrained_td3 import (
     ConstrainedTd3Config,
     Draws,
@@ -24,7 +25,6 @@ from algos.constrained_td3 import (
 )
 from algos.offline_run import precision
 from algos.transitions import Batch, TransitionTable
-from algos.validation import masked_mean
 from policies.ensembles import Ensemble
 from policies.policy import Policy
 from policies.registry import register

@@ -17,7 +17,7 @@ from two_modes import two_mode_setup
 import burnish
 from algos.base import Setup
 from algos.bc import BcConfig
-from algos.distillation import Teacher
+from algos.cloning.distillation import Teacher
 from policies.consistency_sampler import Renoise
 from policies.errors import CheckpointError, ConfigError
 from policies.gaussian import GaussianProcess

@@ -6,8 +6,8 @@ import pytest
 from small_cloning import tiny
 from two_modes import two_mode_setup
 
-from algos.sources import Source
-from algos.validation import Validation
+from algos.cloning.batches import Source
+from algos.cloning.validation import Validation
 
 
 def test_validation_is_in_physical_units_and_best_is_not_above_mean() -> None:

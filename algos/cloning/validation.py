@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from algos.base import Metrics
-from algos.sources import Source
+from algos.cloning.batches import Source
 from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.protocols import MatchingLoss

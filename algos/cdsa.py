@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algos.base import Checked, Setup, require_states_only
-from algos.offline import warn_of_reach
-from algos.offline_run import THREADS, OfflineRun
+from algos.offline.config import warn_of_reach
+from algos.offline.loop import THREADS, OfflineRun
 from algos.optim import restore_optimizer, warmup_cosine
 from algos.transitions import Batch, Rewarding, TransitionTable, actions_for, deviations, tabulate
 from envs.fit import require_fit

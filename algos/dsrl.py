@@ -19,7 +19,7 @@ from typing import Any
 
 from algos.base import Setup, require_states_only
 from algos.dsrl_learner import DISTILLATION_LATENTS, NoiseAliasedLearner, SteeredActor
-from algos.offline_run import THREADS
+from algos.offline.loop import THREADS
 from algos.offpolicy import OffPolicyRun, offline_table
 from algos.offpolicy_config import OffPolicyConfig
 from algos.onpolicy import check_setup

@@ -34,11 +34,11 @@ import torch
 from torch import Tensor
 
 from algos.base import Setup
-from algos.chunk_loss import ChunkLoss
-from algos.offline import OfflineConfig, plain_actor
-from algos.offline_run import OfflineRun, SeedsTogether, precision
+from algos.offline.batched_seeds import StackedEnsemble, actor_network, joined, stacked
+from algos.offline.chunk_loss import ChunkLoss
+from algos.offline.config import OfflineConfig, plain_actor
+from algos.offline.loop import OfflineRun, SeedsTogether, precision
 from algos.optim import descend, restore_optimizer
-from algos.stacking import StackedEnsemble, actor_network, joined, stacked
 from algos.transitions import Batch, TransitionTable
 from policies.deterministic import DeterministicPolicy
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
@@ -85,7 +85,7 @@ class StackedMisfit:
     """The same for the new actors of S seeds, which act in single steps: (S, B).
 
     Raises:
-        CapabilityError: If one is not what `algos.offline.plain_actor` makes.
+        CapabilityError: If one is not what `algos.offline.config.plain_actor` makes.
     """
 
     def __init__(self, policies: Sequence[Policy]) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from algos.base import Metrics, Setup
 from algos.continuity import origin_of, require_unchanged
-from algos.offline_run import THREADS, Means
+from algos.offline.loop import THREADS, Means
 from algos.offpolicy_config import OffPolicyConfig
 from algos.optim import DelayedDecay, Ema
 from algos.plain import capture_generator, restore_generator

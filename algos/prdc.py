@@ -12,7 +12,7 @@ chunks.
 Source: PRDC, arXiv 2306.06569, and its released code.
 
 Deviations from the released code:
-    * the neighbour search is exact by another way (`algos.neighbors`), so ties may break differently;
+    * the neighbour search is exact by another way (`algos.offline.neighbors`), so ties may break differently;
     * actions are normalised to [-1, 1] before distances are taken;
     * conditions of a policy that is given are standardised for them, whatever that policy normalises by.
 """
@@ -27,11 +27,11 @@ from typing import Any
 
 from torch import Tensor
 
-from algos.actor import Actor
 from algos.base import Setup
-from algos.constrained_td3 import ConstrainedTd3Config, Draws, Quantities, Regulariser, mean_square
-from algos.neighbors import Search
-from algos.search_choice import SEARCHES, Load, Rows, build_search
+from algos.offline.actor import Actor
+from algos.offline.neighbor_autotune import SEARCHES, Load, Rows, build_search
+from algos.offline.neighbors import Search
+from algos.offline.td3_update import ConstrainedTd3Config, Draws, Quantities, Regulariser, mean_square
 from algos.transitions import Batch, TransitionTable, deviations
 from policies.ensembles import Ensemble
 from policies.registry import register

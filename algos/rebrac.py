@@ -28,9 +28,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from algos.actor import Actor
 from algos.base import Setup
-from algos.constrained_td3 import (
+from algos.offline.actor import Actor
+from algos.offline.td3_update import (
     ConstrainedTd3Config,
     Draws,
     Quantities,

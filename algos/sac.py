@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from algos.base import Setup, require_states_only
-from algos.offline_run import THREADS
+from algos.offline.loop import THREADS
 from algos.offpolicy import OffPolicyRun, offline_table
 from algos.offpolicy_config import OffPolicyConfig
 from algos.onpolicy import check_setup

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from algos.base import Setup
-from algos.constrained_td3 import Td3Learner
-from algos.neighbors import ListSearch
-from algos.offline_run import OfflineRun
+from algos.offline.loop import OfflineRun
+from algos.offline.neighbors import ListSearch
+from algos.offline.td3_update import Td3Learner
 from algos.prdc import NearestRow, PrdcConfig
 from algos.td3_bc import Td3BcConfig
 from benchmarks.peers_offline import PlainPrdc, PlainTd3Bc

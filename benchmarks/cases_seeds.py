@@ -12,7 +12,7 @@ from torch import Tensor
 from algos.a2pr import A2prConfig
 from algos.base import Setup
 from algos.iql import IqlConfig
-from algos.offline_run import OfflineRun, step_together
+from algos.offline.loop import OfflineRun, step_together
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig

@@ -18,9 +18,9 @@ from algos.base import Setup
 from algos.bc import BcConfig
 from algos.dppo import DppoConfig
 from algos.iql import IqlConfig
+from algos.offline.neighbor_autotune import Load, Rows, build_search
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
-from algos.search_choice import Load, Rows, build_search
 from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation import evaluate

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from algos.base import Setup
 from algos.cdsa import CdsaConfig
-from algos.offline_run import OfflineRun
+from algos.offline.loop import OfflineRun
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.correction import CorrectedPolicy, Correction, corrected_path

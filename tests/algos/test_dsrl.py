@@ -18,7 +18,7 @@ from point_env import PointEnv, PointStepper
 from point_steering import AS_IT_IS, changed, composed, dataset, flow, start
 from torch import Tensor
 
-from algos.offline_run import Means
+from algos.offline.loop import Means
 from algos.offpolicy import OffPolicyRun
 from algos.plain import from_plain, to_plain
 from algos.replay import ChunkBatch

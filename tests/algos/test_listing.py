@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from algos import listing
-from algos.listing import Listing
+from algos.offline import neighbor_lists
+from algos.offline.neighbor_lists import Listing
 
 
 def states(m: int, width: int, *, copies: int = 0) -> Tensor:
@@ -65,6 +65,6 @@ def test_the_faster_way_is_kept_after_one_trial(ticks: tuple[float, ...], kept: 
 def test_all_rows_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     made, rows = Listing(states(50, 3), 4), torch.arange(50)
     whole = made.by_product(rows)
-    monkeypatch.setattr(listing, "_TILE", 120)
+    monkeypatch.setattr(neighbor_lists, "_TILE", 120)
     pieces = made.by_product(rows)
     assert torch.equal(pieces[1], whole[1])

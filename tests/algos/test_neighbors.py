@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from algos.boxes import BoxTree
-from algos.neighbors import BruteSearch, ListSearch, Search, TreeSearch, list_bytes
+from algos.offline.neighbor_autotune import Rows
+from algos.offline.neighbor_tree import BoxTree
+from algos.offline.neighbors import BruteSearch, ListSearch, Search, TreeSearch, list_bytes
 from algos.prdc import NearestRow
-from algos.search_choice import Rows
 from algos.transitions import Batch
 from policies.ensembles import EnsembleConfig
 
@@ -117,7 +117,7 @@ def test_looking_at_a_few_listed_rows_first_changes_nothing(
     search = ListSearch(state, action, 2.0, length=32)
     found = {}
     for prefix in (4, 32):
-        monkeypatch.setattr("algos.neighbors._PREFIX", prefix)
+        monkeypatch.setattr("algos.offline.neighbors._PREFIX", prefix)
         found[prefix] = search.nearest(row, state[row], query)
     assert torch.equal(found[4].row, found[32].row)
     assert torch.equal(found[4].certified, found[32].certified)
@@ -162,7 +162,7 @@ def test_boxes_compare_leaves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
     query, start = rows[:200].flip(0) + 0.1, torch.full((200,), 999)
     tree, square = BoxTree(rows), (rows[:200].flip(0) + 0.1 - rows[999]).square().sum(1)
     whole = tree.nearest(query, start, square)
-    monkeypatch.setattr("algos.boxes._AT_ONCE", 3)
+    monkeypatch.setattr("algos.offline.neighbor_tree._AT_ONCE", 3)
     for one, other in zip(tree.nearest(query, start, square), whole, strict=True):
         assert torch.equal(one, other)
 
@@ -183,7 +183,7 @@ def test_lists_are_made_for_the_rows_that_are_asked_only() -> None:
 
 
 def test_brute_force_goes_over_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("algos.neighbors._TILE", 7)
+    monkeypatch.setattr("algos.offline.neighbors._TILE", 7)
     state, action = table(50, 5)
     row = torch.arange(50)
     assert torch.equal(BruteSearch(state, action, 1.0).nearest(row, state, action).row, row)

@@ -15,7 +15,7 @@ from point_env import PointEnv
 from algos.base import Setup
 from algos.cdsa import CdsaConfig
 from algos.iql import IqlConfig
-from algos.offline_run import OfflineRun
+from algos.offline.loop import OfflineRun
 from algos.prdc import PrdcConfig
 from envs.datasets import read_dataset
 from policies.errors import ConfigError, DatasetError

@@ -17,7 +17,7 @@ from torch import Tensor
 from algos.a2pr import A2prConfig, AdvantageGuide
 from algos.base import Setup
 from algos.iql import IqlConfig, IqlLearner
-from algos.offline_run import OfflineRun
+from algos.offline.loop import OfflineRun
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig

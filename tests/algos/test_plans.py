@@ -11,9 +11,9 @@ from test_offline_specified import ACTION, STATE, dataset
 from torch import Tensor
 
 from algos.base import Setup
-from algos.chunk_loss import ChunkLoss
 from algos.iql import IqlConfig, IqlLearner
-from algos.offline_run import OfflineRun
+from algos.offline.chunk_loss import ChunkLoss
+from algos.offline.loop import OfflineRun
 from algos.td3_bc import OwnLikelihood, Td3BcConfig
 from algos.transitions import Batch
 from policies.backbones.mlp import MlpConfig

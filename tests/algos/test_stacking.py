@@ -18,11 +18,11 @@ from algos.a2pr import A2prConfig
 from algos.base import Setup
 from algos.iql import IqlConfig
 from algos.metrics import read_jsonl
-from algos.offline_run import OfflineRun, SeedsTogether
+from algos.offline.batched_seeds import StackedEnsemble, StackedLinear, stacked, tied
+from algos.offline.loop import OfflineRun, SeedsTogether
 from algos.plain import to_plain
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
-from algos.stacking import StackedEnsemble, StackedLinear, stacked, tied
 from algos.state import RunDirectory
 from algos.td3_bc import Td3BcConfig
 from algos.trainer import Member, TrainerSettings, train, train_together

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from algos.offline import plain_actor
+from algos.offline.config import plain_actor
 from algos.rebrac import RebracConfig
 from benchmarks.offline import correction_of, rows_of, scores, settings_of
 from benchmarks.once import _compared, demonstrations, first_seed, trained

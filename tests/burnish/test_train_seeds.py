@@ -13,7 +13,7 @@ import pytest
 
 import burnish
 from algos.metrics import read_jsonl
-from algos.offline_run import SeedsTogether
+from algos.offline.loop import SeedsTogether
 from algos.state import RunDirectory
 from burnish import cli
 from burnish.api import Run

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from algos.boxes import boxes_bytes
-from algos.listing import listing_bytes
-from algos.neighbors import (
+from algos.offline.neighbor_lists import listing_bytes
+from algos.offline.neighbor_tree import boxes_bytes
+from algos.offline.neighbors import (
     BruteSearch,
     ListSearch,
     Search,

@@ -19,7 +19,7 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from algos.actor import Actor
+from algos.offline.actor import Actor
 from policies.deterministic import DeterministicPolicy
 from policies.ensembles import Ensemble
 from policies.errors import CapabilityError
@@ -131,7 +131,7 @@ class StackedActor(Actor):
     """The actors of S seeds: conditions (S, B, C) to actions (S, B, A).
 
     Raises:
-        CapabilityError: If one is not what `algos.offline.plain_actor` makes.
+        CapabilityError: If one is not what `algos.offline.config.plain_actor` makes.
     """
 
     def __init__(self, actors: Sequence[Actor]) -> None:
@@ -183,7 +183,7 @@ class ActorNetwork(nn.Module):
 
 
 def actor_network(policy: Policy) -> ActorNetwork:
-    """Return what is trained of a policy that `algos.offline.plain_actor` describes.
+    """Return what is trained of a policy that `algos.offline.config.plain_actor` describes.
 
     Raises:
         CapabilityError: If it is another.

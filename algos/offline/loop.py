@@ -16,8 +16,8 @@ from torch import Tensor
 
 from algos.base import Metrics, Setup
 from algos.continuity import origin_of, require_unchanged
+from algos.offline.overestimation import Probes
 from algos.optim import Ema
-from algos.overestimation import Probes
 from algos.plain import capture_generator, restore_generator
 from algos.transitions import Batch, TransitionTable
 from envs.datasets.episodes import EpisodeDataset

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from algos.base import Checked, Setup, require_states_only
-from algos.offline_run import THREADS, Learner, OfflineRun
+from algos.offline.loop import THREADS, Learner, OfflineRun
+from algos.offline.overestimation import probes_of
 from algos.optim import DelayedDecay, Ema
-from algos.overestimation import probes_of
 from algos.transitions import (
     Rewarding,
     TransitionTable,

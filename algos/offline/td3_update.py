@@ -33,12 +33,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from algos.actor import Actor
 from algos.base import AT_BOUND, Draws, Quantities, Setup
-from algos.offline import OfflineConfig, warn_of_reach
-from algos.offline_run import OfflineRun, SeedsTogether, precision
+from algos.offline.actor import Actor
+from algos.offline.batched_seeds import ONE_BY_ONE, StackedActor, StackedEnsemble, joined
+from algos.offline.config import OfflineConfig, warn_of_reach
+from algos.offline.loop import OfflineRun, SeedsTogether, precision
 from algos.optim import descend, restore_optimizer
-from algos.stacking import ONE_BY_ONE, StackedActor, StackedEnsemble, joined
 from algos.transitions import Batch, TransitionTable
 from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
 from policies.errors import CapabilityError

@@ -1,7 +1,7 @@
 """DSRL: a frozen generative policy is steered by the noise that it starts from.
 
 The result is a policy like any other: the frozen one, with an actor around it that chooses its noise
-(`policies.latent_steering`). The equations are in `algos.dsrl_learner`, the loop is in `algos.offpolicy`.
+(`policies.latent_steering`). The equations are in `algos.offpolicy.dsrl_update`, the loop is in `algos.offpolicy.loop`.
 
 Source: DSRL, arXiv 2506.15799, released code. Deviations, all undone by `paper_compat` where it says so: the
 noise bound is applied in both variants; the warm-up executes what it records; time limits are not ends of the
@@ -18,13 +18,13 @@ from functools import partial
 from typing import Any
 
 from algos.base import Setup, require_states_only
-from algos.dsrl_learner import DISTILLATION_LATENTS, NoiseAliasedLearner, SteeredActor
 from algos.offline.loop import THREADS
-from algos.offpolicy import OffPolicyRun, offline_table
-from algos.offpolicy_config import OffPolicyConfig
+from algos.offpolicy.config import OffPolicyConfig
+from algos.offpolicy.dsrl_update import DISTILLATION_LATENTS, NoiseAliasedLearner, SteeredActor
+from algos.offpolicy.loop import OffPolicyRun, offline_table
+from algos.offpolicy.noise_sensitivity import look_at_noise
+from algos.offpolicy.sac_update import SoftLearner
 from algos.onpolicy import check_setup
-from algos.soft_learner import SoftLearner
-from algos.steerability import look_at_noise
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.latent_steering import SteeredPolicy, Steering

@@ -1,7 +1,7 @@
 """Soft actor-critic on action chunks: a squashed Gaussian policy learns from everything that it has met.
 
-The equations are in `algos.soft_learner`, with u the executed rows of a chunk and critics of chunks; the loop
-is in `algos.offpolicy`. A policy to start from is optional: a fresh one learns from the reward alone.
+The equations are in `algos.offpolicy.sac_update`, with u the executed rows of a chunk and critics of chunks; the loop
+is in `algos.offpolicy.loop`. A policy to start from is optional: a fresh one learns from the reward alone.
 
 Source: SAC, arXiv 1812.05905 (automatic temperature). Deviations: an action is a chunk of Ta control steps,
 rewards and values are discounted per control step, and chunks end with their episode; time limits are not
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from algos.base import Setup, require_states_only
 from algos.offline.loop import THREADS
-from algos.offpolicy import OffPolicyRun, offline_table
-from algos.offpolicy_config import OffPolicyConfig
+from algos.offpolicy.config import OffPolicyConfig
+from algos.offpolicy.loop import OffPolicyRun, offline_table
+from algos.offpolicy.sac_update import SoftLearner
 from algos.onpolicy import check_setup
 from algos.scratch import fresh_policy
-from algos.soft_learner import SoftLearner
 from envs.fit import require_fit
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
@@ -95,7 +95,7 @@ class SacConfig(OffPolicyConfig):
 
 
 class SquashedActor:
-    """The executed rows of a squashed Gaussian policy; see `algos.soft_learner.LatentActor`.
+    """The executed rows of a squashed Gaussian policy; see `algos.offpolicy.sac_update.LatentActor`.
 
     Latents are chunks: L = A = Ta Da.
 

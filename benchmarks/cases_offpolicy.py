@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from algos.dsrl import DsrlConfig
-from algos.dsrl_learner import NoiseAliasedLearner
-from algos.replay import Discounting, Mixture, Replay
+from algos.offpolicy.dsrl_update import NoiseAliasedLearner
+from algos.offpolicy.replay_buffer import Discounting, Mixture, Replay
 from benchmarks import peers
 from benchmarks.peers_offpolicy import PlainDsrl, PlainReplay
 from benchmarks.sides import CHUNK, OBS, copy_trunk, plain_nets, require_close, unit_statistics

@@ -10,7 +10,7 @@ from point_env import PointEnv
 
 from algos.base import Setup
 from algos.dsrl import DsrlConfig
-from algos.offpolicy import OffPolicyRun
+from algos.offpolicy.loop import OffPolicyRun
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.compose import compose

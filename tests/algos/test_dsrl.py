@@ -19,10 +19,10 @@ from point_steering import AS_IT_IS, changed, composed, dataset, flow, start
 from torch import Tensor
 
 from algos.offline.loop import Means
-from algos.offpolicy import OffPolicyRun
+from algos.offpolicy.loop import OffPolicyRun
+from algos.offpolicy.replay_buffer import ChunkBatch
+from algos.offpolicy.sac_update import SoftLearner
 from algos.plain import from_plain, to_plain
-from algos.replay import ChunkBatch
-from algos.soft_learner import SoftLearner
 from envs.evaluation import evaluate
 from envs.spec import EnvSpec
 from envs.vector import Array, ChunkVector, StepResult

@@ -15,10 +15,10 @@ from point_env import PointEnv
 from point_steering import changed, dataset, flow, start
 from torch import Tensor, nn
 
-from algos.dsrl_learner import NoiseAliasedLearner, SteeredActor
-from algos.offpolicy import Explorer, OffPolicyRun, transitions_of
+from algos.offpolicy.dsrl_update import NoiseAliasedLearner, SteeredActor
+from algos.offpolicy.loop import Explorer, OffPolicyRun, transitions_of
+from algos.offpolicy.sac_update import SoftLearner, SoftRules, Temperature
 from algos.plain import from_plain, to_plain
-from algos.soft_learner import SoftLearner, SoftRules, Temperature
 from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError
 from policies.folder import load_policy, save_policy
@@ -114,7 +114,7 @@ def test_what_a_device_still_computes_counts_as_time_of_updates(monkeypatch: pyt
     def wait() -> None:
         clock[0] += 1.0
 
-    monkeypatch.setattr("algos.offpolicy.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("algos.offpolicy.loop.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(run, "_wait", wait)
     found = run.advance()
     assert found["time/rollout_s"] == 0.0 and found["time/update_s"] == clock[0] >= 2.0

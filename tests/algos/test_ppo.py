@@ -12,7 +12,7 @@ from point_env import PointEnv
 
 from algos.base import Setup
 from algos.buffers import Appraisal
-from algos.offpolicy import _summary
+from algos.offpolicy.loop import _summary
 from algos.onpolicy import OnPolicy
 from algos.plain import from_plain, to_plain
 from algos.ppo import PpoConfig

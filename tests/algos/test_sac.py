@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
 from algos.base import Setup
-from algos.offpolicy import Explorer, OffPolicyRun
-from algos.replay import ChunkBatch
+from algos.offpolicy.loop import Explorer, OffPolicyRun
+from algos.offpolicy.replay_buffer import ChunkBatch
+from algos.offpolicy.sac_update import SoftLearner, SoftRules
 from algos.rlpd import RlpdConfig
 from algos.sac import SacConfig, SquashedActor
-from algos.soft_learner import SoftLearner, SoftRules
 from policies.backbones.mlp import MlpConfig
 from policies.ensembles import EnsembleConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError

@@ -15,7 +15,7 @@ from algos.bc import BcConfig
 from algos.dppo import DppoConfig
 from algos.dsrl import DsrlConfig
 from algos.metrics import read_jsonl
-from algos.offpolicy_config import OffPolicyConfig
+from algos.offpolicy.config import OffPolicyConfig
 from algos.sac import SacConfig
 from algos.state import RunDirectory
 from algos.trainer import TrainerSettings, train

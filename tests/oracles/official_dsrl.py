@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from algos.dsrl_learner import SteeredActor
-from algos.replay import ChunkBatch
-from algos.soft_learner import SoftLearner, SoftRules
+from algos.offpolicy.dsrl_update import SteeredActor
+from algos.offpolicy.replay_buffer import ChunkBatch
+from algos.offpolicy.sac_update import SoftLearner, SoftRules
 from policies.deterministic import DeterministicProcess
 from policies.ensembles import Ensemble, EnsembleConfig
 from policies.latent_steering import Steering

@@ -21,7 +21,7 @@ from official_dsrl import (
     same_temperature,
 )
 
-from algos.dsrl_learner import NoiseAliasedLearner
+from algos.offpolicy.dsrl_update import NoiseAliasedLearner
 
 files = pytest.mark.golden("dsrl_na_*.npz")
 

@@ -21,7 +21,7 @@ from official_dsrl import (
     same_temperature,
 )
 
-from algos.soft_learner import SoftLearner
+from algos.offpolicy.sac_update import SoftLearner
 
 files = pytest.mark.golden("dsrl_sac_*.npz")
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from algos.base import Metrics, Setup
 from algos.continuity import origin_of, require_unchanged
 from algos.offline.loop import THREADS, Means
-from algos.offpolicy_config import OffPolicyConfig
+from algos.offpolicy.config import OffPolicyConfig
+from algos.offpolicy.replay_buffer import ChunkBatch, Mixture, Replay
+from algos.offpolicy.sac_update import LatentActor, Quantities
 from algos.optim import DelayedDecay, Ema
 from algos.plain import capture_generator, restore_generator
-from algos.replay import ChunkBatch, Mixture, Replay
-from algos.soft_learner import LatentActor, Quantities
 from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
 from envs.datasets.episodes import EpisodeDataset
 from envs.episodes import EpisodeRow

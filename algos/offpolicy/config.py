@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from algos.base import Checked
-from algos.replay import Discounting
-from algos.soft_learner import SoftRules
+from algos.offpolicy.replay_buffer import Discounting
+from algos.offpolicy.sac_update import SoftRules
 from policies.ensembles import AGGREGATES, EnsembleConfig
 
 

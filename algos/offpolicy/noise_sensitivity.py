@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import Tensor
 
-from algos.soft_learner import LatentActor, Quantities
+from algos.offpolicy.sac_update import LatentActor, Quantities
 from policies.errors import CapabilityError
 
 _log = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from algos.base import AT_BOUND, Draws, Quantities
+from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
 from algos.optim import descend, restore_optimizer
-from algos.replay import ChunkBatch, Mixture
 from policies.ensembles import Ensemble, aggregate, polyak
 from policies.policy import Policy
 

@@ -1,6 +1,6 @@
 """DSRL as a pure learner: soft actor-critic over the noise of a frozen policy, in two variants.
 
-Legend: as in `algos.soft_learner`; w = b u the noise, a(s, w) the chunk of the frozen policy, QA values of
+Legend: as in `algos.offpolicy.sac_update`; w = b u the noise, a(s, w) the chunk of the frozen policy, QA values of
 chunks, QW values of latents::
 
     sac   Q(s, u) is learned from recorded latents; the frozen policy is asked nothing
@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from algos.base import Draws, Quantities
+from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
+from algos.offpolicy.sac_update import SoftLearner, SoftRules, half_squared_error
 from algos.optim import descend, restore_optimizer
-from algos.replay import ChunkBatch, Mixture
-from algos.soft_learner import SoftLearner, SoftRules, half_squared_error
 from policies.ensembles import Ensemble
 from policies.latent_steering import SteeredPolicy
 from policies.tanh_gaussian import gaussian_draw, highest_entropy, highest_gaussian_entropy, tanh_draw
@@ -36,7 +36,7 @@ DISTILLATION_LATENTS = ("gaussian", "box", "mixture")
 
 
 class SteeredActor:
-    """The actor of a steered policy; see `algos.soft_learner.LatentActor`.
+    """The actor of a steered policy; see `algos.offpolicy.sac_update.LatentActor`.
 
     Args:
         policy: Whose actor is trained.

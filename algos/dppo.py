@@ -30,11 +30,11 @@ from typing import Any
 from torch import Tensor
 
 from algos.base import Setup
-from algos.freezing import tunable_copy
-from algos.functional import clip_ranges, denoising_discounts
-from algos.onpolicy import OnPolicy, check_setup
+from algos.onpolicy.frozen_copy import tunable_copy
+from algos.onpolicy.functional import clip_ranges, denoising_discounts
+from algos.onpolicy.loop import OnPolicy, check_setup
+from algos.onpolicy.ratios import CloningTerm
 from algos.ppo import PpoConfig
-from algos.ratios import CloningTerm
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy

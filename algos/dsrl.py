@@ -24,7 +24,7 @@ from algos.offpolicy.dsrl_update import DISTILLATION_LATENTS, NoiseAliasedLearne
 from algos.offpolicy.loop import OffPolicyRun, offline_table
 from algos.offpolicy.noise_sensitivity import look_at_noise
 from algos.offpolicy.sac_update import SoftLearner
-from algos.onpolicy import check_setup
+from algos.onpolicy.loop import check_setup
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.latent_steering import SteeredPolicy, Steering

@@ -21,8 +21,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from algos.matching_ratio import PREDICTIONS, REDUCTIONS, TIMES, AdvantageWeighted, Matching, MatchingRatio
-from algos.rectified import RectifiedConfig
+from algos.onpolicy.flow_setup import RectifiedConfig
+from algos.onpolicy.fpo_ratio import (
+    PREDICTIONS,
+    REDUCTIONS,
+    TIMES,
+    AdvantageWeighted,
+    Matching,
+    MatchingRatio,
+)
 from policies.denoising import DenoisingPolicy
 from policies.registry import register
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from algos.ratios import REDUCTIONS
-from algos.rectified import RectifiedConfig
-from algos.straight_path import EndNoise, EndNoiseConfig, StraightPath
+from algos.onpolicy.flow_setup import RectifiedConfig
+from algos.onpolicy.policyflow_ratio import EndNoise, EndNoiseConfig, StraightPath
+from algos.onpolicy.ratios import REDUCTIONS
 from policies.denoising import DenoisingPolicy
 from policies.registry import register
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from algos.base import Setup
-from algos.onpolicy import OnPolicy, check_setup
-from algos.onpolicy_config import OnPolicyConfig, rising
-from algos.ratios import REDUCTIONS, ChainRatio, CloningTerm
-from algos.scratch import RunningMoments
+from algos.onpolicy.config import OnPolicyConfig, rising
+from algos.onpolicy.loop import OnPolicy, check_setup
+from algos.onpolicy.ratios import REDUCTIONS, ChainRatio, CloningTerm
+from algos.onpolicy.running_normalizer import RunningMoments
 from policies.errors import CapabilityError
 from policies.gaussian import GaussianPolicy
 from policies.registry import name_of, register

@@ -30,12 +30,12 @@ from typing import Any, ClassVar
 import torch
 
 from algos.base import Setup
-from algos.exploration import NoiseConfig
-from algos.freezing import tunable_copy
-from algos.noisy_chain import REDUCTIONS, NoisyChain, PathTerm
-from algos.onpolicy import OnPolicy, check_setup
+from algos.onpolicy.exploration_noise import NoiseConfig
+from algos.onpolicy.flow_setup import on_even_times
+from algos.onpolicy.frozen_copy import tunable_copy
+from algos.onpolicy.loop import OnPolicy, check_setup
+from algos.onpolicy.reinflow_ratio import REDUCTIONS, NoisyChain, PathTerm
 from algos.ppo import PpoConfig
-from algos.rectified import on_even_times
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy

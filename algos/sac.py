@@ -24,8 +24,8 @@ from algos.offline.loop import THREADS
 from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.loop import OffPolicyRun, offline_table
 from algos.offpolicy.sac_update import SoftLearner
-from algos.onpolicy import check_setup
-from algos.scratch import fresh_policy
+from algos.onpolicy.loop import check_setup
+from algos.onpolicy.running_normalizer import fresh_policy
 from envs.fit import require_fit
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy

@@ -12,9 +12,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor, nn
 
 from algos.base import Setup
-from algos.buffers import Experience
-from algos.exploration import NoiseConfig
-from algos.onpolicy import OnPolicy
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.exploration_noise import NoiseConfig
+from algos.onpolicy.loop import OnPolicy
 from algos.reinflow import ReinFlowConfig
 from benchmarks import peers
 from benchmarks.sides import (

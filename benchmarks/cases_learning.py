@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from algos.base import Setup
 from algos.bc import BcConfig
-from algos.buffers import Experience
+from algos.onpolicy.advantages import Experience
 from benchmarks import peers
 from benchmarks.sides import (
     CHUNK,

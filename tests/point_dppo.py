@@ -8,10 +8,10 @@ import torch
 from point_env import PointEnv
 
 from algos.base import Setup
-from algos.buffers import Experience
 from algos.dppo import DppoConfig
-from algos.onpolicy import OnPolicy
-from algos.surrogate import GeneratorDraws
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.loop import OnPolicy
+from algos.onpolicy.ppo_update import GeneratorDraws
 from policies.backbones.mlp import MlpConfig
 from policies.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig, build_policy

@@ -9,7 +9,7 @@ from point_env import PointEnv
 
 from algos.base import Setup
 from algos.fpo import FpoConfig
-from algos.onpolicy import OnPolicy
+from algos.onpolicy.loop import OnPolicy
 from algos.policyflow import PolicyFlowConfig
 from algos.reinflow import ReinFlowConfig
 from policies.backbones.mlp import MlpConfig

@@ -14,7 +14,7 @@ from algos.base import Setup
 from algos.bc import BcConfig
 from algos.continuity import digest_of, facts_of
 from algos.dppo import DppoConfig
-from algos.onpolicy import OnPolicy
+from algos.onpolicy.loop import OnPolicy
 from algos.plain import from_plain, to_plain
 from algos.ppo import PpoConfig
 from algos.sac import SacConfig

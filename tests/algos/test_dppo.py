@@ -11,7 +11,7 @@ import torch
 from point_dppo import SMALL, draws, make_init, make_run
 from point_env import PointEnv
 
-from algos.buffers import encode, evaluate_rows
+from algos.onpolicy.advantages import encode, evaluate_rows
 from policies.errors import ConfigError
 from policies.fields import SwitchedField
 from policies.folder import load_policy, save_policy

@@ -12,10 +12,10 @@ from point_env import PointEnv
 from point_flows import FPO, RATES, SIZES, make_flow, make_run
 
 from algos.base import Setup
-from algos.buffers import Experience, encode
 from algos.fpo import AwmConfig, FpoConfig
-from algos.matching_ratio import AdvantageWeighted, Matching, MatchingRatio
-from algos.ratios import Rows
+from algos.onpolicy.advantages import Experience, encode
+from algos.onpolicy.fpo_ratio import AdvantageWeighted, Matching, MatchingRatio
+from algos.onpolicy.ratios import Rows
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import PolicyConfig

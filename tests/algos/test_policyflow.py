@@ -13,11 +13,11 @@ from point_dppo import make_init
 from point_flows import POLICYFLOW, make_flow, make_run
 from torch.distributions import Normal
 
-from algos.buffers import Experience, encode
+from algos.onpolicy.advantages import Experience, encode
+from algos.onpolicy.policyflow_ratio import EndNoise, EndNoiseConfig, StraightPath
+from algos.onpolicy.ratios import Rows, Score
 from algos.plain import from_plain, to_plain
 from algos.policyflow import PolicyFlowConfig
-from algos.ratios import Rows, Score
-from algos.straight_path import EndNoise, EndNoiseConfig, StraightPath
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.processes.shortcut import Shortcut

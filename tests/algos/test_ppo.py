@@ -11,13 +11,13 @@ import torch
 from point_env import PointEnv
 
 from algos.base import Setup
-from algos.buffers import Appraisal
 from algos.offpolicy.loop import _summary
-from algos.onpolicy import OnPolicy
+from algos.onpolicy.advantages import Appraisal
+from algos.onpolicy.loop import OnPolicy
+from algos.onpolicy.ppo_update import GeneratorDraws
+from algos.onpolicy.ratios import Rows, reduce_log_prob
 from algos.plain import from_plain, to_plain
 from algos.ppo import PpoConfig
-from algos.ratios import Rows, reduce_log_prob
-from algos.surrogate import GeneratorDraws
 from envs.rollout import Rollout
 from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig

@@ -9,7 +9,7 @@ import torch
 from point_flows import FPO, POLICYFLOW, RATES, REINFLOW, SIZES, make_flow, make_run
 
 from algos.fpo import AwmConfig
-from algos.rectified import on_even_times
+from algos.onpolicy.flow_setup import on_even_times
 from policies.path_samplers import Euler, Heun
 
 AWM = AwmConfig(**SIZES, **RATES)

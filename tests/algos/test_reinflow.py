@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from point_dppo import make_init
 from point_flows import REINFLOW, make_flow, make_run
 
-from algos.exploration import NoiseConfig
-from algos.noisy_chain import NoisyChain, PathTerm
+from algos.onpolicy.exploration_noise import NoiseConfig
+from algos.onpolicy.reinflow_ratio import NoisyChain, PathTerm
 from algos.plain import from_plain, to_plain
 from algos.reinflow import ReinFlowConfig
 from policies.errors import CapabilityError, ConfigError

@@ -14,12 +14,12 @@ from point_env import PointEnv
 
 from algos.base import Setup
 from algos.fpo import FpoConfig
-from algos.onpolicy import OnPolicy
+from algos.onpolicy.loop import OnPolicy
+from algos.onpolicy.ratios import Rows
+from algos.onpolicy.running_normalizer import RunningMoments
 from algos.plain import from_plain, to_plain
 from algos.policyflow import PolicyFlowConfig
 from algos.ppo import PpoConfig
-from algos.ratios import Rows
-from algos.scratch import RunningMoments
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.gaussian import GaussianProcess

@@ -9,11 +9,11 @@ import pytest
 import torch
 from small_policies import ACTION_DIM, OBS_DIM, observations, statistics
 
-from algos.buffers import Experience, encode
-from algos.exploration import NoiseConfig
 from algos.fpo import AwmConfig, FpoConfig
+from algos.onpolicy.advantages import Experience, encode
+from algos.onpolicy.exploration_noise import NoiseConfig
+from algos.onpolicy.ratios import ChainRatio, RatioEstimator, Rows
 from algos.policyflow import PolicyFlowConfig
-from algos.ratios import ChainRatio, RatioEstimator, Rows
 from algos.reinflow import ReinFlowConfig
 from policies import registry
 from policies.policy import Policy, PolicyConfig, build_policy

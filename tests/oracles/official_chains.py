@@ -8,8 +8,8 @@ from typing import Any
 from official_flows import official_reflow, official_shortcut
 from torch import Tensor
 
-from algos.exploration import NoiseConfig
-from algos.noisy_chain import NoisyChain
+from algos.onpolicy.exploration_noise import NoiseConfig
+from algos.onpolicy.reinflow_ratio import NoisyChain
 from algos.reinflow import ReinFlowConfig
 from policies.denoising import DenoisingPolicy
 from policies.samplers import Euler

@@ -19,10 +19,10 @@ from official_networks import read
 from torch import Tensor
 
 from algos.dppo import DppoConfig
-from algos.freezing import tunable_copy
-from algos.onpolicy import OnPolicy
-from algos.ratios import ChainRatio
-from algos.surrogate import PpoLearner
+from algos.onpolicy.frozen_copy import tunable_copy
+from algos.onpolicy.loop import OnPolicy
+from algos.onpolicy.ppo_update import PpoLearner
+from algos.onpolicy.ratios import ChainRatio
 from envs.rollout import Rollout, RolloutPool
 from envs.spec import EnvSpec
 from envs.vector import ChunkStep

@@ -12,12 +12,12 @@ from affine import AffineConfig, AffineCritic, Arrays, load
 from official_networks import read
 from torch import Tensor
 
-from algos.buffers import Experience
 from algos.dppo import DppoConfig
-from algos.freezing import tunable_copy
-from algos.functional import policy_losses
-from algos.ratios import CloningTerm, Rows
-from algos.surrogate import PpoLearner
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.frozen_copy import tunable_copy
+from algos.onpolicy.functional import policy_losses
+from algos.onpolicy.ppo_update import PpoLearner
+from algos.onpolicy.ratios import CloningTerm, Rows
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.protocols import Cond

@@ -13,7 +13,7 @@ from official_networks import read
 from safetensors.torch import save_file
 from torch import Tensor
 
-from algos.matching_ratio import Matching, MatchingRatio
+from algos.onpolicy.fpo_ratio import Matching, MatchingRatio
 from policies.denoising import DenoisingPolicy
 from policies.embeddings import OctaveEmbedding
 from policies.errors import CheckpointError, ConfigError

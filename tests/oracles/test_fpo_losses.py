@@ -16,13 +16,13 @@ from official_fpo import Stack, embed, gridworld_policy, normalised, playground_
 from official_networks import read
 from torch import Tensor, nn
 
-from algos.buffers import Experience
 from algos.fpo import FpoConfig
-from algos.functional import SURROGATES, gae
-from algos.matching_ratio import Matching, MatchingRatio, time_of
-from algos.ratios import Rows
-from algos.scratch import RunningMoments
-from algos.surrogate import GeneratorDraws, PpoLearner
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.fpo_ratio import Matching, MatchingRatio, time_of
+from algos.onpolicy.functional import SURROGATES, gae
+from algos.onpolicy.ppo_update import GeneratorDraws, PpoLearner
+from algos.onpolicy.ratios import Rows
+from algos.onpolicy.running_normalizer import RunningMoments
 from policies.denoising import DenoisingPolicy
 from policies.protocols import Cond
 

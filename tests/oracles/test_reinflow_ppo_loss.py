@@ -15,10 +15,10 @@ from official_chains import chain_of, config_of, noise_keys, part, policy_of
 from official_networks import install, read, residual_dims
 from torch import Tensor
 
-from algos.buffers import Experience
-from algos.noisy_chain import NoisyChain, PathTerm
-from algos.ratios import Rows
-from algos.surrogate import GeneratorDraws, PpoLearner
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.ppo_update import GeneratorDraws, PpoLearner
+from algos.onpolicy.ratios import Rows
+from algos.onpolicy.reinflow_ratio import NoisyChain, PathTerm
 from policies.heads import CriticConfig
 from policies.protocols import Cond
 

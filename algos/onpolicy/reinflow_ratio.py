@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from algos.buffers import Experience
-from algos.exploration import NoiseNet
-from algos.ratios import NoisyFlowRatio, Rows, Score
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.exploration_noise import NoiseNet
+from algos.onpolicy.ratios import NoisyFlowRatio, Rows, Score
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.protocols import Cond
@@ -36,7 +36,7 @@ REDUCTIONS = ("mean", "per_step", "per_dim", "joint")
 
 
 class NoisyChain(NoisyFlowRatio):
-    """Acts by a noisy chain and scores whole chains; see `algos.ratios.RatioEstimator`.
+    """Acts by a noisy chain and scores whole chains; see `algos.onpolicy.ratios.RatioEstimator`.
 
     Args:
         policy: A denoising policy with a deterministic sampler of one evaluation per step.
@@ -170,7 +170,7 @@ class NoisyChain(NoisyFlowRatio):
     # -- scoring ---------------------------------------------------------------------------------------
 
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
-        """Score recorded chains under the current weights; see `algos.ratios.RatioEstimator`."""
+        """Score recorded chains under the current weights; see `algos.onpolicy.ratios.RatioEstimator`."""
         chain = experience.record["chain"].index_select(0, rows.state)
         old = experience.record["log_prob"].index_select(0, rows.state)
         log_prob, entropy = self.log_prob(experience.cond.rows(rows.state), chain)

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from algos.buffers import Experience
-from algos.ratios import NoisyFlowRatio, Rows, Score, reduce_log_prob
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.ratios import NoisyFlowRatio, Rows, Score, reduce_log_prob
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.protocols import Cond
@@ -74,7 +74,7 @@ class StraightPath(NoisyFlowRatio):
         num_draws: n, times drawn for every action from those at which the sampler asks the network; each is a
             row with a ratio of its own.
         reduction: Over executed entries: `joint` (the published one), `per_step` or `mean`; see
-            `algos.ratios.reduce_log_prob`.
+            `algos.onpolicy.ratios.reduce_log_prob`.
         brownian_coef: Weight of the Brownian term.
     """
 
@@ -161,7 +161,7 @@ class StraightPath(NoisyFlowRatio):
     # -- scoring ---------------------------------------------------------------------------------------
 
     def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
-        """Score recorded actions under the current weights; see `algos.ratios.RatioEstimator`."""
+        """Score recorded actions under the current weights; see `algos.onpolicy.ratios.RatioEstimator`."""
         record = experience.record
         state = rows.state.index_select(0, rows.state_row)
         pair = state * self.num_draws + rows.step

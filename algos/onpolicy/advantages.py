@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from algos.functional import RewardScaler, gae, successor_values
+from algos.onpolicy.functional import RewardScaler, gae, successor_values
 from envs.rollout import Rollout
 from policies.policy import Policy
 from policies.protocols import Cond

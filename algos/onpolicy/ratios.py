@@ -2,8 +2,8 @@
 
 An estimator acts (recording whatever it needs) and later returns the logarithm of the probability ratio of
 recorded rows under the current weights. `ChainRatio` treats every recorded denoising step as an action;
-a Gaussian policy is a chain of one step. Others: `algos.noisy_chain`, `algos.matching_ratio`,
-`algos.straight_path`.
+a Gaussian policy is a chain of one step. Others: `algos.onpolicy.reinflow_ratio`, `algos.onpolicy.fpo_ratio`,
+`algos.onpolicy.policyflow_ratio`.
 
 Legend: M environment steps, B rows of a minibatch (pairs of environment step and inner step), S inner steps
 per environment step, U distinct environment steps among rows, Th horizon, Da action width.
@@ -20,7 +20,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from algos.buffers import Experience
+from algos.onpolicy.advantages import Experience
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.policy import Policy

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from algos.base import Checked, Setup
-from algos.functional import SURROGATES
+from algos.onpolicy.functional import SURROGATES
+from algos.onpolicy.running_normalizer import fresh_policy
 from algos.optim import check_schedule
-from algos.scratch import fresh_policy
 from policies.errors import ConfigError
 from policies.heads import CriticConfig
 from policies.policy import Policy

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from algos.base import Setup
-from algos.noisy_chain import PathTerm
-from algos.onpolicy import OnPolicy, check_setup
-from algos.onpolicy_config import OnPolicyConfig
-from algos.ratios import FlowRatio
-from algos.scratch import RunningMoments
+from algos.onpolicy.config import OnPolicyConfig
+from algos.onpolicy.loop import OnPolicy, check_setup
+from algos.onpolicy.ratios import FlowRatio
+from algos.onpolicy.reinflow_ratio import PathTerm
+from algos.onpolicy.running_normalizer import RunningMoments
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy

@@ -20,18 +20,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from algos.buffers import Experience
-from algos.functional import (
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.config import OnPolicyConfig
+from algos.onpolicy.functional import (
     SURROGATES,
     approx_kl,
     clip_to_quantiles,
     normalize_advantage,
     value_losses,
 )
-from algos.gradients import GradientThreads, Task
-from algos.onpolicy_config import OnPolicyConfig
+from algos.onpolicy.gradient_threads import GradientThreads, Task
+from algos.onpolicy.ratios import NearTerm, RatioEstimator, Rows
 from algos.optim import restore_optimizer, warmup_cosine
-from algos.ratios import NearTerm, RatioEstimator, Rows
 from policies.protocols import Cond
 
 Metrics = dict[str, Tensor]

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from algos.buffers import Experience
-from algos.ratios import FlowRatio, Rows, Score
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.ratios import FlowRatio, Rows, Score
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.protocols import Cond

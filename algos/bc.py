@@ -29,9 +29,9 @@ from algos.base import Checked, Metrics, Setup
 from algos.cloning.batches import Demonstrations, Shuffle, Source
 from algos.cloning.distillation import Teacher
 from algos.cloning.validation import Validation, masked_mean, matching_of
-from algos.continuity import facts_of, origin_of, require_unchanged
 from algos.optim import DecayRule, DelayedDecay, Ema, PowerDecay, restore_optimizer, warmup_cosine
-from algos.plain import capture_generator, restore_generator
+from algos.training.resume_checks import facts_of, origin_of, require_unchanged
+from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
 from policies.errors import CheckpointError, ConfigError

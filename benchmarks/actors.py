@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from algos.state import RunDirectory
+from algos.training.run_directory import RunDirectory
 from burnish.commands.train import train
 from burnish.config import compose_config
 from burnish.console import output, table

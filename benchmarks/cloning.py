@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import burnish
-from algos.provenance import describe_environment
+from algos.training.provenance import describe_environment
 from benchmarks import once, pages
 from benchmarks.learning import busy, describe_dataset, episode_columns
 from envs.datasets import read_dataset

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import burnish
-from algos.provenance import describe_environment
+from algos.training.provenance import describe_environment
 from benchmarks import once, pages
 from envs.statistics import Interval, paired_difference, success_rate
 

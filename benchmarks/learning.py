@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 import burnish
-from algos.metrics import read_jsonl
-from algos.provenance import describe_environment
+from algos.training.metrics import read_jsonl
+from algos.training.provenance import describe_environment
 from benchmarks import once, pages
 from benchmarks.milestones import milestones
 from benchmarks.once import trained

@@ -35,9 +35,9 @@ import torch
 
 import burnish
 import burnish.api
-from algos.continuity import digest_of
-from algos.metrics import read_jsonl
-from algos.provenance import describe_environment
+from algos.training.metrics import read_jsonl
+from algos.training.provenance import describe_environment
+from algos.training.resume_checks import digest_of
 from benchmarks import pages
 from benchmarks.learning import EPISODES, RESULTS, busy, describe_dataset, episode_columns
 from benchmarks.once import trained

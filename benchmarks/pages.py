@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from algos.provenance import describe_environment
+from algos.training.provenance import describe_environment
 from envs.statistics import Interval, success_rate
 
 RESULTS = Path("docs/results")

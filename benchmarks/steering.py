@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from algos.provenance import describe_environment
+from algos.training.provenance import describe_environment
 from benchmarks import once
 from benchmarks.steering_tasks import TASKS, Task, off_sketch
 from burnish.commands.collect import CollectConfig, record

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from algos.state import RunDirectory
+from algos.training.run_directory import RunDirectory
 from burnish.commands import collect as collect_command
 from burnish.commands import data_download as data_download_command
 from burnish.commands import data_inspect as data_inspect_command

@@ -117,7 +117,7 @@ def _numbered(config: DictConfig, kind: str) -> Path | None:
     is_typed = any(text.lstrip("+").startswith(f"{key}=") for text in config.hydra.overrides.hydra)
     if is_typed or folder == Path():
         return None
-    from algos.state import new_folder
+    from algos.training.run_directory import new_folder
 
     try:
         made = new_folder(folder)

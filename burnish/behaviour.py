@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from algos.state import RunDirectory
+from algos.training.run_directory import RunDirectory
 from burnish.commands.evaluate import evaluate_with
 from burnish.config import restore
 from burnish.console import Counting

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from algos.gpc import Search, Trial, WeightEstimate, estimate_weights, search_weights
-from algos.state import new_folder
+from algos.training.run_directory import new_folder
 from burnish.config import describe_part
 from burnish.console import Counting, table
 from burnish.locate import Located, check_folder_to_write, locate, place_now

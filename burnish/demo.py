@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     set_thread_defaults()
     import burnish
-    from algos.state import new_folder
+    from algos.training.run_directory import new_folder
     from burnish.console import output
     from burnish.locate import place_now
     from envs.comparison import format_interval

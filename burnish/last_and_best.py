@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from algos.state import EvalFile, RunDirectory
+from algos.training.run_directory import EvalFile, RunDirectory
 from envs.spec import judged_by
 
 

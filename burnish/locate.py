@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from algos.state import RunDirectory
+from algos.training.run_directory import RunDirectory
 from policies import folder
 from policies.errors import CheckpointError, ConfigError
 from policies.export_signature import is_exported, read_signature
@@ -95,7 +95,7 @@ def check_file_to_write(path: str | os.PathLike[str], key: str = "out") -> None:
 
 
 def place_now(name: str) -> Path:
-    """Return runs/<date>/<time>-<name>, which may be taken (`algos.state.new_folder`)."""
+    """Return runs/<date>/<time>-<name>, which may be taken (`algos.training.run_directory.new_folder`)."""
     return Path("runs") / datetime.now().strftime(f"%Y-%m-%d/%H-%M-%S-{name}")
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from algos.continuity import settings_of
 from algos.offline.batched_seeds import ONE_BY_ONE
 from algos.offline.loop import TrainsSeeds
+from algos.training.resume_checks import settings_of
 from burnish.config import describe
 from burnish.locate import RUN_CONFIG, check_folder_to_write, folder_of, seed_folders
 from burnish.without_effect import keys_of

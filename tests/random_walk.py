@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from algos.plain import capture_generator, restore_generator
+from algos.training.serialization import capture_generator, restore_generator
 from policies.backbones.mlp import MlpConfig
 from policies.policy import Policy, PolicyConfig, build_policy
 

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import burnish
-from algos import trainer
+from algos.training import trainer
 from burnish import cli
 from burnish.commands import train as train_command
 from envs.datasets import write_robomimic

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from algos.plain import capture_generator, restore_generator
+from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
 from policies.errors import CheckpointError
 from policies.protocols import ChunkSpec, Observation

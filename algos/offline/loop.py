@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from algos.base import Metrics, Setup
-from algos.continuity import origin_of, require_unchanged
 from algos.offline.overestimation import Probes
 from algos.optim import Ema
-from algos.plain import capture_generator, restore_generator
+from algos.training.resume_checks import origin_of, require_unchanged
+from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Batch, TransitionTable
 from envs.datasets.episodes import EpisodeDataset
 from policies.errors import CapabilityError, ConfigError

@@ -10,13 +10,13 @@ from typing import Any, Self
 from torch import nn
 
 from algos.base import Metrics, Setup, require_states_only
-from algos.continuity import origin_of, require_unchanged
 from algos.onpolicy.advantages import Appraisal, Experience
 from algos.onpolicy.config import OnPolicyConfig
 from algos.onpolicy.functional import RewardScaler, explained_variance
 from algos.onpolicy.ppo_update import GeneratorDraws, PpoLearner
 from algos.onpolicy.ratios import NearTerm, RatioEstimator
 from algos.onpolicy.running_normalizer import RunningMoments
+from algos.training.resume_checks import origin_of, require_unchanged
 from envs.fit import require_fit
 from envs.rollout import Rollout, RolloutPool
 from envs.spec import EnvConfig

@@ -12,7 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from algos.gpc import EstimateSettings, SearchSettings
-from algos.state import RunDirectory, eval_name
+from algos.training.run_directory import RunDirectory, eval_name
 from burnish.composition import CompositionResult, compose_and_compare
 from burnish.console import Counting, output, table
 from burnish.job import Job

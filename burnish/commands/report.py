@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from algos.metrics import read_jsonl
-from algos.state import RunDirectory
+from algos.training.metrics import read_jsonl
+from algos.training.run_directory import RunDirectory
 from burnish.behaviour import Stage, describe_ways, draw_behaviour
 from burnish.commands.evaluate import SUMMARISED, describe_comparison
 from burnish.console import output

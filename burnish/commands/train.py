@@ -15,9 +15,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import MISSING
 
 from algos.base import Algorithm, Metrics, Setup
-from algos.signals import Interrupted
-from algos.state import RunDirectory, eval_name, new_folder
-from algos.trainer import Member, TrainerSettings, train_together
+from algos.training.run_directory import RunDirectory, eval_name, new_folder
+from algos.training.signals import Interrupted
+from algos.training.trainer import Member, TrainerSettings, train_together
 from burnish.commands.evaluate import evaluate_with, headline
 from burnish.config import GROUPS, describe, describe_part, restore
 from burnish.console import output, table

@@ -12,12 +12,12 @@ from two_modes import two_mode_dataset
 
 from algos.base import Setup
 from algos.bc import BcConfig
-from algos.continuity import digest_of, facts_of
 from algos.dppo import DppoConfig
 from algos.onpolicy.loop import OnPolicy
-from algos.plain import from_plain, to_plain
 from algos.ppo import PpoConfig
 from algos.sac import SacConfig
+from algos.training.resume_checks import digest_of, facts_of
+from algos.training.serialization import from_plain, to_plain
 from policies.backbones.mlp import MlpConfig
 from policies.compose import compose
 from policies.errors import CheckpointError

@@ -22,7 +22,7 @@ from algos.offline.loop import Means
 from algos.offpolicy.loop import OffPolicyRun
 from algos.offpolicy.replay_buffer import ChunkBatch
 from algos.offpolicy.sac_update import SoftLearner
-from algos.plain import from_plain, to_plain
+from algos.training.serialization import from_plain, to_plain
 from envs.evaluation import evaluate
 from envs.spec import EnvSpec
 from envs.vector import Array, ChunkVector, StepResult

@@ -13,7 +13,7 @@ from point_steering import AS_IT_IS, SMALL, changed, composed, flow, start
 from algos.offpolicy.dsrl_update import SteeredActor
 from algos.offpolicy.replay_buffer import ChunkBatch
 from algos.offpolicy.sac_update import SoftLearner, SoftRules
-from algos.plain import from_plain, to_plain
+from algos.training.serialization import from_plain, to_plain
 from policies.compose import compose
 from policies.denoising import DenoisingPolicy
 from policies.ensembles import EnsembleConfig

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from algos.offpolicy.dsrl_update import NoiseAliasedLearner, SteeredActor
 from algos.offpolicy.loop import Explorer, OffPolicyRun, transitions_of
 from algos.offpolicy.sac_update import SoftLearner, SoftRules, Temperature
-from algos.plain import from_plain, to_plain
+from algos.training.serialization import from_plain, to_plain
 from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError
 from policies.folder import load_policy, save_policy

@@ -16,8 +16,8 @@ from torch.distributions import Normal
 from algos.onpolicy.advantages import Experience, encode
 from algos.onpolicy.policyflow_ratio import EndNoise, EndNoiseConfig, StraightPath
 from algos.onpolicy.ratios import Rows, Score
-from algos.plain import from_plain, to_plain
 from algos.policyflow import PolicyFlowConfig
+from algos.training.serialization import from_plain, to_plain
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.processes.shortcut import Shortcut

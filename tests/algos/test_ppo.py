@@ -16,8 +16,8 @@ from algos.onpolicy.advantages import Appraisal
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ppo_update import GeneratorDraws
 from algos.onpolicy.ratios import Rows, reduce_log_prob
-from algos.plain import from_plain, to_plain
 from algos.ppo import PpoConfig
+from algos.training.serialization import from_plain, to_plain
 from envs.rollout import Rollout
 from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig

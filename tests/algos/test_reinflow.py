@@ -16,8 +16,8 @@ from point_flows import REINFLOW, make_flow, make_run
 
 from algos.onpolicy.exploration_noise import NoiseConfig
 from algos.onpolicy.reinflow_ratio import NoisyChain, PathTerm
-from algos.plain import from_plain, to_plain
 from algos.reinflow import ReinFlowConfig
+from algos.training.serialization import from_plain, to_plain
 from policies.errors import CapabilityError, ConfigError
 from policies.fields import SwitchedField
 from policies.folder import load_policy, save_policy

@@ -17,9 +17,9 @@ from algos.fpo import FpoConfig
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ratios import Rows
 from algos.onpolicy.running_normalizer import RunningMoments
-from algos.plain import from_plain, to_plain
 from algos.policyflow import PolicyFlowConfig
 from algos.ppo import PpoConfig
+from algos.training.serialization import from_plain, to_plain
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.gaussian import GaussianProcess

@@ -13,19 +13,19 @@ import torch
 from test_constrained_td3 import bandit, flow, small
 from torch import Tensor, nn
 
-from algos import trainer
 from algos.a2pr import A2prConfig
 from algos.base import Setup
 from algos.iql import IqlConfig
-from algos.metrics import read_jsonl
 from algos.offline.batched_seeds import StackedEnsemble, StackedLinear, stacked, tied
 from algos.offline.loop import OfflineRun, SeedsTogether
-from algos.plain import to_plain
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
-from algos.state import RunDirectory
 from algos.td3_bc import Td3BcConfig
-from algos.trainer import Member, TrainerSettings, train, train_together
+from algos.training import trainer
+from algos.training.metrics import read_jsonl
+from algos.training.run_directory import RunDirectory
+from algos.training.serialization import to_plain
+from algos.training.trainer import Member, TrainerSettings, train, train_together
 from burnish.config import scan_parts
 from policies import registry
 from policies.backbones.mlp import MlpConfig

@@ -10,10 +10,10 @@ import pytest
 import torch
 from random_walk import RandomWalk
 
-from algos.metrics import TensorBoardWriter, read_jsonl
-from algos.signals import Interrupted
-from algos.state import RunDirectory
-from algos.trainer import TrainerSettings, train
+from algos.training.metrics import TensorBoardWriter, read_jsonl
+from algos.training.run_directory import RunDirectory
+from algos.training.signals import Interrupted
+from algos.training.trainer import TrainerSettings, train
 from policies.errors import CheckpointError, ConfigError, TrainingError, WorkerError
 from policies.folder import load_policy
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from algos.state import RunDirectory
+from algos.training.run_directory import RunDirectory
 from burnish.commands.report import _numbers, grouped
 from burnish.last_and_best import last_and_best
 from burnish.page import Page

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import burnish
 from algos.bc import Bc
-from algos.signals import Interrupted
+from algos.training.signals import Interrupted
 from burnish.api import Run, overrides_of
 from burnish.commands import evaluate as evaluate_command
 from burnish.commands import train as train_command
@@ -512,7 +512,7 @@ def test_python_shows_the_lines_of_the_command_line(
     with no_logging_set_up():
         burnish.train(resume=tmp_path / "copy")
     shown = capsys.readouterr()
-    assert "algos.progress INFO: copy: 12/12 gradient steps" in shown.err and shown.out == ""
+    assert "algos.training.progress INFO: copy: 12/12 gradient steps" in shown.err and shown.out == ""
     assert logging.getLogger("algos").handlers == [] and logging.getLogger("algos").level == level
 
 

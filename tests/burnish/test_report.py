@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from algos.state import RunDirectory
+from algos.training.run_directory import RunDirectory
 from burnish import behaviour, pictures
 from burnish.behaviour import Stage, describe_ways, draw_behaviour
 from burnish.commands.report import ReportConfig, _is_same, grouped, report

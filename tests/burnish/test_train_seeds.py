@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import burnish
-from algos.metrics import read_jsonl
 from algos.offline.loop import SeedsTogether
-from algos.state import RunDirectory
+from algos.training.metrics import read_jsonl
+from algos.training.run_directory import RunDirectory
 from burnish import cli
 from burnish.api import Run
 from burnish.locate import seed_folders

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from algos.base import Setup
-from algos.plain import from_plain, to_plain
+from algos.training.serialization import from_plain, to_plain
 from burnish.config import scan_parts
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry

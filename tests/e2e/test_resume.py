@@ -14,11 +14,11 @@ from algos.base import Algorithm, Setup
 from algos.bc import BcConfig
 from algos.dppo import DppoConfig
 from algos.dsrl import DsrlConfig
-from algos.metrics import read_jsonl
 from algos.offpolicy.config import OffPolicyConfig
 from algos.sac import SacConfig
-from algos.state import RunDirectory
-from algos.trainer import TrainerSettings, train
+from algos.training.metrics import read_jsonl
+from algos.training.run_directory import RunDirectory
+from algos.training.trainer import TrainerSettings, train
 from envs.avoid import Avoid
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig

@@ -19,7 +19,7 @@ from algos.offline import neighbor_autotune
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
-from algos.trainer import TrainerSettings
+from algos.training.trainer import TrainerSettings
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.correction import Correction

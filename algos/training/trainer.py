@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from algos.base import Algorithm, Metrics
-from algos.metrics import Scalars, TensorBoardWriter, Writer, broken, read_jsonl, read_out
-from algos.plain import capture_global_rng, restore_global_rng
-from algos.progress import LONG_S, Display, open_display, planned
-from algos.signals import Interrupted, StopSignals
-from algos.state import RunDirectory
+from algos.training.metrics import Scalars, TensorBoardWriter, Writer, broken, read_jsonl, read_out
+from algos.training.progress import LONG_S, Display, open_display, planned
+from algos.training.run_directory import RunDirectory
+from algos.training.serialization import capture_global_rng, restore_global_rng
+from algos.training.signals import Interrupted, StopSignals
 from policies.errors import BurnishError, CheckpointError, ConfigError, TrainingError, WorkerError
 from policies.policy import Policy
 

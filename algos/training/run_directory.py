@@ -30,9 +30,9 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from algos.metrics import append_jsonl, truncate_jsonl
-from algos.plain import from_plain, to_plain
-from algos.provenance import describe_environment
+from algos.training.metrics import append_jsonl, truncate_jsonl
+from algos.training.provenance import describe_environment
+from algos.training.serialization import from_plain, to_plain
 from policies.checksums import CHECKSUMS, is_intact, write_checksums
 from policies.errors import CheckpointError
 from policies.folder import save_policy
@@ -256,7 +256,7 @@ class RunDirectory:
         Args:
             step: Units done.
             policy: What is shipped.
-            training_state: What is resumed from; see `algos.plain`.
+            training_state: What is resumed from; see `algos.training.serialization`.
             provenance: Facts for the model card.
 
         Raises:

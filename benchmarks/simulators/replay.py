@@ -1,6 +1,6 @@
 """Demonstrations of robosuite's tasks, replayed by our engine and by robosuite's own `step`.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.simulators_replay [lift can square] [--episodes 10]
+    OMP_NUM_THREADS=1 python -m benchmarks.simulators.replay [lift can square] [--episodes 10]
 
 From equal states, one control step earns the same reward and ends in the same positions. Left alone, the two
 are equally successful, and drift apart no further than robosuite does from itself after a nudge.

@@ -1,6 +1,6 @@
 """Where the processor time of a row of `benchmarks.simulators` goes, on our side and on the other.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.simulators_profile metaworld adroit-pen [--rounds 5]
+    OMP_NUM_THREADS=1 python -m benchmarks.simulators.profile metaworld adroit-pen [--rounds 5]
 
 Microseconds per control step by package or file, largest differences first, as Python's profiler counts them:
 calls of Python functions look more expensive than they are, so read shares, not totals.
@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.simulators import Case, Side, episode, families
+from benchmarks.simulators.__main__ import Case, Side, episode, families
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = 8

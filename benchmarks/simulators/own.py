@@ -12,8 +12,8 @@ from functools import partial
 import mujoco
 import numpy as np
 
-from benchmarks.simulators import Array, Case, Side
-from benchmarks.simulators_sides import STEPS, Ours, Processes
+from benchmarks.simulators.__main__ import Array, Case, Side
+from benchmarks.simulators.sides import STEPS, Ours, Processes
 from envs.avoid import CONTROL_HZ, MAX_SPEED, load_model, start_position
 from envs.make import env
 

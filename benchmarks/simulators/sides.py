@@ -9,7 +9,7 @@ from typing import Any
 import mujoco
 import numpy as np
 
-from benchmarks.simulators import Array, Side
+from benchmarks.simulators.__main__ import Array, Side
 from envs.envpool import vector_on
 from envs.spec import EnvConfig
 from envs.workers import start_workers

@@ -111,17 +111,12 @@ WIDTHS = (23, 12, 5, 14, 8, 8, 7, 8, 11)
 
 def families() -> Iterator[Case]:
     """Yield the rows of all families."""
-    from benchmarks import (
-        simulators_locomotion,
-        simulators_own,
-        simulators_robosuite,
-        simulators_worlds,
-    )
+    from benchmarks.simulators import locomotion, own, robosuite, worlds
 
-    yield from simulators_own.CASES
-    yield from simulators_locomotion.CASES
-    yield from simulators_worlds.CASES
-    yield from simulators_robosuite.CASES
+    yield from own.CASES
+    yield from locomotion.CASES
+    yield from worlds.CASES
+    yield from robosuite.CASES
 
 
 # -- measuring ------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.simulators import Array, Case, Side
-from benchmarks.simulators_sides import Ours, Physics
+from benchmarks.simulators.__main__ import Array, Case, Side
+from benchmarks.simulators.sides import Ours, Physics
 from envs.robosuite import Can, Lift, Square, Transport
 from envs.robosuite_reference import begin, make_robosuite
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.simulators import Array, Case, Side
-from benchmarks.simulators_sides import STEPS, Ours
+from benchmarks.simulators.__main__ import Array, Case, Side
+from benchmarks.simulators.sides import STEPS, Ours
 from envs.make import env
 from envs.robots import RobotStepper, load_model
 

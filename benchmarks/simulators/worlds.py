@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from gymnasium.spaces import Box
 
-from benchmarks.simulators import Array, Case, Side
-from benchmarks.simulators_sides import STEPS, Ours, Physics, Several
+from benchmarks.simulators.__main__ import Array, Case, Side
+from benchmarks.simulators.sides import STEPS, Ours, Physics, Several
 from envs.make import env
 from envs.spec import EnvConfig
 from policies.extras import require

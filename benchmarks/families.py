@@ -27,7 +27,7 @@ import torch
 import burnish
 from benchmarks import once, pages
 from benchmarks.learning import describe_dataset, episode_columns
-from benchmarks.timing import interleave
+from benchmarks.speed.timing import interleave
 from envs.evaluation import evaluate
 from envs.make import env as make_env
 from policies import registry

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from algos.base import Setup
 from algos.dppo import DppoConfig
-from benchmarks import peers
+from benchmarks.speed import peers
 from envs.make import env as make_env
 from policies.backbones.transformer import TransformerConfig
 from policies.backbones.unet1d import Unet1dConfig

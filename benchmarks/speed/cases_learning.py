@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from algos.base import Setup
 from algos.bc import BcConfig
 from algos.onpolicy.advantages import Experience
-from benchmarks import peers
-from benchmarks.sides import (
+from benchmarks.speed import peers
+from benchmarks.speed.sides import (
     CHUNK,
     ENVS,
     FT,
@@ -27,7 +27,7 @@ from benchmarks.sides import (
     reference,
     require_close,
 )
-from benchmarks.timing import Figure, interleave
+from benchmarks.speed.timing import Figure, interleave
 from envs.datasets.episodes import EpisodeDataset
 from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion

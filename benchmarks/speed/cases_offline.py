@@ -20,9 +20,9 @@ from algos.offline.neighbors import ListSearch
 from algos.offline.td3_update import Td3Learner
 from algos.prdc import NearestRow, PrdcConfig
 from algos.td3_bc import Td3BcConfig
-from benchmarks.peers_offline import PlainPrdc, PlainTd3Bc
-from benchmarks.sides import require_close
-from benchmarks.timing import Figure, interleave
+from benchmarks.speed.peers_offline import PlainPrdc, PlainTd3Bc
+from benchmarks.speed.sides import require_close
+from benchmarks.speed.timing import Figure, interleave
 from envs.datasets import read_dataset
 from envs.datasets.episodes import EpisodeDataset
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks import peers
+from benchmarks.speed import peers
 
 GAMMA, RATE, TAU, FLOOR = 0.99, 3e-4, 0.005, 1e-6
 

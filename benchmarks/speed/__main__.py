@@ -21,13 +21,13 @@ import gymnasium
 import mujoco
 import torch
 
-from benchmarks.cases_acting import exported, rollout, sampling, transformer, unet
-from benchmarks.cases_flows import flow, reinflow
-from benchmarks.cases_learning import cloning, gather, iteration, update
-from benchmarks.cases_offline import neighbours, offline
-from benchmarks.cases_offpolicy import dsrl, ensembles, replay, steered
-from benchmarks.cases_seeds import seeds
-from benchmarks.timing import Figure
+from benchmarks.speed.cases_acting import exported, rollout, sampling, transformer, unet
+from benchmarks.speed.cases_flows import flow, reinflow
+from benchmarks.speed.cases_learning import cloning, gather, iteration, update
+from benchmarks.speed.cases_offline import neighbours, offline
+from benchmarks.speed.cases_offpolicy import dsrl, ensembles, replay, steered
+from benchmarks.speed.cases_seeds import seeds
+from benchmarks.speed.timing import Figure
 
 CASES: dict[str, Callable[[argparse.Namespace], Iterator[Figure]]] = {
     case.__name__: case

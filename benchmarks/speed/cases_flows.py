@@ -16,8 +16,8 @@ from algos.onpolicy.advantages import Experience
 from algos.onpolicy.exploration_noise import NoiseConfig
 from algos.onpolicy.loop import OnPolicy
 from algos.reinflow import ReinFlowConfig
-from benchmarks import peers
-from benchmarks.sides import (
+from benchmarks.speed import peers
+from benchmarks.speed.sides import (
     CHUNK,
     ENVS,
     OBS,
@@ -27,7 +27,7 @@ from benchmarks.sides import (
     require_close,
     unit_statistics,
 )
-from benchmarks.timing import Figure, interleave
+from benchmarks.speed.timing import Figure, interleave
 from envs.make import env as make_env
 from policies.denoising import DenoisingPolicy
 from policies.policy import PolicyConfig, build_policy

@@ -1,4 +1,4 @@
-"""Gradient steps of several seeds that one learner takes, per seed; see `benchmarks.cases_offline`."""
+"""Gradient steps of several seeds that one learner takes, per seed; see `benchmarks.speed.cases_offline`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from algos.offline.loop import OfflineRun, step_together
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
-from benchmarks.cases_offline import (
+from benchmarks.speed.cases_offline import (
     BLOCK,
     POOL,
     arrays_of,
@@ -29,9 +29,9 @@ from benchmarks.cases_offline import (
     theirs_of,
     timed,
 )
-from benchmarks.peers_offline import PlainPrdc
-from benchmarks.sides import require_close
-from benchmarks.timing import Figure
+from benchmarks.speed.peers_offline import PlainPrdc
+from benchmarks.speed.sides import require_close
+from benchmarks.speed.timing import Figure
 
 HALF = "bfloat16"
 CASES: tuple[tuple[str, type[Any], str | None, float], ...] = (

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks import peers
-from benchmarks.sides import (
+from benchmarks.speed import peers
+from benchmarks.speed.sides import (
     CHUNK,
     ENVS,
     LEVELS,
@@ -27,7 +27,7 @@ from benchmarks.sides import (
     small_dit,
     tape,
 )
-from benchmarks.timing import Figure, interleave
+from benchmarks.speed.timing import Figure, interleave
 from envs.make import env as make_env
 from envs.rollout import RolloutPool
 from policies.denoising import DenoisingPolicy

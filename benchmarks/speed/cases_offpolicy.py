@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from algos.dsrl import DsrlConfig
 from algos.offpolicy.dsrl_update import NoiseAliasedLearner
 from algos.offpolicy.replay_buffer import Discounting, Mixture, Replay
-from benchmarks import peers
-from benchmarks.peers_offpolicy import PlainDsrl, PlainReplay
-from benchmarks.sides import CHUNK, OBS, copy_trunk, plain_nets, require_close, unit_statistics
-from benchmarks.timing import Figure, interleave
+from benchmarks.speed import peers
+from benchmarks.speed.peers_offpolicy import PlainDsrl, PlainReplay
+from benchmarks.speed.sides import CHUNK, OBS, copy_trunk, plain_nets, require_close, unit_statistics
+from benchmarks.speed.timing import Figure, interleave
 from policies.ensembles import EnsembleConfig
 from policies.latent_steering import SteeredPolicy, Steering
 from policies.policy import PolicyConfig, build_policy

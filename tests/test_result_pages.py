@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import offline, pages
+from benchmarks import pages
+from benchmarks.studies import offline
 from envs.statistics import conditional_value_at_risk, success_rate, wilson
 
 

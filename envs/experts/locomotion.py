@@ -1,7 +1,7 @@
 """Trained actors as demonstrators of locomotion: who walks, and how unsteadily.
 
 `expert` and `medium` are policy directories in `assets/actors`, learned from the reward alone by
-`python -m benchmarks.actors`: the best checkpoint of a run, and the one whose return is nearest to a third of
+`python -m benchmarks.studies.actors`: the best checkpoint of a run, and the one whose return is nearest to a third of
 that. `random` draws uniform actions. `medium-expert` lets the two take turns: episodes of even seeds are the
 medium's, those of odd seeds the expert's, so that consecutive seeds give half of each. `mixed` lets every
 episode draw one of the three and an unsteadiness of its own, which covers states and returns as the replay

@@ -11,8 +11,8 @@ import torch
 
 from algos.offline.config import plain_actor
 from algos.rebrac import RebracConfig
-from benchmarks.offline import correction_of, rows_of, scores, settings_of
-from benchmarks.once import _compared, demonstrations, first_seed, trained
+from benchmarks.studies.offline import correction_of, rows_of, scores, settings_of
+from benchmarks.studies.once import _compared, demonstrations, first_seed, trained
 from policies.deterministic import DeterministicProcess
 from policies.normalizer import box_statistics
 from policies.policy import PolicyConfig, build_policy

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.exported import Elsewhere, _interpreters, act, interpreter_facts
+from benchmarks.studies.exported import Elsewhere, _interpreters, act, interpreter_facts
 from envs.avoid import Avoid
 from policies.export import export_onnx
 from policies.policy import Policy, PolicyConfig, build_policy

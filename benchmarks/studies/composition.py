@@ -1,8 +1,8 @@
 """Composition: pairs of policies, their weights estimated and searched, compared with both members.
 
-    python -m benchmarks.composition                            every pair on both tasks
-    python -m benchmarks.composition avoid --episodes 50        one task, a smaller comparison
-    python -m benchmarks.composition --report                   the page from what is there
+    python -m benchmarks.studies.composition                            every pair on both tasks
+    python -m benchmarks.studies.composition avoid --episodes 50        one task, a smaller comparison
+    python -m benchmarks.studies.composition --report                   the page from what is there
 
 Every pair leaves one JSON file per seed in docs/results/composition/; what has its file is not repeated. The
 page docs/results/composition.md is made of these. What is cloned stays under --root and is not cloned again.
@@ -23,7 +23,8 @@ import numpy as np
 
 import burnish
 from algos.training.provenance import describe_environment
-from benchmarks import once, pages
+from benchmarks import pages
+from benchmarks.studies import once
 from envs.statistics import Interval, paired_difference, success_rate
 
 RESULTS = Path("docs/results")
@@ -154,7 +155,7 @@ def describe_pair(task: str, pair: str) -> list[str]:
 
 # -- report ---------------------------------------------------------------------------------------------
 
-INTRODUCTION = """`python -m benchmarks.composition`: cloned policies in pairs. Weights are estimated from
+INTRODUCTION = """`python -m benchmarks.studies.composition`: cloned policies in pairs. Weights are estimated from
 held-out demonstrations and searched by rollouts; the composition with the searched weights then plays fresh
 episodes, and so do its members ([how](../gpc.md)). A seed has its own demonstrations, clones and search.
 {intervals}"""

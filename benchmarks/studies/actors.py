@@ -1,7 +1,7 @@
 """Train the actors whose walking `burnish collect` records, and put the chosen checkpoints into `assets`.
 
-    python -m benchmarks.actors                       # hopper, walker2d and halfcheetah
-    python -m benchmarks.actors hopper --run runs/x   # choose from a run of experiment=hopper_actor
+    python -m benchmarks.studies.actors                       # hopper, walker2d and halfcheetah
+    python -m benchmarks.studies.actors hopper --run runs/x   # choose from a run of experiment=hopper_actor
 
 A run evaluates every checkpoint on the same episodes. The expert is the one with the highest mean return;
 medium is the one before it whose mean return is nearest to a third of that. A table of both is printed.

@@ -1,8 +1,8 @@
 """The Adroit door from 25 human demonstrations: a clone, beside what replaying the demonstrations achieves.
 
-    python -m benchmarks.door --dataset door-human.hdf5              clones a policy first
-    python -m benchmarks.door --dataset door-human.hdf5 --policy runs/door
-    python -m benchmarks.door --report                               the page from what is there
+    python -m benchmarks.studies.door --dataset door-human.hdf5              clones a policy first
+    python -m benchmarks.studies.door --dataset door-human.hdf5 --policy runs/door
+    python -m benchmarks.studies.door --report                               the page from what is there
 
 The file is a D4RL file with the starts of its episodes (docs/environments.md#adroit). Demonstrations are
 replayed open loop from their own starts; the clone plays 100 episodes from starts that the task draws, and
@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import once, pages
+from benchmarks import pages
+from benchmarks.studies import once
 from burnish.config import register_configs
 from burnish.locate import locate
 from envs.adroit import AdroitDoor
@@ -76,7 +77,7 @@ def cloned(dataset: str, root: Path) -> str:
 
 # -- report ---------------------------------------------------------------------------------------------
 
-INTRODUCTION = f"""`python -m benchmarks.door --dataset door-human.hdf5`: 25 demonstrations of people who
+INTRODUCTION = f"""`python -m benchmarks.studies.door --dataset door-human.hdf5`: 25 demonstrations of people who
 opened the Adroit door, cloned by diffusion with x0 prediction on chunks of 16 steps, of which 8 are executed
 (`{" ".join(RECIPE)}`).
 

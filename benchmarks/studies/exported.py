@@ -1,8 +1,8 @@
 """Exports at work: the same success as the policy, and a closed loop with the policy in another process.
 
-    python -m benchmarks.exported avoid=runs/a/policy cube-single=runs/b/policy
-    python -m benchmarks.exported --clone avoid --steps 3000    one of every process, cloned briefly
-    python -m benchmarks.exported --report                      the page from what is there
+    python -m benchmarks.studies.exported avoid=runs/a/policy cube-single=runs/b/policy
+    python -m benchmarks.studies.exported --clone avoid --steps 3000    one of every process, cloned briefly
+    python -m benchmarks.studies.exported --report                      the page from what is there
 
 The policy and its exports (one graph, and step by step) play the same episodes with the same noise. Then the
 exported folder is run by its own runner.py in a process that cannot import PyTorch and talks through a pipe
@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks import families, pages
+from benchmarks import pages
+from benchmarks.studies import families
 from burnish.commands.evaluate import task_of
 from burnish.commands.export import surroundings_of
 from burnish.config import register_configs
@@ -221,7 +222,7 @@ def _numbers(evaluation: Evaluation) -> dict[str, Any]:
 
 # -- report ---------------------------------------------------------------------------------------------
 
-INTRODUCTION = """`python -m benchmarks.exported` lets policies and their exports play the same episodes with
+INTRODUCTION = """`python -m benchmarks.studies.exported` lets policies and their exports play the same episodes with
 the same noise ([formats](../export.md)): a given policy (`avoid=<policy>`), or one of every process, cloned
 briefly (`--clone avoid`). *Equal* counts the episodes of the same length and return: rounding differs in the
 last bits, and where a task amplifies it episodes part, without one side being better. The difference is that

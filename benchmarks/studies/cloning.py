@@ -1,8 +1,8 @@
 """Lift, can and square, cloned from the scripted demonstrator and evaluated.
 
-    python -m benchmarks.cloning                               every task and seed
-    python -m benchmarks.cloning --tasks lift --seeds 0
-    python -m benchmarks.cloning --report                      the page from what is there
+    python -m benchmarks.studies.cloning                               every task and seed
+    python -m benchmarks.studies.cloning --tasks lift --seeds 0
+    python -m benchmarks.studies.cloning --report                      the page from what is there
 
 Every task and seed records 100 successful demonstrations of its own, clones them with the experiment
 `<task>_scripted_bc`, and plays 100 episodes with the last checkpoint. What came out is one JSON file in
@@ -21,8 +21,9 @@ from typing import Any
 
 import burnish
 from algos.training.provenance import describe_environment
-from benchmarks import once, pages
-from benchmarks.learning import busy, describe_dataset, episode_columns
+from benchmarks import pages
+from benchmarks.studies import once
+from benchmarks.studies.learning import busy, describe_dataset, episode_columns
 from envs.datasets import read_dataset
 from envs.statistics import wilson
 
@@ -70,7 +71,7 @@ def attempts(demos: Path, first_seed: int) -> int:
 
 # -- report ---------------------------------------------------------------------------------------------
 
-INTRODUCTION = """`python -m benchmarks.cloning`: per task and seed, {demonstrations} successful
+INTRODUCTION = """`python -m benchmarks.studies.cloning`: per task and seed, {demonstrations} successful
 demonstrations of the scripted demonstrator, one diffusion policy cloned from them
 (`experiment=<task>_scripted_bc`), and {episodes} episodes with its last checkpoint, whose seeds no
 demonstration has. Demonstrator: successes among its attempts at those demonstrations. Control steps: of a

@@ -1,8 +1,8 @@
 """Learning studies: clone, fine-tune, evaluate, on several seeds, and write down what came out.
 
-    python -m benchmarks.learning avoid                         every seed and algorithm of a study
-    python -m benchmarks.learning hopper --dataset FILE --seeds 0,1,2 --algos dppo,ppo
-    python -m benchmarks.learning avoid --report                tables and curves from what is there
+    python -m benchmarks.studies.learning avoid                         every seed and algorithm of a study
+    python -m benchmarks.studies.learning hopper --dataset FILE --seeds 0,1,2 --algos dppo,ppo
+    python -m benchmarks.studies.learning avoid --report                tables and curves from what is there
 
 Each run leaves one JSON file in docs/results/<study>/ (per-episode numbers, curve, protocol, versions,
 wall time); a run whose file is there is not repeated. The checkpoint that is evaluated is the last one.
@@ -27,10 +27,11 @@ import numpy as np
 import burnish
 from algos.training.metrics import read_jsonl
 from algos.training.provenance import describe_environment
-from benchmarks import once, pages
-from benchmarks.milestones import milestones
-from benchmarks.once import trained
-from benchmarks.studies import STUDIES, Study
+from benchmarks import pages
+from benchmarks.studies import once
+from benchmarks.studies.definitions import STUDIES, Study
+from benchmarks.studies.milestones import milestones
+from benchmarks.studies.once import trained
 from envs.datasets import read_dataset
 from envs.statistics import Interval, bootstrap_mean, paired_difference, success_rate
 from policies.denoising import DenoisingPolicy
@@ -210,7 +211,7 @@ def report(name: str) -> Path:
     lines = [
         f"# {name}",
         "",
-        f"`python -m benchmarks.learning {name}{option}`: {what}, last "
+        f"`python -m benchmarks.studies.learning {name}{option}`: {what}, last "
         f"checkpoint, the same {EPISODES} episodes{when}. {pages.INTERVALS} *From zero*: "
         "before → after (alone: after), where a policy starts from zero instead of noise and draws no other.",
         "",

@@ -1,7 +1,7 @@
 """Success against latency, for every way to execute plans that take time to make.
 
-    python -m benchmarks.latency avoid=runs/a/policy cube-single=runs/b/policy
-    python -m benchmarks.latency --report                       the page from what is there
+    python -m benchmarks.studies.latency avoid=runs/a/policy cube-single=runs/b/policy
+    python -m benchmarks.studies.latency --report                       the page from what is there
 
 All ways play the same episodes with the same noise. The latency is simulated: a plan arrives that many
 control steps after its observation. Every policy leaves one JSON file in docs/results/latency/; the page
@@ -126,7 +126,9 @@ def report() -> Path:
     found = pages.kept("latency")
     latencies = sorted({row["latency"] for one in found for row in one["rows"]})
     tasks = (f"{one['task']}=<policy>" for one in found)
-    command = " ".join(("python -m benchmarks.latency", *tasks, "--latencies", ",".join(map(str, latencies))))
+    command = " ".join(
+        ("python -m benchmarks.studies.latency", *tasks, "--latencies", ",".join(map(str, latencies)))
+    )
     lines = ["# Success against latency", "", INTRODUCTION.format(command=command)]
     for one in found:
         lines += ["", f"## {one['task']}", "", *_section(one)]

@@ -1,8 +1,8 @@
 """How much of a task the frozen policies of the steering studies contain: the best of many noises per start.
 
-    python -m benchmarks.contained avoid lift-varied --seeds 0,1,2      clones the policies as the study does
-    python -m benchmarks.contained hopper --dataset FILE --starts 20
-    python -m benchmarks.contained --report                             the page from what is there
+    python -m benchmarks.studies.contained avoid lift-varied --seeds 0,1,2      clones the policies as the study does
+    python -m benchmarks.studies.contained hopper --dataset FILE --starts 20
+    python -m benchmarks.studies.contained --report                             the page from what is there
 
 Steering chooses among what noises make a policy do. Every start state, those of the study's evaluation, is
 played with one stream of noise after another: up to the first success, or with all of them where returns are
@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks import pages
-from benchmarks.learning import demonstrations, describe_dataset, recipe
-from benchmarks.once import trained
-from benchmarks.studies import STUDIES
+from benchmarks.studies.definitions import STUDIES
+from benchmarks.studies.learning import demonstrations, describe_dataset, recipe
+from benchmarks.studies.once import trained
 from burnish.commands.evaluate import task_of
 from burnish.config import register_configs
 from burnish.locate import locate
@@ -106,7 +106,7 @@ def report() -> Path:
     everything = [content for runs in found.values() for content in runs]
     lines = [
         "# What a frozen policy contains", "",
-        "`python -m benchmarks.contained <study>`: the clones that DSRL steers in the study of learning, as "
+        "`python -m benchmarks.studies.contained <study>`: the clones that DSRL steers in the study of learning, as "
         "they are, on the start states that it is evaluated on. Of the best of so many streams of noise per "
         "start: how many starts are solved at all, or the mean of the best returns. Steering, which chooses "
         f"at every decision, may find more than so few streams do. {pages.INTERVALS}", "",
@@ -148,7 +148,9 @@ def main() -> int:
     parser.add_argument("--dataset")
     parser.add_argument("--noises", type=int, default=NOISES)
     parser.add_argument("--starts", type=int, default=STARTS)
-    parser.add_argument("--root", type=Path, default=Path("runs/study"), help="that of benchmarks.learning")
+    parser.add_argument(
+        "--root", type=Path, default=Path("runs/study"), help="that of benchmarks.studies.learning"
+    )
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--report", action="store_true", help="only write the page of what is there")
     options = parser.parse_args()

@@ -1,8 +1,8 @@
 """Warm start: full sampling, a few steps from the plan before, and the same few steps from noise.
 
-    python -m benchmarks.warm_start avoid=runs/a/policy cube-single=runs/b/policy
-    python -m benchmarks.warm_start avoid --seeds 0,1,2         clones the policies first, by `RECIPES`
-    python -m benchmarks.warm_start --report                    the page from what is there
+    python -m benchmarks.studies.warm_start avoid=runs/a/policy cube-single=runs/b/policy
+    python -m benchmarks.studies.warm_start avoid --seeds 0,1,2         clones the policies first, by `RECIPES`
+    python -m benchmarks.studies.warm_start --report                    the page from what is there
 
 All variants of a policy play the same episodes. A policy per seed: `avoid=<seed 0>,<seed 1>`. Every policy
 leaves one JSON file in docs/results/warm_start/ (per-episode numbers of every variant, protocols, versions);
@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import once, pages
+from benchmarks import pages
+from benchmarks.studies import once
 from burnish.commands.evaluate import task_of
 from burnish.config import register_configs
 from burnish.locate import Located, locate
@@ -170,7 +171,7 @@ def report() -> Path:
     found: dict[str, list[dict[str, Any]]] = {}
     for content in pages.kept("warm_start", "*-seed*.json"):
         found.setdefault(content["task"], []).append(content)
-    command = " ".join(("python -m benchmarks.warm_start", *found))
+    command = " ".join(("python -m benchmarks.studies.warm_start", *found))
     lines = ["# Warm start", "", INTRODUCTION.format(command=command, intervals=pages.INTERVALS)]
     for task, runs in found.items():
         lines += ["", f"## {task}", "", *_section(runs)]

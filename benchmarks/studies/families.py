@@ -1,8 +1,8 @@
 """Every process on the same tasks: cloned with one backbone and one budget, evaluated, timed.
 
-    python -m benchmarks.families                               every family, task and seed
-    python -m benchmarks.families --tasks avoid --families flow,edm --seeds 0
-    python -m benchmarks.families --report                      the table from what is there
+    python -m benchmarks.studies.families                               every family, task and seed
+    python -m benchmarks.studies.families --tasks avoid --families flow,edm --seeds 0
+    python -m benchmarks.studies.families --report                      the table from what is there
 
 Each cloned policy leaves one JSON file in docs/results/families/ (per-episode numbers under each of its
 samplers, evaluations of the network per decision, latency, versions); one whose file is there is not cloned
@@ -25,9 +25,10 @@ import numpy as np
 import torch
 
 import burnish
-from benchmarks import once, pages
-from benchmarks.learning import describe_dataset, episode_columns
+from benchmarks import pages
 from benchmarks.speed.timing import interleave
+from benchmarks.studies import once
+from benchmarks.studies.learning import describe_dataset, episode_columns
 from envs.evaluation import evaluate
 from envs.make import env as make_env
 from policies import registry
@@ -192,7 +193,7 @@ def report() -> Path:
     lines = [
         "# Every process, cloned",
         "",
-        f"`python -m benchmarks.families`: the same MLP ({WIDTH} wide) and the same gradient steps for all; "
+        f"`python -m benchmarks.studies.families`: the same MLP ({WIDTH} wide) and the same gradient steps for all; "
         f"{EPISODES} episodes per seed, last checkpoint. Success: mean over seeds. "
         f"{pages.INTERVALS} "
         "Ways: distinct ways around the obstacles among the successful episodes of a seed, and how many "

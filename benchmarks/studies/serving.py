@@ -1,8 +1,8 @@
 """The policy server: how many robots it serves, and what happens when it is attacked, overrun and killed.
 
-    python -m benchmarks.serving                 everything; about two minutes on two idle cores
-    python -m benchmarks.serving --seconds 3     shorter
-    python -m benchmarks.serving --report        the page from what is there
+    python -m benchmarks.studies.serving                 everything; about two minutes on two idle cores
+    python -m benchmarks.studies.serving --seconds 3     shorter
+    python -m benchmarks.studies.serving --report        the page from what is there
 
 The server is `burnish serve` in a process of its own, with a network of the size of DPPO's Hopper actor and
 20 denoising steps. Numbers go to docs/results/serving/run.json; the page docs/results/serving.md is made of
@@ -323,7 +323,7 @@ def page(data: dict[str, Any]) -> str:
     cores, load = data["environment"]["cpu_count"], data["load_average"][0]
     return f"""# Serving
 
-Made by `python -m benchmarks.serving`. The server is `burnish serve`, in a process of its own and with one
+Made by `python -m benchmarks.studies.serving`. The server is `burnish serve`, in a process of its own and with one
 thread; the policy is a residual MLP of the size of DPPO's Hopper actor with {STEPS} denoising steps. Robots
 and attackers share the machine with it ({cores} cores; load average {load:.1f} at the start).
 
@@ -407,7 +407,7 @@ robot's next decision came {found["reconnected_s"]:.2f} s after that, and differ
 
 def main() -> None:
     """Measure, and write the page."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.serving", description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--report", action="store_true", help="write the page from what is there")
     options = parser.parse_args()

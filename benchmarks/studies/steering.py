@@ -1,8 +1,8 @@
 """Steering: how well the strategies of inference-time policy steering follow sketches.
 
-    python -m benchmarks.steering                        clones a policy for every task, and measures it
-    python -m benchmarks.steering avoid pointmaze-large=<run or policy directory>
-    python -m benchmarks.steering --report               the page from what is there
+    python -m benchmarks.studies.steering                        clones a policy for every task, and measures it
+    python -m benchmarks.studies.steering avoid pointmaze-large=<run or policy directory>
+    python -m benchmarks.studies.steering --report               the page from what is there
 
 A sketch leads along one of the ways through a task. *Careful* ones are drawn where there is room; *rough*
 ones lie beside them, further than there is room. All strategies play the same episodes. The numbers are
@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from algos.training.provenance import describe_environment
-from benchmarks import once
-from benchmarks.steering_tasks import TASKS, Task, off_sketch
+from benchmarks.studies import once
+from benchmarks.studies.steering_tasks import TASKS, Task, off_sketch
 from burnish.commands.collect import CollectConfig, record
 from burnish.config import register_configs
 from burnish.locate import locate
@@ -154,7 +154,7 @@ def cloned(name: str, root: Path) -> str:
 
 # -- report ---------------------------------------------------------------------------------------------
 
-INTRODUCTION = """`python -m benchmarks.steering`: cloned policies follow sketches, without being trained for
+INTRODUCTION = """`python -m benchmarks.studies.steering`: cloned policies follow sketches, without being trained for
 it. Careful sketches are drawn where there is room, rough ones where there is none.
 
 - *took the way*: success along the sketched way (task alignment). *free*: nothing touched (constraint

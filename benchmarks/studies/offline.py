@@ -1,10 +1,10 @@
 """Study of offline learning: datasets, algorithms and seeds, each with and without a correction of actions.
 
-    python -m benchmarks.offline hopper-medium --dataset FILE --algos bc,td3_bc,prdc,a2pr --seeds 0,1,2
-    python -m benchmarks.offline halfcheetah-medium             records its dataset itself
-    python -m benchmarks.offline hopper-medium --dataset FILE --algos flow+prdc     tunes a cloned flow
-    python -m benchmarks.offline hopper-medium --report         table and curve from what is there
-    python -m benchmarks.offline hopper-medium --dataset FILE --discounts   what a discount tells of the data
+    python -m benchmarks.studies.offline hopper-medium --dataset FILE --algos bc,td3_bc,prdc,a2pr --seeds 0,1,2
+    python -m benchmarks.studies.offline halfcheetah-medium             records its dataset itself
+    python -m benchmarks.studies.offline hopper-medium --dataset FILE --algos flow+prdc     tunes a cloned flow
+    python -m benchmarks.studies.offline hopper-medium --report         table and curve from what is there
+    python -m benchmarks.studies.offline hopper-medium --dataset FILE --discounts   what a discount tells of the data
 
 Settings are those of the data's own experiment (`hopper_medium_expert_iql`), or else of the task's
 (`hopper_iql`); `bc` clones the network of these actors, with as many steps as TD3 gives to its actor. Each
@@ -39,8 +39,8 @@ from algos.training.metrics import read_jsonl
 from algos.training.provenance import describe_environment
 from algos.training.resume_checks import digest_of
 from benchmarks import pages
-from benchmarks.learning import EPISODES, RESULTS, busy, describe_dataset, episode_columns
-from benchmarks.once import trained
+from benchmarks.studies.learning import EPISODES, RESULTS, busy, describe_dataset, episode_columns
+from benchmarks.studies.once import trained
 from burnish.config import scan_parts
 from burnish.last_and_best import last_and_best
 from burnish.overrides import experiments
@@ -311,7 +311,7 @@ def report() -> Path:
     """Write docs/results/offline.md and a curve per dataset."""
     lines = [
         "# Offline learning", "",
-        "`python -m benchmarks.offline <data> --dataset FILE`: the experiment of the data, or else of "
+        "`python -m benchmarks.studies.offline <data> --dataset FILE`: the experiment of the data, or else of "
         "the task, `<task>_<algorithm>`; D4RL scores (0 random, 100 expert) with 95 % intervals over seeds "
         "and episodes, the mean of the worst tenth of all episodes (CVaR), and the best score among that "
         f"tenth (VaR); α = {RISK_SHARE:g} of both. *Best* is the checkpoint that evaluated best on the way, "

@@ -21,7 +21,7 @@ import importlib
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from burnish.own_packages import require_own_packages
+from burnish.name_clashes import require_own_packages
 
 if TYPE_CHECKING:
     from burnish.api import (
@@ -90,7 +90,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name from its home on first use.
 
     Raises:
-        ImportError: If another project's package hides one of ours; see `burnish.own_packages`.
+        ImportError: If another project's package hides one of ours; see `burnish.name_clashes`.
     """
     if name not in _HOMES:
         raise AttributeError(f"module 'burnish' has no attribute '{name}'")

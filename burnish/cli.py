@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from burnish.commands import COMMANDS
-from burnish.own_packages import require_own_packages
+from burnish.name_clashes import require_own_packages
 
 _THREAD_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
 """Waiting threads cost far more than they bring on small networks; set before anything numeric loads.

@@ -1,4 +1,4 @@
-"""The page of every key, made from the dataclasses: `python -m burnish.keys` rewrites docs/keys.md.
+"""The page of every key, made from the dataclasses: `python -m burnish.commands.keys` rewrites docs/keys.md.
 
 A key is explained in one place, next to its default: in the comment behind the field, or in the section
 `Args` or `Attributes` of the docstring.
@@ -43,7 +43,7 @@ HEAD = [ROW.format("key", "type", "default", "what it decides"), "|---|---|---|-
 INTRODUCTION = """# Keys
 
 Every key of every command and of every part, with its type and default. This page is written by
-`python -m burnish.keys` from the dataclasses, the only home of defaults and explanations; a test compares the
+`python -m burnish.commands.keys` from the dataclasses, the only home of defaults and explanations; a test compares the
 two. What the keys of an algorithm mean together is on its page ([BC](algorithms/bc.md),
 [DPPO](algorithms/dppo.md), [PPO](algorithms/ppo.md)); how keys are written is in [cli.md](cli.md). An
 experiment changes defaults: `--cfg job` prints what a command would take.
@@ -62,7 +62,9 @@ EXTRA = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page."""
-    parser = argparse.ArgumentParser(prog="python -m burnish.keys", description="Write the page of keys.")
+    parser = argparse.ArgumentParser(
+        prog="python -m burnish.commands.keys", description="Write the page of keys."
+    )
     parser.add_argument("path", nargs="?", default=PAGE)
     path = Path(parser.parse_args(arguments).path)
     path.write_text(page(), encoding="utf-8")

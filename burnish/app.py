@@ -18,10 +18,10 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, flag_override
 
 from burnish.commands import COMMANDS
-from burnish.config import register_configs, to_command
-from burnish.explain import USER_ERRORS, explain
+from burnish.config.errors import USER_ERRORS, explain
+from burnish.config.overrides import check_arguments, quoted, with_home
+from burnish.config.schema import register_configs, to_command
 from burnish.job import Job, goes_on_in_place
-from burnish.overrides import check_arguments, quoted, with_home
 
 EXIT_USER_ERROR = 2
 

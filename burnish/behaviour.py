@@ -10,7 +10,7 @@ from typing import Any
 
 from algos.training.run_directory import RunDirectory
 from burnish.commands.evaluate import evaluate_with
-from burnish.config import restore
+from burnish.config.schema import restore
 from burnish.console import Counting
 from burnish.locate import Located, locate
 from burnish.pictures import film_strip, to_png

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from algos.gpc import Search, Trial, WeightEstimate, estimate_weights, search_weights
 from algos.training.run_directory import new_folder
-from burnish.config import describe_part
+from burnish.config.schema import describe_part
 from burnish.console import Counting, table
 from burnish.locate import Located, check_folder_to_write, locate, place_now
 from burnish.tasks import task_of

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from algos.offline.batched_seeds import ONE_BY_ONE
 from algos.offline.loop import TrainsSeeds
 from algos.training.resume_checks import settings_of
-from burnish.config import describe
+from burnish.config.schema import describe
+from burnish.config.unused_keys import keys_of
 from burnish.locate import RUN_CONFIG, check_folder_to_write, folder_of, seed_folders
-from burnish.without_effect import keys_of
 from envs.evaluation_protocol import check_seeds
 from policies import registry
 from policies.errors import CheckpointError, ConfigError

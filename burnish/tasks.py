@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from burnish.config import restore_part
+from burnish.config.schema import restore_part
 from burnish.locate import Located
 from envs.evaluation_protocol import describe_task
 from policies.errors import ConfigError

@@ -21,7 +21,7 @@ from burnish.app import with_main_key
 from burnish.cli import split_command
 from burnish.commands import COMMANDS
 from burnish.commands.list import KINDS
-from burnish.config import GROUPS, compose_config, scan_parts
+from burnish.config.schema import GROUPS, compose_config, scan_parts
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones import Backbone

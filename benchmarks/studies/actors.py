@@ -17,7 +17,7 @@ import numpy as np
 
 from algos.training.run_directory import RunDirectory
 from burnish.commands.train import train
-from burnish.config import compose_config
+from burnish.config.schema import compose_config
 from burnish.console import output, table
 from burnish.job import Job
 from envs.evaluation import Evaluation

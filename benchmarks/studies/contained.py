@@ -26,7 +26,7 @@ from benchmarks.studies.definitions import STUDIES
 from benchmarks.studies.learning import demonstrations, describe_dataset, recipe
 from benchmarks.studies.once import trained
 from burnish.commands.evaluate import task_of
-from burnish.config import register_configs
+from burnish.config.schema import register_configs
 from burnish.locate import locate
 from envs.evaluation import evaluate
 from envs.evaluation_protocol import EvaluationSettings

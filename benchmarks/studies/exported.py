@@ -28,7 +28,7 @@ from benchmarks import pages
 from benchmarks.studies import families
 from burnish.commands.evaluate import task_of
 from burnish.commands.export import surroundings_of
-from burnish.config import register_configs
+from burnish.config.schema import register_configs
 from burnish.locate import Located, locate
 from envs.comparison import compare
 from envs.evaluation import Evaluation, evaluate

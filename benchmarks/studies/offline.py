@@ -41,9 +41,9 @@ from algos.training.resume_checks import digest_of
 from benchmarks import pages
 from benchmarks.studies.learning import EPISODES, RESULTS, busy, describe_dataset, episode_columns
 from benchmarks.studies.once import trained
-from burnish.config import scan_parts
+from burnish.config.overrides import experiments
+from burnish.config.schema import scan_parts
 from burnish.last_and_best import last_and_best
-from burnish.overrides import experiments
 from envs.comparison import FEWEST_EPISODES
 from envs.datasets import read_dataset
 from envs.evaluation import Evaluation, evaluate

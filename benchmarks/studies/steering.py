@@ -26,7 +26,7 @@ from algos.training.provenance import describe_environment
 from benchmarks.studies import once
 from benchmarks.studies.steering_tasks import TASKS, Task, off_sketch
 from burnish.commands.collect import CollectConfig, record
-from burnish.config import register_configs
+from burnish.config.schema import register_configs
 from burnish.locate import locate
 from burnish.pictures import to_png
 from envs.episodes import EpisodeRow

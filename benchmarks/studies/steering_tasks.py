@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import numpy as np
 import torch
 
-from burnish.config import compose_config
+from burnish.config.schema import compose_config
 from envs.avoid import CONTROL_HZ, MAX_SPEED, Avoid, load_scene
 from envs.episodes import EpisodeRow
 from envs.experts.avoid import plan as draw_path

@@ -99,7 +99,7 @@ def _ours() -> Iterator[Finding]:
 
 
 def _parts() -> Iterator[Finding]:
-    from burnish.config import GROUPS, scan_parts
+    from burnish.config.schema import GROUPS, scan_parts
     from policies import registry
 
     try:

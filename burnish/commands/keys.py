@@ -25,9 +25,9 @@ import omegaconf
 from burnish.commands import COMMANDS
 from burnish.commands.list import summary
 from burnish.commands.train import PolicyShape
-from burnish.config import GROUPS, scan_parts
+from burnish.config.overrides import default_options
+from burnish.config.schema import GROUPS, scan_parts
 from burnish.console import output
-from burnish.overrides import default_options
 from envs.datasets import reader_options
 from policies import registry
 from policies.policy import PolicyConfig

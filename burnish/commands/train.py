@@ -19,7 +19,14 @@ from algos.training.run_directory import RunDirectory, eval_name, new_folder
 from algos.training.signals import Interrupted
 from algos.training.trainer import Member, TrainerSettings, train_together
 from burnish.commands.evaluate import evaluate_with, headline
-from burnish.config import GROUPS, describe, describe_part, restore
+from burnish.config.schema import GROUPS, describe, describe_part, restore
+from burnish.config.unused_keys import (
+    keys_of,
+    refuse_a_new_policy_beside_init,
+    refuse_a_new_policy_where_algo_makes_it,
+    say_what_init_replaces,
+    say_where_nothing_is_evaluated,
+)
 from burnish.console import output, table
 from burnish.device import device_of
 from burnish.job import Job
@@ -42,13 +49,6 @@ from burnish.seeds import (
     require_distinct,
     require_room,
     require_together,
-)
-from burnish.without_effect import (
-    keys_of,
-    refuse_a_new_policy_beside_init,
-    refuse_a_new_policy_where_algo_makes_it,
-    say_what_init_replaces,
-    say_where_nothing_is_evaluated,
 )
 from envs.datasets import EpisodeDataset, lasting_options, read_dataset
 from envs.datasets.catalogue import find_dataset

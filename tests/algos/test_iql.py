@@ -25,7 +25,7 @@ from torch import nn
 
 from algos.base import Setup
 from algos.iql import IqlConfig
-from burnish.config import compose_config
+from burnish.config.schema import compose_config
 from policies.deterministic import DeterministicPolicy
 from policies.errors import ConfigError
 from policies.processes import RectifiedFlow

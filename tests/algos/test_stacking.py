@@ -26,7 +26,7 @@ from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from algos.training.serialization import to_plain
 from algos.training.trainer import Member, TrainerSettings, train, train_together
-from burnish.config import scan_parts
+from burnish.config.schema import scan_parts
 from policies import registry
 from policies.backbones.mlp import MlpConfig
 from policies.deterministic import DeterministicProcess

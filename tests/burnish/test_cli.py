@@ -17,8 +17,8 @@ from burnish.commands import doctor as doctor_command
 from burnish.commands.doctor import main as doctor
 from burnish.commands.list import availability
 from burnish.commands.list import main as list_command
-from burnish.config import GROUPS
-from burnish.overrides import groups_of, keys_of, with_home
+from burnish.config.overrides import groups_of, keys_of, with_home
+from burnish.config.schema import GROUPS
 from envs import rendering
 
 

@@ -12,7 +12,7 @@ import torch
 
 import burnish
 from burnish import cli
-from burnish.config import describe_part
+from burnish.config.schema import describe_part
 from envs.collect import collect
 from envs.datasets import write_robomimic
 from envs.make import env

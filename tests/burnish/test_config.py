@@ -9,7 +9,15 @@ import yaml
 from omegaconf import OmegaConf
 
 from burnish.commands.train import PolicyShape, TrainConfig
-from burnish.config import GROUPS, compose_config, describe, register_configs, restore, scan_parts, to_object
+from burnish.config.schema import (
+    GROUPS,
+    compose_config,
+    describe,
+    register_configs,
+    restore,
+    scan_parts,
+    to_object,
+)
 from policies import registry
 from policies.errors import ConfigError
 from policies.policy import PART_GROUPS, PolicyConfig

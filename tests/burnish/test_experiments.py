@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 import configs
 from burnish.commands import train as train_command
 from burnish.commands.train import TrainConfig
-from burnish.config import GROUPS, compose_config, scan_parts
+from burnish.config.overrides import experiments
+from burnish.config.schema import GROUPS, compose_config, scan_parts
 from burnish.job import Job
-from burnish.overrides import experiments
 from envs.datasets import EpisodeDataset, write_robomimic
 from envs.datasets.episodes import Episode
 from policies import registry

@@ -25,7 +25,7 @@ from burnish.commands import train as train_command
 from burnish.commands.evaluate import describe_comparison
 from burnish.commands.export import surroundings_of
 from burnish.commands.train import prepare
-from burnish.config import compose_config
+from burnish.config.schema import compose_config
 from burnish.console import log_lines
 from burnish.job import Job
 from burnish.locate import locate

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from algos.base import Setup
 from algos.training.serialization import from_plain, to_plain
-from burnish.config import scan_parts
+from burnish.config.schema import scan_parts
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones.mlp import MlpConfig

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from drawing import require_drawing
 
-from burnish.config import describe_part, restore_part
+from burnish.config.schema import describe_part, restore_part
 from envs.make import env, list_envs
 from envs.pixels import FREE, Pictured
 from envs.spec import EnvConfig

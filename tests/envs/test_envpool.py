@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from burnish.commands.train import train
-from burnish.config import compose_config
+from burnish.config.schema import compose_config
 from burnish.job import Job
 from envs.envpool import check_release, task_of, vector_on
 from envs.make import env

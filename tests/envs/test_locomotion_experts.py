@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from burnish.commands.collect import record
-from burnish.config import compose_config
+from burnish.config.schema import compose_config
 from envs.collect import collect
 from envs.datasets import read_dataset
 from envs.experts.locomotion import EXPERTS, actor

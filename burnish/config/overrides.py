@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from burnish.commands import COMMANDS
-from burnish.explain import closest, explain
+from burnish.config.errors import closest, explain
 from policies import registry
 from policies.errors import ConfigError
 

@@ -24,8 +24,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from burnish.explain import explain, unknown_key
-from burnish.overrides import check_overrides, describe_groups
+from burnish.config.errors import explain, unknown_key
+from burnish.config.overrides import check_overrides, describe_groups
 from policies import registry
 from policies.errors import ConfigError
 from policies.paths import at_home

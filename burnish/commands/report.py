@@ -14,14 +14,14 @@ import numpy as np
 
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
-from burnish.behaviour import Stage, describe_ways, draw_behaviour
 from burnish.commands.evaluate import SUMMARISED, describe_comparison
 from burnish.console import output
 from burnish.job import Job
 from burnish.last_and_best import last_and_best
 from burnish.locate import check_folder_to_write, locate, name_of_run, seed_folders
-from burnish.page import Page
-from burnish.pictures import learning_curves, run_colours
+from burnish.reports.figures import learning_curves, run_colours
+from burnish.reports.html import Page
+from burnish.reports.rollouts import Stage, describe_ways, draw_behaviour
 from burnish.seeds import require_complete
 from burnish.tasks import description_of, options_that_differ
 from envs.comparison import format_interval

@@ -11,7 +11,7 @@ import pytest
 from algos.training.run_directory import RunDirectory
 from burnish.commands.report import _numbers, grouped
 from burnish.last_and_best import last_and_best
-from burnish.page import Page
+from burnish.reports.html import Page
 from envs.episodes import EpisodeRow
 from envs.evaluation import Evaluation
 

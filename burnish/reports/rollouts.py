@@ -13,7 +13,7 @@ from burnish.commands.evaluate import evaluate_with
 from burnish.config.schema import restore
 from burnish.console import Counting
 from burnish.locate import Located, locate
-from burnish.pictures import film_strip, to_png
+from burnish.reports.figures import film_strip, to_png
 from burnish.tasks import task_of
 from envs.episodes import EpisodeRow
 from envs.evaluation_protocol import EvaluationSettings

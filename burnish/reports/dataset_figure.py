@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from burnish.pictures import new_figure, to_png
+from burnish.reports.figures import new_figure, to_png
 from envs.datasets import EpisodeDataset
 
 if TYPE_CHECKING:

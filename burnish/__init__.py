@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         train,
         train_seeds,
     )
-    from burnish.locate import load_policy
+    from burnish.runs.locate import load_policy
     from policies.folder import save_policy
     from policies.hub import from_pretrained, push_to_hub, save_pretrained
 
@@ -78,7 +78,7 @@ _HOMES = {
     "report": "burnish.api",
     "train": "burnish.api",
     "train_seeds": "burnish.api",
-    "load_policy": "burnish.locate",
+    "load_policy": "burnish.runs.locate",
     "save_policy": "policies.folder",
     "from_pretrained": "policies.hub",
     "push_to_hub": "policies.hub",

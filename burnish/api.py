@@ -17,12 +17,12 @@ from burnish.commands import importing as import_command
 from burnish.commands import report as report_command
 from burnish.commands import train as train_command
 from burnish.commands.evaluate import Result
-from burnish.composition import CompositionResult, compose_and_compare
 from burnish.config.overrides import quoted, with_home
 from burnish.config.schema import compose_config
 from burnish.console import log_lines
-from burnish.job import Job, goes_on_in_place
-from burnish.locate import locate, place_now
+from burnish.runs.composition import CompositionResult, compose_and_compare
+from burnish.runs.context import Job, goes_on_in_place
+from burnish.runs.locate import locate, place_now
 from policies import registry
 from policies.errors import ConfigError
 from policies.export_folder import ExportReport

@@ -21,7 +21,7 @@ from burnish.commands import COMMANDS
 from burnish.config.errors import USER_ERRORS, explain
 from burnish.config.overrides import check_arguments, quoted, with_home
 from burnish.config.schema import register_configs, to_command
-from burnish.job import Job, goes_on_in_place
+from burnish.runs.context import Job, goes_on_in_place
 
 EXIT_USER_ERROR = 2
 

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import burnish
     from algos.training.run_directory import new_folder
     from burnish.console import output
-    from burnish.locate import place_now
+    from burnish.runs.locate import place_now
     from envs.comparison import format_interval
 
     out, console = new_folder(place_now("demo")), output()

@@ -19,7 +19,7 @@ from algos.training.run_directory import RunDirectory
 from burnish.commands.train import train
 from burnish.config.schema import compose_config
 from burnish.console import output, table
-from burnish.job import Job
+from burnish.runs.context import Job
 from envs.evaluation import Evaluation
 from policies.folder import load_policy, read_config, save_policy
 

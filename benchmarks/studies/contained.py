@@ -27,7 +27,7 @@ from benchmarks.studies.learning import demonstrations, describe_dataset, recipe
 from benchmarks.studies.once import trained
 from burnish.commands.evaluate import task_of
 from burnish.config.schema import register_configs
-from burnish.locate import locate
+from burnish.runs.locate import locate
 from envs.evaluation import evaluate
 from envs.evaluation_protocol import EvaluationSettings
 from envs.statistics import bootstrap_mean

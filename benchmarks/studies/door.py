@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks import pages
 from benchmarks.studies import once
 from burnish.config.schema import register_configs
-from burnish.locate import locate
+from burnish.runs.locate import locate
 from envs.adroit import AdroitDoor
 from envs.datasets import read_dataset
 from envs.datasets.episodes import EpisodeDataset

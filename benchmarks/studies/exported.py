@@ -29,7 +29,7 @@ from benchmarks.studies import families
 from burnish.commands.evaluate import task_of
 from burnish.commands.export import surroundings_of
 from burnish.config.schema import register_configs
-from burnish.locate import Located, locate
+from burnish.runs.locate import Located, locate
 from envs.comparison import compare
 from envs.evaluation import Evaluation, evaluate
 from envs.spec import EnvConfig

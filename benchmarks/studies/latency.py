@@ -23,7 +23,7 @@ import torch
 from benchmarks import pages
 from burnish.commands.evaluate import task_of
 from burnish.config.schema import register_configs
-from burnish.locate import locate
+from burnish.runs.locate import locate
 from envs.spec import EnvConfig
 from envs.statistics import paired_difference, wilson
 from policies.executor import Execution, Executor, WarmStart

@@ -43,7 +43,7 @@ from benchmarks.studies.learning import EPISODES, RESULTS, busy, describe_datase
 from benchmarks.studies.once import trained
 from burnish.config.overrides import experiments
 from burnish.config.schema import scan_parts
-from burnish.last_and_best import last_and_best
+from burnish.runs.best_evaluation import last_and_best
 from envs.comparison import FEWEST_EPISODES
 from envs.datasets import read_dataset
 from envs.evaluation import Evaluation, evaluate

@@ -27,8 +27,8 @@ from benchmarks.studies import once
 from benchmarks.studies.steering_tasks import TASKS, Task, off_sketch
 from burnish.commands.collect import CollectConfig, record
 from burnish.config.schema import register_configs
-from burnish.locate import locate
 from burnish.reports.figures import to_png
+from burnish.runs.locate import locate
 from envs.episodes import EpisodeRow
 from envs.evaluation import evaluate
 from envs.statistics import bootstrap_mean, wilson

@@ -25,7 +25,7 @@ from benchmarks import pages
 from benchmarks.studies import once
 from burnish.commands.evaluate import task_of
 from burnish.config.schema import register_configs
-from burnish.locate import Located, locate
+from burnish.runs.locate import Located, locate
 from envs.evaluation import Evaluation, evaluate
 from envs.statistics import Interval, paired_difference, success_rate
 from policies.denoising import DenoisingPolicy

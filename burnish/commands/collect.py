@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from burnish.console import Counting, output, table
-from burnish.job import Job
-from burnish.locate import check_file_to_write, check_folder_to_write
+from burnish.runs.context import Job
+from burnish.runs.locate import check_file_to_write, check_folder_to_write
 from envs.collect import MAX_ATTEMPTS, collect
 from envs.datasets import EpisodeDataset, write_dataset
 from envs.datasets.minari_writer import check_place

@@ -12,8 +12,8 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from burnish.console import Counting, output, table
-from burnish.job import Job
-from burnish.locate import check_folder_to_write
+from burnish.runs.context import Job
+from burnish.runs.locate import check_folder_to_write
 from envs.datasets.catalogue import Entry, RemoteFile, catalogue, download_folder, lookup
 from envs.datasets.download import fetch, file_sum
 from policies.errors import ConfigError, DatasetError

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from burnish.console import Counting, output, table
-from burnish.job import Job
-from burnish.locate import check_folder_to_write
 from burnish.reports.dataset_figure import draw_dataset
+from burnish.runs.context import Job
+from burnish.runs.locate import check_folder_to_write
 from envs.datasets import EpisodeDataset, fitting_options, read_dataset
 from envs.datasets import measures as measure
 from envs.datasets.catalogue import find_dataset

@@ -13,11 +13,11 @@ from rich.table import Table
 
 from algos.gpc import EstimateSettings, SearchSettings
 from algos.training.run_directory import RunDirectory, eval_name
-from burnish.composition import CompositionResult, compose_and_compare
 from burnish.console import Counting, output, table
-from burnish.job import Job
-from burnish.locate import Located, check_file_to_write, locate_actor
-from burnish.tasks import say_what_differs, task_of
+from burnish.runs.composition import CompositionResult, compose_and_compare
+from burnish.runs.context import Job
+from burnish.runs.locate import Located, check_file_to_write, locate_actor
+from burnish.runs.tasks import say_what_differs, task_of
 from envs.comparison import Comparison, compare, format_interval
 from envs.evaluation import Evaluation
 from envs.evaluation import evaluate as run_episodes

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import cast
 
 from burnish.console import output, table
-from burnish.job import Job
-from burnish.locate import Located, check_folder_to_write, locate
-from burnish.tasks import task_of
+from burnish.runs.context import Job
+from burnish.runs.locate import Located, check_folder_to_write, locate
+from burnish.runs.tasks import task_of
 from envs.evaluation_protocol import check_seeds, with_steps
 from policies.errors import ConfigError
 from policies.export import FORMATS, export_policy

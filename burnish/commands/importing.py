@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from burnish.console import output, table
-from burnish.job import Job
-from burnish.locate import check_folder_to_write
+from burnish.runs.context import Job
+from burnish.runs.locate import check_folder_to_write
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
 from policies.folder import save_policy

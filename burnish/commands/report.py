@@ -16,14 +16,14 @@ from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from burnish.commands.evaluate import SUMMARISED, describe_comparison
 from burnish.console import output
-from burnish.job import Job
-from burnish.last_and_best import last_and_best
-from burnish.locate import check_folder_to_write, locate, name_of_run, seed_folders
 from burnish.reports.figures import learning_curves, run_colours
 from burnish.reports.html import Page
 from burnish.reports.rollouts import Stage, describe_ways, draw_behaviour
-from burnish.seeds import require_complete
-from burnish.tasks import description_of, options_that_differ
+from burnish.runs.best_evaluation import last_and_best
+from burnish.runs.context import Job
+from burnish.runs.locate import check_folder_to_write, locate, name_of_run, seed_folders
+from burnish.runs.seeds import require_complete
+from burnish.runs.tasks import description_of, options_that_differ
 from envs.comparison import format_interval
 from envs.evaluation import Evaluation
 from envs.evaluation_protocol import check_seeds

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 from burnish.commands.export import surroundings_of
 from burnish.console import output
-from burnish.device import device_of
-from burnish.job import Job
-from burnish.locate import locate
+from burnish.runs.context import Job
+from burnish.runs.device import device_of
+from burnish.runs.locate import locate
 from envs.evaluation_protocol import with_steps
 from policies.checksums import sha256
 from policies.curve import make_keys

@@ -28,18 +28,11 @@ from burnish.config.unused_keys import (
     say_where_nothing_is_evaluated,
 )
 from burnish.console import output, table
-from burnish.device import device_of
-from burnish.job import Job
-from burnish.last_and_best import last_and_best
-from burnish.locate import (
-    RUN_CONFIG,
-    Located,
-    check_folder_to_write,
-    folder_of,
-    locate,
-    seed_folders,
-)
-from burnish.seeds import (
+from burnish.runs.best_evaluation import last_and_best
+from burnish.runs.context import Job
+from burnish.runs.device import device_of
+from burnish.runs.locate import RUN_CONFIG, Located, check_folder_to_write, folder_of, locate, seed_folders
+from burnish.runs.seeds import (
     forget_seeds,
     has_seeds,
     note_seeds,

@@ -12,9 +12,9 @@ from algos.training.run_directory import RunDirectory
 from burnish.commands.evaluate import evaluate_with
 from burnish.config.schema import restore
 from burnish.console import Counting
-from burnish.locate import Located, locate
 from burnish.reports.figures import film_strip, to_png
-from burnish.tasks import task_of
+from burnish.runs.locate import Located, locate
+from burnish.runs.tasks import task_of
 from envs.episodes import EpisodeRow
 from envs.evaluation_protocol import EvaluationSettings
 from policies.errors import CapabilityError

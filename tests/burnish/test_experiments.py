@@ -17,7 +17,7 @@ from burnish.commands import train as train_command
 from burnish.commands.train import TrainConfig
 from burnish.config.overrides import experiments
 from burnish.config.schema import GROUPS, compose_config, scan_parts
-from burnish.job import Job
+from burnish.runs.context import Job
 from envs.datasets import EpisodeDataset, write_robomimic
 from envs.datasets.episodes import Episode
 from policies import registry

@@ -11,7 +11,7 @@ from foreign_checkpoints import TOLERANCE, example, write
 import burnish
 from burnish.commands import importing as command
 from burnish.config.schema import compose_config
-from burnish.job import Job
+from burnish.runs.context import Job
 from policies.errors import CheckpointError, ConfigError
 from policies.folder import read_config
 from policies.protocols import Cond

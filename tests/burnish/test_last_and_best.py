@@ -10,8 +10,8 @@ import pytest
 
 from algos.training.run_directory import RunDirectory
 from burnish.commands.report import _numbers, grouped
-from burnish.last_and_best import last_and_best
 from burnish.reports.html import Page
+from burnish.runs.best_evaluation import last_and_best
 from envs.episodes import EpisodeRow
 from envs.evaluation import Evaluation
 

@@ -27,9 +27,9 @@ from burnish.commands.export import surroundings_of
 from burnish.commands.train import prepare
 from burnish.config.schema import compose_config
 from burnish.console import log_lines
-from burnish.job import Job
-from burnish.locate import locate
-from burnish.tasks import task_of
+from burnish.runs.context import Job
+from burnish.runs.locate import locate
+from burnish.runs.tasks import task_of
 from envs.avoid import Avoid
 from envs.datasets import read_dataset
 from policies.errors import CheckpointError, ConfigError, DatasetError, ExportError

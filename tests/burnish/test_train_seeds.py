@@ -17,7 +17,7 @@ from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from burnish import cli
 from burnish.api import Run
-from burnish.locate import seed_folders
+from burnish.runs.locate import seed_folders
 from envs.datasets import Episode, EpisodeDataset, write_d4rl
 from policies.errors import CheckpointError, ConfigError, TrainingError
 

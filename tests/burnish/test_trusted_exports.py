@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from burnish import cli
-from burnish.locate import locate_actor
+from burnish.runs.locate import locate_actor
 from policies.errors import ExportError
 from policies.export import export_policy
 from policies.gaussian import GaussianProcess

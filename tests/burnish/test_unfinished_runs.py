@@ -84,7 +84,7 @@ class OneSecond(datetime):
 def test_runs_that_start_in_the_same_second_have_a_folder_each(
     demos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for clock in ("hydra.core.utils.datetime", "burnish.locate.datetime"):
+    for clock in ("hydra.core.utils.datetime", "burnish.runs.locate.datetime"):
         monkeypatch.setattr(clock, OneSecond)
     monkeypatch.chdir(tmp_path)
     settings = {"name": "twin", "dataset": str(demos), **TINY}

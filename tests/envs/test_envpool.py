@@ -13,7 +13,7 @@ import pytest
 
 from burnish.commands.train import train
 from burnish.config.schema import compose_config
-from burnish.job import Job
+from burnish.runs.context import Job
 from envs.envpool import check_release, task_of, vector_on
 from envs.make import env
 from envs.robots import RobotStepper, States

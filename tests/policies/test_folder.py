@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from small_policies import observations, small_policy
 
 from algos.base import Setup
-from burnish.locate import locate
+from burnish.runs.locate import locate
 from policies import folder, registry, replacing
 from policies.compose import compose
 from policies.errors import CheckpointError, ConfigError, MissingExtraError

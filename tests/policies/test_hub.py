@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard
 from small_policies import observations, small_policy
 
 import burnish
-from burnish.locate import locate
+from burnish.runs.locate import locate
 from policies import hub
 from policies.errors import CheckpointError, ConfigError
 from policies.folder import save_policy

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from burnish.config.schema import restore_part
-from burnish.locate import Located
+from burnish.runs.locate import Located
 from envs.evaluation_protocol import describe_task
 from policies.errors import ConfigError
 

@@ -18,8 +18,8 @@ from algos.gpc import Search, Trial, WeightEstimate, estimate_weights, search_we
 from algos.training.run_directory import new_folder
 from burnish.config.schema import describe_part
 from burnish.console import Counting, table
-from burnish.locate import Located, check_folder_to_write, locate, place_now
-from burnish.tasks import task_of
+from burnish.runs.locate import Located, check_folder_to_write, locate, place_now
+from burnish.runs.tasks import task_of
 from envs.comparison import Comparison, compare, format_interval
 from envs.datasets import read_dataset
 from envs.evaluation import Evaluation

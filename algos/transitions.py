@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.memory import require_memory
+from envs.datasets.free_memory import require_memory
 from policies.errors import DatasetError
 from policies.normalizer import box_statistics
 from policies.policy import Policy

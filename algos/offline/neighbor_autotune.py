@@ -33,7 +33,7 @@ from algos.offline.neighbors import (
     list_bytes,
     tree_bytes,
 )
-from envs.datasets.memory import SHARE, fits, free_memory
+from envs.datasets.free_memory import SHARE, fits, free_memory
 from policies.errors import ConfigError
 
 _log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ import h5py
 import numpy as np
 import torch
 
-from envs.datasets import EpisodeDataset, memory, read_dataset
+from envs.datasets import EpisodeDataset, free_memory, read_dataset
 from envs.datasets.catalogue import FOLDER_VARIABLE
 from policies.protocols import ChunkSpec
 
@@ -59,7 +59,7 @@ def batches(data: EpisodeDataset) -> None:
 def measure(path: Path) -> dict[str, float]:
     """Return CPU seconds by what was done."""
     inside, read_inside = timed(lambda: read_dataset(path))
-    with mock.patch.object(memory, "free_memory", lambda: 1):
+    with mock.patch.object(free_memory, "free_memory", lambda: 1):
         outside, read_outside = timed(lambda: read_dataset(path, cache=path.parent))
     with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(path.parent / "first")}):
         statistics, pass_over = timed(inside.statistics)

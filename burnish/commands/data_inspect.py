@@ -16,10 +16,10 @@ from burnish.reports.dataset_figure import draw_dataset
 from burnish.runs.context import Job
 from burnish.runs.locate import check_folder_to_write
 from envs.datasets import EpisodeDataset, fitting_options, read_dataset
-from envs.datasets import measures as measure
+from envs.datasets import quality as measure
 from envs.datasets.catalogue import find_dataset
+from envs.datasets.inspect import KeyFacts, describe_file, size_of
 from envs.datasets.recorded_task import describe_task
-from envs.datasets.schema import KeyFacts, describe_file, size_of
 from envs.datasets.scores import normalized_score, reference
 from envs.evaluation_protocol import check_seeds
 from policies.errors import ConfigError, DatasetError

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from envs.datasets.room import pieces
+from envs.datasets.array_storage import pieces
 from policies.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:

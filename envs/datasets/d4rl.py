@@ -25,9 +25,9 @@ from typing import Any
 import h5py
 import numpy as np
 
+from envs.datasets.array_storage import MEMORY, Room, pieces, room_for
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.hdf5 import peek_hdf5, read_hdf5, read_value
-from envs.datasets.room import MEMORY, Room, pieces, room_for
 from policies.errors import ConfigError, DatasetError
 
 _log = logging.getLogger(__name__)

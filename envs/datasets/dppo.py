@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
+from envs.datasets.array_storage import Room, pieces
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.npz import Arrays, check_flags, check_rows, column, peek_npz, read_npz, read_npz_into
-from envs.datasets.room import Room, pieces
 from envs.datasets.unread import tell_unread
 from policies.errors import DatasetError
 

@@ -18,10 +18,10 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from envs.datasets.array_storage import MEMORY, Frames, Room
 from envs.datasets.checks import check_dataset, check_episode
+from envs.datasets.free_memory import require_memory
 from envs.datasets.images import Images
-from envs.datasets.memory import require_memory
-from envs.datasets.room import MEMORY, Frames, Room
 from envs.datasets.statistics_cache import statistics_of
 from policies.encoders import ImageShape
 from policies.errors import DatasetError

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from envs.datasets.array_storage import pieces
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.memory import require_memory
-from envs.datasets.room import pieces
+from envs.datasets.free_memory import require_memory
 
 
 def with_goals_in_states(dataset: EpisodeDataset) -> EpisodeDataset:

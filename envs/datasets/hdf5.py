@@ -11,8 +11,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from envs.datasets.memory import require_memory
-from envs.datasets.room import MEMORY, Room, pieces
+from envs.datasets.array_storage import MEMORY, Room, pieces
+from envs.datasets.free_memory import require_memory
 from policies.errors import BurnishError, DatasetError
 
 _UNREADABLE = (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError)

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from envs.datasets.array_storage import Room, pieces, room_for
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.images import Compressed, Images, camera_of
 from envs.datasets.lerobot_storage import (
@@ -40,7 +41,6 @@ from envs.datasets.lerobot_storage import (
     width_of,
 )
 from envs.datasets.npz import Arrays, check_flags
-from envs.datasets.room import Room, pieces, room_for
 from envs.datasets.unread import tell_unread
 from envs.datasets.videos import InVideos
 from policies.encoders import ImageShape

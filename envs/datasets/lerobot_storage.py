@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from envs.datasets.array_storage import Frames, Room
 from envs.datasets.images import BlobColumn
 from envs.datasets.npz import Arrays
-from envs.datasets.room import Frames, Room
 from envs.make import require
 from policies.errors import BurnishError, DatasetError
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from envs.datasets.array_storage import Column, Frames, Room, room_for
 from envs.datasets.episodes import Episode, EpisodeDataset
 from envs.datasets.images import (
     BlobColumn,
@@ -46,7 +47,6 @@ from envs.datasets.minari_storage import (
     read_metadata,
 )
 from envs.datasets.npz import check_flags, column
-from envs.datasets.room import Column, Frames, Room, room_for
 from envs.datasets.unread import tell_unread
 from policies.encoders import ImageShape
 from policies.errors import DatasetError

@@ -13,7 +13,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from envs.datasets.room import Room, pieces, room_for
+from envs.datasets.array_storage import Room, pieces, room_for
 from policies.errors import BurnishError, DatasetError
 
 Arrays = dict[str, np.ndarray]

@@ -162,12 +162,12 @@ def test_what_has_no_room_is_refused_before_it_is_made(
     built: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = rows_of(1000)
-    monkeypatch.setattr("envs.datasets.memory.free_memory", lambda: rows.bytes_of("tree") * 2)
+    monkeypatch.setattr("envs.datasets.free_memory.free_memory", lambda: rows.bytes_of("tree") * 2)
     with pytest.raises(ConfigError, match=r"algo\.search=lists takes up to .* algo\.list_length"):
         chosen("lists", rows)
     assert built == []
     assert chosen("auto", rows).name == "tree"
-    for function in ("envs.datasets.memory.free_memory", "algos.offline.neighbor_autotune.free_memory"):
+    for function in ("envs.datasets.free_memory.free_memory", "algos.offline.neighbor_autotune.free_memory"):
         monkeypatch.setattr(function, lambda: 0)
     for how, instead in (("auto", "fewer transitions"), ("brute", r"algo\.search=tree\.")):
         with pytest.raises(ConfigError, match=rf"0\.00 GiB are free\. Take {instead}"):
@@ -177,7 +177,7 @@ def test_what_has_no_room_is_refused_before_it_is_made(
 def test_brute_force_asks_its_own_device_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows on an accelerator are compared there; a tree of them is in the memory of the machine."""
     rows = rows_of(1000)
-    monkeypatch.setattr("envs.datasets.memory.free_memory", lambda: 0)
+    monkeypatch.setattr("envs.datasets.free_memory.free_memory", lambda: 0)
     monkeypatch.setattr(Rows, "_is_there", lambda self, how: how == "brute")
     for free, fits in ((10 * rows.bytes_of("brute"), True), (rows.bytes_of("brute"), False)):
         monkeypatch.setattr(neighbor_autotune, "_free_of", lambda device, free=free: free)

@@ -19,7 +19,7 @@ from dataset_files import CUT, FORMATS, LENGTHS, made, write_dppo, write_ogbench
 
 from envs.datasets import (
     EpisodeDataset,
-    memory,
+    free_memory,
     read_dataset,
     reader_options,
     readers,
@@ -27,8 +27,8 @@ from envs.datasets import (
     write_minari,
     write_robomimic,
 )
+from envs.datasets.array_storage import Disk
 from envs.datasets.options import hint_name
-from envs.datasets.room import Disk
 from policies.errors import ConfigError
 from policies.protocols import ChunkSpec
 
@@ -270,7 +270,7 @@ def test_what_has_no_room_goes_to_the_folder_that_is_named(
     name: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = read_dataset(path)
-    monkeypatch.setattr(memory, "free_memory", lambda: 0)
+    monkeypatch.setattr(free_memory, "free_memory", lambda: 0)
     spilled = read_dataset(path, cache=tmp_path / "cache")
     assert isinstance(spilled.room, Disk) and spilled.room.folder == tmp_path / "cache"
     assert spilled.digest() == plain.digest()

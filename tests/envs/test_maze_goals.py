@@ -17,7 +17,7 @@ from algos.dppo import DppoConfig
 from algos.td3_bc import Td3BcConfig
 from envs.collect import collect
 from envs.datasets import EpisodeDataset, read_dataset, write_dataset
-from envs.datasets.room import Disk
+from envs.datasets.array_storage import Disk
 from envs.evaluation import evaluate
 from envs.fit import as_shown
 from envs.make import env

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
-from envs.datasets import memory
+from envs.datasets import free_memory
 from policies.errors import DatasetError
 
 PIECE = 2**26
@@ -114,12 +114,12 @@ def room_for(needed: int, source: str | Path, *, cache: str | Path | None = None
     Raises:
         DatasetError: If it fits on neither; names what is needed and what is free.
     """
-    if memory.fits(needed):
-        memory.tell(needed, source)
+    if free_memory.fits(needed):
+        free_memory.tell(needed, source)
         return MEMORY
     folder = spill_folder(cache)
     free = free_disk(folder)
-    have = f"{(memory.free_memory() or 0) / _GIBI:.2f} GiB of memory are free, of which {memory.SHARE:.0%}"
+    have = f"{(free_memory.free_memory() or 0) / _GIBI:.2f} GiB of memory are free, of which {free_memory.SHARE:.0%}"
     if needed > free:
         raise DatasetError(
             f"{source}: reading it takes {needed / _GIBI:.2f} GiB; {have} may be taken, and {folder} has "

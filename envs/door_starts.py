@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.datasets.d4rl import load_d4rl
+from envs.datasets.formats.d4rl import load_d4rl
 from policies.errors import DatasetError
 
 Array = np.ndarray

@@ -14,8 +14,8 @@ from burnish.runs.context import Job
 from burnish.runs.locate import check_file_to_write, check_folder_to_write
 from envs.collect import MAX_ATTEMPTS, collect
 from envs.datasets import EpisodeDataset, write_dataset
-from envs.datasets.minari_writer import check_place
-from envs.datasets.writers import FOLDERS, format_to_write
+from envs.datasets.formats.minari_writer import check_place
+from envs.datasets.formats.writers import FOLDERS, format_to_write
 from envs.evaluation_protocol import check_seeds
 from envs.spec import EnvSpec
 from policies import registry

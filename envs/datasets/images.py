@@ -20,7 +20,7 @@ from torch import Tensor
 
 from envs.datasets import free_memory
 from envs.datasets.array_storage import Column, Room
-from envs.datasets.hdf5 import read_hdf5
+from envs.datasets.formats.hdf5 import read_hdf5
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
 

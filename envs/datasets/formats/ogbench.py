@@ -23,7 +23,7 @@ import numpy as np
 
 from envs.datasets.array_storage import MEMORY, Room
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.npz import Arrays, check_flags, check_rows, column, peek_npz, read_npz_into
+from envs.datasets.formats.npz import Arrays, check_flags, check_rows, column, peek_npz, read_npz_into
 from envs.datasets.unread import tell_unread
 from policies.errors import DatasetError
 
@@ -146,7 +146,7 @@ def read(
             "and cloning would learn them. Leave it out to train.", path, int(ends.sum()),
         )  # fmt: skip
     if task is not None:
-        from envs.datasets.ogbench_tasks import rewards_of_task
+        from envs.datasets.formats.ogbench_tasks import rewards_of_task
 
         unread |= {key: "those of data.task are taken" for key in judged}
         judged = dict(zip(_JUDGED, rewards_of_task(task, rows, str(path)), strict=True))

@@ -24,7 +24,7 @@ import numpy as np
 
 from envs.datasets.array_storage import Frames, room_for
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.hdf5 import peek_hdf5, read_hdf5, read_numbers
+from envs.datasets.formats.hdf5 import peek_hdf5, read_hdf5, read_numbers
 from envs.datasets.images import Images, InHdf5, camera_of
 from envs.datasets.unread import tell_unread
 from policies.errors import DatasetError

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from envs.datasets.checks import refuse_images
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.hdf5 import write_hdf5
-from envs.datasets.minari import ACHIEVED, GOAL, OWN_ATTRIBUTE, STATE
-from envs.datasets.minari_storage import MAIN_FILE, METADATA, find_data
+from envs.datasets.formats.hdf5 import write_hdf5
+from envs.datasets.formats.minari import ACHIEVED, GOAL, OWN_ATTRIBUTE, STATE
+from envs.datasets.formats.minari_storage import MAIN_FILE, METADATA, find_data
 from envs.spec import named_options
 from policies.errors import DatasetError
 from policies.replacing import replace_folder, sync_tree

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envs.datasets.d4rl_writer import write_d4rl
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.minari_writer import write_minari
-from envs.datasets.robomimic_writer import write_robomimic
+from envs.datasets.formats.d4rl_writer import write_d4rl
+from envs.datasets.formats.minari_writer import write_minari
+from envs.datasets.formats.robomimic_writer import write_robomimic
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ import numpy as np
 
 from envs.datasets.array_storage import Room, pieces, room_for
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.images import Compressed, Images, camera_of
-from envs.datasets.lerobot_storage import (
+from envs.datasets.formats.lerobot_storage import (
     DONE,
     EPISODES,
     INDEX,
@@ -40,9 +39,10 @@ from envs.datasets.lerobot_storage import (
     read_tasks,
     width_of,
 )
-from envs.datasets.npz import Arrays, check_flags
+from envs.datasets.formats.npz import Arrays, check_flags
+from envs.datasets.formats.videos import InVideos
+from envs.datasets.images import Compressed, Images, camera_of
 from envs.datasets.unread import tell_unread
-from envs.datasets.videos import InVideos
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
 

@@ -25,17 +25,7 @@ import torch
 
 from envs.datasets.array_storage import Column, Frames, Room, room_for
 from envs.datasets.episodes import Episode, EpisodeDataset
-from envs.datasets.images import (
-    BlobColumn,
-    Compressed,
-    EncodedInHdf5,
-    Images,
-    InHdf5,
-    InMemory,
-    Store,
-    camera_of,
-)
-from envs.datasets.minari_storage import (
+from envs.datasets.formats.minari_storage import (
     BARE,
     MAIN_FILE,
     Pictures,
@@ -46,7 +36,17 @@ from envs.datasets.minari_storage import (
     read_episodes,
     read_metadata,
 )
-from envs.datasets.npz import check_flags, column
+from envs.datasets.formats.npz import check_flags, column
+from envs.datasets.images import (
+    BlobColumn,
+    Compressed,
+    EncodedInHdf5,
+    Images,
+    InHdf5,
+    InMemory,
+    Store,
+    camera_of,
+)
 from envs.datasets.unread import tell_unread
 from policies.encoders import ImageShape
 from policies.errors import DatasetError

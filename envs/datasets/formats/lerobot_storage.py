@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.array_storage import Frames, Room
+from envs.datasets.formats.npz import Arrays
 from envs.datasets.images import BlobColumn
-from envs.datasets.npz import Arrays
 from envs.make import require
 from policies.errors import BurnishError, DatasetError
 

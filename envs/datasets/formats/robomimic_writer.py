@@ -1,4 +1,4 @@
-"""Writes episodes as robomimic HDF5 files; `envs.datasets.robomimic` has their layout."""
+"""Writes episodes as robomimic HDF5 files; `envs.datasets.formats.robomimic` has their layout."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.hdf5 import write_hdf5
+from envs.datasets.formats.hdf5 import write_hdf5
 from envs.spec import options_of
 from policies.errors import ConfigError, DatasetError
 

@@ -17,7 +17,15 @@ import numpy as np
 
 from envs.datasets.array_storage import Room, pieces
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.npz import Arrays, check_flags, check_rows, column, peek_npz, read_npz, read_npz_into
+from envs.datasets.formats.npz import (
+    Arrays,
+    check_flags,
+    check_rows,
+    column,
+    peek_npz,
+    read_npz,
+    read_npz_into,
+)
 from envs.datasets.unread import tell_unread
 from policies.errors import DatasetError
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from envs.datasets.checks import refuse_images
-from envs.datasets.d4rl import OWN_ATTRIBUTE
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.hdf5 import write_hdf5
+from envs.datasets.formats.d4rl import OWN_ATTRIBUTE
+from envs.datasets.formats.hdf5 import write_hdf5
 from envs.spec import named_options
 
 if TYPE_CHECKING:

@@ -21,10 +21,10 @@ import numpy as np
 
 from envs.datasets.scores import reference
 from envs.door_starts import DoorStart, read_starts
-from envs.physics import get_physics, set_physics
-from envs.pixels import Pictured
+from envs.engine.physics import get_physics, set_physics
+from envs.engine.pixels import Pictured
+from envs.engine.vector import ChunkVector, StepResult
 from envs.spec import EnvSpec
-from envs.vector import ChunkVector, StepResult
 from policies.errors import ConfigError
 from policies.paths import path_field
 from policies.registry import register
@@ -237,8 +237,8 @@ class _Adroit(Pictured):
         return self.vector_of(AdroitStepper(self.scene, self.reward, num_envs), obs_steps)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); options as in `envs.rendering.replay_frames`."""
-        from envs.rendering import replay_frames
+        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        from envs.engine.rendering import replay_frames
 
         return replay_frames(self.make_vector(1), seed, actions, **options)
 

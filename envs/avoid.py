@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from assets import path as asset_path
+from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.engine.pixels import Pictured
+from envs.engine.vector import ChunkVector, StepResult
 from envs.experts.avoid import AvoidDemonstrator, demonstrate_avoid
-from envs.physics import get_physics, recorded_physics, set_physics
-from envs.pixels import Pictured
 from envs.spec import EnvSpec
-from envs.vector import ChunkVector, StepResult
 from policies.errors import ConfigError
 from policies.registry import register
 
@@ -281,8 +281,8 @@ class Avoid(Pictured):
         return avoid_figure(panels)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); options as in `envs.rendering.replay_frames`."""
-        from envs.rendering import replay_frames
+        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        from envs.engine.rendering import replay_frames
 
         return replay_frames(self.make_vector(1), seed, actions, camera="tilted", **options)
 

@@ -13,8 +13,8 @@ from envs.spec import named_options
 from policies.errors import CapabilityError, ConfigError, DatasetError
 
 if TYPE_CHECKING:
+    from envs.engine.vector import VectorEnv
     from envs.spec import EnvSpec
-    from envs.vector import VectorEnv
 
 MAX_ATTEMPTS = 10
 """Attempts per wanted demonstration before an expert counts as unable."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.vector import Array, ChunkStep
+from envs.engine.vector import Array, ChunkStep
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from envs.engine.vector import Array
+from envs.engine.workers import start_workers
 from envs.episodes import EpisodeRow
 from envs.evaluation_protocol import EvaluationSettings, as_evaluated, described, staged
 from envs.player import NETWORK_CALLS, EvaluatedPolicy, Evaluator, Player
@@ -30,8 +32,6 @@ from envs.statistics import (
     value_at_risk,
     wilson,
 )
-from envs.vector import Array
-from envs.workers import start_workers
 from policies.errors import CheckpointError, ConfigError
 from policies.executor import WarmStart
 from policies.policy import Policy

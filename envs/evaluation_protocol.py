@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from envs.engine.pixels import PICTURE_OPTIONS, seen_by
 from envs.fit import require_fit
-from envs.pixels import PICTURE_OPTIONS, seen_by
 from envs.player import BLOCK_ROWS, EvaluatedPolicy
 from envs.spec import EnvConfig, options_of
 from policies.checksums import sha256
@@ -155,7 +155,7 @@ def staged(env: EnvConfig, policy: Any) -> EnvConfig:
     images: Mapping[str, ImageShape] = getattr(policy, "images", {})
     task = seen_by(env, images)
     if images:
-        from envs.rendering import require_gl
+        from envs.engine.rendering import require_gl
 
         require_gl()
     return task

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.scores import reference
-from envs.physics import get_physics, set_physics
-from envs.pixels import Pictured
+from envs.engine.physics import get_physics, set_physics
+from envs.engine.pixels import Pictured
+from envs.engine.vector import ChunkVector, StepResult
 from envs.spec import EnvSpec
-from envs.vector import ChunkVector, StepResult
 from policies.errors import ConfigError
 from policies.registry import register
 
@@ -250,8 +250,8 @@ class _Kitchen(Pictured):
         return self.vector_of(stepper, obs_steps)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); options as in `envs.rendering.replay_frames`."""
-        from envs.rendering import replay_frames
+        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        from envs.engine.rendering import replay_frames
 
         return replay_frames(self.make_vector(1), seed, actions, **options)
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from envs.datasets.episodes import Episode
 from envs.datasets.scores import reference
+from envs.engine.pixels import PICTURE_OPTIONS, Pictured
+from envs.engine.vector import ChunkVector
 from envs.experts.locomotion import LocomotionDemonstrator, demonstrate_locomotion
-from envs.pixels import PICTURE_OPTIONS, Pictured
 from envs.robots import Array, RobotStepper, States
 from envs.spec import EnvSpec
-from envs.vector import ChunkVector
 from policies.errors import ConfigError
 from policies.registry import register
 
@@ -40,8 +40,8 @@ class GymnasiumRobot(Pictured):
         return vector
 
     def render_frames(self: Any, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); options as in `envs.rendering.replay_frames`."""
-        from envs.rendering import replay_frames
+        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        from envs.engine.rendering import replay_frames
 
         return replay_frames(self.make_vector(1), seed, actions, camera="track", **options)
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from envs.engine.pixels import Pictured
+from envs.engine.vector import ChunkVector
 from envs.experts.ogbench import OracleDemonstrator, demonstrate
 from envs.ogbench import NUM_TASKS, OgbenchStepper
-from envs.pixels import Pictured
 from envs.spec import EnvSpec
-from envs.vector import ChunkVector
 from policies.errors import ConfigError
 from policies.registry import register
 
@@ -127,8 +127,8 @@ class _World(Pictured):
         return demonstrate(self.name, self.task, seed, self.demonstrator, max_steps=limit)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); options as in `envs.rendering.replay_frames`."""
-        from envs.rendering import replay_frames
+        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        from envs.engine.rendering import replay_frames
 
         return replay_frames(self.make_vector(1), seed, actions, camera="front", **options)
 

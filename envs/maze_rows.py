@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
+from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.engine.pixels import Pictured
+from envs.engine.vector import ChunkVector, StepResult
 from envs.maze_layouts import Layout
-from envs.physics import get_physics, recorded_physics, set_physics
-from envs.pixels import Pictured
 from envs.spec import EnvSpec
-from envs.vector import ChunkVector, StepResult
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ class MazeTask(Pictured, ABC):
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
         """Photograph an episode from above (F, height, width, 3); options as in `replay_frames`."""
-        from envs.rendering import replay_frames
+        from envs.engine.rendering import replay_frames
 
         stepper = self.stepper(1)
         stepper.reset(0, seed)

@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from envs.physics import get_physics, recorded_physics, set_physics
-from envs.vector import StepResult
+from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.engine.vector import StepResult
 from policies.errors import ConfigError
 
 Array = np.ndarray

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
+from envs.engine.vector import StepResult
 from envs.maze_layouts import Layout
 from envs.maze_rows import MazeRows
-from envs.vector import StepResult
 
 Array = np.ndarray
 

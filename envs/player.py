@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from envs.engine.vector import Array, VectorEnv
 from envs.episodes import EpisodeRow, Tally
 from envs.spec import EnvConfig
-from envs.vector import Array, VectorEnv
 from policies.executor import Replanner, WarmStart
 from policies.protocols import ChunkSpec, Observation
 from policies.seeds import seeded_generator

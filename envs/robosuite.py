@@ -31,12 +31,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from envs.engine.pixels import Pictured
+from envs.engine.vector import ChunkVector
 from envs.experts.robosuite import ArmDemonstrator, demonstrate
-from envs.pixels import Pictured
 from envs.robosuite_fast import FastStepper
 from envs.robosuite_reference import RobosuiteStepper, hide_collisions
 from envs.spec import EnvSpec
-from envs.vector import ChunkVector
 from policies.errors import ConfigError
 from policies.registry import register
 
@@ -140,8 +140,8 @@ class _Robosuite(Pictured):
         return engine(self.task, self.num_arms, self.keys, num_envs)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); options as in `envs.rendering.replay_frames`."""
-        from envs.rendering import replay_frames
+        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        from envs.engine.rendering import replay_frames
 
         vector = self.make_vector(1)
         model = vector.stepper.model  # type: ignore[attr-defined]

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from envs.physics import get_physics, set_physics
+from envs.engine.physics import get_physics, set_physics
+from envs.engine.vector import StepResult
 from envs.robosuite_law import FINGER_RATE, compiled
 from envs.robosuite_reading import judge, reader
 from envs.robosuite_reference import begin, hide_collisions, make_robosuite
-from envs.vector import StepResult
 from policies.errors import CheckpointError, ConfigError
 
 Array = np.ndarray

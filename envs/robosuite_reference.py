@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from envs.seeding import seeded_globally
-from envs.vector import StepResult
+from envs.engine.seeding import seeded_globally
+from envs.engine.vector import StepResult
 from policies.errors import CapabilityError, ConfigError
 
 Array = np.ndarray

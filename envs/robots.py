@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from envs.physics import get_physics, recorded_physics, set_physics
-from envs.vector import StepResult
+from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.engine.vector import StepResult
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:

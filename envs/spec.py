@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from envs.vector import VectorEnv
+    from envs.engine.vector import VectorEnv
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from envs.engine.vector import Array, ChunkVector, StepResult
 from envs.spec import EnvSpec
-from envs.vector import Array, ChunkVector, StepResult
 
 LIMIT = 1.6
 

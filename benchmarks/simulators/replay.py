@@ -23,8 +23,8 @@ from typing import Any
 import mujoco
 import numpy as np
 
+from envs.engine.vector import ChunkVector
 from envs.make import env
-from envs.vector import ChunkVector
 
 Array = np.ndarray
 

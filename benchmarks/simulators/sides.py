@@ -10,9 +10,9 @@ import mujoco
 import numpy as np
 
 from benchmarks.simulators.__main__ import Array, Side
-from envs.envpool import vector_on
+from envs.engine.envpool import vector_on
+from envs.engine.workers import start_workers
 from envs.spec import EnvConfig
-from envs.workers import start_workers
 
 CHUNK, STEPS = 8, 48  # control steps of a chunk, and of an episode of one environment
 INTEGRATION = mujoco.mjtState.mjSTATE_INTEGRATION

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 import burnish
 from burnish.console import output, table
 from burnish.name_clashes import found_packages
-from envs.rendering import gl_backends, has_library
+from envs.engine.rendering import gl_backends, has_library
 from policies.errors import ConfigError
 from policies.extras import SECOND_STEP, second_command
 

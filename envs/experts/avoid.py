@@ -21,7 +21,7 @@ from policies.errors import ConfigError
 if TYPE_CHECKING:
     from envs.avoid import AvoidScene
     from envs.datasets.episodes import Episode
-    from envs.vector import StepResult
+    from envs.engine.vector import StepResult
 
 _NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
 

@@ -22,8 +22,8 @@ from policies.errors import ConfigError
 
 if TYPE_CHECKING:
     from envs.datasets.episodes import Episode
+    from envs.engine.vector import StepResult
     from envs.maze_layouts import Cell, Layout
-    from envs.vector import StepResult
 
 Array = np.ndarray
 

@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 
 from envs.datasets.episodes import Episode
+from envs.engine.vector import StepResult
 from envs.experts.recording import Recording
-from envs.vector import StepResult
 from policies.errors import ConfigError
 
 Array = np.ndarray

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.episodes import Episode
+from envs.engine.seeding import seeded_globally
 from envs.experts.ogbench import recorded
 from envs.experts.recording import Recording
 from envs.ogbench import OgbenchStepper
-from envs.seeding import seeded_globally
 
 Array = np.ndarray
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from envs.datasets.episodes import Episode
-from envs.vector import StepResult
+from envs.engine.vector import StepResult
 
 Array = np.ndarray
 _FIRST = np.zeros(1, np.int64)

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from envs.datasets.episodes import Episode
+from envs.engine.vector import StepResult
 from envs.experts.recording import Recording
 from envs.experts.robosuite_hand import CLOSED, OPEN, Sight, Target, heading
-from envs.vector import StepResult
 from policies.errors import ConfigError
 
 Array = np.ndarray

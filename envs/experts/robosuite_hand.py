@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy.spatial.transform import Rotation
 
-from envs.physics import recorded_physics
+from envs.engine.physics import recorded_physics
 
 Array = np.ndarray
 

@@ -23,9 +23,9 @@ from algos.offpolicy.loop import OffPolicyRun
 from algos.offpolicy.replay_buffer import ChunkBatch
 from algos.offpolicy.sac_update import SoftLearner
 from algos.training.serialization import from_plain, to_plain
+from envs.engine.vector import Array, ChunkVector, StepResult
 from envs.evaluation import evaluate
 from envs.spec import EnvSpec
-from envs.vector import Array, ChunkVector, StepResult
 from policies.backbones.dp_transformer import DpTransformerConfig
 from policies.errors import CheckpointError
 from policies.folder import load_policy, save_policy

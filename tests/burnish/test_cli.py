@@ -19,7 +19,7 @@ from burnish.commands.list import availability
 from burnish.commands.list import main as list_command
 from burnish.config.overrides import groups_of, keys_of, with_home
 from burnish.config.schema import GROUPS
-from envs import rendering
+from envs.engine import rendering
 
 
 def _run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -12,10 +12,10 @@ import pytest
 from drawing import require_drawing
 
 from burnish.config.schema import describe_part, restore_part
+from envs.engine.pixels import FREE, Pictured
+from envs.engine.vector import VectorEnv
 from envs.make import env, list_envs
-from envs.pixels import FREE, Pictured
 from envs.spec import EnvConfig
-from envs.vector import VectorEnv
 from policies.errors import ConfigError, MissingExtraError
 from policies.extras import require
 

@@ -14,11 +14,11 @@ import pytest
 from burnish.commands.train import train
 from burnish.config.schema import compose_config
 from burnish.runs.context import Job
-from envs.envpool import check_release, task_of, vector_on
+from envs.engine.envpool import check_release, task_of, vector_on
+from envs.engine.vector import ChunkVector
 from envs.make import env
 from envs.robots import RobotStepper, States
 from envs.rollout import RolloutPool
-from envs.vector import ChunkVector
 from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
 
 ROBOTS = [

@@ -13,12 +13,12 @@ from drawing import require_drawing
 
 from envs.collect import collect
 from envs.datasets import Episode, read_dataset, write_robomimic
+from envs.engine.pixels import seen_by
+from envs.engine.rendering import OffscreenRenderer
+from envs.engine.vector import ChunkVector
 from envs.evaluation import evaluate
 from envs.make import env
-from envs.pixels import seen_by
-from envs.rendering import OffscreenRenderer
 from envs.spec import EnvConfig
-from envs.vector import ChunkVector
 from policies.backbones.mlp import MlpConfig
 from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, ConfigError

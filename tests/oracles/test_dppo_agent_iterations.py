@@ -23,9 +23,9 @@ from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ppo_update import PpoLearner
 from algos.onpolicy.ratios import ChainRatio
+from envs.engine.vector import ChunkStep
 from envs.rollout import Rollout, RolloutPool
 from envs.spec import EnvSpec
-from envs.vector import ChunkStep
 from policies.denoising import DenoisingPolicy
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion

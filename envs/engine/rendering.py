@@ -18,7 +18,7 @@ from policies.errors import MissingExtraError
 if TYPE_CHECKING:
     import mujoco
 
-    from envs.vector import ChunkVector
+    from envs.engine.vector import ChunkVector
 
 
 class OffscreenRenderer:

@@ -20,7 +20,7 @@ from envs.spec import EnvSpec
 from policies.errors import CapabilityError, CheckpointError, ConfigError, TrainingError
 
 if TYPE_CHECKING:
-    from envs.pixels import Film
+    from envs.engine.pixels import Film
 
 Array = np.ndarray
 

@@ -18,8 +18,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
+from envs.engine.vector import ChunkVector, Stepper
 from envs.spec import EnvSpec
-from envs.vector import ChunkVector, Stepper
 from policies.encoders import ImageShape
 from policies.encoders.images import RESERVED
 from policies.errors import CapabilityError, ConfigError
@@ -204,7 +204,7 @@ class Studio:
             stage(model, data)
 
     def _picture(self, camera: str) -> Array:
-        from envs.rendering import OffscreenRenderer
+        from envs.engine.rendering import OffscreenRenderer
 
         if self._renderer is None:
             height, width, _ = self._images[camera]

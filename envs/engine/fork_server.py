@@ -32,7 +32,7 @@ ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", 
 _PRELOAD = ("envs.rollout", "envs.player", "mujoco", "gymnasium") if sys.platform == "linux" else ()
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from envs.nursery import tend; tend(*map(int, sys.argv[2:]))"
+    "from envs.engine.fork_server import tend; tend(*map(int, sys.argv[2:]))"
 )
 _GRACE_S = 5.0  # time a process gets to end by itself before it is killed
 _WORD = 8  # bytes of each of the two numbers that requests and answers consist of
@@ -91,7 +91,7 @@ class Nursery:
         return self.owner == os.getpid() and self._process.poll() is None
 
     def fork(self) -> Child:
-        """Start a worker that runs `envs.workers.serve` on its end of a new socket pair.
+        """Start a worker that runs `envs.engine.workers.serve` on its end of a new socket pair.
 
         Raises:
             WorkerError: If the nursery does not live.
@@ -176,7 +176,7 @@ def _fork(control: socket.socket, descriptor: int) -> int:
     try:
         _die_with(nursery)
         control.close()
-        from envs.workers import serve
+        from envs.engine.workers import serve
 
         serve(descriptor)
     finally:

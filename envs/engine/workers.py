@@ -1,7 +1,7 @@
 """Objects that live in worker processes and answer method calls.
 
 Every process has one thread for linear algebra, ignores Ctrl-C, which is the program's to handle, and
-never outlives the program (see `envs.nursery`). Messages are pickles between a program and its own
+never outlives the program (see `envs.engine.fork_server`). Messages are pickles between a program and its own
 children; large arrays travel outside of the pickle stream, so that they are copied once.
 """
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from envs.nursery import ONE_THREAD, Child, exit_on_hangup, fork_worker
+from envs.engine.fork_server import ONE_THREAD, Child, exit_on_hangup, fork_worker
 from policies.errors import BurnishError, ConfigError, WorkerError
 from policies.threads import torch_threads
 

@@ -32,10 +32,10 @@ import torch
 from torch import Tensor
 
 from algos.cloning.batches import Source
-from envs.comparison import Comparison, compare
 from envs.datasets.episodes import EpisodeDataset
-from envs.evaluation import Evaluation
-from envs.evaluation_protocol import check_seeds
+from envs.evaluation.comparison import Comparison, compare
+from envs.evaluation.evaluate import Evaluation
+from envs.evaluation.protocol import check_seeds
 from policies.compose import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy

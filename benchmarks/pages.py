@@ -10,7 +10,7 @@ from typing import Any
 from numpy.typing import ArrayLike
 
 from algos.training.provenance import describe_environment
-from envs.statistics import Interval, success_rate
+from envs.evaluation.intervals import Interval, success_rate
 
 RESULTS = Path("docs/results")
 

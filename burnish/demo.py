@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from algos.training.run_directory import new_folder
     from burnish.console import output
     from burnish.runs.locate import place_now
-    from envs.comparison import format_interval
+    from envs.evaluation.comparison import format_interval
 
     out, console = new_folder(place_now("demo")), output()
     workers = min(2, os.cpu_count() or 1)

@@ -23,7 +23,7 @@ from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
-from envs.evaluation import evaluate
+from envs.evaluation.evaluate import evaluate
 from policies.backbones.mlp import MlpConfig
 from policies.gaussian import GaussianProcess
 from policies.policy import Policy, PolicyConfig, build_policy

@@ -8,7 +8,7 @@ import numpy as np
 
 from benchmarks import pages
 from benchmarks.studies import offline
-from envs.statistics import conditional_value_at_risk, success_rate, wilson
+from envs.evaluation.intervals import conditional_value_at_risk, success_rate, wilson
 
 
 def measured(*commits: str) -> list[dict[str, Any]]:

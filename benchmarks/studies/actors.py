@@ -20,7 +20,7 @@ from burnish.commands.train import train
 from burnish.config.schema import compose_config
 from burnish.console import output, table
 from burnish.runs.context import Job
-from envs.evaluation import Evaluation
+from envs.evaluation.evaluate import Evaluation
 from policies.folder import load_policy, read_config, save_policy
 
 TASKS = ("hopper", "walker2d", "halfcheetah")

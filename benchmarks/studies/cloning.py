@@ -25,7 +25,7 @@ from benchmarks import pages
 from benchmarks.studies import once
 from benchmarks.studies.learning import busy, describe_dataset, episode_columns
 from envs.datasets import read_dataset
-from envs.statistics import wilson
+from envs.evaluation.intervals import wilson
 
 RESULTS = Path("docs/results")
 TASKS = ("lift", "can", "square")

@@ -25,7 +25,7 @@ import burnish
 from algos.training.provenance import describe_environment
 from benchmarks import pages
 from benchmarks.studies import once
-from envs.statistics import Interval, paired_difference, success_rate
+from envs.evaluation.intervals import Interval, paired_difference, success_rate
 
 RESULTS = Path("docs/results")
 HELD_OUT = "held-out"

@@ -28,9 +28,9 @@ from benchmarks.studies.once import trained
 from burnish.commands.evaluate import task_of
 from burnish.config.schema import register_configs
 from burnish.runs.locate import locate
-from envs.evaluation import evaluate
-from envs.evaluation_protocol import EvaluationSettings
-from envs.statistics import bootstrap_mean
+from envs.evaluation.evaluate import evaluate
+from envs.evaluation.intervals import bootstrap_mean
+from envs.evaluation.protocol import EvaluationSettings
 
 PAGE, ALGO = "contained", "dsrl"
 NOISES, STARTS = 32, 100

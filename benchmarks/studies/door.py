@@ -27,7 +27,7 @@ from burnish.runs.locate import locate
 from envs.adroit import AdroitDoor
 from envs.datasets import read_dataset
 from envs.datasets.episodes import EpisodeDataset
-from envs.evaluation import evaluate
+from envs.evaluation.evaluate import evaluate
 
 EPISODES, LIMIT = 100, 300  # of an evaluation; control steps, as long as the longest demonstration
 RECIPE = (

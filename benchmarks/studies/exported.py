@@ -30,10 +30,10 @@ from burnish.commands.evaluate import task_of
 from burnish.commands.export import surroundings_of
 from burnish.config.schema import register_configs
 from burnish.runs.locate import Located, locate
-from envs.comparison import compare
-from envs.evaluation import Evaluation, evaluate
+from envs.evaluation.comparison import compare
+from envs.evaluation.evaluate import Evaluation, evaluate
+from envs.evaluation.intervals import paired_difference
 from envs.spec import EnvConfig
-from envs.statistics import paired_difference
 from policies import registry
 from policies.errors import ExportError
 from policies.export import GRAPHS, export_onnx

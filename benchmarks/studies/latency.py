@@ -24,8 +24,8 @@ from benchmarks import pages
 from burnish.commands.evaluate import task_of
 from burnish.config.schema import register_configs
 from burnish.runs.locate import locate
+from envs.evaluation.intervals import paired_difference, wilson
 from envs.spec import EnvConfig
-from envs.statistics import paired_difference, wilson
 from policies.executor import Execution, Executor, WarmStart
 from policies.policy import Policy
 from policies.seeds import seeded_generator

@@ -33,7 +33,7 @@ from benchmarks.studies.definitions import STUDIES, Study
 from benchmarks.studies.milestones import milestones
 from benchmarks.studies.once import trained
 from envs.datasets import read_dataset
-from envs.statistics import Interval, bootstrap_mean, paired_difference, success_rate
+from envs.evaluation.intervals import Interval, bootstrap_mean, paired_difference, success_rate
 from policies.denoising import DenoisingPolicy
 
 RESULTS = Path("docs/results")

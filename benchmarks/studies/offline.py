@@ -44,10 +44,10 @@ from benchmarks.studies.once import trained
 from burnish.config.overrides import experiments
 from burnish.config.schema import scan_parts
 from burnish.runs.best_evaluation import last_and_best
-from envs.comparison import FEWEST_EPISODES
 from envs.datasets import read_dataset
-from envs.evaluation import Evaluation, evaluate
-from envs.statistics import (
+from envs.evaluation.comparison import FEWEST_EPISODES
+from envs.evaluation.evaluate import Evaluation, evaluate
+from envs.evaluation.intervals import (
     RISK_SHARE,
     Interval,
     bootstrap_iqm,

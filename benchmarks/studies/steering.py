@@ -30,8 +30,8 @@ from burnish.config.schema import register_configs
 from burnish.reports.figures import to_png
 from burnish.runs.locate import locate
 from envs.episodes import EpisodeRow
-from envs.evaluation import evaluate
-from envs.statistics import bootstrap_mean, wilson
+from envs.evaluation.evaluate import evaluate
+from envs.evaluation.intervals import bootstrap_mean, wilson
 from policies.denoising import DenoisingPolicy
 from policies.protocols import ChunkSpec
 from policies.steering import SteeredPolicy, Steering

@@ -26,8 +26,8 @@ from benchmarks.studies import once
 from burnish.commands.evaluate import task_of
 from burnish.config.schema import register_configs
 from burnish.runs.locate import Located, locate
-from envs.evaluation import Evaluation, evaluate
-from envs.statistics import Interval, paired_difference, success_rate
+from envs.evaluation.evaluate import Evaluation, evaluate
+from envs.evaluation.intervals import Interval, paired_difference, success_rate
 from policies.denoising import DenoisingPolicy
 from policies.executor import WarmStart
 from policies.path_samplers import Euler

@@ -16,7 +16,7 @@ from envs.collect import MAX_ATTEMPTS, collect
 from envs.datasets import EpisodeDataset, write_dataset
 from envs.datasets.formats.minari_writer import check_place
 from envs.datasets.formats.writers import FOLDERS, format_to_write
-from envs.evaluation_protocol import check_seeds
+from envs.evaluation.protocol import check_seeds
 from envs.spec import EnvSpec
 from policies import registry
 from policies.errors import CapabilityError, ConfigError, DatasetError

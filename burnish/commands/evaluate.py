@@ -18,12 +18,12 @@ from burnish.runs.composition import CompositionResult, compose_and_compare
 from burnish.runs.context import Job
 from burnish.runs.locate import Located, check_file_to_write, locate_actor
 from burnish.runs.tasks import say_what_differs, task_of
-from envs.comparison import Comparison, compare, format_interval
-from envs.evaluation import Evaluation
-from envs.evaluation import evaluate as run_episodes
-from envs.evaluation_protocol import EvaluationSettings
+from envs.evaluation.comparison import Comparison, compare, format_interval
+from envs.evaluation.evaluate import Evaluation
+from envs.evaluation.evaluate import evaluate as run_episodes
+from envs.evaluation.intervals import Interval
+from envs.evaluation.protocol import EvaluationSettings
 from envs.player import NETWORK_CALLS
-from envs.statistics import Interval
 from policies.errors import ConfigError
 from policies.paths import path_field
 from policies.policy import Policy

@@ -12,7 +12,7 @@ from burnish.console import output, table
 from burnish.runs.context import Job
 from burnish.runs.locate import Located, check_folder_to_write, locate
 from burnish.runs.tasks import task_of
-from envs.evaluation_protocol import check_seeds, with_steps
+from envs.evaluation.protocol import check_seeds, with_steps
 from policies.errors import ConfigError
 from policies.export import FORMATS, export_policy
 from policies.export_card import latency_table

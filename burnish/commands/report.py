@@ -24,10 +24,10 @@ from burnish.runs.context import Job
 from burnish.runs.locate import check_folder_to_write, locate, name_of_run, seed_folders
 from burnish.runs.seeds import require_complete
 from burnish.runs.tasks import description_of, options_that_differ
-from envs.comparison import format_interval
-from envs.evaluation import Evaluation
-from envs.evaluation_protocol import check_seeds
-from envs.statistics import bootstrap_iqm, conditional_value_at_risk, success_rate, value_at_risk
+from envs.evaluation.comparison import format_interval
+from envs.evaluation.evaluate import Evaluation
+from envs.evaluation.intervals import bootstrap_iqm, conditional_value_at_risk, success_rate, value_at_risk
+from envs.evaluation.protocol import check_seeds
 from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
 from policies.paths import path_field
 

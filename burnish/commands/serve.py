@@ -15,7 +15,7 @@ from burnish.console import output
 from burnish.runs.context import Job
 from burnish.runs.device import device_of
 from burnish.runs.locate import locate
-from envs.evaluation_protocol import with_steps
+from envs.evaluation.protocol import with_steps
 from policies.checksums import sha256
 from policies.curve import make_keys
 from policies.errors import ConfigError

@@ -46,7 +46,7 @@ from burnish.runs.seeds import (
 from envs.datasets import EpisodeDataset, lasting_options, read_dataset
 from envs.datasets.catalogue import find_dataset
 from envs.engine.envpool import ENGINES
-from envs.evaluation_protocol import EvaluationSettings, as_evaluated, check_seeds, staged
+from envs.evaluation.protocol import EvaluationSettings, as_evaluated, check_seeds, staged
 from envs.fit import as_shown
 from policies import registry
 from policies.errors import CheckpointError, ConfigError

@@ -16,7 +16,7 @@ from burnish.reports.figures import film_strip, to_png
 from burnish.runs.locate import Located, locate
 from burnish.runs.tasks import task_of
 from envs.episodes import EpisodeRow
-from envs.evaluation_protocol import EvaluationSettings
+from envs.evaluation.protocol import EvaluationSettings
 from policies.errors import CapabilityError
 
 FRAMES = 24  # of a film strip, before it is thinned out

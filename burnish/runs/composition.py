@@ -20,11 +20,11 @@ from burnish.config.schema import describe_part
 from burnish.console import Counting, table
 from burnish.runs.locate import Located, check_folder_to_write, locate, place_now
 from burnish.runs.tasks import task_of
-from envs.comparison import Comparison, compare, format_interval
 from envs.datasets import read_dataset
-from envs.evaluation import Evaluation
-from envs.evaluation import evaluate as run_episodes
-from envs.evaluation_protocol import EvaluationSettings
+from envs.evaluation.comparison import Comparison, compare, format_interval
+from envs.evaluation.evaluate import Evaluation
+from envs.evaluation.evaluate import evaluate as run_episodes
+from envs.evaluation.protocol import EvaluationSettings
 from envs.fit import as_shown
 from policies.compose import ComposedPolicy, compose
 from policies.errors import ConfigError

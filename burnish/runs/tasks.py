@@ -8,7 +8,7 @@ from typing import Any
 
 from burnish.config.schema import restore_part
 from burnish.runs.locate import Located
-from envs.evaluation_protocol import describe_task
+from envs.evaluation.protocol import describe_task
 from policies.errors import ConfigError
 
 _log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from algos.offpolicy.replay_buffer import ChunkBatch
 from algos.offpolicy.sac_update import SoftLearner
 from algos.training.serialization import from_plain, to_plain
 from envs.engine.vector import Array, ChunkVector, StepResult
-from envs.evaluation import evaluate
+from envs.evaluation.evaluate import evaluate
 from envs.spec import EnvSpec
 from policies.backbones.dp_transformer import DpTransformerConfig
 from policies.errors import CheckpointError

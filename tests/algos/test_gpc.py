@@ -21,7 +21,7 @@ from algos.gpc import (
 )
 from envs.datasets.episodes import EpisodeDataset
 from envs.episodes import EpisodeRow
-from envs.evaluation import Evaluation
+from envs.evaluation.evaluate import Evaluation
 from policies.compose import ComposedPolicy, compose
 from policies.errors import CapabilityError, ConfigError
 from policies.path_samplers import Euler

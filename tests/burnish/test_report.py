@@ -15,8 +15,8 @@ from burnish.commands.report import ReportConfig, _is_same, grouped, report
 from burnish.reports import figures, rollouts
 from burnish.reports.rollouts import Stage, describe_ways, draw_behaviour
 from envs.episodes import EpisodeRow
-from envs.evaluation import Evaluation
-from envs.statistics import success_rate
+from envs.evaluation.evaluate import Evaluation
+from envs.evaluation.intervals import success_rate
 from policies.errors import CapabilityError
 
 

@@ -18,7 +18,7 @@ from algos.td3_bc import Td3BcConfig
 from envs.collect import collect
 from envs.datasets import EpisodeDataset, read_dataset, write_dataset
 from envs.datasets.array_storage import Disk
-from envs.evaluation import evaluate
+from envs.evaluation.evaluate import evaluate
 from envs.fit import as_shown
 from envs.make import env
 from policies.backbones.mlp import MlpConfig

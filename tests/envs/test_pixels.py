@@ -16,7 +16,7 @@ from envs.datasets import Episode, read_dataset, write_robomimic
 from envs.engine.pixels import seen_by
 from envs.engine.rendering import OffscreenRenderer
 from envs.engine.vector import ChunkVector
-from envs.evaluation import evaluate
+from envs.evaluation.evaluate import evaluate
 from envs.make import env
 from envs.spec import EnvConfig
 from policies.backbones.mlp import MlpConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from envs.evaluation import Evaluation, evaluate
+from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.make import env
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError

@@ -8,7 +8,7 @@ from point_env import PointEnv
 from small_policies import observations, small_policy
 from torch import Tensor
 
-from envs.evaluation import evaluate
+from envs.evaluation.evaluate import evaluate
 from policies.errors import ConfigError
 from policies.hooks import Guidance, Inpaint
 from policies.policy import Policy

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from envs.engine.vector import Array
-from envs.evaluation import Evaluation
-from envs.statistics import Interval, paired_difference
+from envs.evaluation.evaluate import Evaluation
+from envs.evaluation.intervals import Interval, paired_difference
 from policies.errors import ConfigError
 
 FEWEST_EPISODES = 20

@@ -22,16 +22,16 @@ from torch import nn
 from envs.engine.vector import Array
 from envs.engine.workers import start_workers
 from envs.episodes import EpisodeRow
-from envs.evaluation_protocol import EvaluationSettings, as_evaluated, described, staged
-from envs.player import NETWORK_CALLS, EvaluatedPolicy, Evaluator, Player
-from envs.spec import EnvConfig, judged_by
-from envs.statistics import (
+from envs.evaluation.intervals import (
     RISK_SHARE,
     bootstrap_mean,
     conditional_value_at_risk,
     value_at_risk,
     wilson,
 )
+from envs.evaluation.protocol import EvaluationSettings, as_evaluated, described, staged
+from envs.player import NETWORK_CALLS, EvaluatedPolicy, Evaluator, Player
+from envs.spec import EnvConfig, judged_by
 from policies.errors import CheckpointError, ConfigError
 from policies.executor import WarmStart
 from policies.policy import Policy

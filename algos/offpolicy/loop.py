@@ -24,9 +24,9 @@ from algos.training.resume_checks import origin_of, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
 from envs.datasets.episodes import EpisodeDataset
-from envs.episodes import EpisodeRow
 from envs.fit import require_fit
-from envs.rollout import Rollout, RolloutPool
+from envs.rollouts.episodes import EpisodeRow
+from envs.rollouts.rollout import Rollout, RolloutPool
 from envs.spec import EnvConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
@@ -76,7 +76,7 @@ class Learner(Protocol):
 
 
 class Explorer:
-    """Acts in the environments and records what a replay needs; see `envs.rollout.Actor`.
+    """Acts in the environments and records what a replay needs; see `envs.rollouts.rollout.Actor`.
 
     Args:
         actor: Draws latents.

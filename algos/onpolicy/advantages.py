@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from algos.onpolicy.functional import RewardScaler, gae, successor_values
-from envs.rollout import Rollout
+from envs.rollouts.rollout import Rollout
 from policies.policy import Policy
 from policies.protocols import Cond
 

@@ -18,7 +18,7 @@ from algos.onpolicy.ratios import NearTerm, RatioEstimator
 from algos.onpolicy.running_normalizer import RunningMoments
 from algos.training.resume_checks import origin_of, require_unchanged
 from envs.fit import require_fit
-from envs.rollout import Rollout, RolloutPool
+from envs.rollouts.rollout import Rollout, RolloutPool
 from envs.spec import EnvConfig
 from policies.errors import ConfigError
 from policies.policy import Policy

@@ -29,7 +29,7 @@ from benchmarks.speed.sides import (
 )
 from benchmarks.speed.timing import Figure, interleave
 from envs.make import env as make_env
-from envs.rollout import RolloutPool
+from envs.rollouts.rollout import RolloutPool
 from policies.denoising import DenoisingPolicy
 from policies.export import export_onnx
 from policies.processes.diffusion import VPDiffusion

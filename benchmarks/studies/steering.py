@@ -29,9 +29,9 @@ from burnish.commands.collect import CollectConfig, record
 from burnish.config.schema import register_configs
 from burnish.reports.figures import to_png
 from burnish.runs.locate import locate
-from envs.episodes import EpisodeRow
 from envs.evaluation.evaluate import evaluate
 from envs.evaluation.intervals import bootstrap_mean, wilson
+from envs.rollouts.episodes import EpisodeRow
 from policies.denoising import DenoisingPolicy
 from policies.protocols import ChunkSpec
 from policies.steering import SteeredPolicy, Steering

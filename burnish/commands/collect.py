@@ -12,11 +12,11 @@ from torch import Tensor
 from burnish.console import Counting, output, table
 from burnish.runs.context import Job
 from burnish.runs.locate import check_file_to_write, check_folder_to_write
-from envs.collect import MAX_ATTEMPTS, collect
 from envs.datasets import EpisodeDataset, write_dataset
 from envs.datasets.formats.minari_writer import check_place
 from envs.datasets.formats.writers import FOLDERS, format_to_write
 from envs.evaluation.protocol import check_seeds
+from envs.rollouts.collect import MAX_ATTEMPTS, collect
 from envs.spec import EnvSpec
 from policies import registry
 from policies.errors import CapabilityError, ConfigError, DatasetError

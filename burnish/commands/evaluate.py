@@ -23,7 +23,7 @@ from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.evaluate import evaluate as run_episodes
 from envs.evaluation.intervals import Interval
 from envs.evaluation.protocol import EvaluationSettings
-from envs.player import NETWORK_CALLS
+from envs.rollouts.player import NETWORK_CALLS
 from policies.errors import ConfigError
 from policies.paths import path_field
 from policies.policy import Policy

@@ -15,8 +15,8 @@ from burnish.console import Counting
 from burnish.reports.figures import film_strip, to_png
 from burnish.runs.locate import Located, locate
 from burnish.runs.tasks import task_of
-from envs.episodes import EpisodeRow
 from envs.evaluation.protocol import EvaluationSettings
+from envs.rollouts.episodes import EpisodeRow
 from policies.errors import CapabilityError
 
 FRAMES = 24  # of a film strip, before it is thinned out

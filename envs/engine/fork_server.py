@@ -29,7 +29,11 @@ from multiprocessing.connection import Connection
 from policies.errors import ConfigError, WorkerError
 
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")}
-_PRELOAD = ("envs.rollout", "envs.player", "mujoco", "gymnasium") if sys.platform == "linux" else ()
+_PRELOAD = (
+    ("envs.rollouts.rollout", "envs.rollouts.player", "mujoco", "gymnasium")
+    if sys.platform == "linux"
+    else ()
+)
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from envs.engine.fork_server import tend; tend(*map(int, sys.argv[2:]))"

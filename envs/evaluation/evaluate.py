@@ -1,7 +1,7 @@
 """Evaluate policies by a written protocol: seeded episodes, rows that are kept, intervals, paired comparison.
 
 Episode i starts from seed `first_seed + i` and draws its sampling noise from a generator of its own; its
-row is the same, bit for bit on a CPU, for any number of environments and workers (see `envs.player`).
+row is the same, bit for bit on a CPU, for any number of environments and workers (see `envs.rollouts.player`).
 
 Legend: E episodes.
 """
@@ -21,7 +21,6 @@ from torch import nn
 
 from envs.engine.vector import Array
 from envs.engine.workers import start_workers
-from envs.episodes import EpisodeRow
 from envs.evaluation.intervals import (
     RISK_SHARE,
     bootstrap_mean,
@@ -30,7 +29,8 @@ from envs.evaluation.intervals import (
     wilson,
 )
 from envs.evaluation.protocol import EvaluationSettings, as_evaluated, described, staged
-from envs.player import NETWORK_CALLS, EvaluatedPolicy, Evaluator, Player
+from envs.rollouts.episodes import EpisodeRow
+from envs.rollouts.player import NETWORK_CALLS, EvaluatedPolicy, Evaluator, Player
 from envs.spec import EnvConfig, judged_by
 from policies.errors import CheckpointError, ConfigError
 from policies.executor import WarmStart

@@ -15,7 +15,7 @@ from typing import Any
 
 from envs.engine.pixels import PICTURE_OPTIONS, seen_by
 from envs.fit import require_fit
-from envs.player import BLOCK_ROWS, EvaluatedPolicy
+from envs.rollouts.player import BLOCK_ROWS, EvaluatedPolicy
 from envs.spec import EnvConfig, options_of
 from policies.checksums import sha256
 from policies.encoders import ImageShape

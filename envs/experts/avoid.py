@@ -173,7 +173,7 @@ def demonstrate_avoid(
         options: How to demonstrate.
         max_steps: Time limit in control steps.
     """
-    from envs.experts.recording import Recording
+    from envs.rollouts.recording import Recording
 
     rng, scene = np.random.default_rng((seed, _NOISE_STREAM)), stepper.scene
     record = Recording(stepper, seed)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from envs.datasets.episodes import Episode
-from envs.experts.recording import Recording
+from envs.rollouts.recording import Recording
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -253,7 +253,7 @@ def demonstrate_maze(
         max_steps: Time limit in control steps.
         keep_goal: Whether to record the goal (2,) of every step as well, as `goal`.
     """
-    from envs.experts.recording import Recording
+    from envs.rollouts.recording import Recording
 
     rng, record = np.random.default_rng((seed, _NOISE_STREAM)), Recording(stepper, seed)
     start, goal = stepper.start_and_goal(0)

@@ -14,7 +14,7 @@ import numpy as np
 
 from envs.datasets.episodes import Episode
 from envs.engine.vector import StepResult
-from envs.experts.recording import Recording
+from envs.rollouts.recording import Recording
 from policies.errors import ConfigError
 
 Array = np.ndarray

@@ -19,8 +19,8 @@ import numpy as np
 
 from envs.datasets.episodes import Episode
 from envs.experts.ogbench_plans import Subtask, next_subtask
-from envs.experts.recording import Recording
 from envs.ogbench import OgbenchStepper
+from envs.rollouts.recording import Recording
 from policies.errors import ConfigError
 
 Array = np.ndarray

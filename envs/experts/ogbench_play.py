@@ -23,8 +23,8 @@ import numpy as np
 from envs.datasets.episodes import Episode
 from envs.engine.seeding import seeded_globally
 from envs.experts.ogbench import recorded
-from envs.experts.recording import Recording
 from envs.ogbench import OgbenchStepper
+from envs.rollouts.recording import Recording
 
 Array = np.ndarray
 

@@ -20,8 +20,8 @@ from algos.gpc import (
     simplex,
 )
 from envs.datasets.episodes import EpisodeDataset
-from envs.episodes import EpisodeRow
 from envs.evaluation.evaluate import Evaluation
+from envs.rollouts.episodes import EpisodeRow
 from policies.compose import ComposedPolicy, compose
 from policies.errors import CapabilityError, ConfigError
 from policies.path_samplers import Euler

@@ -18,7 +18,7 @@ from algos.onpolicy.ppo_update import GeneratorDraws
 from algos.onpolicy.ratios import Rows, reduce_log_prob
 from algos.ppo import PpoConfig
 from algos.training.serialization import from_plain, to_plain
-from envs.rollout import Rollout
+from envs.rollouts.rollout import Rollout
 from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError

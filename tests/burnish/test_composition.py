@@ -13,9 +13,9 @@ import torch
 import burnish
 from burnish import cli
 from burnish.config.schema import describe_part
-from envs.collect import collect
 from envs.datasets import write_robomimic
 from envs.make import env
+from envs.rollouts.collect import collect
 from policies.backbones.mlp import MlpConfig
 from policies.compose import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError

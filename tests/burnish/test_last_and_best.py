@@ -12,8 +12,8 @@ from algos.training.run_directory import RunDirectory
 from burnish.commands.report import _numbers, grouped
 from burnish.reports.html import Page
 from burnish.runs.best_evaluation import last_and_best
-from envs.episodes import EpisodeRow
 from envs.evaluation.evaluate import Evaluation
+from envs.rollouts.episodes import EpisodeRow
 
 
 def evaluation(value: float, *, rule: str = "", scores: Any = (0.0, 200.0), episodes: int = 20) -> Evaluation:

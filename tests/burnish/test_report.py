@@ -14,9 +14,9 @@ from algos.training.run_directory import RunDirectory
 from burnish.commands.report import ReportConfig, _is_same, grouped, report
 from burnish.reports import figures, rollouts
 from burnish.reports.rollouts import Stage, describe_ways, draw_behaviour
-from envs.episodes import EpisodeRow
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.intervals import success_rate
+from envs.rollouts.episodes import EpisodeRow
 from policies.errors import CapabilityError
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from envs.avoid import MAX_SPEED, Avoid, AvoidStepper, load_scene, start_position
-from envs.collect import collect
 from envs.engine.vector import ChunkVector
 from envs.experts.avoid import AvoidDemonstrator
+from envs.rollouts.collect import collect
 from policies.errors import ConfigError, MissingExtraError
 
 SCENE = load_scene()

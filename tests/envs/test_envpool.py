@@ -18,7 +18,7 @@ from envs.engine.envpool import check_release, task_of, vector_on
 from envs.engine.vector import ChunkVector
 from envs.make import env
 from envs.robots import RobotStepper, States
-from envs.rollout import RolloutPool
+from envs.rollouts.rollout import RolloutPool
 from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
 
 ROBOTS = [

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from envs.episodes import EpisodeRow
 from envs.evaluation import protocol
 from envs.evaluation.comparison import FEWEST_EPISODES, compare, format_interval
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.evaluation.intervals import paired_difference
 from envs.evaluation.protocol import EvaluationSettings
 from envs.make import env
+from envs.rollouts.episodes import EpisodeRow
 from envs.spec import EnvConfig
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError

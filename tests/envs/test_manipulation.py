@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("ogbench", reason="needs the extra 'ogbench'")
 
-from envs.collect import collect
 from envs.datasets import read_dataset, write_robomimic
 from envs.experts.ogbench import OracleDemonstrator
 from envs.experts.ogbench_plans import fewest_presses, next_move
 from envs.make import env as make_env
 from envs.manipulation import CubeSingle
+from envs.rollouts.collect import collect
 from policies.errors import CheckpointError, ConfigError
 
 WORLDS = {"cube-double": (37, 500), "cube-triple": (46, 1000), "scene": (40, 750)}

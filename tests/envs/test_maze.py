@@ -10,12 +10,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from envs.collect import collect
 from envs.datasets.scores import reference
 from envs.engine.vector import ChunkVector
 from envs.experts.maze import Way, distances, ways
 from envs.make import env
 from envs.maze_layouts import layout
+from envs.rollouts.collect import collect
 from policies.errors import ConfigError, MissingExtraError
 
 pytest.importorskip("gymnasium_robotics", reason="needs the extra 'mazes'")

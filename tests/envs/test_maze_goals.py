@@ -15,12 +15,12 @@ from algos.base import Setup
 from algos.bc import BcConfig
 from algos.dppo import DppoConfig
 from algos.td3_bc import Td3BcConfig
-from envs.collect import collect
 from envs.datasets import EpisodeDataset, read_dataset, write_dataset
 from envs.datasets.array_storage import Disk
 from envs.evaluation.evaluate import evaluate
 from envs.fit import as_shown
 from envs.make import env
+from envs.rollouts.collect import collect
 from policies.backbones.mlp import MlpConfig
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError

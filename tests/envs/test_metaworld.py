@@ -12,7 +12,7 @@ from envs.engine.vector import ChunkVector
 from envs.experts.metaworld import ScriptedDemonstrator
 from envs.make import env
 from envs.metaworld import TASKS, MetaworldStepper, load_metaworld
-from envs.rollout import _map_leaves, _to_array, _to_tensor
+from envs.rollouts.rollout import _map_leaves, _to_array, _to_tensor
 from policies.errors import ConfigError, MissingExtraError
 
 SOME = ("reach", "pick-place", "lever-pull", "door-lock")

@@ -11,13 +11,13 @@ import pytest
 import torch
 from drawing import require_drawing
 
-from envs.collect import collect
 from envs.datasets import Episode, read_dataset, write_robomimic
 from envs.engine.pixels import seen_by
 from envs.engine.rendering import OffscreenRenderer
 from envs.engine.vector import ChunkVector
 from envs.evaluation.evaluate import evaluate
 from envs.make import env
+from envs.rollouts.collect import collect
 from envs.spec import EnvConfig
 from policies.backbones.mlp import MlpConfig
 from policies.encoders.vit import VitEncoderConfig

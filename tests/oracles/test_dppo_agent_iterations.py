@@ -24,7 +24,7 @@ from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ppo_update import PpoLearner
 from algos.onpolicy.ratios import ChainRatio
 from envs.engine.vector import ChunkStep
-from envs.rollout import Rollout, RolloutPool
+from envs.rollouts.rollout import Rollout, RolloutPool
 from envs.spec import EnvSpec
 from policies.denoising import DenoisingPolicy
 from policies.policy import PolicyConfig, build_policy

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from envs.engine.vector import Array, VectorEnv
-from envs.episodes import EpisodeRow, Tally
+from envs.rollouts.episodes import EpisodeRow, Tally
 from envs.spec import EnvConfig
 from policies.executor import Replanner, WarmStart
 from policies.protocols import ChunkSpec, Observation

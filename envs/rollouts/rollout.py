@@ -17,7 +17,7 @@ from torch import Tensor
 from envs.engine.envpool import vector_on
 from envs.engine.vector import Array, ChunkStep, VectorEnv
 from envs.engine.workers import start_workers
-from envs.episodes import EpisodeRow, Tally
+from envs.rollouts.episodes import EpisodeRow, Tally
 from envs.spec import EnvConfig
 from policies.errors import CheckpointError, ConfigError
 from policies.seeds import derive_seed, seeded_generator

@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("gymnasium_robotics", reason="needs the extra 'kitchen'")
 
 from envs.engine.vector import ChunkVector
-from envs.kitchen import load_kitchen
 from envs.make import env
+from envs.tasks.kitchen import load_kitchen
 from policies.errors import ConfigError, MissingExtraError
 
 STEPS = 12

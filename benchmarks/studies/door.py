@@ -24,10 +24,10 @@ from benchmarks import pages
 from benchmarks.studies import once
 from burnish.config.schema import register_configs
 from burnish.runs.locate import locate
-from envs.adroit import AdroitDoor
 from envs.datasets import read_dataset
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.evaluate import evaluate
+from envs.tasks.adroit.tasks import AdroitDoor
 
 EPISODES, LIMIT = 100, 300  # of an evaluation; control steps, as long as the longest demonstration
 RECIPE = (

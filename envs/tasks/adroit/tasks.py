@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from envs.datasets.scores import reference
-from envs.door_starts import DoorStart, read_starts
 from envs.engine.physics import get_physics, set_physics
 from envs.engine.pixels import Pictured
 from envs.engine.vector import ChunkVector, StepResult
 from envs.spec import EnvSpec
+from envs.tasks.adroit.door_starts import DoorStart, read_starts
 from policies.errors import ConfigError
 from policies.paths import path_field
 from policies.registry import register

@@ -14,8 +14,8 @@ import numpy as np
 
 from benchmarks.simulators.__main__ import Array, Case, Side
 from benchmarks.simulators.sides import STEPS, Ours, Processes
-from envs.avoid import CONTROL_HZ, MAX_SPEED, load_model, start_position
 from envs.make import env
+from envs.tasks.avoid.task import CONTROL_HZ, MAX_SPEED, load_model, start_position
 
 WIDTH, WORKERS = 8, 2
 SLOW = 0.2  # of full speed: nobody reaches a pillar

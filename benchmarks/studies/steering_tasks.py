@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from burnish.config.schema import compose_config
-from envs.avoid import CONTROL_HZ, MAX_SPEED, Avoid, load_scene
-from envs.experts.avoid import plan as draw_path
 from envs.experts.maze import ways
-from envs.figures import INK, draw_avoid
 from envs.maze import PointMazeLarge
 from envs.maze_figures import draw_maze
 from envs.maze_layouts import Cell, layout
 from envs.rollouts.episodes import EpisodeRow
+from envs.tasks.avoid.expert import plan as draw_path
+from envs.tasks.avoid.figures import INK, draw_avoid
+from envs.tasks.avoid.task import CONTROL_HZ, MAX_SPEED, Avoid, load_scene
 from policies.sketches import PositionSketch, WaypointSketch
 
 if TYPE_CHECKING:

@@ -30,8 +30,8 @@ from burnish.console import log_lines
 from burnish.runs.context import Job
 from burnish.runs.locate import locate
 from burnish.runs.tasks import task_of
-from envs.avoid import Avoid
 from envs.datasets import read_dataset
+from envs.tasks.avoid.task import Avoid
 from policies.errors import CheckpointError, ConfigError, DatasetError, ExportError
 from policies.paths import lasting
 

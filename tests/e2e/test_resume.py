@@ -19,8 +19,8 @@ from algos.sac import SacConfig
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from algos.training.trainer import TrainerSettings, train
-from envs.avoid import Avoid
 from envs.datasets.episodes import EpisodeDataset
+from envs.tasks.avoid.task import Avoid
 from policies.backbones.mlp import MlpConfig
 from policies.gaussian import GaussianProcess
 from policies.heads import CriticConfig

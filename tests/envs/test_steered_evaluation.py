@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from envs.avoid import Avoid
 from envs.evaluation.evaluate import Evaluation, evaluate
+from envs.tasks.avoid.task import Avoid
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.executor import WarmStart

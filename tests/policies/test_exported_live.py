@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks.studies.exported import Elsewhere, _interpreters, act, interpreter_facts
-from envs.avoid import Avoid
+from envs.tasks.avoid.task import Avoid
 from policies.export import export_onnx
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow

@@ -28,8 +28,8 @@ from assets import path as asset_path
 from envs.engine.physics import get_physics, recorded_physics, set_physics
 from envs.engine.pixels import Pictured
 from envs.engine.vector import ChunkVector, StepResult
-from envs.experts.avoid import AvoidDemonstrator, demonstrate_avoid
 from envs.spec import EnvSpec
+from envs.tasks.avoid.expert import AvoidDemonstrator, demonstrate_avoid
 from policies.errors import ConfigError
 from policies.registry import register
 
@@ -275,8 +275,8 @@ class Avoid(Pictured):
         return tuple(scene.mode_name(mode) for mode in range(len(scene.modes)))
 
     def figure(self, panels: Mapping[str, tuple[Sequence[Array], Sequence[bool]]]) -> Figure:
-        """Draw one panel of trajectories per title, e.g. before and after; see `envs.figures`."""
-        from envs.figures import avoid_figure
+        """Draw one panel of trajectories per title, e.g. before and after; see `envs.tasks.avoid.figures`."""
+        from envs.tasks.avoid.figures import avoid_figure
 
         return avoid_figure(panels)
 

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.simulators.__main__ import Array, Case, Side
 from benchmarks.simulators.sides import STEPS, Ours
 from envs.make import env
-from envs.robots import RobotStepper, load_model
+from envs.tasks.locomotion.stepper import RobotStepper, load_model
 
 ROBOTS, CHUNK = 8, 4
 

@@ -17,8 +17,8 @@ from burnish.runs.context import Job
 from envs.engine.envpool import check_release, task_of, vector_on
 from envs.engine.vector import ChunkVector
 from envs.make import env
-from envs.robots import RobotStepper, States
 from envs.rollouts.rollout import RolloutPool
+from envs.tasks.locomotion.stepper import RobotStepper, States
 from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
 
 ROBOTS = [

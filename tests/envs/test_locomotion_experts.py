@@ -12,9 +12,9 @@ import pytest
 from burnish.commands.collect import record
 from burnish.config.schema import compose_config
 from envs.datasets import read_dataset
-from envs.experts.locomotion import EXPERTS, actor
 from envs.make import env
 from envs.rollouts.collect import collect
+from envs.tasks.locomotion.expert import EXPERTS, actor
 from policies.errors import ConfigError
 
 TASKS = ("hopper", "walker2d", "halfcheetah")

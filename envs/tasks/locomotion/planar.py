@@ -1,4 +1,4 @@
-"""Planar locomotion: gymnasium's Hopper, Walker2d, HalfCheetah and Swimmer, bit for bit (`envs.robots`).
+"""Planar locomotion: gymnasium's Hopper, Walker2d, HalfCheetah and Swimmer, bit for bit (`envs.tasks.locomotion.stepper`).
 
 Their elder versions differ little: in v4 the step on which a robot falls still earns the reward for being
 upright, and Walker2d's feet have other friction.
@@ -16,9 +16,9 @@ from envs.datasets.episodes import Episode
 from envs.datasets.scores import reference
 from envs.engine.pixels import PICTURE_OPTIONS, Pictured
 from envs.engine.vector import ChunkVector
-from envs.experts.locomotion import LocomotionDemonstrator, demonstrate_locomotion
-from envs.robots import Array, RobotStepper, States
 from envs.spec import EnvSpec
+from envs.tasks.locomotion.expert import LocomotionDemonstrator, demonstrate_locomotion
+from envs.tasks.locomotion.stepper import Array, RobotStepper, States
 from policies.errors import ConfigError
 from policies.registry import register
 

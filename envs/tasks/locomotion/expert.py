@@ -25,8 +25,8 @@ from envs.rollouts.recording import Recording
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:
-    from envs.robots import RobotStepper
     from envs.spec import EnvSpec
+    from envs.tasks.locomotion.stepper import RobotStepper
     from policies.policy import Policy
 
 Act = Callable[[np.ndarray], np.ndarray]

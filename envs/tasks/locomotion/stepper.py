@@ -40,7 +40,7 @@ class States:
 
 
 class Robot(Protocol):
-    """What distinguishes the robots; the configurations in `envs.locomotion` implement it.
+    """What distinguishes the robots; the configurations in `envs.tasks.locomotion.planar` implement it.
 
     Shapes:
         actions: (M, Da). x_velocity: (M,) [m/s]. fell: (M,) bool.

@@ -1,4 +1,4 @@
-"""Locomotion in space: gymnasium's Ant and Humanoid, bit for bit (`envs.robots`).
+"""Locomotion in space: gymnasium's Ant and Humanoid, bit for bit (`envs.tasks.locomotion.stepper`).
 
 Versions differ in what is observed: Ant-v5 adds the contact forces on its bodies (105 numbers; v4 has 27,
 the layout of OGBench's mazes but for the place), Humanoid-v5 leaves out what is always zero (348; v4 has
@@ -16,9 +16,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from envs.locomotion import GymnasiumRobot, angles_and_rates, check_version, control_cost, describe, health
-from envs.robots import Array, States
 from envs.spec import EnvSpec
+from envs.tasks.locomotion.planar import (
+    GymnasiumRobot,
+    angles_and_rates,
+    check_version,
+    control_cost,
+    describe,
+    health,
+)
+from envs.tasks.locomotion.stepper import Array, States
 from policies.registry import register
 
 if TYPE_CHECKING:

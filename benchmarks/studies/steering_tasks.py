@@ -14,14 +14,14 @@ import numpy as np
 import torch
 
 from burnish.config.schema import compose_config
-from envs.experts.maze import ways
-from envs.maze import PointMazeLarge
-from envs.maze_figures import draw_maze
-from envs.maze_layouts import Cell, layout
 from envs.rollouts.episodes import EpisodeRow
 from envs.tasks.avoid.expert import plan as draw_path
 from envs.tasks.avoid.figures import INK, draw_avoid
 from envs.tasks.avoid.task import CONTROL_HZ, MAX_SPEED, Avoid, load_scene
+from envs.tasks.mazes.d4rl import PointMazeLarge
+from envs.tasks.mazes.expert import ways
+from envs.tasks.mazes.figures import draw_maze
+from envs.tasks.mazes.layouts import Cell, layout
 from policies.sketches import PositionSketch, WaypointSketch
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import numpy as np
 from envs.engine.physics import get_physics, recorded_physics, set_physics
 from envs.engine.pixels import Pictured
 from envs.engine.vector import ChunkVector, StepResult
-from envs.maze_layouts import Layout
 from envs.spec import EnvSpec
+from envs.tasks.mazes.layouts import Layout
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class MazeRows(ABC):
 
     def wear(self, model: Any, look: Mapping[str, Array]) -> None:
         """Mark the goal in a model for drawing, and let its free camera see the whole maze from above."""
-        from envs.maze_figures import see_from_above
+        from envs.tasks.mazes.figures import see_from_above
 
         getattr(model, self.mark)("target").pos[:2] = look["goal"]
         see_from_above(model, self.maze)
@@ -225,8 +225,8 @@ class MazeTask(Pictured, ABC):
         return self.vector_of(self.stepper(num_envs), obs_steps)
 
     def figure(self, panels: Mapping[str, tuple[Sequence[Array], Sequence[bool]]]) -> Figure:
-        """Draw one panel of trajectories per title, e.g. before and after; see `envs.maze_figures`."""
-        from envs.maze_figures import maze_figure
+        """Draw one panel of trajectories per title, e.g. before and after; see `envs.tasks.mazes.figures`."""
+        from envs.tasks.mazes.figures import maze_figure
 
         return maze_figure(self.layout, panels, has_goals=self.goal == "appended")
 

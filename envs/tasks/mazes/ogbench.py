@@ -5,7 +5,7 @@ shall lead. `goal=fixed` is OGBench's single task `<agent>maze-<maze>-singletask
 part of the task and not of the observation; datasets of these mazes fit it. With `appended` and `separate`
 the goal differs from episode to episode and is told, as its place (OGBench's `use_oracle_rep`).
 
-The names begin with `og-`, for other mazes have the plain ones (`envs.maze`): gymnasium-robotics' agents have
+The names begin with `og-`, for other mazes have the plain ones (`envs.tasks.mazes.d4rl`): gymnasium-robotics' agents have
 other bodies, rates and starts.
 """
 
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from envs.experts.maze import MazeDemonstrator, demonstrate_maze, moves
-from envs.maze_layouts import Layout
-from envs.maze_rows import ANT_NAMES, MazeTask, ant_torques
-from envs.ogbench_maze_layouts import ogbench_layout
-from envs.ogbench_maze_world import NUM_TASKS, OgbenchMazeStepper
 from envs.spec import EnvSpec
+from envs.tasks.mazes.expert import MazeDemonstrator, demonstrate_maze, moves
+from envs.tasks.mazes.layouts import Layout
+from envs.tasks.mazes.ogbench_layouts import ogbench_layout
+from envs.tasks.mazes.ogbench_stepper import NUM_TASKS, OgbenchMazeStepper
+from envs.tasks.mazes.stepper import ANT_NAMES, MazeTask, ant_torques
 from policies.errors import ConfigError
 from policies.registry import register
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.maze_layouts import Layout
 from envs.tasks.avoid.figures import FAILURE, INK, PILLAR, SUCCESS
+from envs.tasks.mazes.layouts import Layout
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,10 +24,10 @@ import numpy as np
 
 from envs.datasets.scores import reference
 from envs.engine.vector import StepResult
-from envs.experts.maze import FORCES, MazeDemonstrator, demonstrate_maze, pd_force, places
-from envs.maze_layouts import Cell, Layout, layout, load_model
-from envs.maze_rows import ANT_NAMES, MazeRows, MazeTask, ant_torques
 from envs.spec import EnvSpec
+from envs.tasks.mazes.expert import FORCES, MazeDemonstrator, demonstrate_maze, pd_force, places
+from envs.tasks.mazes.layouts import Cell, Layout, layout, load_model
+from envs.tasks.mazes.stepper import ANT_NAMES, MazeRows, MazeTask, ant_torques
 from policies.errors import ConfigError
 from policies.registry import register
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from envs.engine.vector import StepResult
-from envs.maze_layouts import Layout
-from envs.maze_rows import MazeRows
+from envs.tasks.mazes.layouts import Layout
+from envs.tasks.mazes.stepper import MazeRows
 
 Array = np.ndarray
 

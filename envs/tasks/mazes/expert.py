@@ -23,7 +23,7 @@ from policies.errors import ConfigError
 if TYPE_CHECKING:
     from envs.datasets.episodes import Episode
     from envs.engine.vector import StepResult
-    from envs.maze_layouts import Cell, Layout
+    from envs.tasks.mazes.layouts import Cell, Layout
 
 Array = np.ndarray
 

@@ -1,6 +1,6 @@
 """OGBench's mazes as grids, in OGBench's frame: cells are 4 m wide, cell (1, 1) lies at the origin.
 
-Other than in `envs.maze_layouts`, y grows with the row, so that the first row is drawn at the bottom.
+Other than in `envs.tasks.mazes.layouts`, y grows with the row, so that the first row is drawn at the bottom.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import cache, cached_property
 
 import numpy as np
 
-from envs.maze_layouts import Cell, Layout, layout
+from envs.tasks.mazes.layouts import Cell, Layout, layout
 
 _GRIDS = {
     "giant": """

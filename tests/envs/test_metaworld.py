@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from envs.engine.vector import ChunkVector
-from envs.experts.metaworld import ScriptedDemonstrator
 from envs.make import env
-from envs.metaworld import TASKS, MetaworldStepper, load_metaworld
 from envs.rollouts.rollout import _map_leaves, _to_array, _to_tensor
+from envs.tasks.metaworld.expert import ScriptedDemonstrator
+from envs.tasks.metaworld.tasks import TASKS, MetaworldStepper, load_metaworld
 from policies.errors import ConfigError, MissingExtraError
 
 SOME = ("reach", "pick-place", "lever-pull", "door-lock")

@@ -24,8 +24,8 @@ import numpy as np
 from envs.engine.physics import get_physics, recorded_physics, set_physics
 from envs.engine.pixels import Pictured
 from envs.engine.vector import ChunkVector, StepResult
-from envs.experts.metaworld import ScriptedDemonstrator, demonstrate
 from envs.spec import EnvSpec
+from envs.tasks.metaworld.expert import ScriptedDemonstrator, demonstrate
 from policies.errors import ConfigError
 from policies.registry import register
 

@@ -5,7 +5,7 @@ present state, so a disturbed movement is corrected rather than continued; noise
 therefore widens the states a clone sees, at little cost in success.
 
 The modes `play` and `noisy` follow OGBench's recipes for its datasets: long episodes of one drawn subtask
-after the other, whatever the task; see `envs.experts.ogbench_play`.
+after the other, whatever the task; see `envs.tasks.ogbench.play`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.episodes import Episode
-from envs.experts.ogbench_plans import Subtask, next_subtask
-from envs.ogbench import OgbenchStepper
 from envs.rollouts.recording import Recording
+from envs.tasks.ogbench.plans import Subtask, next_subtask
+from envs.tasks.ogbench.stepper import OgbenchStepper
 from policies.errors import ConfigError
 
 Array = np.ndarray
@@ -72,7 +72,7 @@ def demonstrate(world: str, task: int, seed: int, options: OracleDemonstrator, *
         max_steps: Time limit in control steps, of the mode `task`.
     """
     if options.mode != "task":
-        from envs.experts.ogbench_play import play
+        from envs.tasks.ogbench.play import play
 
         return play(world, task, seed, noisy=options.mode == "noisy", length=options.length)
     stepper, rng = OgbenchStepper(world, task, 1), np.random.default_rng((seed, _NOISE_STREAM))

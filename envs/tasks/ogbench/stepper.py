@@ -183,7 +183,7 @@ def load_world(world: str, play: bool = False) -> tuple[Any, dict[str, Array]]:
         require("dm_control", extra="ogbench")  # OGBench imports it only when a world is built
         import gymnasium
 
-        from envs.ogbench_world import derived
+        from envs.tasks.ogbench.world import derived
 
         # As OGBench registers them.
         spec = gymnasium.spec(f"{world}-v0" if play else f"{world}-singletask-task1-v0")

@@ -22,9 +22,9 @@ import numpy as np
 
 from envs.datasets.episodes import Episode
 from envs.engine.seeding import seeded_globally
-from envs.experts.ogbench import recorded
-from envs.ogbench import OgbenchStepper
 from envs.rollouts.recording import Recording
+from envs.tasks.ogbench.expert import recorded
+from envs.tasks.ogbench.stepper import OgbenchStepper
 
 Array = np.ndarray
 

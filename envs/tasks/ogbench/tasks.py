@@ -1,6 +1,6 @@
 """OGBench's manipulation tasks: a UR5e arm with a gripper moves cubes, presses buttons, opens and closes.
 
-Each is a world of `envs.ogbench` with five tasks, `<world>-play-singletask-task<k>-v0` in OGBench's names:
+Each is a world of `envs.tasks.ogbench.stepper` with five tasks, `<world>-play-singletask-task<k>-v0` in OGBench's names:
 where things are in the beginning and where they are wanted. The target is part of the task, not of the
 observation, which describes the arm and everything that moves.
 """
@@ -14,9 +14,9 @@ import numpy as np
 
 from envs.engine.pixels import Pictured
 from envs.engine.vector import ChunkVector
-from envs.experts.ogbench import OracleDemonstrator, demonstrate
-from envs.ogbench import NUM_TASKS, OgbenchStepper
 from envs.spec import EnvSpec
+from envs.tasks.ogbench.expert import OracleDemonstrator, demonstrate
+from envs.tasks.ogbench.stepper import NUM_TASKS, OgbenchStepper
 from policies.errors import ConfigError
 from policies.registry import register
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from benchmarks.simulators.__main__ import Array, Case, Side
 from benchmarks.simulators.sides import Ours, Physics
-from envs.robosuite import Can, Lift, Square, Transport
-from envs.robosuite_reference import begin, make_robosuite
+from envs.tasks.robosuite.reference_stepper import begin, make_robosuite
+from envs.tasks.robosuite.tasks import Can, Lift, Square, Transport
 
 Config = Lift | Can | Square | Transport
 

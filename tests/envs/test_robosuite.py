@@ -9,7 +9,7 @@ import pytest
 
 from envs.engine.vector import ChunkVector
 from envs.make import env
-from envs.robosuite_reference import RobosuiteStepper, make_robosuite
+from envs.tasks.robosuite.reference_stepper import RobosuiteStepper, make_robosuite
 from policies.errors import CapabilityError, ConfigError, MissingExtraError
 
 NAMES = ("lift", "can", "square", "transport")

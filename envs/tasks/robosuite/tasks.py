@@ -9,7 +9,7 @@ The observation is robomimic's: hand position, hand quaternion and finger positi
 `object_layout` must name the kind of file a policy was cloned from.
 
 robosuite compiles the models, begins the episodes and makes the rules; what steps is `env.engine`:
-`envs/robosuite_fast.py:FastStepper` or robosuite itself, `envs/robosuite_reference.py:RobosuiteStepper`.
+`envs/tasks/robosuite/fast_stepper.py:FastStepper` or robosuite itself, `envs/tasks/robosuite/reference_stepper.py:RobosuiteStepper`.
 
 Differences from robomimic's rollouts on robosuite 1.4.1, which DPPO (arXiv 2409.00588) used:
 
@@ -33,10 +33,10 @@ import numpy as np
 
 from envs.engine.pixels import Pictured
 from envs.engine.vector import ChunkVector
-from envs.experts.robosuite import ArmDemonstrator, demonstrate
-from envs.robosuite_fast import FastStepper
-from envs.robosuite_reference import RobosuiteStepper, hide_collisions
 from envs.spec import EnvSpec
+from envs.tasks.robosuite.expert import ArmDemonstrator, demonstrate
+from envs.tasks.robosuite.fast_stepper import FastStepper
+from envs.tasks.robosuite.reference_stepper import RobosuiteStepper, hide_collisions
 from policies.errors import ConfigError
 from policies.registry import register
 

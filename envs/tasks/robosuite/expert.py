@@ -17,8 +17,8 @@ import numpy as np
 
 from envs.datasets.episodes import Episode
 from envs.engine.vector import StepResult
-from envs.experts.robosuite_hand import CLOSED, OPEN, Sight, Target, heading
 from envs.rollouts.recording import Recording
+from envs.tasks.robosuite.expert_arm import CLOSED, OPEN, Sight, Target, heading
 from policies.errors import ConfigError
 
 Array = np.ndarray

@@ -1,7 +1,7 @@
 """robosuite's tasks without robosuite between the physics steps.
 
 The compiled model, the reset and the rules are robosuite's; what runs 25 times per control step is MuJoCo and
-one compiled function, `envs/robosuite_law.py:drive`. robosuite computes the state of every physics step
+one compiled function, `envs/tasks/robosuite/osc_controller.py:drive`. robosuite computes the state of every physics step
 three times (twice for its controllers); here that is done once, by stepping in two halves with the control
 law in between. The physics is the same to rounding of the torques.
 
@@ -22,9 +22,9 @@ import numpy as np
 
 from envs.engine.physics import get_physics, set_physics
 from envs.engine.vector import StepResult
-from envs.robosuite_law import FINGER_RATE, compiled
-from envs.robosuite_reading import judge, reader
-from envs.robosuite_reference import begin, hide_collisions, make_robosuite
+from envs.tasks.robosuite.observations import judge, reader
+from envs.tasks.robosuite.osc_controller import FINGER_RATE, compiled
+from envs.tasks.robosuite.reference_stepper import begin, hide_collisions, make_robosuite
 from policies.errors import CheckpointError, ConfigError
 
 Array = np.ndarray

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from policies.compose import ComposedPolicy
 from policies.denoising import DenoisingPolicy
-from policies.descent import DescentPolicy
+from policies.energy_policies import DescentPolicy
 from policies.errors import ExportError
 from policies.export_graph import Traceable, observation_of, random_inputs, refuse_foreign_loops
 from policies.policy import Policy

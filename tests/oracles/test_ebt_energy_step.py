@@ -16,7 +16,7 @@ import torch
 from official_networks import read
 from torch import Tensor, nn
 
-from policies.descent import Descent, DescentPolicy
+from policies.energy_policies import Descent, DescentPolicy
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.ebt import EnergyDescent
 from policies.protocols import TE, Cond

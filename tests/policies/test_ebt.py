@@ -14,7 +14,7 @@ from two_modes import LEVEL, two_mode_setup
 
 from algos.bc import BcConfig
 from policies.backbones.mlp import MlpConfig
-from policies.descent import Descent, DescentPolicy
+from policies.energy_policies import Descent, DescentPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.hooks import Guidance
 from policies.processes.ebt import EnergyDescent

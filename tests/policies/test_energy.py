@@ -19,8 +19,8 @@ from policies.backbones.dp_transformer import DpTransformerConfig
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.transformer import TransformerConfig
 from policies.backbones.unet1d import Unet1dConfig
-from policies.descent import Descent
 from policies.energy import EnergyField, EnergyPolicy
+from policies.energy_policies import Descent
 from policies.errors import ConfigError
 from policies.export import export_onnx
 from policies.export_folder import MODEL

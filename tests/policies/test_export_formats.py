@@ -15,8 +15,8 @@ from small_policies import GOAL_DIM, OBS_DIM, small_policy
 from policies import export_torch
 from policies.compose import compose
 from policies.correction import Perturbation
-from policies.descent import Descent
 from policies.deterministic import DeterministicProcess
+from policies.energy_policies import Descent
 from policies.errors import CheckpointError, ExportError
 from policies.export import FORMATS, export_policy
 from policies.export_folder import CARD, PACKAGE, PROGRAM, REPORT, RUNNER

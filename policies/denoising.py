@@ -12,8 +12,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
-from policies.fields import SwitchedField
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Kind, Reduction, SampleHook
 from policies.samplers import StepTable, denoise, gaussian_entropy, gaussian_log_prob, transition

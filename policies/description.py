@@ -11,10 +11,10 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from policies import registry
+from policies.backbones.switched import SwitchedField
 from policies.compose import ComposedPolicy
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
-from policies.fields import SwitchedField
 from policies.operators import Composition
 from policies.policy import PART_GROUPS, Policy, PolicyConfig, build_policy
 from policies.typed import check_types

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from policies import registry
+from policies.backbones.switched import SwitchedField
 from policies.checksums import sha256
 from policies.denoising import DenoisingPolicy
 from policies.errors import CheckpointError, ConfigError
-from policies.fields import SwitchedField
 from policies.folder import fault_of
 from policies.foreign import AffineMap, Contents, ForeignSource, Network
 from policies.foreign.files import read_entry, read_statistics

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from policies.backbones.switched import SwitchedField
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
-from policies.fields import SwitchedField
 
 
 def tunable_copy(init: DenoisingPolicy, sampler: Any, tuned_steps: int) -> DenoisingPolicy:

@@ -12,8 +12,8 @@ from point_dppo import SMALL, draws, make_init, make_run
 from point_env import PointEnv
 
 from algos.onpolicy.advantages import encode, evaluate_rows
+from policies.backbones.switched import SwitchedField
 from policies.errors import ConfigError
-from policies.fields import SwitchedField
 from policies.folder import load_policy, save_policy
 from policies.samplers import DDIM
 

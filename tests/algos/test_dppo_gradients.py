@@ -18,7 +18,7 @@ from algos.onpolicy.advantages import Experience
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ratios import Rows
 from policies.backbones.mlp import MlpConfig
-from policies.fields import SwitchedField
+from policies.backbones.switched import SwitchedField
 from policies.threads import torch_threads
 
 NETS = {

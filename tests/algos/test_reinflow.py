@@ -18,8 +18,8 @@ from algos.onpolicy.exploration_noise import NoiseConfig
 from algos.onpolicy.reinflow_ratio import NoisyChain, PathTerm
 from algos.reinflow import ReinFlowConfig
 from algos.training.serialization import from_plain, to_plain
+from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
-from policies.fields import SwitchedField
 from policies.folder import load_policy, save_policy
 from policies.processes.shortcut import Shortcut
 from policies.protocols import Cond

@@ -14,9 +14,9 @@ from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, statistics
 from torch import Tensor
 
 from policies import registry
+from policies.backbones.switched import SwitchedField
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError, MissingExtraError
-from policies.fields import SwitchedField
 from policies.folder import load_policy, save_policy
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.protocols import TE, Chain, ChainPolicy, Cond

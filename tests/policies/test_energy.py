@@ -17,6 +17,7 @@ from two_modes import LEVEL, two_mode_setup
 from algos.bc import BcConfig
 from policies.backbones.dp_transformer import DpTransformerConfig
 from policies.backbones.mlp import MlpConfig
+from policies.backbones.switched import SwitchedField
 from policies.backbones.transformer import TransformerConfig
 from policies.backbones.unet1d import Unet1dConfig
 from policies.energy import EnergyField, EnergyPolicy
@@ -25,7 +26,6 @@ from policies.errors import ConfigError
 from policies.export import export_onnx
 from policies.export_folder import MODEL
 from policies.export_graph import random_inputs, run_graph
-from policies.fields import SwitchedField
 from policies.policy import Policy
 from policies.processes.ebt import EnergyDescent
 from policies.processes.energy import ScoreEnergy

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from policies import export_graph
 from policies.backbones.mlp import MlpConfig
+from policies.backbones.switched import SwitchedField
 from policies.errors import ExportError, MissingExtraError
 from policies.export import export_onnx
 from policies.export_folder import (
@@ -31,7 +32,6 @@ from policies.export_folder import (
     signature,
 )
 from policies.export_graph import random_inputs
-from policies.fields import SwitchedField
 from policies.gaussian import GaussianProcess
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion

@@ -15,9 +15,9 @@ from small_policies import observations, small_policy
 from algos.base import Setup
 from burnish.runs.locate import locate
 from policies import folder, registry, replacing
+from policies.backbones.switched import SwitchedField
 from policies.compose import compose
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
-from policies.fields import SwitchedField
 from policies.folder import load_policy, save_policy
 from policies.gaussian import GaussianProcess
 from policies.processes.diffusion import VPDiffusion

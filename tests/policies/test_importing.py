@@ -31,9 +31,9 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torch import Tensor
 
+from policies.backbones.switched import SwitchedField
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.fields import SwitchedField
 from policies.folder import load_policy, read_config, save_policy
 from policies.foreign.diffusion_policy import DiffusionPolicySource
 from policies.foreign.dppo import DppoSource

@@ -5,8 +5,8 @@ import torch
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_policy, statistics
 
 from policies.backbones.mlp import MlpConfig
+from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
-from policies.fields import SwitchedField
 from policies.gaussian import GaussianProcess
 from policies.hooks import Hook
 from policies.policy import PolicyConfig, build_policy

@@ -36,7 +36,7 @@ from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.comparison import Comparison, compare
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.protocol import check_seeds
-from policies.compose import ComposedPolicy
+from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
 from policies.processes.path import over_rows

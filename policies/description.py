@@ -12,10 +12,10 @@ from typing import Any
 
 from policies import registry
 from policies.backbones.switched import SwitchedField
-from policies.compose import ComposedPolicy
+from policies.composition.operators import Composition
+from policies.composition.policy import ComposedPolicy
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
-from policies.operators import Composition
 from policies.policy import PART_GROUPS, Policy, PolicyConfig, build_policy
 from policies.typed import check_types
 from policies.wrappers import WrappedPolicy

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.compose import ComposedPolicy
+from policies.composition.policy import ComposedPolicy
 from policies.denoising import DenoisingPolicy
 from policies.energy_policies import DescentPolicy
 from policies.errors import ExportError

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from policies.activations import check_activation
-from policies.compose import ComposedPolicy
-from policies.composed_observation import joined
+from policies.composition.observation import joined
+from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
 from policies.protocols import Cond, SampleHook

@@ -13,7 +13,7 @@ from algos.dsrl import DsrlConfig
 from algos.offpolicy.loop import OffPolicyRun
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
-from policies.compose import compose
+from policies.composition.policy import compose
 from policies.latent_steering import Steering
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion

@@ -27,7 +27,7 @@ from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
 from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig
-from policies.compose import ComposedPolicy
+from policies.composition.policy import ComposedPolicy
 from policies.deterministic import DeterministicProcess
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy, PolicyConfig, build_policy

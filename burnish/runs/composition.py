@@ -26,7 +26,7 @@ from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.evaluate import evaluate as run_episodes
 from envs.evaluation.protocol import EvaluationSettings
 from envs.fit import as_shown
-from policies.compose import ComposedPolicy, compose
+from policies.composition.policy import ComposedPolicy, compose
 from policies.errors import ConfigError
 from policies.folder import save_policy
 from policies.policy import Policy

@@ -19,7 +19,7 @@ from algos.sac import SacConfig
 from algos.training.resume_checks import digest_of, facts_of
 from algos.training.serialization import from_plain, to_plain
 from policies.backbones.mlp import MlpConfig
-from policies.compose import compose
+from policies.composition.policy import compose
 from policies.errors import CheckpointError
 from policies.folder import load_policy, save_policy
 from policies.gaussian import GaussianProcess

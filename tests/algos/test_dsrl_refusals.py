@@ -14,7 +14,7 @@ from algos.offpolicy.dsrl_update import SteeredActor
 from algos.offpolicy.replay_buffer import ChunkBatch
 from algos.offpolicy.sac_update import SoftLearner, SoftRules
 from algos.training.serialization import from_plain, to_plain
-from policies.compose import compose
+from policies.composition.policy import compose
 from policies.denoising import DenoisingPolicy
 from policies.ensembles import EnsembleConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError

@@ -22,7 +22,7 @@ from algos.gpc import (
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.evaluate import Evaluation
 from envs.rollouts.episodes import EpisodeRow
-from policies.compose import ComposedPolicy, compose
+from policies.composition.policy import ComposedPolicy, compose
 from policies.errors import CapabilityError, ConfigError
 from policies.path_samplers import Euler
 from policies.policy import Policy

@@ -17,7 +17,7 @@ from envs.datasets import write_robomimic
 from envs.make import env
 from envs.rollouts.collect import collect
 from policies.backbones.mlp import MlpConfig
-from policies.compose import ComposedPolicy
+from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.folder import save_policy
 from policies.gaussian import GaussianProcess

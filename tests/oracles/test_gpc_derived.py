@@ -13,9 +13,9 @@ import torch
 from official_networks import read
 from torch import Tensor
 
-from policies.compose import ComposedPolicy, compose
+from policies.composition.operators import Sum, combine, responsibilities
+from policies.composition.policy import ComposedPolicy, compose
 from policies.denoising import DenoisingPolicy
-from policies.operators import Sum, combine, responsibilities
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.edm import Edm
 from policies.samplers import DDIM, Euler

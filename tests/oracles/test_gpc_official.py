@@ -11,7 +11,7 @@ import torch
 from official_networks import read
 from torch import Tensor
 
-from policies.compose import ComposedPolicy, compose
+from policies.composition.policy import ComposedPolicy, compose
 from policies.denoising import DenoisingPolicy
 from policies.hooks import Hook
 from policies.processes import VPDiffusion

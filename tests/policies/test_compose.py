@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.compose import ComposedPolicy, compose
+from policies.composition.operators import Composition
+from policies.composition.policy import ComposedPolicy, compose
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.executor import Execution, Executor, WarmStart
@@ -18,7 +19,6 @@ from policies.export import export_onnx
 from policies.folder import load_policy, save_policy
 from policies.gaussian import GaussianProcess
 from policies.hooks import Inpaint
-from policies.operators import Composition
 from policies.path_samplers import Ancestral, Heun
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.edm import Edm

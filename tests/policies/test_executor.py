@@ -10,7 +10,7 @@ import torch
 from small_policies import ACTION_DIM, observations, small_policy
 from torch import Tensor
 
-from policies.compose import compose
+from policies.composition.policy import compose
 from policies.correction import Correction
 from policies.errors import CapabilityError, ConfigError
 from policies.executor import (

@@ -13,7 +13,7 @@ import torch._inductor.config
 from small_policies import GOAL_DIM, OBS_DIM, small_policy
 
 from policies import export_torch
-from policies.compose import compose
+from policies.composition.policy import compose
 from policies.correction import Perturbation
 from policies.deterministic import DeterministicProcess
 from policies.energy_policies import Descent

@@ -16,7 +16,7 @@ from algos.base import Setup
 from burnish.runs.locate import locate
 from policies import folder, registry, replacing
 from policies.backbones.switched import SwitchedField
-from policies.compose import compose
+from policies.composition.policy import compose
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
 from policies.folder import load_policy, save_policy
 from policies.gaussian import GaussianProcess

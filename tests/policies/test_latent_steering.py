@@ -11,7 +11,7 @@ import torch
 from small_policies import observations, small_policy
 from torch import Tensor
 
-from policies.compose import compose
+from policies.composition.policy import compose
 from policies.deterministic import DeterministicProcess
 from policies.errors import CapabilityError, ConfigError
 from policies.export import export_onnx

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from policies.composition.operators import Composition
 from policies.denoising import DenoisingPolicy
 from policies.encoders import ImageShape, ObservationSizes, read
 from policies.errors import CapabilityError, ConfigError
 from policies.normalizer import Normalizer
-from policies.operators import Composition
 from policies.policy import Policy
 from policies.processes.path import GaussianPath
 from policies.protocols import Cond, Observation

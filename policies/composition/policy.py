@@ -4,8 +4,8 @@ Legend: N members, member 0 leads; B batch, To observation history, Th horizon, 
 chunk, t sampling time, eps predicted noise, x0 predicted clean chunk.
 
 The lead's process and a sampler of it drive the loop. At every step each member is asked at the state moved
-to its own path, at equal signal-to-noise ratio and through physical units (`policies.links`); its answer is
-written in the lead's parametrisation, and the answers are combined (`policies.operators`). Where the path of
+to its own path, at equal signal-to-noise ratio and through physical units (`policies.composition.time_matching`); its answer is
+written in the lead's parametrisation, and the answers are combined (`policies.composition.operators`). Where the path of
 a member is never as noisy as the lead's (a flow starts from pure noise, a diffusion close to it), its weight
 goes to the others. Members may be of any process with a Gaussian path, with encoders, normalisers,
 observation histories and observed entries of their own, and may be compositions themselves. They must agree
@@ -24,7 +24,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from policies.composed_observation import (
+from policies.composition.observation import (
     ComposedEncoder,
     check_members,
     joint_normalizer,
@@ -33,10 +33,7 @@ from policies.composed_observation import (
     require_field,
     sizes_of,
 )
-from policies.denoising import DenoisingPolicy
-from policies.errors import CapabilityError, ConfigError
-from policies.links import Link, LinkTable, Units, is_reached, links, matched_time
-from policies.operators import (
+from policies.composition.operators import (
     BoundMixture,
     Composition,
     Sum,
@@ -44,6 +41,9 @@ from policies.operators import (
     combine,
     require_ancestral,
 )
+from policies.composition.time_matching import Link, LinkTable, Units, is_reached, links, matched_time
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError, ConfigError
 from policies.path_samplers import Euler
 from policies.policy import Policy
 from policies.protocols import BoundField, Chain, Cond, Evaluate

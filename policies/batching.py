@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from policies.history import Array
+from policies.execution.history import Array
 
 
 @dataclass(frozen=True)

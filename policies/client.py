@@ -4,7 +4,7 @@
     while True:
         action = robot.act({"observation": state})     # (Do,) -> (Da,), once per control step
 
-It needs NumPy, pyzmq and msgpack, and no PyTorch. History and chunk are kept here (`policies.history`), so a
+It needs NumPy, pyzmq and msgpack, and no PyTorch. History and chunk are kept here (`policies.execution.history`), so a
 server may be killed and started again at any time: requests that are not answered in time are sent again
 over a new connection, with the same noise.
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from policies.curve import read_keys, read_public_key
 from policies.errors import ConfigError, ServingError
-from policies.history import Array, Arrays, ChunkActor
+from policies.execution.history import Array, Arrays, ChunkActor
 from policies.wire import PORT, VERSION, Schema, from_wire, pack, require, to_wire, unpack
 
 LOCAL = f"tcp://127.0.0.1:{PORT}"
@@ -100,7 +100,7 @@ class Client:
 
         Args:
             obs: By the names of the schema.
-            key: Of the noise, see `policies.history.draw_noise`; None: zeros, the deterministic variant.
+            key: Of the noise, see `policies.execution.history.draw_noise`; None: zeros, the deterministic variant.
 
         Raises:
             ServingError: `timeout`, or what the server refuses: see `policies.wire.REASONS`. `schema`, if

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 from policies.checksums import sha256
+from policies.execution.history import Array
 from policies.export_folder import MODELS, Surroundings
 from policies.exported import ExportedPolicy
-from policies.history import Array
 from policies.policy import Policy
 from policies.wire import Feature, Schema, floats_of
 

@@ -26,7 +26,7 @@ import numpy as np
 from policies.batching import Batcher, Request
 from policies.curve import server_keys, start_authenticator
 from policies.errors import ConfigError, ServingError
-from policies.history import Array, draw_noise
+from policies.execution.history import Array, draw_noise
 from policies.paths import path_field
 from policies.serve_metrics import Metrics, resident_mb
 from policies.wire import PORT, VERSION, Schema, pack, read_observation, require, to_wire, unpack

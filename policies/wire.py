@@ -28,7 +28,7 @@ import numpy as np
 
 from policies import extras
 from policies.errors import MissingExtraError, ServingError
-from policies.history import Array
+from policies.execution.history import Array
 
 VERSION = 1
 PORT = 5750

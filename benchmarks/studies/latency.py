@@ -26,7 +26,7 @@ from burnish.config.schema import register_configs
 from burnish.runs.locate import locate
 from envs.evaluation.intervals import paired_difference, wilson
 from envs.spec import EnvConfig
-from policies.executor import Execution, Executor, WarmStart
+from policies.execution.executor import Execution, Executor, WarmStart
 from policies.policy import Policy
 from policies.seeds import seeded_generator
 

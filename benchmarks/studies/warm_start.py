@@ -29,7 +29,7 @@ from burnish.runs.locate import Located, locate
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.evaluation.intervals import Interval, paired_difference, success_rate
 from policies.denoising import DenoisingPolicy
-from policies.executor import WarmStart
+from policies.execution.executor import WarmStart
 from policies.path_samplers import Euler
 
 EPISODES = 100

@@ -33,7 +33,7 @@ from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.player import NETWORK_CALLS, EvaluatedPolicy, Evaluator, Player
 from envs.spec import EnvConfig, judged_by
 from policies.errors import CheckpointError, ConfigError
-from policies.executor import WarmStart
+from policies.execution.executor import WarmStart
 from policies.policy import Policy
 from policies.selection import BestOfN
 from policies.steering import Steering

@@ -20,7 +20,7 @@ from envs.spec import EnvConfig, options_of
 from policies.checksums import sha256
 from policies.encoders import ImageShape
 from policies.errors import CapabilityError, ConfigError
-from policies.executor import Replanner, WarmStart, with_act_steps
+from policies.execution.executor import Replanner, WarmStart, with_act_steps
 from policies.paths import with_paths
 from policies.steering import Steering, steered
 

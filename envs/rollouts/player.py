@@ -23,7 +23,7 @@ from torch import Tensor
 from envs.engine.vector import Array, VectorEnv
 from envs.rollouts.episodes import EpisodeRow, Tally
 from envs.spec import EnvConfig
-from policies.executor import Replanner, WarmStart
+from policies.execution.executor import Replanner, WarmStart
 from policies.protocols import ChunkSpec, Observation
 from policies.seeds import seeded_generator
 

@@ -11,7 +11,7 @@ from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.tasks.avoid.task import Avoid
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
-from policies.executor import WarmStart
+from policies.execution.executor import WarmStart
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.samplers import DDPM
 from policies.steering import STRATEGIES, Steering

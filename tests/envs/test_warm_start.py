@@ -8,7 +8,7 @@ from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.make import env
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
-from policies.executor import WarmStart
+from policies.execution.executor import WarmStart
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.samplers import DDIM, DDPM, Euler

@@ -15,7 +15,7 @@ import torch
 from official_networks import read
 from torch import Tensor, nn
 
-from policies.executor import Replanner, WarmStart
+from policies.execution.executor import Replanner, WarmStart
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import VPDiffusion
 from policies.samplers import DDPM

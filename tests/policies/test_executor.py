@@ -13,7 +13,7 @@ from torch import Tensor
 from policies.composition.policy import compose
 from policies.correction import Correction
 from policies.errors import CapabilityError, ConfigError
-from policies.executor import (
+from policies.execution.executor import (
     Execution,
     Executor,
     Replanner,

@@ -26,10 +26,10 @@ from policies.batching import Batcher, Request
 from policies.client import Client, RemotePolicy
 from policies.curve import make_keys
 from policies.errors import ConfigError, ExportError, ServingError
+from policies.execution.history import draw_noise
 from policies.export import export_onnx
 from policies.export_folder import Surroundings
 from policies.folder import save_policy
-from policies.history import draw_noise
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow

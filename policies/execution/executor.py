@@ -31,10 +31,10 @@ from torch import Tensor
 
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
+from policies.execution.replanning import Decision, Replanner, WarmStart, shifted, with_act_steps
 from policies.hooks import Inpaint
 from policies.policy import Policy
 from policies.protocols import ChunkSpec
-from policies.replanning import Decision, Replanner, WarmStart, shifted, with_act_steps
 from policies.runner import Limits, Track
 
 __all__ = ["Decision", "Execution", "Executor", "Replanner", "WarmStart", "shifted", "with_act_steps"]

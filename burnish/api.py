@@ -25,7 +25,7 @@ from burnish.runs.context import Job, goes_on_in_place
 from burnish.runs.locate import locate, place_now
 from policies import registry
 from policies.errors import ConfigError
-from policies.export_folder import ExportReport
+from policies.export.folder import ExportReport
 from policies.policy import Policy
 
 

@@ -13,8 +13,8 @@ import torch
 
 from policies.checksums import sha256
 from policies.execution.history import Array
-from policies.export_folder import MODELS, Surroundings
-from policies.exported import ExportedPolicy
+from policies.export.exported_policy import ExportedPolicy
+from policies.export.folder import MODELS, Surroundings
 from policies.policy import Policy
 from policies.wire import Feature, Schema, floats_of
 

@@ -31,7 +31,7 @@ from benchmarks.speed.timing import Figure, interleave
 from envs.make import env as make_env
 from envs.rollouts.rollout import RolloutPool
 from policies.denoising import DenoisingPolicy
-from policies.export import export_onnx
+from policies.export.export import export_onnx
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.runner import Runner

@@ -36,8 +36,8 @@ from envs.evaluation.intervals import paired_difference
 from envs.spec import EnvConfig
 from policies import registry
 from policies.errors import ExportError
-from policies.export import GRAPHS, export_onnx
-from policies.exported import ExportedPolicy
+from policies.export.export import GRAPHS, export_onnx
+from policies.export.exported_policy import ExportedPolicy
 from policies.runner import Limits, Track, run_at_rate
 
 SLOW = {"ebt": 3e-4}

@@ -14,10 +14,10 @@ from burnish.runs.locate import Located, check_folder_to_write, locate
 from burnish.runs.tasks import task_of
 from envs.evaluation.protocol import check_seeds, with_steps
 from policies.errors import ConfigError
-from policies.export import FORMATS, export_policy
-from policies.export_card import latency_table
-from policies.export_folder import ExportReport, Surroundings, refuse_to_replace
-from policies.export_signature import KINDS
+from policies.export.card import latency_table
+from policies.export.export import FORMATS, export_policy
+from policies.export.folder import ExportReport, Surroundings, refuse_to_replace
+from policies.export.signature import KINDS
 from policies.paths import path_field
 from policies.policy import Policy
 

@@ -19,7 +19,7 @@ from envs.evaluation.protocol import with_steps
 from policies.checksums import sha256
 from policies.curve import make_keys
 from policies.errors import ConfigError
-from policies.export_signature import is_exported
+from policies.export.signature import is_exported
 from policies.folder import WEIGHTS
 from policies.paths import path_field
 from policies.policy import Policy

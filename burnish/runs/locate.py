@@ -13,8 +13,8 @@ from typing import Any
 from algos.training.run_directory import RunDirectory
 from policies import folder
 from policies.errors import CheckpointError, ConfigError
-from policies.export_signature import is_exported, read_signature
-from policies.exported import ExportedPolicy
+from policies.export.exported_policy import ExportedPolicy
+from policies.export.signature import is_exported, read_signature
 from policies.folder import CONFIG as POLICY_CONFIG
 from policies.folder import read_config, where_it_was_left
 from policies.hub import PREFIX, fetch, is_on_hub

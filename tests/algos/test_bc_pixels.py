@@ -122,7 +122,7 @@ def test_learning_by_rollouts_refuses_a_policy_that_looks() -> None:
 
 def test_a_cloned_policy_that_looks_is_exported_and_agrees(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="needs the extra 'export'")
-    from policies.export import export_onnx
+    from policies.export.export import export_onnx
 
     policy = tiny().build(setup(told_by_pictures())).snapshot()
     report = export_onnx(policy, tmp_path / "exported")

@@ -11,7 +11,7 @@ import pytest
 from burnish import cli
 from burnish.runs.locate import locate_actor
 from policies.errors import ExportError
-from policies.export import export_policy
+from policies.export.export import export_policy
 from policies.gaussian import GaussianProcess
 from policies.policy import PolicyConfig, build_policy
 

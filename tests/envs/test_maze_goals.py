@@ -24,8 +24,8 @@ from envs.rollouts.collect import collect
 from policies.backbones.mlp import MlpConfig
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.export import export_policy
-from policies.exported import ExportedPolicy
+from policies.export.export import export_policy
+from policies.export.exported_policy import ExportedPolicy
 from policies.path_samplers import Euler
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.edm import Edm

@@ -15,7 +15,7 @@ from policies.composition.policy import ComposedPolicy, compose
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.execution.executor import Execution, Executor, WarmStart
-from policies.export import export_onnx
+from policies.export.export import export_onnx
 from policies.folder import load_policy, save_policy
 from policies.gaussian import GaussianProcess
 from policies.hooks import Inpaint

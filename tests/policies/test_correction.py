@@ -14,7 +14,7 @@ from torch import Tensor
 from policies.correction import CorrectedPolicy, Correction, Perturbation, within
 from policies.deterministic import DeterministicProcess
 from policies.errors import CheckpointError, ConfigError
-from policies.export import export_onnx
+from policies.export.export import export_onnx
 from policies.folder import CONFIG, load_policy, read_config, save_policy
 from policies.policy import Policy
 from policies.processes.flow import RectifiedFlow

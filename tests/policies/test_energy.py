@@ -23,9 +23,9 @@ from policies.backbones.unet1d import Unet1dConfig
 from policies.energy import EnergyField, EnergyPolicy
 from policies.energy_policies import Descent
 from policies.errors import ConfigError
-from policies.export import export_onnx
-from policies.export_folder import MODEL
-from policies.export_graph import random_inputs, run_graph
+from policies.export.export import export_onnx
+from policies.export.folder import MODEL
+from policies.export.onnx_graph import random_inputs, run_graph
 from policies.policy import Policy
 from policies.processes.ebt import EnergyDescent
 from policies.processes.energy import ScoreEnergy

@@ -15,12 +15,12 @@ import torch
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, small_policy, statistics
 from torch import Tensor, nn
 
-from policies import export_graph
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.switched import SwitchedField
 from policies.errors import ExportError, MissingExtraError
-from policies.export import export_onnx
-from policies.export_folder import (
+from policies.export import onnx_graph
+from policies.export.export import export_onnx
+from policies.export.folder import (
     CARD,
     MODEL,
     REPORT,
@@ -31,7 +31,7 @@ from policies.export_folder import (
     Surroundings,
     signature,
 )
-from policies.export_graph import random_inputs
+from policies.export.onnx_graph import random_inputs
 from policies.gaussian import GaussianProcess
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
@@ -263,10 +263,10 @@ def test_a_graph_that_disagrees_is_an_error_and_leaves_nothing(
 ) -> None:
     policy, folder, _ = made
     monkeypatch.setattr(
-        export_graph, "_write_graph", lambda _, path, *a, **k: shutil.copy(folder / MODEL, path)
+        onnx_graph, "_write_graph", lambda _, path, *a, **k: shutil.copy(folder / MODEL, path)
     )
-    plain = export_graph.open_session
-    monkeypatch.setattr(export_graph, "open_session", lambda path: Perturbed(plain(path), change))
+    plain = onnx_graph.open_session
+    monkeypatch.setattr(onnx_graph, "open_session", lambda path: Perturbed(plain(path), change))
     with pytest.raises(ExportError, match=f"within 1e-05 for batches of 1, 2, 7; it {shown}"):
         export_onnx(policy, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -291,7 +291,7 @@ def test_a_directory_that_holds_something_is_left_alone_unless_asked(
 ) -> None:
     policy, folder, _ = made
     monkeypatch.setattr(
-        export_graph, "_write_graph", lambda _, path, *a, **k: shutil.copy(folder / MODEL, path)
+        onnx_graph, "_write_graph", lambda _, path, *a, **k: shutil.copy(folder / MODEL, path)
     )
     own, other = tmp_path / "mine" / CARD, tmp_path / "mine" / "notes.txt"
     own.parent.mkdir()
@@ -324,10 +324,10 @@ def test_a_policy_that_rounding_decides_about_is_told_from_a_wrong_graph(
 ) -> None:
     """Nobody can reproduce what changes by more than the tolerance where the last digits do."""
     policy = small_policy(RectifiedFlow(), Euler(steps=2))
-    own = export_graph.own_rounding(export_graph.SampledPolicy(policy), (1, 2, 7), 0)
+    own = onnx_graph.own_rounding(onnx_graph.SampledPolicy(policy), (1, 2, 7), 0)
     assert 1e-8 < own < 1e-4
     off = [{"batch": 1, "max_abs_difference": 0.5}]
-    monkeypatch.setattr(export_graph, "_parity", lambda *_: off)
+    monkeypatch.setattr(onnx_graph, "_parity", lambda *_: off)
     with pytest.raises(ExportError, match=r"rounding decides what it does.*tolerance=<difference>"):
         export_onnx(policy, tmp_path / "a", tolerance=own / 2)
     with pytest.raises(ExportError, match=r"Nothing was written\.$"):

@@ -12,15 +12,15 @@ import torch
 import torch._inductor.config
 from small_policies import GOAL_DIM, OBS_DIM, small_policy
 
-from policies import export_torch
 from policies.composition.policy import compose
 from policies.correction import Perturbation
 from policies.deterministic import DeterministicProcess
 from policies.energy_policies import Descent
 from policies.errors import CheckpointError, ExportError
-from policies.export import FORMATS, export_policy
-from policies.export_folder import CARD, PACKAGE, PROGRAM, REPORT, RUNNER
-from policies.exported import ExportedPolicy
+from policies.export import torch_program
+from policies.export.export import FORMATS, export_policy
+from policies.export.exported_policy import ExportedPolicy
+from policies.export.folder import CARD, PACKAGE, PROGRAM, REPORT, RUNNER
 from policies.gaussian import GaussianProcess
 from policies.mixture import MixtureProcess
 from policies.path_samplers import DPMpp2M
@@ -195,7 +195,7 @@ def test_without_a_compiler_the_report_says_what_is_missing_and_nothing_is_left_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "policy.onnx").write_text("an earlier export")
-    monkeypatch.setattr(export_torch.shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch_program.shutil, "which", lambda name: None)
     options: Any = {"format": "torch", "latency_batches": (), "overwrite": True}
     report = export_policy(small_policy(GaussianProcess()), tmp_path, **options)
     assert "No C++ compiler (g++, clang++, c++) was found" in report.notes[0]
@@ -205,7 +205,7 @@ def test_without_a_compiler_the_report_says_what_is_missing_and_nothing_is_left_
 
 @pytest.mark.slow
 def test_a_compiled_program_gives_the_actions_of_the_policy(tmp_path: Path) -> None:
-    if (reason := export_torch.missing_compiler()) is not None:
+    if (reason := torch_program.missing_compiler()) is not None:
         pytest.skip(reason)
     policy = small_policy(RectifiedFlow(), Euler(steps=1))
     quick = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # of the C++ compiler

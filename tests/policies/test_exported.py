@@ -17,10 +17,10 @@ import torch
 from small_policies import OBS_DIM, small_policy
 
 from policies.errors import BurnishError, CheckpointError, ExportError
-from policies.export import export_policy
-from policies.export_folder import CARD, PROGRAM, SIGNATURE
-from policies.export_signature import read_signature
-from policies.exported import ExportedPolicy
+from policies.export.export import export_policy
+from policies.export.exported_policy import ExportedPolicy
+from policies.export.folder import CARD, PROGRAM, SIGNATURE
+from policies.export.signature import read_signature
 from policies.processes import RectifiedFlow
 from policies.samplers import Euler
 from policies.serve import ServedFolder

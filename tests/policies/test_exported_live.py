@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.studies.exported import Elsewhere, _interpreters, act, interpreter_facts
 from envs.tasks.avoid.task import Avoid
-from policies.export import export_onnx
+from policies.export.export import export_onnx
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow
 from policies.runner import draw_noise

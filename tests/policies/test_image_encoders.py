@@ -544,7 +544,7 @@ def test_an_exported_policy_sees_the_same_images(encoder: Any, tmp_path: Path) -
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    from policies.export import export_onnx
+    from policies.export.export import export_onnx
 
     policy = build(encoder, obs_steps=2, goal_dim=GOAL_DIM, process=GaussianProcess())
     report = export_onnx(policy, tmp_path / "out", latency_batches=())

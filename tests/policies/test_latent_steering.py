@@ -14,7 +14,7 @@ from torch import Tensor
 from policies.composition.policy import compose
 from policies.deterministic import DeterministicProcess
 from policies.errors import CapabilityError, ConfigError
-from policies.export import export_onnx
+from policies.export.export import export_onnx
 from policies.folder import load_policy, save_policy
 from policies.latent_steering import ADAPTERS, SteeredPolicy, Steering, interpolation
 from policies.policy import Policy

@@ -16,9 +16,9 @@ import torch
 from small_policies import ACTION_DIM, OBS_DIM, small_policy
 
 from policies.execution.history import ChunkActor
-from policies.export import export_onnx
-from policies.export_folder import RUNNER, Surroundings
-from policies.exported import ExportedPolicy
+from policies.export.export import export_onnx
+from policies.export.exported_policy import ExportedPolicy
+from policies.export.folder import RUNNER, Surroundings
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.runner import Limits, RateReport, Runner, Track, _typed, check, draw_noise, run_at_rate

@@ -27,8 +27,8 @@ from policies.client import Client, RemotePolicy
 from policies.curve import make_keys
 from policies.errors import ConfigError, ExportError, ServingError
 from policies.execution.history import draw_noise
-from policies.export import export_onnx
-from policies.export_folder import Surroundings
+from policies.export.export import export_onnx
+from policies.export.folder import Surroundings
 from policies.folder import save_policy
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion

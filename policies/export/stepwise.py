@@ -20,7 +20,7 @@ from policies.composition.policy import ComposedPolicy
 from policies.denoising import DenoisingPolicy
 from policies.energy_policies import DescentPolicy
 from policies.errors import ExportError
-from policies.export_graph import Traceable, observation_of, random_inputs, refuse_foreign_loops
+from policies.export.onnx_graph import Traceable, observation_of, random_inputs, refuse_foreign_loops
 from policies.policy import Policy
 from policies.protocols import Cond
 from policies.steps import Coefficients, StepTable

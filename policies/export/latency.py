@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from policies.export_folder import Run
-from policies.export_graph import SampledPolicy
+from policies.export.folder import Run
+from policies.export.onnx_graph import SampledPolicy
 from policies.threads import torch_threads
 
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from policies.errors import ExportError
-from policies.export_folder import (
+from policies.export.folder import (
     PACKAGE,
     PROGRAM,
     ExportReport,
@@ -42,7 +42,8 @@ from policies.export_folder import (
     write_facts,
     write_signature,
 )
-from policies.export_graph import (
+from policies.export.latency import latency_of
+from policies.export.onnx_graph import (
     OPSET,
     SampledPolicy,
     arrays_of,
@@ -52,10 +53,9 @@ from policies.export_graph import (
     worst_of,
     write_checked_graph,
 )
-from policies.export_latency import latency_of
-from policies.export_signature import KINDS
-from policies.export_step import EncodedObservation, loop_of, one_step_of, require_steps
-from policies.export_torch import missing_compiler, write_checked_package, write_checked_program
+from policies.export.signature import KINDS
+from policies.export.stepwise import EncodedObservation, loop_of, one_step_of, require_steps
+from policies.export.torch_program import missing_compiler, write_checked_package, write_checked_program
 from policies.extras import require
 from policies.policy import Policy
 from policies.runner import ENCODER, LOOP, MODEL, STEP, Runner

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from policies import runner
 from policies.errors import ExportError
-from policies.export_card import card_of
-from policies.export_graph import OPSET, SampledPolicy, arrays_of, random_inputs, worst_of
+from policies.export.card import card_of
+from policies.export.onnx_graph import OPSET, SampledPolicy, arrays_of, random_inputs, worst_of
 from policies.policy import Policy
 from policies.runner import ENCODER, LOOP, MODEL, SAMPLE, SIGNATURE, STEP
 

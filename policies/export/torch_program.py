@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from policies.errors import ExportError
-from policies.export_graph import (
+from policies.export.onnx_graph import (
     SYMBOLIC_BATCH,
     SampledPolicy,
     dynamic_shapes,

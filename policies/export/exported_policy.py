@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from policies.errors import BurnishError, ExportError
-from policies.export_folder import PROGRAM
-from policies.export_graph import arrays_of
-from policies.export_signature import Signature, read_signature
-from policies.export_torch import load_program
+from policies.export.folder import PROGRAM
+from policies.export.onnx_graph import arrays_of
+from policies.export.signature import Signature, read_signature
+from policies.export.torch_program import load_program
 from policies.runner import Array, Runner
 
 

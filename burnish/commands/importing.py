@@ -12,7 +12,7 @@ from burnish.runs.locate import check_folder_to_write
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
 from policies.folder import save_policy
-from policies.importing import Conversion, import_policy
+from policies.importing.importing import Conversion, import_policy
 from policies.paths import path_field
 
 

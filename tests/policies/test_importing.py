@@ -35,10 +35,10 @@ from policies.backbones.switched import SwitchedField
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.folder import load_policy, read_config, save_policy
-from policies.foreign.diffusion_policy import DiffusionPolicySource
-from policies.foreign.dppo import DppoSource
-from policies.foreign.reinflow import ReinflowSource
-from policies.importing import Conversion, import_policy
+from policies.importing.diffusion_policy import DiffusionPolicySource
+from policies.importing.dppo import DppoSource
+from policies.importing.importing import Conversion, import_policy
+from policies.importing.reinflow import ReinflowSource
 from policies.protocols import Cond
 from policies.samplers import DDIM, Euler
 

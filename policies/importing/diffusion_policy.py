@@ -10,8 +10,8 @@ from torch import Tensor
 
 from policies.backbones.unet1d import Unet1dConfig
 from policies.errors import CapabilityError, CheckpointError
-from policies.foreign import AffineMap, Contents, ForeignSource, Network
-from policies.foreign.networks import is_transformer, is_unet, transformer, unet
+from policies.importing.formats import AffineMap, Contents, ForeignSource, Network
+from policies.importing.networks import is_transformer, is_unet, transformer, unet
 from policies.processes.diffusion import VPDiffusion
 from policies.registry import register
 from policies.samplers import DDPM

@@ -10,9 +10,9 @@ import numpy as np
 from torch import Tensor
 
 from policies.errors import CapabilityError, CheckpointError
-from policies.foreign import AffineMap, Contents, ForeignSource, Network
-from policies.foreign.dppo import asked_activation, limits_of, refuse_images, under, without
-from policies.foreign.networks import is_mlp, mlp
+from policies.importing.dppo import asked_activation, limits_of, refuse_images, under, without
+from policies.importing.formats import AffineMap, Contents, ForeignSource, Network
+from policies.importing.networks import is_mlp, mlp
 from policies.processes.flow import RectifiedFlow
 from policies.registry import register
 from policies.samplers import Euler

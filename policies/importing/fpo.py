@@ -15,8 +15,8 @@ from torch import Tensor
 
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CheckpointError, ConfigError
-from policies.foreign import AffineMap, Contents, ForeignSource, Network
-from policies.foreign.networks import shape
+from policies.importing.formats import AffineMap, Contents, ForeignSource, Network
+from policies.importing.networks import shape
 from policies.processes.flow import RectifiedFlow
 from policies.registry import register
 from policies.samplers import Euler

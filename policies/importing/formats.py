@@ -1,6 +1,6 @@
 """Weights of other programs: what a checkpoint of theirs holds, and which policy of ours it is.
 
-One file per program; each registers a `ForeignSource` in the group `source`. `policies/importing.py` does
+One file per program; each registers a `ForeignSource` in the group `source`. `policies/importing/importing.py` does
 the rest: it builds the policy, gives every tensor its place, and refuses what has none.
 """
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from policies.backbones.unet1d import Unet1dConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.foreign import AffineMap, Contents, ForeignSource, Network
-from policies.foreign.networks import is_mlp, is_unet, mlp, unet
+from policies.importing.formats import AffineMap, Contents, ForeignSource, Network
+from policies.importing.networks import is_mlp, is_unet, mlp, unet
 from policies.processes.diffusion import VPDiffusion
 from policies.registry import register
 from policies.samplers import DDPM

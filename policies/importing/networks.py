@@ -17,7 +17,7 @@ from policies.backbones.dp_transformer import DpTransformerConfig, memory_mask
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.unet1d import Unet1dConfig
 from policies.errors import CheckpointError
-from policies.foreign import Network
+from policies.importing.formats import Network
 
 Weights = Mapping[str, Tensor]
 

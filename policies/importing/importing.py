@@ -21,8 +21,8 @@ from policies.checksums import sha256
 from policies.denoising import DenoisingPolicy
 from policies.errors import CheckpointError, ConfigError
 from policies.folder import fault_of
-from policies.foreign import AffineMap, Contents, ForeignSource, Network
-from policies.foreign.files import read_entry, read_statistics
+from policies.importing.files import read_entry, read_statistics
+from policies.importing.formats import AffineMap, Contents, ForeignSource, Network
 from policies.policy import Policy, PolicyConfig, build_policy
 
 FEATURES = ("state", "action")
@@ -90,7 +90,7 @@ def import_policy(
     """Make a policy of a checkpoint of another program.
 
     Args:
-        path: The checkpoint; see `policies.foreign.files.read_entry`.
+        path: The checkpoint; see `policies.importing.files.read_entry`.
         source: The program, and what the tensors do not tell.
         normalization: File of statistics beside the checkpoint, where the program keeps one.
         identity: Features (`state`, `action`) that are left as they are.

@@ -35,7 +35,7 @@ from algos.offline.loop import precision
 from algos.offline.td3_update import Backup, ConstrainedTd3Config, Draws, Quantities, Regulariser
 from algos.optim import descend, restore_optimizer
 from algos.transitions import Batch, TransitionTable
-from policies.ensembles import Ensemble, EnsembleConfig, aggregate
+from policies.networks.critics import Ensemble, EnsembleConfig, aggregate
 from policies.registry import register
 
 

@@ -14,7 +14,7 @@ Source: IQL, arXiv 2110.06169; order, constants and the deterministic actor of a
 reproduction (CORL).
 
 Deviations from that reproduction:
-    * the Gaussian learns its log-variance (`policies.heads`), there the log of its deviation: a step of Adam
+    * the Gaussian learns its log-variance (`policies.networks.heads`), there the log of its deviation: a step of Adam
       moves the latter half as far; start (1) and limits of the deviation are the same;
     * `return_range` is about returns of whole episodes; there, an episode without an end loses its last row,
       and is then cut at every thousandth one, so that cuts slide into its neighbours;
@@ -41,9 +41,9 @@ from algos.offline.loop import OfflineRun, SeedsTogether, precision
 from algos.optim import descend, restore_optimizer
 from algos.transitions import Batch, TransitionTable
 from policies.deterministic import DeterministicPolicy
-from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
 from policies.errors import ConfigError
 from policies.gaussian import GaussianPolicy, GaussianProcess
+from policies.networks.critics import Ensemble, EnsembleConfig, aggregate, polyak
 from policies.policy import Policy, PolicyConfig
 from policies.registry import register
 from policies.steps import gaussian_log_prob

@@ -33,7 +33,7 @@ from algos.offline.neighbor_autotune import SEARCHES, Load, Rows, build_search
 from algos.offline.neighbors import Search
 from algos.offline.td3_update import ConstrainedTd3Config, Draws, Quantities, Regulariser, mean_square
 from algos.transitions import Batch, TransitionTable, deviations
-from policies.ensembles import Ensemble
+from policies.networks.critics import Ensemble
 from policies.registry import register
 from policies.seeds import seeded_generator
 

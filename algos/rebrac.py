@@ -39,7 +39,7 @@ from algos.offline.td3_update import (
     Td3Rules,
 )
 from algos.transitions import Batch, TransitionTable
-from policies.ensembles import Ensemble, EnsembleConfig
+from policies.networks.critics import Ensemble, EnsembleConfig
 from policies.policy import Policy, PolicyConfig
 from policies.registry import register
 

@@ -28,11 +28,11 @@ from algos.onpolicy.loop import check_setup
 from algos.onpolicy.running_normalizer import fresh_policy
 from envs.fit import require_fit
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.distributions import highest_entropy, tanh_draw
 from policies.policy import Policy
 from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_weights
 from policies.squashed import TanhGaussianPolicy
-from policies.tanh_gaussian import highest_entropy, tanh_draw
 from policies.threads import torch_threads
 
 
@@ -101,7 +101,7 @@ class SquashedActor:
 
     Args:
         policy: Whose network is trained.
-        form: Of the squashed density, one of `policies.tanh_gaussian.FORMS`.
+        form: Of the squashed density, one of `policies.networks.distributions.FORMS`.
         is_fresh: Warm up by uniform chunks instead of the policy's own.
     """
 

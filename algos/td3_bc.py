@@ -19,7 +19,7 @@ from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.loop import precision
 from algos.offline.td3_update import ConstrainedTd3Config, Draws, Quantities, Regulariser, mean_square
 from algos.transitions import Batch, TransitionTable
-from policies.ensembles import Ensemble
+from policies.networks.critics import Ensemble
 from policies.policy import Policy
 from policies.registry import register
 

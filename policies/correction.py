@@ -27,10 +27,10 @@ from torch import Tensor
 
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.mlp_blocks import TrunkConfig
 from policies.policy import Policy
 from policies.protocols import Cond, SampleHook
 from policies.registry import register
-from policies.trunk import TrunkConfig
 from policies.wrappers import WrappedPolicy
 
 Score = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]

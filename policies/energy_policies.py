@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 from torch import Tensor
 
-from policies.energy import BoundEnergy, EnergyField
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.energy import BoundEnergy, EnergyField
 from policies.one_step import require_own_sampler
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.processes.ebt import EnergyDescent, where_on

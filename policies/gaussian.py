@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from policies.heads import GaussianHead, GaussianHeadConfig
+from policies.networks.heads import GaussianHead, GaussianHeadConfig
 from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, Chain, Cond, Reduction

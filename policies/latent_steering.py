@@ -29,14 +29,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from policies.activations import check_activation
 from policies.composition.observation import joined
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.activations import check_activation
+from policies.networks.distributions import TanhGaussianConfig
 from policies.policy import Policy
 from policies.protocols import Cond, SampleHook
 from policies.registry import register
-from policies.tanh_gaussian import TanhGaussianConfig
 from policies.wrappers import WrappedPolicy
 
 ADAPTERS = ("full", "row_repeat", "low_rank")

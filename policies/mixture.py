@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.heads import Mixture, MixtureHead, MixtureHeadConfig
+from policies.networks.heads import Mixture, MixtureHead, MixtureHeadConfig
 from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, Cond, Reduction

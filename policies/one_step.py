@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.mlp_blocks import TrunkConfig
 from policies.policy import Policy, PolicyConfig
 from policies.protocols import TE, Cond, SampleHook
 from policies.registry import name_of
 from policies.steps import misfit
-from policies.trunk import TrunkConfig
 
 
 class OneStepSampler:

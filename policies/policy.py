@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from policies.encoders import Encoder, ImageShape, ObservationSizes
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.weight_cache import forget
 from policies.normalizer import Normalizer, Statistics
 from policies.protocols import ChunkSpec, Cond, Observation, Reduction, SampleHook
 from policies.seeds import seeded_weights
-from policies.weight_cache import forget
 
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 """Where a module keeps what is assigned to it."""

@@ -1,7 +1,7 @@
 """The squashed Gaussian policy: what soft actor-critic methods train.
 
 A chunk is tanh of a normal distribution whose mean and deviations follow from the observation
-(`policies.tanh_gaussian`), so it never leaves the box of normalised actions. It acts by tanh of the mean, or
+(`policies.networks.distributions`), so it never leaves the box of normalised actions. It acts by tanh of the mean, or
 by a draw where the sampler says so.
 """
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
+from policies.networks.distributions import MAX_LOG_STD, TanhGaussian
 from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, Cond, Reduction
 from policies.registry import register
-from policies.tanh_gaussian import MAX_LOG_STD, TanhGaussian
 
 
 @register("process", "tanh_gaussian")

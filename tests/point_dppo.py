@@ -13,7 +13,7 @@ from algos.onpolicy.advantages import Experience
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ppo_update import GeneratorDraws
 from policies.backbones.mlp import MlpConfig
-from policies.heads import CriticConfig
+from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 

@@ -14,7 +14,7 @@ from algos.policyflow import PolicyFlowConfig
 from algos.reinflow import ReinFlowConfig
 from policies.backbones.mlp import MlpConfig
 from policies.denoising import DenoisingPolicy
-from policies.heads import CriticConfig
+from policies.networks.heads import CriticConfig
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.flow import RectifiedFlow
 from policies.samplers import Euler

@@ -183,7 +183,7 @@ NUMPY_DRAWS = {"seed", "uniform", "choice", "shuffle", "permutation", "random", 
 SEEDED = {"default_rng", "RandomState", "SeedSequence"}
 """Of numpy: what they draw without a seed, nobody draws again."""
 
-INITIAL_WEIGHTS = {"policies/ensembles.py", "algos/rebrac.py"}
+INITIAL_WEIGHTS = {"policies/networks/critics.py", "algos/rebrac.py"}
 """Modules that draw initial weights in place, as layers of torch do; see `policies.seeds.seeded_weights`."""
 
 

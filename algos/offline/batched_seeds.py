@@ -6,7 +6,7 @@ one product does the work of S. Products are computed as those of a single modul
 agree to rounding.
 
 Whoever's parameters are such views must not step by itself any more. Writes to a whole do not advance the
-versions of its views, so what is computed from the weights of one and kept (`policies.weight_cache`) would
+versions of its views, so what is computed from the weights of one and kept (`policies.networks.weight_cache`) would
 grow stale: modules that do so are refused.
 """
 
@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from algos.offline.actor import Actor
 from policies.deterministic import DeterministicPolicy
-from policies.ensembles import Ensemble
 from policies.errors import CapabilityError
 from policies.gaussian import GaussianPolicy
-from policies.heads import GaussianHead
+from policies.networks.critics import Ensemble
+from policies.networks.heads import GaussianHead
+from policies.networks.mlp_blocks import PlainTrunk
+from policies.networks.weight_cache import keeps_values
 from policies.policy import Policy
-from policies.trunk import PlainTrunk
-from policies.weight_cache import keeps_values
 
 M = TypeVar("M", bound=nn.Module)
 ONE_BY_ONE = "Train the seeds one by one: --multirun seed=0,1,2."

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from algos.transitions import Rewarding, TransitionTable
 from envs.datasets.episodes import EpisodeDataset
-from policies.ensembles import Ensemble
+from policies.networks.critics import Ensemble
 
 _PROBES = 4096  # rows, at most
 _CUT_WEIGHT = 0.01  # of what a cut recording lacks

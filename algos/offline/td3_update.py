@@ -40,8 +40,8 @@ from algos.offline.config import OfflineConfig, warn_of_reach
 from algos.offline.loop import OfflineRun, SeedsTogether, precision
 from algos.optim import descend, restore_optimizer
 from algos.transitions import Batch, TransitionTable
-from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
 from policies.errors import CapabilityError
+from policies.networks.critics import Ensemble, EnsembleConfig, aggregate, polyak
 from policies.policy import Policy
 from policies.registry import name_of
 

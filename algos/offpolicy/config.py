@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from algos.base import Checked
 from algos.offpolicy.replay_buffer import Discounting
 from algos.offpolicy.sac_update import SoftRules
-from policies.ensembles import AGGREGATES, EnsembleConfig
+from policies.networks.critics import AGGREGATES, EnsembleConfig
 
 
 @dataclass

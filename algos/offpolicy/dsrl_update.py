@@ -28,9 +28,14 @@ from algos.base import Draws, Quantities
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
 from algos.offpolicy.sac_update import SoftLearner, SoftRules, half_squared_error
 from algos.optim import descend, restore_optimizer
-from policies.ensembles import Ensemble
 from policies.latent_steering import SteeredPolicy
-from policies.tanh_gaussian import gaussian_draw, highest_entropy, highest_gaussian_entropy, tanh_draw
+from policies.networks.critics import Ensemble
+from policies.networks.distributions import (
+    gaussian_draw,
+    highest_entropy,
+    highest_gaussian_entropy,
+    tanh_draw,
+)
 
 DISTILLATION_LATENTS = ("gaussian", "box", "mixture")
 
@@ -40,7 +45,7 @@ class SteeredActor:
 
     Args:
         policy: Whose actor is trained.
-        form: Of the squashed density, one of `policies.tanh_gaussian.FORMS`.
+        form: Of the squashed density, one of `policies.networks.distributions.FORMS`.
         within_box: Keep latents of the warm-up within the box of the actor, where critics learn of latents; a
             Gaussian has no box.
         is_fresh: Warm up as the frozen policy with normal noise in the form that latents have (with another

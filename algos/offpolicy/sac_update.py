@@ -28,7 +28,7 @@ from torch import Tensor
 from algos.base import AT_BOUND, Draws, Quantities
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
 from algos.optim import descend, restore_optimizer
-from policies.ensembles import Ensemble, aggregate, polyak
+from policies.networks.critics import Ensemble, aggregate, polyak
 from policies.policy import Policy
 
 

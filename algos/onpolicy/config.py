@@ -15,7 +15,7 @@ from algos.onpolicy.functional import SURROGATES
 from algos.onpolicy.running_normalizer import fresh_policy
 from algos.optim import check_schedule
 from policies.errors import ConfigError
-from policies.heads import CriticConfig
+from policies.networks.heads import CriticConfig
 from policies.policy import Policy
 
 

@@ -22,8 +22,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from policies.embeddings import TimeEmbedding
 from policies.errors import ConfigError
+from policies.networks.embeddings import TimeEmbedding
 
 INPUTS = ("state_time", "state")
 LEVELS = ("learned", "constant")

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from policies.backbones import Backbone
 from policies.errors import ConfigError
+from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond
-from policies.weight_cache import WeightCache
 
 
 class SwitchedField(nn.Module):

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from policies import runner
-from policies.energy import EnergyField
 from policies.errors import ExportError
 from policies.extras import require
+from policies.networks.energy import EnergyField
+from policies.networks.weight_cache import seal
 from policies.normalizer import CentredNormalizer, Normalizer
 from policies.policy import Policy
-from policies.weight_cache import seal
 
 OPSET = 18
 

@@ -17,10 +17,10 @@ from policies.backbones.mlp import MlpConfig
 from policies.errors import CheckpointError, ConfigError
 from policies.importing.formats import AffineMap, Contents, ForeignSource, Network
 from policies.importing.networks import shape
+from policies.networks.mlp_blocks import official_plain_keys
 from policies.processes.flow import RectifiedFlow
 from policies.registry import register
 from policies.samplers import Euler
-from policies.trunk import official_plain_keys
 
 _POLICY, _CRITIC = "policy.", "value."
 _STATISTICS = ("obs_mean", "obs_std")

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.attention import causal_mask
 from policies.backbones.dp_transformer import DpTransformerConfig, memory_mask
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.unet1d import Unet1dConfig
 from policies.errors import CheckpointError
 from policies.importing.formats import Network
+from policies.networks.attention import causal_mask
 
 Weights = Mapping[str, Tensor]
 

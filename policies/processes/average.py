@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from policies.attention import set_attention
 from policies.errors import CapabilityError
+from policies.networks.attention import set_attention
 from policies.processes.flow import RectifiedFlow
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def allow_derivatives(backbone: Backbone, *, trained: bool) -> Backbone:
         trained: Whether a loss sends gradients through such a derivative.
 
     Raises:
-        CapabilityError: If it holds `nn.LayerNorm` and `trained`: see `policies.attention`.
+        CapabilityError: If it holds `nn.LayerNorm` and `trained`: see `policies.networks.attention`.
     """
     assert isinstance(backbone, nn.Module)
     set_attention(backbone, "math")
@@ -64,7 +64,7 @@ def allow_derivatives(backbone: Backbone, *, trained: bool) -> Backbone:
         raise CapabilityError(
             "this objective sends gradients through a derivative of the network, which PyTorch's LayerNorm "
             f"gets wrong; {type(backbone).__name__} has it in {', '.join(fused)}. Use "
-            "policies.attention.LayerNorm there, process=meanflow, or process.objective=psd."
+            "policies.networks.attention.LayerNorm there, process=meanflow, or process.objective=psd."
         )
     return backbone
 

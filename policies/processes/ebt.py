@@ -35,8 +35,8 @@ from policies.protocols import TE
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.energy import BoundEnergy
     from policies.energy_policies import Descent, DescentPolicy
+    from policies.networks.energy import BoundEnergy
 
 _EPS = 1.19e-7
 """Added to the mean square that a chunk is divided by: the spacing of float32 at one."""

@@ -24,8 +24,8 @@ from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
-from policies.ensembles import EnsembleConfig, aggregate
 from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.networks.critics import EnsembleConfig, aggregate
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.flow import RectifiedFlow
 from policies.samplers import Euler

@@ -23,8 +23,8 @@ from policies.composition.policy import compose
 from policies.errors import CheckpointError
 from policies.folder import load_policy, save_policy
 from policies.gaussian import GaussianProcess
-from policies.heads import CriticConfig
 from policies.latent_steering import Steering
+from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.samplers import DDIM

@@ -16,15 +16,15 @@ from algos.offpolicy.sac_update import SoftLearner, SoftRules
 from algos.training.serialization import from_plain, to_plain
 from policies.composition.policy import compose
 from policies.denoising import DenoisingPolicy
-from policies.ensembles import EnsembleConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.latent_steering import SteeredPolicy, Steering
+from policies.networks.critics import EnsembleConfig
+from policies.networks.distributions import highest_entropy
 from policies.path_samplers import Ancestral
 from policies.policy import Policy
 from policies.processes import Consistency, Edm, Mip, Regression, VPDiffusion
 from policies.samplers import DDIM, DDPM, Euler
 from policies.squashed import TanhGaussianProcess
-from policies.tanh_gaussian import highest_entropy
 
 every_variant = pytest.mark.parametrize("variant", ["na", "sac"])
 

@@ -14,7 +14,7 @@ from algos.offline.neighbor_tree import BoxTree
 from algos.offline.neighbors import BruteSearch, ListSearch, Search, TreeSearch, list_bytes
 from algos.prdc import NearestRow
 from algos.transitions import Batch
-from policies.ensembles import EnsembleConfig
+from policies.networks.critics import EnsembleConfig
 
 
 def table(m: int, seed: int, *, copies: int = 0, spread: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError
 from policies.gaussian import GaussianProcess
-from policies.heads import CriticConfig
+from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 

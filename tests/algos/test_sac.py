@@ -21,9 +21,9 @@ from algos.offpolicy.sac_update import SoftLearner, SoftRules
 from algos.rlpd import RlpdConfig
 from algos.sac import SacConfig, SquashedActor
 from policies.backbones.mlp import MlpConfig
-from policies.ensembles import EnsembleConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.gaussian import GaussianProcess
+from policies.networks.critics import EnsembleConfig
 from policies.policy import PolicyConfig, build_policy
 from policies.squashed import TanhGaussianPolicy, TanhGaussianProcess
 

@@ -23,7 +23,7 @@ from algos.training.serialization import from_plain, to_plain
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.gaussian import GaussianProcess
-from policies.heads import CriticConfig
+from policies.networks.heads import CriticConfig
 from policies.normalizer import Normalizer
 from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion

@@ -30,8 +30,8 @@ from burnish.config.schema import scan_parts
 from policies import registry
 from policies.backbones.mlp import MlpConfig
 from policies.deterministic import DeterministicProcess
-from policies.ensembles import EnsembleConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
+from policies.networks.critics import EnsembleConfig
 from policies.policy import Policy, PolicyConfig, build_policy
 
 SEEDS = (0, 1, 5)

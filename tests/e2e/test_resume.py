@@ -23,8 +23,8 @@ from envs.datasets.episodes import EpisodeDataset
 from envs.tasks.avoid.task import Avoid
 from policies.backbones.mlp import MlpConfig
 from policies.gaussian import GaussianProcess
-from policies.heads import CriticConfig
 from policies.latent_steering import Steering
+from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.squashed import TanhGaussianProcess

@@ -15,8 +15,8 @@ from algos.offpolicy.dsrl_update import SteeredActor
 from algos.offpolicy.replay_buffer import ChunkBatch
 from algos.offpolicy.sac_update import SoftLearner, SoftRules
 from policies.deterministic import DeterministicProcess
-from policies.ensembles import Ensemble, EnsembleConfig
 from policies.latent_steering import Steering
+from policies.networks.critics import Ensemble, EnsembleConfig
 from policies.policy import Policy, PolicyConfig, complete
 from policies.protocols import Cond, SampleHook
 

@@ -16,7 +16,7 @@ from algos.offline.td3_update import Td3Rules
 from algos.transitions import Batch
 from policies.backbones.mlp import MlpConfig
 from policies.deterministic import DeterministicPolicy, DeterministicProcess
-from policies.ensembles import Ensemble, EnsembleConfig
+from policies.networks.critics import Ensemble, EnsembleConfig
 from policies.policy import PolicyConfig, build_policy
 
 Arrays = Mapping[str, Tensor]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from algos.cloning.batches import Source
 from algos.optim import Ema, PowerDecay
 from envs.datasets import EpisodeDataset
-from policies.embeddings import sinusoid
+from policies.networks.embeddings import sinusoid
 from policies.normalizer import Normalizer
 from policies.protocols import ChunkSpec
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from policies.denoising import DenoisingPolicy
-from policies.ensembles import aggregate
+from policies.networks.critics import aggregate
 from policies.policy import PolicyConfig, build_policy
 from policies.processes import RectifiedFlow
 from policies.protocols import TE, BoundField, Cond, Observation

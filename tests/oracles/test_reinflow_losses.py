@@ -20,8 +20,8 @@ from official_networks import read
 from torch import Tensor
 
 from policies.denoising import DenoisingPolicy
-from policies.embeddings import sinusoid
 from policies.hooks import Hook
+from policies.networks.embeddings import sinusoid
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import TE, Cond, Step
 from policies.samplers import Euler

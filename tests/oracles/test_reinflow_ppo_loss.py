@@ -19,7 +19,7 @@ from algos.onpolicy.advantages import Experience
 from algos.onpolicy.ppo_update import GeneratorDraws, PpoLearner
 from algos.onpolicy.ratios import Rows
 from algos.onpolicy.reinflow_ratio import NoisyChain, PathTerm
-from policies.heads import CriticConfig
+from policies.networks.heads import CriticConfig
 from policies.protocols import Cond
 
 DENSITY = {"rtol": 1e-4, "atol": 1e-5}

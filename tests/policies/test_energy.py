@@ -20,12 +20,12 @@ from policies.backbones.mlp import MlpConfig
 from policies.backbones.switched import SwitchedField
 from policies.backbones.transformer import TransformerConfig
 from policies.backbones.unet1d import Unet1dConfig
-from policies.energy import EnergyField, EnergyPolicy
 from policies.energy_policies import Descent
 from policies.errors import ConfigError
 from policies.export.export import export_onnx
 from policies.export.folder import MODEL
 from policies.export.onnx_graph import random_inputs, run_graph
+from policies.networks.energy import EnergyField, EnergyPolicy
 from policies.policy import Policy
 from policies.processes.ebt import EnergyDescent
 from policies.processes.energy import ScoreEnergy

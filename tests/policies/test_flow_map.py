@@ -252,7 +252,9 @@ class NormalisingConfig(MlpConfig):
 @pytest.mark.parametrize("objective", DERIVED)
 def test_a_normalisation_whose_gradients_would_be_wrong_is_refused(objective: str) -> None:
     config = PolicyConfig(process=FlowMap(objective=objective), backbone=NormalisingConfig(width=8))
-    with pytest.raises(CapabilityError, match=r"Normalising has it in norm.*policies.attention.LayerNorm"):
+    with pytest.raises(
+        CapabilityError, match=r"Normalising has it in norm.*policies.networks.attention.LayerNorm"
+    ):
         build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM)
     for process in (FlowMap(), MeanFlow()):  # no gradient goes through a derivative
         config = PolicyConfig(process=process, backbone=NormalisingConfig(width=8))

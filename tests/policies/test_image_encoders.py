@@ -15,7 +15,6 @@ from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, statistics
 from torch import Tensor, nn
 
 from policies import registry
-from policies.attention import set_attention
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.transformer import TransformerConfig
 from policies.encoders import Encoder, ObservationSizes
@@ -26,7 +25,8 @@ from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.folder import load_policy, save_policy
 from policies.gaussian import GaussianProcess
-from policies.heads import CriticConfig
+from policies.networks.attention import set_attention
+from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 

@@ -17,8 +17,8 @@ from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.folder import load_policy, save_policy
 from policies.gaussian import GaussianProcess
-from policies.heads import Mixture, MixtureHeadConfig
 from policies.mixture import MixtureProcess, ModeMean, drawn_mode, elementwise_nll
+from policies.networks.heads import Mixture, MixtureHeadConfig
 from policies.policy import PolicyConfig, build_policy
 from policies.protocols import ChainPolicy, Cond
 

@@ -9,12 +9,12 @@ from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
 from policies.gaussian import GaussianProcess
 from policies.hooks import Hook
+from policies.networks.weight_cache import WeightCache
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import ChainPolicy, ChunkSpec, Field, MatchingLoss, NoiseDecoder
 from policies.samplers import DDIM, DDPM, Euler
-from policies.weight_cache import WeightCache
 
 EXPLORE = {"min_std": 0.1, "final_std": None}
 

@@ -12,8 +12,8 @@ from torch.distributions import Normal, TanhTransform, TransformedDistribution
 from policies.errors import CapabilityError, ConfigError
 from policies.gaussian import Mean
 from policies.hooks import Hook
+from policies.networks.distributions import tanh_draw
 from policies.squashed import Squashed, TanhGaussianPolicy, TanhGaussianProcess, squashed_nll
-from policies.tanh_gaussian import tanh_draw
 
 
 def policy(**values: Any) -> TanhGaussianPolicy:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from policies.errors import ConfigError
+from policies.networks.mlp_blocks import TrunkConfig
 from policies.protocols import Cond
-from policies.trunk import TrunkConfig
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from policies.activations import ACTIVATIONS, check_activation
-from policies.attention import LayerNorm
 from policies.errors import ConfigError
-from policies.weight_cache import WeightCache
+from policies.networks.activations import ACTIVATIONS, check_activation
+from policies.networks.attention import LayerNorm
+from policies.networks.weight_cache import WeightCache
 
 Finish = Callable[[Tensor], Tensor]
 """Maps z (B, H') to the output (B, out)."""

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policies.attention import set_attention
 from policies.denoising import DenoisingPolicy
+from policies.networks.attention import set_attention
 from policies.protocols import BoundField, Cond
 
 ENERGIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from policies.errors import ConfigError
-from policies.trunk import TrunkConfig
+from policies.networks.mlp_blocks import TrunkConfig
 
 FORMS = ("exact", "floored")
 MIN_LOG_STD, MAX_LOG_STD = -20.0, 2.0

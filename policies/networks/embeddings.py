@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from policies.activations import mish
 from policies.errors import CapabilityError
+from policies.networks.activations import mish
 
 
 def sinusoid(time: Tensor, dim: int) -> Tensor:

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from policies.activations import ACTIVATIONS, check_activation
 from policies.errors import ConfigError
+from policies.networks.activations import ACTIVATIONS, check_activation
 
 AGGREGATES = ("min", "mean", "subset_min", "mean_std")
 _LARGE = 32_768  # rows times width

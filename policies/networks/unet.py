@@ -13,7 +13,7 @@ itself and kept while the other changes.
 
 Two blocks per level see the rows at halved resolution on the way down, two stand in the middle, and two per
 level on the way up double the resolution again; they also see what left their level on the way down. The
-finest level has no blocks on the way up. Convolutions are matrix products (`policies/convolutions.py`).
+finest level has no blocks on the way up. Convolutions are matrix products (`policies/networks/convolutions.py`).
 
 Legend: B batch, Th rows of a chunk, T of them at a level, P = T or 1 with a time of their own, E and C widths
 of e and s, F numbers that modulate a block.
@@ -32,9 +32,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from policies.activations import ACTIVATIONS, check_activation
-from policies.convolutions import Rows, doubling, group_norm, halving, pointwise, same
 from policies.errors import ConfigError
+from policies.networks.activations import ACTIVATIONS, check_activation
+from policies.networks.convolutions import Rows, doubling, group_norm, halving, pointwise, same
 
 FILMS = ("one_plus_scale", "scale", "bias")
 """h (1 + scale) + bias, h scale + bias, h + bias."""

@@ -39,7 +39,7 @@ from envs.evaluation.protocol import check_seeds
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
-from policies.processes.path import over_rows
+from policies.processes.base import over_rows
 from policies.seeds import seeded_generator
 
 DIVISIONS = {2: 10, 3: 5}

@@ -40,11 +40,11 @@ from algos.offline.config import OfflineConfig, plain_actor
 from algos.offline.loop import OfflineRun, SeedsTogether, precision
 from algos.optim import descend, restore_optimizer
 from algos.transitions import Batch, TransitionTable
-from policies.deterministic import DeterministicPolicy
 from policies.errors import ConfigError
-from policies.gaussian import GaussianPolicy, GaussianProcess
 from policies.networks.critics import Ensemble, EnsembleConfig, aggregate, polyak
 from policies.policy import Policy, PolicyConfig
+from policies.processes.deterministic import DeterministicPolicy
+from policies.processes.gaussian import GaussianPolicy, GaussianProcess
 from policies.registry import register
 from policies.steps import gaussian_log_prob
 

@@ -23,7 +23,7 @@ from algos.onpolicy.loop import OnPolicy, check_setup
 from algos.onpolicy.ratios import REDUCTIONS, ChainRatio, CloningTerm
 from algos.onpolicy.running_normalizer import RunningMoments
 from policies.errors import CapabilityError
-from policies.gaussian import GaussianPolicy
+from policies.processes.gaussian import GaussianPolicy
 from policies.registry import name_of, register
 
 

@@ -30,9 +30,9 @@ from envs.fit import require_fit
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.distributions import highest_entropy, tanh_draw
 from policies.policy import Policy
+from policies.processes.squashed import TanhGaussianPolicy
 from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_weights
-from policies.squashed import TanhGaussianPolicy
 from policies.threads import torch_threads
 
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from policies.errors import CapabilityError, ConfigError
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
+from policies.processes.schedules import time_of_level
 from policies.protocols import BoundField
 from policies.registry import name_of, register
-from policies.schedules import time_of_level
 from policies.steps import StepRules, StepTable, lay_out, misfit
 
 DIFFUSION_SCHEDULERS = (

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
+from policies.processes.base import GaussianPath, Process
 from policies.processes.flow import LinearPath
-from policies.processes.path import GaussianPath, Process
 from policies.registry import name_of, register
 from policies.steps import Memory, StepRules, StepTable, lay_out, misfit
 

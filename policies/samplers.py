@@ -22,9 +22,9 @@ from torch import Tensor
 from policies.errors import CapabilityError, ConfigError
 from policies.path_samplers import Euler
 from policies.processes.diffusion import VPDiffusion
+from policies.processes.schedules import spaced_levels, time_of_level
 from policies.protocols import BoundField, Cond, SampleHook, Step
 from policies.registry import register
-from policies.schedules import spaced_levels, time_of_level
 from policies.steps import (
     StepRules,
     StepTable,

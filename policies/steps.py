@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes.path import Process
+from policies.processes.base import Process
 from policies.protocols import BoundField
 from policies.registry import name_of
 

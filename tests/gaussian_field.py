@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from policies.denoising import DenoisingPolicy
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.flow import RectifiedFlow
+from policies.processes.schedules import time_of_level
 from policies.protocols import BoundField, Cond
-from policies.schedules import time_of_level
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.evaluate import evaluate
 from policies.backbones.mlp import MlpConfig
-from policies.gaussian import GaussianProcess
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
+from policies.processes.gaussian import GaussianProcess
 from policies.samplers import DDIM
 
 pytestmark = [

@@ -21,7 +21,7 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.processes import Consistency
-from policies.processes.path import GaussianPath, over_rows
+from policies.processes.base import GaussianPath, over_rows
 from policies.protocols import TE, Cond, Observation
 from policies.registry import name_of
 

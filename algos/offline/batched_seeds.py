@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from algos.offline.actor import Actor
-from policies.deterministic import DeterministicPolicy
 from policies.errors import CapabilityError
-from policies.gaussian import GaussianPolicy
 from policies.networks.critics import Ensemble
 from policies.networks.heads import GaussianHead
 from policies.networks.mlp_blocks import PlainTrunk
 from policies.networks.weight_cache import keeps_values
 from policies.policy import Policy
+from policies.processes.deterministic import DeterministicPolicy
+from policies.processes.gaussian import GaussianPolicy
 
 M = TypeVar("M", bound=nn.Module)
 ONE_BY_ONE = "Train the seeds one by one: --multirun seed=0,1,2."

@@ -28,9 +28,9 @@ from envs.fit import require_fit
 from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig
 from policies.composition.policy import ComposedPolicy
-from policies.deterministic import DeterministicProcess
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy, PolicyConfig, build_policy
+from policies.processes.deterministic import DeterministicProcess
 from policies.registry import name_of
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads

@@ -56,8 +56,8 @@ from envs.evaluation.intervals import (
     value_at_risk,
 )
 from policies.correction import Perturbation
-from policies.gaussian import GaussianPolicy
 from policies.policy import Policy
+from policies.processes.gaussian import GaussianPolicy
 from policies.registry import lookup
 
 FOLDER = RESULTS / "offline"

@@ -20,7 +20,7 @@ from policies.encoders import ImageShape, ObservationSizes, read
 from policies.errors import CapabilityError, ConfigError
 from policies.normalizer import Normalizer
 from policies.policy import Policy
-from policies.processes.path import GaussianPath
+from policies.processes.base import GaussianPath
 from policies.protocols import Cond, Observation
 
 

@@ -18,7 +18,7 @@ ratio, near pure noise. There a member has nothing to say (`is_reached`). A sing
 same number in all dimensions; a member whose units differ more in one dimension than in another sees a noise
 that is slightly too large in one and too small in the other.
 
-Source: equal ratio and scale follow from x = alpha x0 + sigma eps (`policies.processes.path`).
+Source: equal ratio and scale follow from x = alpha x0 + sigma eps (`policies.processes.base`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from policies.normalizer import Normalizer
-from policies.processes.path import Process
+from policies.processes.base import Process
 
 _RATIO_TOLERANCE = 1e-3  # of the signal-to-noise ratio
 

@@ -24,7 +24,7 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.path_samplers import Euler
 from policies.policy import Policy
-from policies.processes.path import Process
+from policies.processes.base import Process
 from policies.protocols import ChunkSpec
 from policies.samplers import DDPM
 from policies.steps import StepRules

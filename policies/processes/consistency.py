@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
+from policies.processes.base import over_rows
 from policies.processes.edm import Edm
-from policies.processes.path import over_rows
 from policies.protocols import TE, Evaluate, Kind
 from policies.registry import register
 

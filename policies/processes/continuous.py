@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from policies.errors import ConfigError
+from policies.processes.base import GaussianPath
 from policies.processes.diffusion import PREDICTIONS
-from policies.processes.path import GaussianPath
 from policies.protocols import Kind
 from policies.registry import register
 

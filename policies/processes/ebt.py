@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes.path import over_rows
+from policies.processes.base import over_rows
 from policies.protocols import TE
 from policies.registry import register
 

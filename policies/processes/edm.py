@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes.path import KINDS, GaussianPath, over_rows, unknown_kind
+from policies.processes.base import KINDS, GaussianPath, over_rows, unknown_kind
 from policies.protocols import Kind
 from policies.registry import register
 

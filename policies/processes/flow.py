@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes.path import GaussianPath
+from policies.processes.base import GaussianPath
 from policies.protocols import Kind
 from policies.registry import register
 

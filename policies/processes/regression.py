@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes.path import GaussianPath
+from policies.processes.base import GaussianPath
 from policies.protocols import TE, Evaluate, Kind
 from policies.registry import register
 

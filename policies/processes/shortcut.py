@@ -25,7 +25,7 @@ from torch import Tensor
 
 from policies.errors import ConfigError
 from policies.processes.average import AveragePath
-from policies.processes.path import over_rows
+from policies.processes.base import over_rows
 from policies.protocols import TE, Evaluate
 from policies.registry import register
 

@@ -18,9 +18,9 @@ from policies.backbones.mlp import MlpConfig
 from policies.encoders.resnet import ResNetEncoderConfig
 from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, ConfigError
-from policies.gaussian import GaussianProcess
 from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
+from policies.processes.gaussian import GaussianProcess
 
 VIT = VitEncoderConfig(width=16, heads=2, features=16, shift=1)
 SIDES = (-0.8, 0.8)

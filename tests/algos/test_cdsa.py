@@ -19,8 +19,8 @@ from algos.offline.loop import OfflineRun
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.correction import CorrectedPolicy, Correction, corrected_path
-from policies.deterministic import DeterministicProcess
 from policies.policy import Policy, PolicyConfig, build_policy
+from policies.processes.deterministic import DeterministicProcess
 
 SPREAD = 0.05  # of the actions around the rule
 

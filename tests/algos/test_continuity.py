@@ -22,13 +22,13 @@ from policies.backbones.mlp import MlpConfig
 from policies.composition.policy import compose
 from policies.errors import CheckpointError
 from policies.folder import load_policy, save_policy
-from policies.gaussian import GaussianProcess
 from policies.latent_steering import Steering
 from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
+from policies.processes.gaussian import GaussianProcess
+from policies.processes.squashed import TanhGaussianProcess
 from policies.samplers import DDIM
-from policies.squashed import TanhGaussianProcess
 
 
 def make_init(levels: int = 5, seed: int = 3) -> Policy:

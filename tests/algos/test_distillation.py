@@ -20,10 +20,10 @@ from algos.bc import BcConfig
 from algos.cloning.distillation import Teacher
 from policies.consistency_sampler import Renoise
 from policies.errors import CheckpointError, ConfigError
-from policies.gaussian import GaussianProcess
 from policies.path_samplers import Heun
 from policies.policy import Policy
 from policies.processes import Consistency, Edm, RectifiedFlow, Regression, VPDiffusion
+from policies.processes.gaussian import GaussianProcess
 from policies.protocols import TE, Cond
 
 MODE, SPREAD = (

@@ -23,8 +23,8 @@ from policies.networks.distributions import highest_entropy
 from policies.path_samplers import Ancestral
 from policies.policy import Policy
 from policies.processes import Consistency, Edm, Mip, Regression, VPDiffusion
+from policies.processes.squashed import TanhGaussianProcess
 from policies.samplers import DDIM, DDPM, Euler
-from policies.squashed import TanhGaussianProcess
 
 every_variant = pytest.mark.parametrize("variant", ["na", "sac"])
 

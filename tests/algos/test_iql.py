@@ -26,9 +26,9 @@ from torch import nn
 from algos.base import Setup
 from algos.iql import IqlConfig
 from burnish.config.schema import compose_config
-from policies.deterministic import DeterministicPolicy
 from policies.errors import ConfigError
 from policies.processes import RectifiedFlow
+from policies.processes.deterministic import DeterministicPolicy
 
 
 def plain_of(policy: Any) -> nn.Sequential:

@@ -23,8 +23,8 @@ from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError
 from policies.folder import load_policy, save_policy
 from policies.latent_steering import SteeredPolicy, Steering
-from policies.mixture import MixtureProcess
 from policies.processes.diffusion import VPDiffusion
+from policies.processes.mixture import MixtureProcess
 from policies.samplers import DDIM
 
 

@@ -22,10 +22,10 @@ from envs.rollouts.rollout import Rollout
 from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError
-from policies.gaussian import GaussianProcess
 from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
+from policies.processes.gaussian import GaussianProcess
 
 SMALL = PpoConfig(
     num_envs=4,

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from algos.base import Setup
 from algos.rebrac import RebracConfig
 from policies.backbones.mlp import MlpConfig
-from policies.deterministic import DeterministicProcess
 from policies.errors import CheckpointError
 from policies.folder import load_policy, save_policy
 from policies.policy import Policy, PolicyConfig, build_policy
+from policies.processes.deterministic import DeterministicProcess
 
 WIDTH, DEPTH = 256, 3
 

@@ -22,10 +22,10 @@ from algos.rlpd import RlpdConfig
 from algos.sac import SacConfig, SquashedActor
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.gaussian import GaussianProcess
 from policies.networks.critics import EnsembleConfig
 from policies.policy import PolicyConfig, build_policy
-from policies.squashed import TanhGaussianPolicy, TanhGaussianProcess
+from policies.processes.gaussian import GaussianProcess
+from policies.processes.squashed import TanhGaussianPolicy, TanhGaussianProcess
 
 ROWS, COND, ACTION = 16, 3, 2
 NET = MlpConfig(residual=False, hidden_dims=(8,), time_dim=4)

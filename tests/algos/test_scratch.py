@@ -22,12 +22,12 @@ from algos.ppo import PpoConfig
 from algos.training.serialization import from_plain, to_plain
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
-from policies.gaussian import GaussianProcess
 from policies.networks.heads import CriticConfig
 from policies.normalizer import Normalizer
 from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
+from policies.processes.gaussian import GaussianProcess
 
 SMALL = PpoConfig(
     num_envs=8, steps_per_iteration=16, batch_size=64, critic=CriticConfig(width=8), clip_range=0.2

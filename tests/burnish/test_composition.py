@@ -20,9 +20,9 @@ from policies.backbones.mlp import MlpConfig
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.folder import save_policy
-from policies.gaussian import GaussianProcess
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion
+from policies.processes.gaussian import GaussianProcess
 from policies.samplers import DDIM
 
 TASK = env("avoid", max_episode_steps=16)

@@ -12,8 +12,8 @@ from burnish import cli
 from burnish.runs.locate import locate_actor
 from policies.errors import ExportError
 from policies.export.export import export_policy
-from policies.gaussian import GaussianProcess
 from policies.policy import PolicyConfig, build_policy
+from policies.processes.gaussian import GaussianProcess
 
 
 def refusal(

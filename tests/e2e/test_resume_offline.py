@@ -23,10 +23,10 @@ from algos.training.trainer import TrainerSettings
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.correction import Correction
-from policies.deterministic import DeterministicProcess
 from policies.errors import CheckpointError
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion
+from policies.processes.deterministic import DeterministicProcess
 
 SMALL: dict[str, Any] = {
     "steps": 12, "block_steps": 3, "batch_size": 16, "hidden_dims": (8,), "critic_dims": (8,),

@@ -18,9 +18,9 @@ from algos.cdsa import CdsaConfig, CorrectionLearner
 from algos.transitions import TransitionTable
 from policies.backbones.mlp import MlpConfig
 from policies.correction import Correction, Score, corrected_path
-from policies.deterministic import DeterministicProcess
 from policies.errors import ConfigError
 from policies.policy import Policy, PolicyConfig, build_policy
+from policies.processes.deterministic import DeterministicProcess
 
 CASE = re.compile(r"corrected_sigma([\d.]+)_eta([\d.]+)_K(\d+)$")
 

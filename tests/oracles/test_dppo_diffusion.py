@@ -11,8 +11,14 @@ from official_networks import read
 from torch import Tensor
 
 from policies.processes import VPDiffusion
+from policies.processes.schedules import (
+    cosine_betas,
+    cumulative_alphas,
+    make_betas,
+    spaced_levels,
+    time_of_level,
+)
 from policies.samplers import DDIM, DDPM, StepTable, denoise, gaussian_log_prob, transition
-from policies.schedules import cosine_betas, cumulative_alphas, make_betas, spaced_levels, time_of_level
 
 Arrays = Mapping[str, Tensor]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from policies.path_samplers import DPMpp2M, Heun, Midpoint
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
+from policies.processes.schedules import cumulative_alphas, make_betas, time_of_level
 from policies.samplers import DDIM, DDPM, Euler, StepTable, denoise
-from policies.schedules import cumulative_alphas, make_betas, time_of_level
 
 FLOW = RectifiedFlow(time_scale=1.0)
 PREDICTIONS = {"epsilon": "eps", "sample": "x0", "v": "v"}

@@ -19,7 +19,7 @@ from policies.consistency_sampler import Renoise
 from policies.errors import ConfigError
 from policies.path_samplers import noise_grid
 from policies.processes import Consistency, Edm, RectifiedFlow
-from policies.processes.path import KINDS
+from policies.processes.base import KINDS
 from policies.protocols import TE
 from policies.samplers import Euler, denoise
 

@@ -22,11 +22,11 @@ from policies.execution.executor import (
     shifted,
     with_act_steps,
 )
-from policies.gaussian import GaussianProcess
 from policies.hooks import Inpaint
 from policies.latent_steering import Steering
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
+from policies.processes.gaussian import GaussianProcess
 from policies.samplers import DDIM, DDPM, Euler
 
 B, K, TH = 4, 6, 5

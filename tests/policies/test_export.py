@@ -32,10 +32,10 @@ from policies.export.folder import (
     signature,
 )
 from policies.export.onnx_graph import random_inputs
-from policies.gaussian import GaussianProcess
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
+from policies.processes.gaussian import GaussianProcess
 from policies.samplers import DDIM, DDPM, Euler
 
 onnx = pytest.importorskip("onnx")

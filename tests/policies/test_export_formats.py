@@ -14,27 +14,27 @@ from small_policies import GOAL_DIM, OBS_DIM, small_policy
 
 from policies.composition.policy import compose
 from policies.correction import Perturbation
-from policies.deterministic import DeterministicProcess
 from policies.energy_policies import Descent
 from policies.errors import CheckpointError, ExportError
 from policies.export import torch_program
 from policies.export.export import FORMATS, export_policy
 from policies.export.exported_policy import ExportedPolicy
 from policies.export.folder import CARD, PACKAGE, PROGRAM, REPORT, RUNNER
-from policies.gaussian import GaussianProcess
-from policies.mixture import MixtureProcess
 from policies.path_samplers import DPMpp2M
 from policies.policy import Policy
+from policies.processes.deterministic import DeterministicProcess
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.ebt import EnergyDescent
 from policies.processes.edm import Edm
 from policies.processes.energy import ScoreEnergy
 from policies.processes.flow import RectifiedFlow
+from policies.processes.gaussian import GaussianProcess
+from policies.processes.mixture import MixtureProcess
 from policies.processes.regression import Mip
 from policies.processes.shortcut import Shortcut
+from policies.processes.squashed import TanhGaussianProcess
 from policies.samplers import DDIM, DDPM, Euler
 from policies.selection import BestOfN, Selection
-from policies.squashed import TanhGaussianProcess
 
 TOLERANCE = 1e-5
 

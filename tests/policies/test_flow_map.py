@@ -19,8 +19,8 @@ from policies.errors import CapabilityError, ConfigError
 from policies.policy import PolicyConfig, build_policy
 from policies.processes import FlowMap, MeanFlow, RectifiedFlow, Shortcut
 from policies.processes.average import AveragePath, derivative
+from policies.processes.base import over_rows
 from policies.processes.flow_map import OBJECTIVES
-from policies.processes.path import over_rows
 from policies.protocols import TE
 from policies.samplers import Euler
 

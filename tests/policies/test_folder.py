@@ -19,9 +19,9 @@ from policies.backbones.switched import SwitchedField
 from policies.composition.policy import compose
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
 from policies.folder import load_policy, save_policy
-from policies.gaussian import GaussianProcess
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
+from policies.processes.gaussian import GaussianProcess
 from policies.samplers import DDIM, DDPM, Euler
 
 POLICIES = {

@@ -13,9 +13,9 @@ from policies.backbones.mlp import MlpConfig
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.folder import load_policy, save_policy
-from policies.gaussian import GaussianProcess
 from policies.policy import PolicyConfig, build_policy
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
+from policies.processes.gaussian import GaussianProcess
 from policies.protocols import TE
 from policies.samplers import DDPM
 

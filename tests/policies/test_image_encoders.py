@@ -24,11 +24,11 @@ from policies.encoders.state import StateEncoderConfig
 from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.folder import load_policy, save_policy
-from policies.gaussian import GaussianProcess
 from policies.networks.attention import set_attention
 from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
+from policies.processes.gaussian import GaussianProcess
 
 registry.scan_policies()
 

@@ -12,12 +12,12 @@ from small_policies import observations, small_policy
 from torch import Tensor
 
 from policies.composition.policy import compose
-from policies.deterministic import DeterministicProcess
 from policies.errors import CapabilityError, ConfigError
 from policies.export.export import export_onnx
 from policies.folder import load_policy, save_policy
 from policies.latent_steering import ADAPTERS, SteeredPolicy, Steering, interpolation
 from policies.policy import Policy
+from policies.processes.deterministic import DeterministicProcess
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.samplers import DDIM

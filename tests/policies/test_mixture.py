@@ -16,10 +16,10 @@ from algos.bc import BcConfig
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.folder import load_policy, save_policy
-from policies.gaussian import GaussianProcess
-from policies.mixture import MixtureProcess, ModeMean, drawn_mode, elementwise_nll
 from policies.networks.heads import Mixture, MixtureHeadConfig
 from policies.policy import PolicyConfig, build_policy
+from policies.processes.gaussian import GaussianProcess
+from policies.processes.mixture import MixtureProcess, ModeMean, drawn_mode, elementwise_nll
 from policies.protocols import ChainPolicy, Cond
 
 SHAPE = (4, 3)

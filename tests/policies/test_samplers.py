@@ -14,9 +14,9 @@ from diffusers import DDIMScheduler
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.gaussian import GaussianProcess
 from policies.hooks import Hook
 from policies.processes import Process, RectifiedFlow, VPDiffusion
+from policies.processes.gaussian import GaussianProcess
 from policies.protocols import Cond
 from policies.registry import from_json, to_json
 from policies.samplers import DDIM, DDPM, Euler, StepTable, denoise, gaussian_log_prob, transition

@@ -12,9 +12,9 @@ from small_policies import observations, small_policy
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
-from policies.gaussian import GaussianProcess
 from policies.path_samplers import Ancestral, Heun
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
+from policies.processes.gaussian import GaussianProcess
 from policies.protocols import ChunkSpec, Cond, Step
 from policies.samplers import DDIM, DDPM, Euler, denoise
 from policies.sketches import ActionSketch, PositionSketch, WaypointSketch, read_sketch

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.gaussian import Mean
 from policies.one_step import OneStepPolicy, trunk_of
 from policies.policy import Policy, PolicyConfig, reduce_elements
+from policies.processes.gaussian import Mean
 from policies.protocols import TE, Cond, Reduction
 from policies.registry import register
 

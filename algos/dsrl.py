@@ -31,7 +31,7 @@ from policies.latent_steering import SteeredPolicy, Steering
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
 from policies.registry import name_of, register
-from policies.samplers import DDIM
+from policies.samplers.loop import DDIM
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
 

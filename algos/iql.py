@@ -46,7 +46,7 @@ from policies.policy import Policy, PolicyConfig
 from policies.processes.deterministic import DeterministicPolicy
 from policies.processes.gaussian import GaussianPolicy, GaussianProcess
 from policies.registry import register
-from policies.steps import gaussian_log_prob
+from policies.samplers.step_table import gaussian_log_prob
 
 _MAX_WEIGHT = 100.0
 

@@ -16,7 +16,7 @@ from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Kind, Reduction, SampleHook
-from policies.samplers import StepTable, denoise, gaussian_entropy, gaussian_log_prob, transition
+from policies.samplers.loop import StepTable, denoise, gaussian_entropy, gaussian_log_prob, transition
 
 
 class DenoisingPolicy(Policy):

@@ -25,7 +25,7 @@ from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.processes.ebt import EnergyDescent, where_on
 from policies.protocols import TE, Cond, Reduction, SampleHook
 from policies.registry import name_of, register
-from policies.steps import misfit
+from policies.samplers.step_table import misfit
 
 
 @register("sampler", "descent")

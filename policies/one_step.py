@@ -14,7 +14,7 @@ from policies.networks.mlp_blocks import TrunkConfig
 from policies.policy import Policy, PolicyConfig
 from policies.protocols import TE, Cond, SampleHook
 from policies.registry import name_of
-from policies.steps import misfit
+from policies.samplers.step_table import misfit
 
 
 class OneStepSampler:

@@ -27,13 +27,13 @@ from torch import Tensor
 
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.hooks import Hook
 from policies.paths import path_field
 from policies.policy import Policy
 from policies.protocols import Observation, SampleHook, Step
+from policies.samplers.hooks import Hook
+from policies.samplers.step_table import StepTable, revisited
 from policies.selection import BestOfN, Selection
 from policies.sketches import AnySketch, Sketch, read_sketch
-from policies.steps import StepTable, revisited
 
 AnyPolicy = TypeVar("AnyPolicy")
 
@@ -202,7 +202,7 @@ class GuideHook(Hook):
 
 @dataclass(frozen=True)
 class Revisiting:
-    """A sampler around a sampler: several evaluations at every level; see `policies.steps.revisited`."""
+    """A sampler around a sampler: several evaluations at every level; see `policies.samplers.step_table.revisited`."""
 
     sampler: Any
     visits: int

@@ -17,7 +17,7 @@ from policies.denoising import DenoisingPolicy
 from policies.networks.heads import CriticConfig
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.flow import RectifiedFlow
-from policies.samplers import Euler
+from policies.samplers.loop import Euler
 
 SIZES: dict[str, Any] = {
     "num_envs": 4, "steps_per_iteration": 8, "iterations": 4, "batch_size": 16, "update_epochs": 2,

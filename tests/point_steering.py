@@ -17,7 +17,7 @@ from policies.composition.policy import compose
 from policies.latent_steering import Steering
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion
-from policies.samplers import DDIM
+from policies.samplers.loop import DDIM
 
 SMALL = DsrlConfig(
     total_steps=60, warmup_steps=0, num_envs=2, steps_per_iteration=3, block_steps=1, updates_per_step=0.5,

@@ -28,7 +28,7 @@ from policies.backbones.mlp import MlpConfig
 from policies.folder import CONFIG, WEIGHTS, save_policy
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
-from policies.samplers import DDIM
+from policies.samplers.loop import DDIM
 
 TASK = env("avoid")
 OBS, ACT = TASK.spec.obs_dim, TASK.spec.action_dim

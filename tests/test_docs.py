@@ -32,7 +32,7 @@ from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import Cond
-from policies.samplers import Euler, denoise
+from policies.samplers.loop import Euler, denoise
 from tests.small_policies import observations, statistics
 
 ROOT = Path(__file__).resolve().parents[1]

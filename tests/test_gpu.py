@@ -29,7 +29,7 @@ from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.processes.gaussian import GaussianProcess
-from policies.samplers import DDIM
+from policies.samplers.loop import DDIM
 
 pytestmark = [
     pytest.mark.gpu,

@@ -30,7 +30,7 @@ from algos.onpolicy.ratios import NoisyFlowRatio, Rows, Score
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.protocols import Cond
-from policies.samplers import gaussian_entropy, gaussian_log_prob, transition
+from policies.samplers.loop import gaussian_entropy, gaussian_log_prob, transition
 
 REDUCTIONS = ("mean", "per_step", "per_dim", "joint")
 

@@ -35,7 +35,7 @@ from policies.export.export import export_onnx
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.runner import Runner
-from policies.samplers import DDPM, Euler
+from policies.samplers.loop import DDPM, Euler
 
 
 def sampling(options: argparse.Namespace) -> Iterator[Figure]:

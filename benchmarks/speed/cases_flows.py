@@ -32,7 +32,7 @@ from envs.make import env as make_env
 from policies.denoising import DenoisingPolicy
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.flow import RectifiedFlow
-from policies.samplers import Euler
+from policies.samplers.loop import Euler
 
 STEPS, HIDDEN = 4, 64
 ITERATION = 125  # chunk steps of every environment

@@ -22,7 +22,7 @@ from policies.latent_steering import SteeredPolicy, Steering
 from policies.networks.critics import EnsembleConfig
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
-from policies.samplers import DDIM
+from policies.samplers.loop import DDIM
 
 BATCH, GAMMA, LATENT = 256, 0.99, 12  # GAMMA is that of the peer
 ADDED_AT_ONCE = 10_000

@@ -18,7 +18,7 @@ from policies.backbones.unet1d import Unet1dConfig
 from policies.denoising import DenoisingPolicy
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
-from policies.samplers import DDIM, DDPM
+from policies.samplers.loop import DDIM, DDPM
 
 OBS, CHUNK, LEVELS, FT, ENVS = 11, (4, 3), 20, 10, 40
 """Observation, action chunk, denoising steps, tuned ones, environments: DPPO's sizes on Hopper."""

@@ -30,7 +30,7 @@ from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.evaluation.intervals import Interval, paired_difference, success_rate
 from policies.denoising import DenoisingPolicy
 from policies.execution.executor import WarmStart
-from policies.path_samplers import Euler
+from policies.samplers.ode import Euler
 
 EPISODES = 100
 FULL, GOAL = "full", 0.2  # what all are compared with, and the share of its calls that is aimed at

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from policies.errors import ConfigError
 from policies.protocols import BoundField
-from policies.steps import StepTable, transition
+from policies.samplers.step_table import StepTable, transition
 
 OPERATORS = ("convex", "product", "cfg_sum", "or")
 

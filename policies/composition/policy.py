@@ -44,10 +44,10 @@ from policies.composition.operators import (
 from policies.composition.time_matching import Link, LinkTable, Units, is_reached, links, matched_time
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.path_samplers import Euler
 from policies.policy import Policy
 from policies.protocols import BoundField, Chain, Cond, Evaluate
-from policies.steps import StepRules, StepTable
+from policies.samplers.ode import Euler
+from policies.samplers.step_table import StepRules, StepTable
 
 
 @dataclass(frozen=True, kw_only=True)

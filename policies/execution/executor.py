@@ -13,7 +13,7 @@ the newest observation:
     mask_i = 0                              otherwise         the plan before does not speak of it
 
 Source: Real-Time Chunking (arXiv 2506.07339), eq. 5 for the mask. Deviation: the plan before replaces the
-clean estimate (`policies.hooks.Inpaint`) where RTC guides towards it by a gradient through the network; so
+clean estimate (`policies.samplers.hooks.Inpaint`) where RTC guides towards it by a gradient through the network; so
 every denoising policy can do it, with any sampler, at the cost of sampling.
 """
 
@@ -32,10 +32,10 @@ from torch import Tensor
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.execution.replanning import Decision, Replanner, WarmStart, shifted, with_act_steps
-from policies.hooks import Inpaint
 from policies.policy import Policy
 from policies.protocols import ChunkSpec
 from policies.runner import Limits, Track
+from policies.samplers.hooks import Inpaint
 
 __all__ = ["Decision", "Execution", "Executor", "Replanner", "WarmStart", "shifted", "with_act_steps"]
 

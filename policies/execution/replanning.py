@@ -22,12 +22,12 @@ from torch import Tensor
 
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.path_samplers import Euler
 from policies.policy import Policy
 from policies.processes.base import Process
 from policies.protocols import ChunkSpec
-from policies.samplers import DDPM
-from policies.steps import StepRules
+from policies.samplers.loop import DDPM
+from policies.samplers.ode import Euler
+from policies.samplers.step_table import StepRules
 
 AnyPolicy = TypeVar("AnyPolicy")
 

@@ -23,7 +23,7 @@ from policies.errors import ExportError
 from policies.export.onnx_graph import Traceable, observation_of, random_inputs, refuse_foreign_loops
 from policies.policy import Policy
 from policies.protocols import Cond
-from policies.steps import Coefficients, StepTable
+from policies.samplers.step_table import Coefficients, StepTable
 
 _SPELLED_OUT = ("x0_x", "x0_pred", "eps_x", "eps_pred", "slope", "to_x0", "to_eps")
 _COMPACT = ("ratio", "limit", "mean_y", "mean_x", "mean_pred")

@@ -27,7 +27,7 @@ from policies.processes.flow import RectifiedFlow
 
 if TYPE_CHECKING:
     from policies.backbones import Backbone
-    from policies.samplers import Euler
+    from policies.samplers.loop import Euler
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class AveragePath(RectifiedFlow):
 
     def default_sampler(self) -> Euler:
         """Return two steps: one is the method's promise, and two are what it mostly takes to keep it."""
-        from policies.samplers import Euler
+        from policies.samplers.loop import Euler
 
         return Euler(steps=2)
 

@@ -29,7 +29,7 @@ from policies.protocols import Kind
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.samplers import DDPM
+    from policies.samplers.loop import DDPM
 
 PREDICTIONS: tuple[Kind, ...] = ("eps", "x0", "v")
 _ANGLES: dict[tuple[int | float | str, ...], Tensor] = {}
@@ -141,7 +141,7 @@ class VPDiffusion(GaussianPath):
 
     def default_sampler(self) -> DDPM:
         """Return ancestral sampling over all levels, as evaluation uses it."""
-        from policies.samplers import DDPM
+        from policies.samplers.loop import DDPM
 
         return DDPM()
 

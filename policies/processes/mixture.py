@@ -29,7 +29,7 @@ from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, Cond, Reduction
 from policies.registry import register
-from policies.steps import gaussian_log_prob
+from policies.samplers.step_table import gaussian_log_prob
 
 
 @register("process", "mixture")

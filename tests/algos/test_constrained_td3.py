@@ -28,7 +28,7 @@ from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.networks.critics import EnsembleConfig, aggregate
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.flow import RectifiedFlow
-from policies.samplers import Euler
+from policies.samplers.loop import Euler
 
 SIZES: dict[str, Any] = {
     "hidden_dims": (32, 32),

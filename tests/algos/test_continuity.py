@@ -28,7 +28,7 @@ from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 from policies.processes.squashed import TanhGaussianProcess
-from policies.samplers import DDIM
+from policies.samplers.loop import DDIM
 
 
 def make_init(levels: int = 5, seed: int = 3) -> Policy:

@@ -18,13 +18,13 @@ import burnish
 from algos.base import Setup
 from algos.bc import BcConfig
 from algos.cloning.distillation import Teacher
-from policies.consistency_sampler import Renoise
 from policies.errors import CheckpointError, ConfigError
-from policies.path_samplers import Heun
 from policies.policy import Policy
 from policies.processes import Consistency, Edm, RectifiedFlow, Regression, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 from policies.protocols import TE, Cond
+from policies.samplers.consistency import Renoise
+from policies.samplers.ode import Heun
 
 MODE, SPREAD = (
     0.7,

@@ -20,11 +20,11 @@ from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.latent_steering import SteeredPolicy, Steering
 from policies.networks.critics import EnsembleConfig
 from policies.networks.distributions import highest_entropy
-from policies.path_samplers import Ancestral
 from policies.policy import Policy
 from policies.processes import Consistency, Edm, Mip, Regression, VPDiffusion
 from policies.processes.squashed import TanhGaussianProcess
-from policies.samplers import DDIM, DDPM, Euler
+from policies.samplers.loop import DDIM, DDPM, Euler
+from policies.samplers.ode import Ancestral
 
 every_variant = pytest.mark.parametrize("variant", ["na", "sac"])
 

@@ -24,9 +24,9 @@ from envs.evaluation.evaluate import Evaluation
 from envs.rollouts.episodes import EpisodeRow
 from policies.composition.policy import ComposedPolicy, compose
 from policies.errors import CapabilityError, ConfigError
-from policies.path_samplers import Euler
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
+from policies.samplers.ode import Euler
 from tests.gaussian_field import gaussian_policy
 
 STD = 0.4

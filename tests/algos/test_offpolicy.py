@@ -25,7 +25,7 @@ from policies.folder import load_policy, save_policy
 from policies.latent_steering import SteeredPolicy, Steering
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.mixture import MixtureProcess
-from policies.samplers import DDIM
+from policies.samplers.loop import DDIM
 
 
 def everything(run: OffPolicyRun) -> Any:

@@ -10,7 +10,7 @@ from point_flows import FPO, POLICYFLOW, RATES, REINFLOW, SIZES, make_flow, make
 
 from algos.fpo import AwmConfig
 from algos.onpolicy.flow_setup import on_even_times
-from policies.path_samplers import Euler, Heun
+from policies.samplers.ode import Euler, Heun
 
 AWM = AwmConfig(**SIZES, **RATES)
 

@@ -23,7 +23,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.folder import load_policy, save_policy
 from policies.processes.shortcut import Shortcut
 from policies.protocols import Cond
-from policies.samplers import Euler, gaussian_log_prob
+from policies.samplers.loop import Euler, gaussian_log_prob
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from policies.folder import save_policy
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
-from policies.samplers import DDIM
+from policies.samplers.loop import DDIM
 
 TASK = env("avoid", max_episode_steps=16)
 SHORT: dict[str, Any] = {"episodes": 3, "num_workers": 0, "num_envs": 4}

@@ -17,7 +17,7 @@ from algos.policyflow import PolicyFlowConfig
 from algos.reinflow import ReinFlowConfig
 from policies import registry
 from policies.policy import Policy, PolicyConfig, build_policy
-from policies.samplers import DDIM, DDPM, Euler
+from policies.samplers.loop import DDIM, DDPM, Euler
 
 registry.scan_policies()
 

@@ -26,9 +26,9 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.export.export import export_policy
 from policies.export.exported_policy import ExportedPolicy
-from policies.path_samplers import Euler
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.edm import Edm
+from policies.samplers.ode import Euler
 
 pytest.importorskip("gymnasium_robotics", reason="needs the extra 'mazes'")
 

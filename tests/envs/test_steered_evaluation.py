@@ -13,7 +13,7 @@ from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.execution.executor import WarmStart
 from policies.policy import Policy, PolicyConfig, build_policy
-from policies.samplers import DDPM
+from policies.samplers.loop import DDPM
 from policies.steering import STRATEGIES, Steering
 
 TASK = Avoid(max_episode_steps=13)

@@ -11,7 +11,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.execution.executor import WarmStart
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion
-from policies.samplers import DDIM, DDPM, Euler
+from policies.samplers.loop import DDIM, DDPM, Euler
 
 TASK = env("hopper", max_episode_steps=23)
 EPISODES, K = 7, 5

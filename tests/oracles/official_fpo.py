@@ -18,7 +18,7 @@ from policies.denoising import DenoisingPolicy
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import Cond
-from policies.samplers import Euler
+from policies.samplers.loop import Euler
 
 
 def embed(t: Tensor) -> Tensor:

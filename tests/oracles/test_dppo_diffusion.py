@@ -18,7 +18,7 @@ from policies.processes.schedules import (
     spaced_levels,
     time_of_level,
 )
-from policies.samplers import DDIM, DDPM, StepTable, denoise, gaussian_log_prob, transition
+from policies.samplers.loop import DDIM, DDPM, StepTable, denoise, gaussian_log_prob, transition
 
 Arrays = Mapping[str, Tensor]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}

@@ -25,7 +25,7 @@ from policies.policy import PolicyConfig, build_policy
 from policies.processes.flow import RectifiedFlow
 from policies.processes.flow_map import OBJECTIVES, FlowMap
 from policies.protocols import TE, Cond
-from policies.samplers import Euler
+from policies.samplers.loop import Euler
 
 LOSS = {"rtol": 1e-5, "atol": 0.0}
 GRADIENT = {"rtol": 1e-4, "atol": 1e-5}

@@ -23,7 +23,7 @@ from policies.networks.critics import aggregate
 from policies.policy import PolicyConfig, build_policy
 from policies.processes import RectifiedFlow
 from policies.protocols import TE, BoundField, Cond, Observation
-from policies.samplers import Euler
+from policies.samplers.loop import Euler
 from policies.selection import BestOfN, Selection
 
 qc = pytest.mark.golden("qc_bestofn_*.npz")

@@ -16,10 +16,10 @@ import torch
 from official_networks import read
 from torch import Tensor
 
-from policies.path_samplers import DPMpp2M, Heun, Midpoint
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
 from policies.processes.schedules import cumulative_alphas, make_betas, time_of_level
-from policies.samplers import DDIM, DDPM, Euler, StepTable, denoise
+from policies.samplers.loop import DDIM, DDPM, Euler, StepTable, denoise
+from policies.samplers.ode import DPMpp2M, Heun, Midpoint
 
 FLOW = RectifiedFlow(time_scale=1.0)
 PREDICTIONS = {"epsilon": "eps", "sample": "x0", "v": "v"}

@@ -13,7 +13,7 @@ from test_steering_rti import read, toy_policy
 from torch import Tensor
 
 from policies.policy import Policy
-from policies.samplers import DDPM
+from policies.samplers.loop import DDPM
 from policies.sketches import ActionSketch, resampled
 from policies.steering import SteeredPolicy, Steering
 

@@ -19,7 +19,7 @@ from policies.execution.executor import Replanner, WarmStart
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import VPDiffusion
 from policies.processes.schedules import cumulative_alphas
-from policies.samplers import DDPM
+from policies.samplers.loop import DDPM
 
 TOLERANCE = 1e-4
 PREFIX = "rti_steps_"

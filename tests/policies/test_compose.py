@@ -17,12 +17,12 @@ from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.execution.executor import Execution, Executor, WarmStart
 from policies.export.export import export_onnx
 from policies.folder import load_policy, save_policy
-from policies.hooks import Inpaint
-from policies.path_samplers import Ancestral, Heun
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.edm import Edm
 from policies.processes.gaussian import GaussianProcess
-from policies.samplers import DDIM, DDPM, Euler, denoise
+from policies.samplers.hooks import Inpaint
+from policies.samplers.loop import DDIM, DDPM, Euler, denoise
+from policies.samplers.ode import Ancestral, Heun
 from tests.gaussian_field import gaussian_policy, log_density
 from tests.small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_policy
 

@@ -30,7 +30,7 @@ from policies.policy import Policy
 from policies.processes.ebt import EnergyDescent
 from policies.processes.energy import ScoreEnergy
 from policies.protocols import Cond
-from policies.samplers import DDIM, DDPM
+from policies.samplers.loop import DDIM, DDPM
 
 BACKBONES = {
     "mlp-relu": MlpConfig(width=8, time_dim=4),

@@ -22,12 +22,12 @@ from policies.execution.executor import (
     shifted,
     with_act_steps,
 )
-from policies.hooks import Inpaint
 from policies.latent_steering import Steering
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
-from policies.samplers import DDIM, DDPM, Euler
+from policies.samplers.hooks import Inpaint
+from policies.samplers.loop import DDIM, DDPM, Euler
 
 B, K, TH = 4, 6, 5
 SAMPLERS = {

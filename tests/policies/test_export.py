@@ -36,7 +36,7 @@ from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.processes.gaussian import GaussianProcess
-from policies.samplers import DDIM, DDPM, Euler
+from policies.samplers.loop import DDIM, DDPM, Euler
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

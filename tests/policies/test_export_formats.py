@@ -20,7 +20,6 @@ from policies.export import torch_program
 from policies.export.export import FORMATS, export_policy
 from policies.export.exported_policy import ExportedPolicy
 from policies.export.folder import CARD, PACKAGE, PROGRAM, REPORT, RUNNER
-from policies.path_samplers import DPMpp2M
 from policies.policy import Policy
 from policies.processes.deterministic import DeterministicProcess
 from policies.processes.diffusion import VPDiffusion
@@ -33,7 +32,8 @@ from policies.processes.mixture import MixtureProcess
 from policies.processes.regression import Mip
 from policies.processes.shortcut import Shortcut
 from policies.processes.squashed import TanhGaussianProcess
-from policies.samplers import DDIM, DDPM, Euler
+from policies.samplers.loop import DDIM, DDPM, Euler
+from policies.samplers.ode import DPMpp2M
 from policies.selection import BestOfN, Selection
 
 TOLERANCE = 1e-5

@@ -22,7 +22,7 @@ from policies.export.exported_policy import ExportedPolicy
 from policies.export.folder import CARD, PROGRAM, SIGNATURE
 from policies.export.signature import read_signature
 from policies.processes import RectifiedFlow
-from policies.samplers import Euler
+from policies.samplers.loop import Euler
 from policies.serve import ServedFolder
 
 # -- signatures -----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from policies.export.export import export_onnx
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow
 from policies.runner import draw_noise
-from policies.samplers import Euler
+from policies.samplers.loop import Euler
 
 for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package)

@@ -22,7 +22,7 @@ from policies.processes.average import AveragePath, derivative
 from policies.processes.base import over_rows
 from policies.processes.flow_map import OBJECTIVES
 from policies.protocols import TE
-from policies.samplers import Euler
+from policies.samplers.loop import Euler
 
 registry.scan_policies()
 

@@ -22,7 +22,7 @@ from policies.folder import load_policy, save_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.processes.gaussian import GaussianProcess
-from policies.samplers import DDIM, DDPM, Euler
+from policies.samplers.loop import DDIM, DDPM, Euler
 
 POLICIES = {
     "ddpm": lambda: small_policy(VPDiffusion(num_levels=5)),

@@ -17,7 +17,7 @@ from policies.policy import PolicyConfig, build_policy
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 from policies.protocols import TE
-from policies.samplers import DDPM
+from policies.samplers.loop import DDPM
 
 
 def make(process: object = None, *, goal_dim: int = GOAL_DIM, **changes: object) -> DenoisingPolicy:

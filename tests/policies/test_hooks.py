@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from policies.errors import CapabilityError
-from policies.hooks import Guidance, Hook, Inpaint
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.protocols import Cond, SampleHook, Step
-from policies.samplers import DDIM, DDPM, Euler, StepTable, denoise
+from policies.samplers.hooks import Guidance, Hook, Inpaint
+from policies.samplers.loop import DDIM, DDPM, Euler, StepTable, denoise
 
 B, TH, DA = 6, 4, 2
 COND = Cond(torch.arange(B, dtype=torch.float64)[:, None])

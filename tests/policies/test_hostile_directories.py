@@ -23,7 +23,7 @@ from policies.description import describe
 from policies.errors import BurnishError, CheckpointError
 from policies.folder import load_policy, save_policy
 from policies.processes.diffusion import VPDiffusion
-from policies.samplers import DDIM
+from policies.samplers.loop import DDIM
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -40,7 +40,7 @@ from policies.importing.dppo import DppoSource
 from policies.importing.importing import Conversion, import_policy
 from policies.importing.reinflow import ReinflowSource
 from policies.protocols import Cond
-from policies.samplers import DDIM, Euler
+from policies.samplers.loop import DDIM, Euler
 
 
 def imported(of: Example, folder: Path, **options: Any) -> tuple[DenoisingPolicy, Conversion]:

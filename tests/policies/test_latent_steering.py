@@ -20,7 +20,7 @@ from policies.policy import Policy
 from policies.processes.deterministic import DeterministicProcess
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
-from policies.samplers import DDIM
+from policies.samplers.loop import DDIM
 
 SMALL = Steering(hidden_dims=(16, 16))
 

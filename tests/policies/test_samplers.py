@@ -14,12 +14,12 @@ from diffusers import DDIMScheduler
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.hooks import Hook
 from policies.processes import Process, RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 from policies.protocols import Cond
 from policies.registry import from_json, to_json
-from policies.samplers import DDIM, DDPM, Euler, StepTable, denoise, gaussian_log_prob, transition
+from policies.samplers.hooks import Hook
+from policies.samplers.loop import DDIM, DDPM, Euler, StepTable, denoise, gaussian_log_prob, transition
 
 B, TH, DA = 5, 4, 3
 COND = Cond(torch.zeros(B, 1))

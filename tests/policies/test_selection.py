@@ -10,11 +10,11 @@ from torch import Tensor
 
 from envs.evaluation.evaluate import evaluate
 from policies.errors import ConfigError
-from policies.hooks import Guidance, Inpaint
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.protocols import Cond, Observation
-from policies.samplers import DDIM, DDPM, Euler
+from policies.samplers.hooks import Guidance, Inpaint
+from policies.samplers.loop import DDIM, DDPM, Euler
 from policies.selection import BestOfN, LowEnergy, Selection
 
 PAIRS = [

@@ -33,7 +33,7 @@ from policies.folder import save_policy
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
-from policies.samplers import Euler
+from policies.samplers.loop import Euler
 from policies.serve import ServedFolder, ServedPolicy
 from policies.serve_metrics import metrics_page
 from policies.server import Server, ServerSettings

@@ -12,11 +12,11 @@ from small_policies import observations, small_policy
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
-from policies.path_samplers import Ancestral, Heun
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 from policies.protocols import ChunkSpec, Cond, Step
-from policies.samplers import DDIM, DDPM, Euler, denoise
+from policies.samplers.loop import DDIM, DDPM, Euler, denoise
+from policies.samplers.ode import Ancestral, Heun
 from policies.sketches import ActionSketch, PositionSketch, WaypointSketch, read_sketch
 from policies.steering import (
     STRATEGIES,

@@ -28,7 +28,7 @@ from policies.policy import PolicyConfig, build_policy
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import Cond
 from policies.registry import from_json, to_json
-from policies.samplers import Euler
+from policies.samplers.loop import Euler
 
 CHUNK, COND, STEPS = (6, 3), 5, 4
 

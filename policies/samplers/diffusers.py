@@ -19,7 +19,7 @@ from policies.processes.flow import RectifiedFlow
 from policies.processes.schedules import time_of_level
 from policies.protocols import BoundField
 from policies.registry import name_of, register
-from policies.steps import StepRules, StepTable, lay_out, misfit
+from policies.samplers.step_table import StepRules, StepTable, lay_out, misfit
 
 DIFFUSION_SCHEDULERS = (
     "DDIMScheduler",

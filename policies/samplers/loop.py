@@ -1,12 +1,12 @@
 """Samplers: how a denoiser is integrated from noise to an action chunk. The only loops are here.
 
 Legend: B batch, K denoising steps, k step in the order of execution, Th horizon, Da action width;
-alpha, sigma signal and noise amplitudes, a prime marks the next step. In the notation of `policies.steps`:
+alpha, sigma signal and noise amplitudes, a prime marks the next step. In the notation of `policies.samplers.step_table`:
 
     ddpm   to_x0 x0 + to_eps eps = posterior mean of q(x' | x, x0)                (arXiv 2006.11239, eq. 7)
     ddim   to_x0 = alpha', to_eps = sqrt(sigma'^2 - s^2), s = eta * ddpm's std    (arXiv 2010.02502, eq. 12)
 
-Samplers of other paths are in `policies.path_samplers`.
+Samplers of other paths are in `policies.samplers.ode`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
-from policies.path_samplers import Euler
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.schedules import spaced_levels, time_of_level
 from policies.protocols import BoundField, Cond, SampleHook, Step
 from policies.registry import register
-from policies.steps import (
+from policies.samplers.ode import Euler
+from policies.samplers.step_table import (
     StepRules,
     StepTable,
     gaussian_entropy,

@@ -1,7 +1,7 @@
 """Samplers of every Gaussian path: the network is asked for (x0, eps), wherever the path lies.
 
 Legend: t sampling time, a prime marks the end of a step; alpha, sigma amplitudes of the path;
-s = sigma / alpha noise over signal; lambda = -ln s. In the notation of `policies.steps`:
+s = sigma / alpha noise over signal; lambda = -ln s. In the notation of `policies.samplers.step_table`:
 
     euler      to_x0 = alpha', to_eps = sigma'                   first order on every path: on a flow
                 x + (t' - t) velocity, on a diffusion DDIM, with EDM x + (s' - s) (x - x0) / s
@@ -29,7 +29,7 @@ from policies.errors import ConfigError
 from policies.processes.base import GaussianPath, Process
 from policies.processes.flow import LinearPath
 from policies.registry import name_of, register
-from policies.steps import Memory, StepRules, StepTable, lay_out, misfit
+from policies.samplers.step_table import Memory, StepRules, StepTable, lay_out, misfit
 
 GRIDS = ("auto", "uniform", "karras", "exponential", "linear")
 

@@ -9,7 +9,7 @@ import torch
 
 from policies.processes.regression import RegressionPath
 from policies.registry import name_of, register
-from policies.steps import StepRules, StepTable, lay_out, misfit
+from policies.samplers.step_table import StepRules, StepTable, lay_out, misfit
 
 
 @register("sampler", "direct")

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from policies.errors import ConfigError
-from policies.path_samplers import PathRules
 from policies.processes.consistency import Consistency
 from policies.registry import name_of, register
-from policies.steps import StepTable, lay_out, misfit
+from policies.samplers.ode import PathRules
+from policies.samplers.step_table import StepTable, lay_out, misfit
 
 
 @register("sampler", "consistency")

@@ -23,7 +23,7 @@ from policies.export.folder import CARD, PROGRAM, SIGNATURE
 from policies.export.signature import read_signature
 from policies.processes import RectifiedFlow
 from policies.samplers.loop import Euler
-from policies.serve import ServedFolder
+from policies.serving.served_policy import ServedFolder
 
 # -- signatures -----------------------------------------------------------------------------------------
 

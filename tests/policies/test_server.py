@@ -22,9 +22,6 @@ import pytest
 import torch
 from small_policies import observations, small_policy
 
-from policies.batching import Batcher, Request
-from policies.client import Client, RemotePolicy
-from policies.curve import make_keys
 from policies.errors import ConfigError, ExportError, ServingError
 from policies.execution.history import draw_noise
 from policies.export.export import export_onnx
@@ -34,10 +31,13 @@ from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.samplers.loop import Euler
-from policies.serve import ServedFolder, ServedPolicy
-from policies.serve_metrics import metrics_page
-from policies.server import Server, ServerSettings
-from policies.wire import VERSION, Feature, Schema, pack, to_wire, unpack
+from policies.serving.batching import Batcher, Request
+from policies.serving.client import Client, RemotePolicy
+from policies.serving.encryption import make_keys
+from policies.serving.messages import VERSION, Feature, Schema, pack, to_wire, unpack
+from policies.serving.metrics import metrics_page
+from policies.serving.served_policy import ServedFolder, ServedPolicy
+from policies.serving.server import Server, ServerSettings
 
 zmq = pytest.importorskip("zmq")
 msgpack = pytest.importorskip("msgpack")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.errors import ConfigError
-from policies.wire import require
+from policies.serving.messages import require
 
 SERVER, CLIENTS = "server", "clients"
 

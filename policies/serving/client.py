@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from policies.curve import read_keys, read_public_key
 from policies.errors import ConfigError, ServingError
 from policies.execution.history import Array, Arrays, ChunkActor
-from policies.wire import PORT, VERSION, Schema, from_wire, pack, require, to_wire, unpack
+from policies.serving.encryption import read_keys, read_public_key
+from policies.serving.messages import PORT, VERSION, Schema, from_wire, pack, require, to_wire, unpack
 
 LOCAL = f"tcp://127.0.0.1:{PORT}"
 
@@ -103,7 +103,7 @@ class Client:
             key: Of the noise, see `policies.execution.history.draw_noise`; None: zeros, the deterministic variant.
 
         Raises:
-            ServingError: `timeout`, or what the server refuses: see `policies.wire.REASONS`. `schema`, if
+            ServingError: `timeout`, or what the server refuses: see `policies.serving.messages.REASONS`. `schema`, if
                 another policy is served now whose observations or actions have other shapes.
         """
         schema = self.schema

@@ -16,7 +16,7 @@ from policies.execution.history import Array
 from policies.export.exported_policy import ExportedPolicy
 from policies.export.folder import MODELS, Surroundings
 from policies.policy import Policy
-from policies.wire import Feature, Schema, floats_of
+from policies.serving.messages import Feature, Schema, floats_of
 
 STATE = "observation"
 """What the state is called between machines, as in exported folders; policies call it `state`."""

@@ -23,13 +23,22 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from policies.batching import Batcher, Request
-from policies.curve import server_keys, start_authenticator
 from policies.errors import ConfigError, ServingError
 from policies.execution.history import Array, draw_noise
 from policies.paths import path_field
-from policies.serve_metrics import Metrics, resident_mb
-from policies.wire import PORT, VERSION, Schema, pack, read_observation, require, to_wire, unpack
+from policies.serving.batching import Batcher, Request
+from policies.serving.encryption import server_keys, start_authenticator
+from policies.serving.messages import (
+    PORT,
+    VERSION,
+    Schema,
+    pack,
+    read_observation,
+    require,
+    to_wire,
+    unpack,
+)
+from policies.serving.metrics import Metrics, resident_mb
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from policies.errors import ConfigError
-from policies.wire import REASONS
+from policies.serving.messages import REASONS
 
 RECENT = 4096
 """Decisions over which percentiles are taken."""

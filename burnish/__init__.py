@@ -38,8 +38,8 @@ if TYPE_CHECKING:
         train_seeds,
     )
     from burnish.runs.locate import load_policy
-    from policies.folder import save_policy
-    from policies.hub import from_pretrained, push_to_hub, save_pretrained
+    from policies.storage.hub import from_pretrained, push_to_hub, save_pretrained
+    from policies.storage.policy_folder import save_policy
 
 __all__ = [
     "__version__",
@@ -79,10 +79,10 @@ _HOMES = {
     "train": "burnish.api",
     "train_seeds": "burnish.api",
     "load_policy": "burnish.runs.locate",
-    "save_policy": "policies.folder",
-    "from_pretrained": "policies.hub",
-    "push_to_hub": "policies.hub",
-    "save_pretrained": "policies.hub",
+    "save_policy": "policies.storage.policy_folder",
+    "from_pretrained": "policies.storage.hub",
+    "push_to_hub": "policies.storage.hub",
+    "save_pretrained": "policies.storage.hub",
 }
 
 

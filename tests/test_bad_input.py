@@ -25,10 +25,10 @@ from envs.datasets import write_robomimic
 from envs.datasets.episodes import EpisodeDataset
 from envs.make import env
 from policies.backbones.mlp import MlpConfig
-from policies.folder import CONFIG, WEIGHTS, save_policy
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.samplers.loop import DDIM
+from policies.storage.policy_folder import CONFIG, WEIGHTS, save_policy
 
 TASK = env("avoid")
 OBS, ACT = TASK.spec.obs_dim, TASK.spec.action_dim

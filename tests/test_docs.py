@@ -27,12 +27,12 @@ from policies import registry
 from policies.backbones import Backbone
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
-from policies.folder import load_policy, save_policy
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import Cond
 from policies.samplers.loop import Euler, denoise
+from policies.storage.policy_folder import load_policy, save_policy
 from tests.small_policies import observations, statistics
 
 ROOT = Path(__file__).resolve().parents[1]

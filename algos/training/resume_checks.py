@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from policies.description import describe
 from policies.errors import CheckpointError
 from policies.policy import Policy
+from policies.storage.config_json import describe
 
 _WHAT = {
     "seed": "seed",

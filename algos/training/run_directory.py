@@ -2,7 +2,7 @@
 
     <root>/<date>/<name>/
       config.yaml  overrides.txt  environment.json  metrics.jsonl  eval/*.json
-      checkpoints/<step>/policy/                    what is shipped (see policies.folder)
+      checkpoints/<step>/policy/                    what is shipped (see policies.storage.policy_folder)
       checkpoints/<step>/training_state/state.pt    what is resumed from: tensors and plain values
       checkpoints/<step>/SHA256SUMS                 checksums of both; what is resumed from is compared
       checkpoints/last -> <step>
@@ -33,11 +33,11 @@ from yaml import YAMLError
 from algos.training.metrics import append_jsonl, truncate_jsonl
 from algos.training.provenance import describe_environment
 from algos.training.serialization import from_plain, to_plain
-from policies.checksums import CHECKSUMS, is_intact, write_checksums
 from policies.errors import CheckpointError
-from policies.folder import save_policy
 from policies.policy import Policy
-from policies.replacing import sync, sync_tree, write_text
+from policies.storage.atomic_write import sync, sync_tree, write_text
+from policies.storage.checksums import CHECKSUMS, is_intact, write_checksums
+from policies.storage.policy_folder import save_policy
 
 STATE_FORMAT = 1
 _CONFIG, _OVERRIDES, _ENVIRONMENT, _METRICS = (

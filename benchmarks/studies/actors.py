@@ -21,7 +21,7 @@ from burnish.config.schema import compose_config
 from burnish.console import output, table
 from burnish.runs.context import Job
 from envs.evaluation.evaluate import Evaluation
-from policies.folder import load_policy, read_config, save_policy
+from policies.storage.policy_folder import load_policy, read_config, save_policy
 
 TASKS = ("hopper", "walker2d", "halfcheetah")
 MEDIUM = 1 / 3

@@ -30,12 +30,12 @@ import zmq
 
 from benchmarks import pages
 from policies.backbones.mlp import MlpConfig
-from policies.folder import save_policy
 from policies.policy import PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.serving.client import Client
 from policies.serving.messages import VERSION, pack, to_wire, unpack
 from policies.serving.server import ServerSettings
+from policies.storage.policy_folder import save_policy
 
 OBS_DIM, ACTION_DIM, STEPS = 11, 3, 20
 ROBOTS = (1, 4, 16)

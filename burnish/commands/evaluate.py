@@ -27,7 +27,7 @@ from envs.rollouts.player import NETWORK_CALLS
 from policies.errors import ConfigError
 from policies.paths import path_field
 from policies.policy import Policy
-from policies.replacing import write_text
+from policies.storage.atomic_write import write_text
 
 SUMMARISED = ("success", "d4rl_score", "return", "return_var", "return_cvar", "length")
 """What tables and reports show of an evaluation, where it is defined."""

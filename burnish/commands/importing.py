@@ -11,9 +11,9 @@ from burnish.runs.context import Job
 from burnish.runs.locate import check_folder_to_write
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
-from policies.folder import save_policy
 from policies.importing.importing import Conversion, import_policy
 from policies.paths import path_field
+from policies.storage.policy_folder import save_policy
 
 
 @dataclass

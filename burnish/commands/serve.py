@@ -16,16 +16,16 @@ from burnish.runs.context import Job
 from burnish.runs.device import device_of
 from burnish.runs.locate import locate
 from envs.evaluation.protocol import with_steps
-from policies.checksums import sha256
 from policies.errors import ConfigError
 from policies.export.signature import is_exported
-from policies.folder import WEIGHTS
 from policies.paths import path_field
 from policies.policy import Policy
 from policies.serving.encryption import make_keys
 from policies.serving.metrics import metrics_page
 from policies.serving.served_policy import ServedFolder, ServedPolicy
 from policies.serving.server import LOOPBACK, Served, Server, ServerSettings
+from policies.storage.checksums import sha256
+from policies.storage.policy_folder import WEIGHTS
 
 _log = logging.getLogger(__name__)
 

@@ -50,9 +50,9 @@ from envs.evaluation.protocol import EvaluationSettings, as_evaluated, check_see
 from envs.fit import as_shown
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
-from policies.hub import is_on_hub
 from policies.paths import at_home, lasting, path_field
 from policies.policy import PART_GROUPS, Policy, PolicyConfig
+from policies.storage.hub import is_on_hub
 
 _log = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from envs.evaluation.protocol import EvaluationSettings
 from envs.fit import as_shown
 from policies.composition.policy import ComposedPolicy, compose
 from policies.errors import ConfigError
-from policies.folder import save_policy
 from policies.policy import Policy
+from policies.storage.policy_folder import save_policy
 
 if TYPE_CHECKING:
     from rich.table import Table

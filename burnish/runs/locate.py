@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from algos.training.run_directory import RunDirectory
-from policies import folder
 from policies.errors import CheckpointError, ConfigError
 from policies.export.exported_policy import ExportedPolicy
 from policies.export.signature import is_exported, read_signature
-from policies.folder import CONFIG as POLICY_CONFIG
-from policies.folder import read_config, where_it_was_left
-from policies.hub import PREFIX, fetch, is_on_hub
 from policies.policy import Policy
+from policies.storage import policy_folder
+from policies.storage.hub import PREFIX, fetch, is_on_hub
+from policies.storage.policy_folder import CONFIG as POLICY_CONFIG
+from policies.storage.policy_folder import read_config, where_it_was_left
 
 RUN_CONFIG = "config.yaml"
 _SEED_FOLDER = re.compile(r"seed-(\d+)")
@@ -42,7 +42,7 @@ class Located:
 
     def load(self) -> Policy:
         """Load the policy."""
-        return folder.load_policy(self.path)
+        return policy_folder.load_policy(self.path)
 
     def provenance(self) -> Mapping[str, Any]:
         """Facts stored with the policy (task, algorithm, seed, ...)."""

@@ -17,7 +17,7 @@ from burnish.runs.locate import RUN_CONFIG, check_folder_to_write, folder_of, se
 from envs.evaluation.protocol import check_seeds
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
-from policies.replacing import write_text
+from policies.storage.atomic_write import write_text
 
 if TYPE_CHECKING:
     from burnish.commands.train import TrainConfig

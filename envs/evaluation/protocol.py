@@ -17,12 +17,12 @@ from envs.engine.pixels import PICTURE_OPTIONS, seen_by
 from envs.fit import require_fit
 from envs.rollouts.player import BLOCK_ROWS, EvaluatedPolicy
 from envs.spec import EnvConfig, options_of
-from policies.checksums import sha256
 from policies.encoders import ImageShape
 from policies.errors import CapabilityError, ConfigError
 from policies.execution.executor import Replanner, WarmStart, with_act_steps
 from policies.paths import with_paths
 from policies.steering import Steering, steered
+from policies.storage.checksums import sha256
 
 NOISES = ("random", "zero")
 SEEDS = 2**32  # what every simulator takes: 0 to SEEDS - 1

@@ -19,7 +19,7 @@ from policies.errors import CheckpointError, ConfigError, ExportError
 from policies.protocols import ChunkSpec
 from policies.runner import SIGNATURE
 from policies.serving.messages import Feature, short
-from policies.strict_json import read_json
+from policies.storage.strict_json import read_json
 
 KINDS = (("onnx", "whole"), ("onnx", "step"), ("torch", "whole"))
 """Formats and graphs that there are."""

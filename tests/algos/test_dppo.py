@@ -14,8 +14,8 @@ from point_env import PointEnv
 from algos.onpolicy.advantages import encode, evaluate_rows
 from policies.backbones.switched import SwitchedField
 from policies.errors import ConfigError
-from policies.folder import load_policy, save_policy
 from policies.samplers.loop import DDIM
+from policies.storage.policy_folder import load_policy, save_policy
 
 
 def test_advance_counts_executed_steps_and_keeps_the_frozen_network() -> None:

@@ -24,10 +24,10 @@ from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.errors import ConfigError
-from policies.folder import load_policy, save_policy
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.protocols import Cond
+from policies.storage.policy_folder import load_policy, save_policy
 
 STATE, ACTION = 11, 3
 

@@ -27,9 +27,9 @@ from algos.base import Setup
 from algos.rebrac import RebracConfig
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CheckpointError
-from policies.folder import load_policy, save_policy
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.deterministic import DeterministicProcess
+from policies.storage.policy_folder import load_policy, save_policy
 
 WIDTH, DEPTH = 256, 3
 

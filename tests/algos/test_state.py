@@ -26,7 +26,7 @@ from algos.training.serialization import (
     to_plain,
 )
 from policies.errors import CheckpointError
-from policies.folder import load_policy
+from policies.storage.policy_folder import load_policy
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from algos.training.run_directory import RunDirectory
 from algos.training.signals import Interrupted
 from algos.training.trainer import TrainerSettings, train
 from policies.errors import CheckpointError, ConfigError, TrainingError, WorkerError
-from policies.folder import load_policy
+from policies.storage.policy_folder import load_policy
 
 
 @pytest.fixture

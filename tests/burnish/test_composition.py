@@ -19,11 +19,11 @@ from envs.rollouts.collect import collect
 from policies.backbones.mlp import MlpConfig
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.folder import save_policy
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 from policies.samplers.loop import DDIM
+from policies.storage.policy_folder import save_policy
 
 TASK = env("avoid", max_episode_steps=16)
 SHORT: dict[str, Any] = {"episodes": 3, "num_workers": 0, "num_envs": 4}

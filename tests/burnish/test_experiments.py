@@ -22,7 +22,7 @@ from envs.datasets import EpisodeDataset, write_robomimic
 from envs.datasets.episodes import Episode
 from policies import registry
 from policies.errors import MissingExtraError
-from policies.folder import load_policy
+from policies.storage.policy_folder import load_policy
 
 scan_parts()
 FOLDER = Path(configs.__file__).parent / "experiment"

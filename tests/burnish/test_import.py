@@ -13,8 +13,8 @@ from burnish.commands import importing as command
 from burnish.config.schema import compose_config
 from burnish.runs.context import Job
 from policies.errors import CheckpointError, ConfigError
-from policies.folder import read_config
 from policies.protocols import Cond
+from policies.storage.policy_folder import read_config
 
 
 @pytest.fixture

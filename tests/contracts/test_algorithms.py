@@ -26,10 +26,10 @@ from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones.mlp import MlpConfig
 from policies.errors import BurnishError, CapabilityError, ConfigError, MissingExtraError
-from policies.folder import load_policy, save_policy
 from policies.latent_steering import Steering
 from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig, build_policy
+from policies.storage.policy_folder import load_policy, save_policy
 from policies.threads import torch_threads
 from tests.global_states import global_states
 

@@ -17,9 +17,9 @@ from policies import registry
 from policies.backbones.switched import SwitchedField
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError, MissingExtraError
-from policies.folder import load_policy, save_policy
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.protocols import TE, Chain, ChainPolicy, Cond
+from policies.storage.policy_folder import load_policy, save_policy
 
 registry.scan_policies()
 

@@ -16,7 +16,7 @@ from clone_run import main
 
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
-from policies.folder import load_policy
+from policies.storage.policy_folder import load_policy
 
 TESTS = Path(__file__).resolve().parents[1]
 PATIENCE_S = 300.0

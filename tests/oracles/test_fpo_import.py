@@ -16,10 +16,10 @@ from torch import Tensor
 from algos.onpolicy.fpo_ratio import Matching, MatchingRatio
 from policies.denoising import DenoisingPolicy
 from policies.errors import CheckpointError, ConfigError
-from policies.folder import load_policy, save_policy
 from policies.importing.fpo import FpoSource
 from policies.importing.importing import Conversion, import_policy
 from policies.networks.embeddings import OctaveEmbedding
+from policies.storage.policy_folder import load_policy, save_policy
 
 FORWARD = {"rtol": 1e-5, "atol": 2e-6}
 FILE = "fpo_playground_loss*.npz"

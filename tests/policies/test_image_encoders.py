@@ -23,12 +23,12 @@ from policies.encoders.resnet import ResNet18, ResNetEncoderConfig, expected_pla
 from policies.encoders.state import StateEncoderConfig
 from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.folder import load_policy, save_policy
 from policies.networks.attention import set_attention
 from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.gaussian import GaussianProcess
+from policies.storage.policy_folder import load_policy, save_policy
 
 registry.scan_policies()
 

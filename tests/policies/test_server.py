@@ -26,7 +26,6 @@ from policies.errors import ConfigError, ExportError, ServingError
 from policies.execution.history import draw_noise
 from policies.export.export import export_onnx
 from policies.export.folder import Surroundings
-from policies.folder import save_policy
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
@@ -38,6 +37,7 @@ from policies.serving.messages import VERSION, Feature, Schema, pack, to_wire, u
 from policies.serving.metrics import metrics_page
 from policies.serving.served_policy import ServedFolder, ServedPolicy
 from policies.serving.server import Server, ServerSettings
+from policies.storage.policy_folder import save_policy
 
 zmq = pytest.importorskip("zmq")
 msgpack = pytest.importorskip("msgpack")

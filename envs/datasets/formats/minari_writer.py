@@ -30,7 +30,7 @@ from envs.datasets.formats.minari import ACHIEVED, GOAL, OWN_ATTRIBUTE, STATE
 from envs.datasets.formats.minari_storage import MAIN_FILE, METADATA, find_data
 from envs.spec import named_options
 from policies.errors import DatasetError
-from policies.replacing import replace_folder, sync_tree
+from policies.storage.atomic_write import replace_folder, sync_tree
 
 if TYPE_CHECKING:
     from envs.spec import EnvConfig

@@ -65,7 +65,7 @@ def actor(task: str, tier: str) -> Policy:
         task: Name of the environment.
         tier: `expert` or `medium`.
     """
-    from policies.folder import load_policy
+    from policies.storage.policy_folder import load_policy
 
     with as_file(files("assets") / "actors" / task / tier) as directory:
         return load_policy(directory)

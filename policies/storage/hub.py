@@ -22,17 +22,17 @@ from typing import Any
 
 from safetensors import safe_open
 
-from policies.card import CARD, render_card
-from policies.checksums import CHECKSUMS
 from policies.errors import CheckpointError, ConfigError
-from policies.folder import CONFIG, WEIGHTS, load_policy, read_config, save_policy
 from policies.policy import Policy
+from policies.storage.checksums import CHECKSUMS
+from policies.storage.model_card import CARD, render_card
+from policies.storage.policy_folder import CONFIG, WEIGHTS, load_policy, read_config, save_policy
 
 PREFIX = "hub://"
 _NAME = re.compile(r"(?P<repo>[\w][\w.-]{0,95}/[\w][\w.-]{0,95})(?:@(?P<revision>[\w][\w./-]{0,127}))?")
 
 save_pretrained = save_policy
-"""The hub's word for `policies.folder.save_policy`."""
+"""The hub's word for `policies.storage.policy_folder.save_policy`."""
 
 
 def is_on_hub(name: object) -> bool:
@@ -76,7 +76,7 @@ def fetch(name: str, *, endpoint: str | None = None, token: str | None = None) -
 def from_pretrained(
     name: str, *, revision: str | None = None, endpoint: str | None = None, token: str | None = None
 ) -> Policy:
-    """Load a policy of the hub, `org/name`; see `fetch` and `policies.folder.load_policy`.
+    """Load a policy of the hub, `org/name`; see `fetch` and `policies.storage.policy_folder.load_policy`.
 
     Raises:
         ConfigError: If the name is none.

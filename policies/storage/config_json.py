@@ -17,7 +17,7 @@ from policies.composition.policy import ComposedPolicy
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.policy import PART_GROUPS, Policy, PolicyConfig, build_policy
-from policies.typed import check_types
+from policies.storage.field_types import check_types
 from policies.wrappers import WrappedPolicy
 
 FORMAT = 1

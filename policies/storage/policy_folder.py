@@ -5,13 +5,13 @@
     SHA256SUMS          checksums of the two, compared on loading
     README.md           a model card rendered from the facts above; nobody reads it
 
-A directory is written aside and then put in its place (`policies.replacing`), so a reader never sees half of
+A directory is written aside and then put in its place (`policies.storage.atomic_write`), so a reader never sees half of
 it. Where one that exists cannot be exchanged in one step, a kill may leave it beside, under a name that the
 error of the next attempt to load tells.
 
 A directory may come from a stranger. Loading looks names up in the registry and executes nothing from it;
 types and sizes are checked before anything is built, memory is bounded by the size of the file of weights
-(`policies.budget`), files must be regular ones of the directory, and whatever else lies there is not opened.
+(`policies.storage.size_limits`), files must be regular ones of the directory, and whatever else lies there is not opened.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from policies import registry
-from policies.budget import Budget
-from policies.card import CARD, render_card
-from policies.checksums import CHECKSUMS, is_intact, write_checksums
-from policies.description import FORMAT, check_description, describe, rebuild, steps_of
 from policies.errors import CheckpointError, MissingExtraError
 from policies.policy import Policy
-from policies.replacing import aside_name, replace_folder, sync_tree
-from policies.strict_json import read_json
+from policies.storage.atomic_write import aside_name, replace_folder, sync_tree
+from policies.storage.checksums import CHECKSUMS, is_intact, write_checksums
+from policies.storage.config_json import FORMAT, check_description, describe, rebuild, steps_of
+from policies.storage.model_card import CARD, render_card
+from policies.storage.size_limits import Budget
+from policies.storage.strict_json import read_json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 

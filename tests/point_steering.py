@@ -14,10 +14,10 @@ from algos.offpolicy.loop import OffPolicyRun
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
 from policies.composition.policy import compose
-from policies.latent_steering import Steering
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.samplers.loop import DDIM
+from policies.wrappers.noise_policy import Steering
 
 SMALL = DsrlConfig(
     total_steps=60, warmup_steps=0, num_envs=2, steps_per_iteration=3, block_steps=1, updates_per_step=0.5,

@@ -34,7 +34,7 @@ from policies.processes.deterministic import DeterministicProcess
 from policies.registry import name_of
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
-from policies.wrappers import WrappedPolicy
+from policies.wrappers.base import WrappedPolicy
 
 _log = logging.getLogger(__name__)
 

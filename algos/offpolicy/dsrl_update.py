@@ -28,7 +28,6 @@ from algos.base import Draws, Quantities
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
 from algos.offpolicy.sac_update import SoftLearner, SoftRules, half_squared_error
 from algos.optim import descend, restore_optimizer
-from policies.latent_steering import SteeredPolicy
 from policies.networks.critics import Ensemble
 from policies.networks.distributions import (
     gaussian_draw,
@@ -36,6 +35,7 @@ from policies.networks.distributions import (
     highest_gaussian_entropy,
     tanh_draw,
 )
+from policies.wrappers.noise_policy import SteeredPolicy
 
 DISTILLATION_LATENTS = ("gaussian", "box", "mixture")
 

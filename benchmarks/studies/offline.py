@@ -55,10 +55,10 @@ from envs.evaluation.intervals import (
     paired_difference,
     value_at_risk,
 )
-from policies.correction import Perturbation
 from policies.policy import Policy
 from policies.processes.gaussian import GaussianPolicy
 from policies.registry import lookup
+from policies.wrappers.score_correction import Perturbation
 
 FOLDER = RESULTS / "offline"
 BASES = {"flow": "study_flow_bc", "diffusion": "study_bc"}  # experiments that clone what is tuned

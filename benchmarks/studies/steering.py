@@ -34,7 +34,7 @@ from envs.evaluation.intervals import bootstrap_mean, wilson
 from envs.rollouts.episodes import EpisodeRow
 from policies.denoising import DenoisingPolicy
 from policies.protocols import ChunkSpec
-from policies.steering import SteeredPolicy, Steering
+from policies.wrappers.sketch_guidance import SteeredPolicy, Steering
 
 RESULTS = Path("docs/results")
 FIRST_DEMONSTRATION = 1_000_000

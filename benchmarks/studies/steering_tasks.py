@@ -22,7 +22,7 @@ from envs.tasks.mazes.d4rl import PointMazeLarge
 from envs.tasks.mazes.expert import ways
 from envs.tasks.mazes.figures import draw_maze
 from envs.tasks.mazes.layouts import Cell, layout
-from policies.sketches import PositionSketch, WaypointSketch
+from policies.wrappers.sketches import PositionSketch, WaypointSketch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

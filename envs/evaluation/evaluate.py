@@ -35,8 +35,8 @@ from envs.spec import EnvConfig, judged_by
 from policies.errors import CheckpointError, ConfigError
 from policies.execution.executor import WarmStart
 from policies.policy import Policy
-from policies.selection import BestOfN
-from policies.steering import Steering
+from policies.wrappers.best_of_n import BestOfN
+from policies.wrappers.sketch_guidance import Steering
 
 
 @dataclass(frozen=True)

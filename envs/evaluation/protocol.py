@@ -21,8 +21,8 @@ from policies.encoders import ImageShape
 from policies.errors import CapabilityError, ConfigError
 from policies.execution.executor import Replanner, WarmStart, with_act_steps
 from policies.paths import with_paths
-from policies.steering import Steering, steered
 from policies.storage.checksums import sha256
+from policies.wrappers.sketch_guidance import Steering, steered
 
 NOISES = ("random", "zero")
 SEEDS = 2**32  # what every simulator takes: 0 to SEEDS - 1

@@ -18,7 +18,7 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.policy import PART_GROUPS, Policy, PolicyConfig, build_policy
 from policies.storage.field_types import check_types
-from policies.wrappers import WrappedPolicy
+from policies.wrappers.base import WrappedPolicy
 
 FORMAT = 1
 

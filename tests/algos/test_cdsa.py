@@ -18,9 +18,9 @@ from algos.cdsa import CdsaConfig
 from algos.offline.loop import OfflineRun
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
-from policies.correction import CorrectedPolicy, Correction, corrected_path
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.deterministic import DeterministicProcess
+from policies.wrappers.score_correction import CorrectedPolicy, Correction, corrected_path
 
 SPREAD = 0.05  # of the actions around the rule
 

@@ -21,7 +21,6 @@ from algos.training.serialization import from_plain, to_plain
 from policies.backbones.mlp import MlpConfig
 from policies.composition.policy import compose
 from policies.errors import CheckpointError
-from policies.latent_steering import Steering
 from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes.diffusion import VPDiffusion
@@ -29,6 +28,7 @@ from policies.processes.gaussian import GaussianProcess
 from policies.processes.squashed import TanhGaussianProcess
 from policies.samplers.loop import DDIM
 from policies.storage.policy_folder import load_policy, save_policy
+from policies.wrappers.noise_policy import Steering
 
 
 def make_init(levels: int = 5, seed: int = 3) -> Policy:

@@ -28,10 +28,10 @@ from envs.evaluation.evaluate import evaluate
 from envs.spec import EnvSpec
 from policies.backbones.dp_transformer import DpTransformerConfig
 from policies.errors import CheckpointError
-from policies.latent_steering import ADAPTERS, DENSITIES, SteeredPolicy, Steering
 from policies.policy import Policy, build_policy
 from policies.processes.diffusion import VPDiffusion
 from policies.storage.policy_folder import load_policy, save_policy
+from policies.wrappers.noise_policy import ADAPTERS, DENSITIES, SteeredPolicy, Steering
 
 VARIANTS = ("na", "sac")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)

@@ -17,7 +17,6 @@ from algos.training.serialization import from_plain, to_plain
 from policies.composition.policy import compose
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.latent_steering import SteeredPolicy, Steering
 from policies.networks.critics import EnsembleConfig
 from policies.networks.distributions import highest_entropy
 from policies.policy import Policy
@@ -25,6 +24,7 @@ from policies.processes import Consistency, Edm, Mip, Regression, VPDiffusion
 from policies.processes.squashed import TanhGaussianProcess
 from policies.samplers.loop import DDIM, DDPM, Euler
 from policies.samplers.ode import Ancestral
+from policies.wrappers.noise_policy import SteeredPolicy, Steering
 
 every_variant = pytest.mark.parametrize("variant", ["na", "sac"])
 

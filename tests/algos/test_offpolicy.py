@@ -21,11 +21,11 @@ from algos.offpolicy.sac_update import SoftLearner, SoftRules, Temperature
 from algos.training.serialization import from_plain, to_plain
 from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError
-from policies.latent_steering import SteeredPolicy, Steering
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.mixture import MixtureProcess
 from policies.samplers.loop import DDIM
 from policies.storage.policy_folder import load_policy, save_policy
+from policies.wrappers.noise_policy import SteeredPolicy, Steering
 
 
 def everything(run: OffPolicyRun) -> Any:

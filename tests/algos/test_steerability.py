@@ -13,7 +13,7 @@ from torch import Tensor
 from algos.offpolicy.noise_sensitivity import look_at_noise
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
-from policies.latent_steering import SteeredPolicy
+from policies.wrappers.noise_policy import SteeredPolicy
 
 
 class Additive:

@@ -26,11 +26,11 @@ from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones.mlp import MlpConfig
 from policies.errors import BurnishError, CapabilityError, ConfigError, MissingExtraError
-from policies.latent_steering import Steering
 from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.threads import torch_threads
+from policies.wrappers.noise_policy import Steering
 from tests.global_states import global_states
 
 scan_parts()

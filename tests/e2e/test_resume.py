@@ -22,12 +22,12 @@ from algos.training.trainer import TrainerSettings, train
 from envs.datasets.episodes import EpisodeDataset
 from envs.tasks.avoid.task import Avoid
 from policies.backbones.mlp import MlpConfig
-from policies.latent_steering import Steering
 from policies.networks.heads import CriticConfig
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 from policies.processes.squashed import TanhGaussianProcess
+from policies.wrappers.noise_policy import Steering
 
 
 def assert_equal(first: Any, second: Any, where: str = "state") -> None:

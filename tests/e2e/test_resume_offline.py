@@ -22,11 +22,11 @@ from algos.td3_bc import Td3BcConfig
 from algos.training.trainer import TrainerSettings
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
-from policies.correction import Correction
 from policies.errors import CheckpointError
 from policies.policy import Policy, PolicyConfig, build_policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.deterministic import DeterministicProcess
+from policies.wrappers.score_correction import Correction
 
 SMALL: dict[str, Any] = {
     "steps": 12, "block_steps": 3, "batch_size": 16, "hidden_dims": (8,), "critic_dims": (8,),

@@ -14,11 +14,11 @@ from torch import Tensor
 from algos.offpolicy.dsrl_update import SteeredActor
 from algos.offpolicy.replay_buffer import ChunkBatch
 from algos.offpolicy.sac_update import SoftLearner, SoftRules
-from policies.latent_steering import Steering
 from policies.networks.critics import Ensemble, EnsembleConfig
 from policies.policy import Policy, PolicyConfig, complete
 from policies.processes.deterministic import DeterministicProcess
 from policies.protocols import Cond, SampleHook
+from policies.wrappers.noise_policy import Steering
 
 Arrays = Mapping[str, Tensor]
 NUMBER = {"rtol": 0.0, "atol": 1e-5}

@@ -24,7 +24,7 @@ from policies.policy import PolicyConfig, build_policy
 from policies.processes import RectifiedFlow
 from policies.protocols import TE, BoundField, Cond, Observation
 from policies.samplers.loop import Euler
-from policies.selection import BestOfN, Selection
+from policies.wrappers.best_of_n import BestOfN, Selection
 
 qc = pytest.mark.golden("qc_bestofn_*.npz")
 CLOSE = {"rtol": 0.0, "atol": 5e-6}

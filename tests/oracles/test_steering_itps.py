@@ -14,8 +14,8 @@ from torch import Tensor
 
 from policies.policy import Policy
 from policies.samplers.loop import DDPM
-from policies.sketches import ActionSketch, resampled
-from policies.steering import SteeredPolicy, Steering
+from policies.wrappers.sketch_guidance import SteeredPolicy, Steering
+from policies.wrappers.sketches import ActionSketch, resampled
 
 TOLERANCE = 1e-4
 NAMES = {"unconditional": "random"}

@@ -11,7 +11,6 @@ from small_policies import ACTION_DIM, observations, small_policy
 from torch import Tensor
 
 from policies.composition.policy import compose
-from policies.correction import Correction
 from policies.errors import CapabilityError, ConfigError
 from policies.execution.executor import (
     Execution,
@@ -22,12 +21,13 @@ from policies.execution.executor import (
     shifted,
     with_act_steps,
 )
-from policies.latent_steering import Steering
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 from policies.samplers.hooks import Inpaint
 from policies.samplers.loop import DDIM, DDPM, Euler
+from policies.wrappers.noise_policy import Steering
+from policies.wrappers.score_correction import Correction
 
 B, K, TH = 4, 6, 5
 SAMPLERS = {

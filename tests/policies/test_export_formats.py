@@ -13,7 +13,6 @@ import torch._inductor.config
 from small_policies import GOAL_DIM, OBS_DIM, small_policy
 
 from policies.composition.policy import compose
-from policies.correction import Perturbation
 from policies.energy_policies import Descent
 from policies.errors import CheckpointError, ExportError
 from policies.export import torch_program
@@ -34,7 +33,8 @@ from policies.processes.shortcut import Shortcut
 from policies.processes.squashed import TanhGaussianProcess
 from policies.samplers.loop import DDIM, DDPM, Euler
 from policies.samplers.ode import DPMpp2M
-from policies.selection import BestOfN, Selection
+from policies.wrappers.best_of_n import BestOfN, Selection
+from policies.wrappers.score_correction import Perturbation
 
 TOLERANCE = 1e-5
 

@@ -14,13 +14,13 @@ from torch import Tensor
 from policies.composition.policy import compose
 from policies.errors import CapabilityError, ConfigError
 from policies.export.export import export_onnx
-from policies.latent_steering import ADAPTERS, SteeredPolicy, Steering, interpolation
 from policies.policy import Policy
 from policies.processes.deterministic import DeterministicProcess
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.samplers.loop import DDIM
 from policies.storage.policy_folder import load_policy, save_policy
+from policies.wrappers.noise_policy import ADAPTERS, SteeredPolicy, Steering, interpolation
 
 SMALL = Steering(hidden_dims=(16, 16))
 

@@ -15,7 +15,7 @@ from policies.processes import RectifiedFlow, VPDiffusion
 from policies.protocols import Cond, Observation
 from policies.samplers.hooks import Guidance, Inpaint
 from policies.samplers.loop import DDIM, DDPM, Euler
-from policies.selection import BestOfN, LowEnergy, Selection
+from policies.wrappers.best_of_n import BestOfN, LowEnergy, Selection
 
 PAIRS = [
     (VPDiffusion(10), DDPM(min_std=0.1)),

@@ -17,8 +17,7 @@ from policies.processes.gaussian import GaussianProcess
 from policies.protocols import ChunkSpec, Cond, Step
 from policies.samplers.loop import DDIM, DDPM, Euler, denoise
 from policies.samplers.ode import Ancestral, Heun
-from policies.sketches import ActionSketch, PositionSketch, WaypointSketch, read_sketch
-from policies.steering import (
+from policies.wrappers.sketch_guidance import (
     STRATEGIES,
     GuideHook,
     Revisiting,
@@ -28,6 +27,7 @@ from policies.steering import (
     guide_gradient,
     steered,
 )
+from policies.wrappers.sketches import ActionSketch, PositionSketch, WaypointSketch, read_sketch
 
 PAIRS = [
     (VPDiffusion(10), DDPM(min_std=0.1)),

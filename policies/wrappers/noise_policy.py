@@ -37,7 +37,7 @@ from policies.networks.distributions import TanhGaussianConfig
 from policies.policy import Policy
 from policies.protocols import Cond, SampleHook
 from policies.registry import register
-from policies.wrappers import WrappedPolicy
+from policies.wrappers.base import WrappedPolicy
 
 ADAPTERS = ("full", "row_repeat", "low_rank")
 DENSITIES = ("tanh", "gaussian")

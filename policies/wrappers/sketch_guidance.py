@@ -32,8 +32,8 @@ from policies.policy import Policy
 from policies.protocols import Observation, SampleHook, Step
 from policies.samplers.hooks import Hook
 from policies.samplers.step_table import StepTable, revisited
-from policies.selection import BestOfN, Selection
-from policies.sketches import AnySketch, Sketch, read_sketch
+from policies.wrappers.best_of_n import BestOfN, Selection
+from policies.wrappers.sketches import AnySketch, Sketch, read_sketch
 
 AnyPolicy = TypeVar("AnyPolicy")
 

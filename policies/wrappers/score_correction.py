@@ -31,7 +31,7 @@ from policies.networks.mlp_blocks import TrunkConfig
 from policies.policy import Policy
 from policies.protocols import Cond, SampleHook
 from policies.registry import register
-from policies.wrappers import WrappedPolicy
+from policies.wrappers.base import WrappedPolicy
 
 Score = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """(s (B, C), a (B, A), sigma) -> (f_s (B, C), f_a (B, A))."""

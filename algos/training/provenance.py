@@ -54,7 +54,7 @@ def _commit() -> str | None:
 
     Ends in `-dirty` with local changes, those of pages apart: studies write theirs while they run.
     """
-    here = Path(__file__).resolve().parents[1]
+    here = Path(__file__).resolve().parents[2]
     if not (here / ".git").exists():
         return None
     try:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.simulators.__main__ import Case, Side, episode, families
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LINES = 8
 
 

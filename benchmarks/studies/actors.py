@@ -25,7 +25,7 @@ from policies.storage.policy_folder import load_policy, read_config, save_policy
 
 TASKS = ("hopper", "walker2d", "halfcheetah")
 MEDIUM = 1 / 3
-ACTORS = Path(__file__).resolve().parents[1] / "assets" / "actors"
+ACTORS = Path(__file__).resolve().parents[2] / "assets" / "actors"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Datasets of episodes: readers, writers, windows and reference scores.
 
-A format is a module of this package with two functions: `matches(path)`, which tells whether a file is of
+A format is a module of `envs.datasets.formats` with two functions: `matches(path)`, which tells whether a file is of
 this format, and `read(path, **options)`, which returns an `EpisodeDataset`. They are found by scanning.
 """
 
@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from envs.datasets import formats
 from envs.datasets.catalogue import find_dataset
 from envs.datasets.episodes import Episode, EpisodeDataset, Transitions
 from envs.datasets.formats.d4rl import read as read_d4rl
@@ -44,8 +45,8 @@ class Reader(Protocol):
 @cache
 def readers() -> dict[str, Reader]:
     """Return the readers by the name of their format, which is that of their module."""
-    names = [module.name for module in pkgutil.iter_modules(__path__)]
-    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in sorted(names)}
+    names = [module.name for module in pkgutil.iter_modules(formats.__path__)]
+    modules = {name: importlib.import_module(f"{formats.__name__}.{name}") for name in sorted(names)}
     return {
         name: cast(Reader, module)
         for name, module in modules.items()

@@ -34,9 +34,10 @@ from algos.training.resume_checks import facts_of, origin_of, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
+from policies.build import build_policy
 from policies.errors import CheckpointError, ConfigError
 from policies.paths import path_field
-from policies.policy import Policy, build_policy
+from policies.policy import Policy
 from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_generator
 from policies.threads import torch_threads

@@ -1,4 +1,4 @@
-"""A score model of the data that corrects the actions of any policy; see `policies.wrappers.score_correction`.
+"""A score model of the data that corrects the actions of any policy (`policies.wrappers.score_correction`).
 
 Trained on transitions without rewards: denoising score matching on [s, a] at the noises of the correction,
 and inverse dynamics by regression, both in standardised units. The policy itself is not touched.

@@ -40,7 +40,7 @@ from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
 from policies.registry import name_of, register
-from policies.samplers.loop import DDIM, DDPM
+from policies.samplers.ddpm import DDIM, DDPM
 
 SAMPLERS = ("ddpm", "ddim")
 _MAX_CLIP_RATE = 100.0  # growth much faster than this is a step, and overflows

@@ -1,7 +1,8 @@
 """DSRL: a frozen generative policy is steered by the noise that it starts from.
 
 The result is a policy like any other: the frozen one, with an actor around it that chooses its noise
-(`policies.wrappers.noise_policy`). The equations are in `algos.offpolicy.dsrl_update`, the loop is in `algos.offpolicy.loop`.
+(`policies.wrappers.noise_policy`). The equations are in `algos.offpolicy.dsrl_update`, the loop is in
+`algos.offpolicy.loop`.
 
 Source: DSRL, arXiv 2506.15799, released code. Deviations, all undone by `paper_compat` where it says so: the
 noise bound is applied in both variants; the warm-up executes what it records; time limits are not ends of the
@@ -30,7 +31,7 @@ from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
 from policies.registry import name_of, register
-from policies.samplers.loop import DDIM
+from policies.samplers.ddpm import DDIM
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
 from policies.wrappers.noise_policy import SteeredPolicy, Steering

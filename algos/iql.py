@@ -14,7 +14,8 @@ Source: IQL, arXiv 2110.06169; order, constants and the deterministic actor of a
 reproduction (CORL).
 
 Deviations from that reproduction:
-    * the Gaussian learns its log-variance (`policies.networks.heads`), there the log of its deviation: a step of Adam
+    * the Gaussian learns its log-variance (`policies.networks.heads`), there the log of its deviation: a
+    step of Adam
       moves the latter half as far; start (1) and limits of the deviation are the same;
     * `return_range` is about returns of whole episodes; there, an episode without an end loses its last row,
       and is then cut at every thousandth one, so that cuts slide into its neighbours;
@@ -42,11 +43,11 @@ from algos.optim import descend, restore_optimizer
 from algos.transitions import Batch, TransitionTable
 from policies.errors import ConfigError
 from policies.networks.critics import Ensemble, EnsembleConfig, aggregate, polyak
+from policies.networks.distributions import gaussian_log_prob
 from policies.policy import Policy, PolicyConfig
 from policies.processes.deterministic import DeterministicPolicy
 from policies.processes.gaussian import GaussianPolicy, GaussianProcess
 from policies.registry import register
-from policies.samplers.step_table import gaussian_log_prob
 
 _MAX_WEIGHT = 100.0
 

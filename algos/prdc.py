@@ -27,11 +27,11 @@ from typing import Any
 
 from torch import Tensor
 
-from algos.base import Setup
+from algos.base import Draws, Quantities, Setup
 from algos.offline.actor import Actor
 from algos.offline.neighbor_autotune import SEARCHES, Load, Rows, build_search
 from algos.offline.neighbors import Search
-from algos.offline.td3_update import ConstrainedTd3Config, Draws, Quantities, Regulariser, mean_square
+from algos.offline.td3_update import ConstrainedTd3Config, Regulariser, mean_square
 from algos.transitions import Batch, TransitionTable, deviations
 from policies.networks.critics import Ensemble
 from policies.registry import register

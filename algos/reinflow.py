@@ -41,7 +41,7 @@ from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.processes.flow import LinearPath
 from policies.registry import name_of, register
-from policies.samplers.loop import Euler
+from policies.samplers.ode import Euler
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
 

@@ -1,7 +1,8 @@
 """Soft actor-critic on action chunks: a squashed Gaussian policy learns from everything that it has met.
 
-The equations are in `algos.offpolicy.sac_update`, with u the executed rows of a chunk and critics of chunks; the loop
-is in `algos.offpolicy.loop`. A policy to start from is optional: a fresh one learns from the reward alone.
+The equations are in `algos.offpolicy.sac_update`, with u the executed rows of a chunk and critics of chunks;
+the loop is in `algos.offpolicy.loop`. A policy to start from is optional: a fresh one learns from the reward
+alone.
 
 Source: SAC, arXiv 1812.05905 (automatic temperature). Deviations: an action is a chunk of Ta control steps,
 rewards and values are discounted per control step, and chunks end with their episode; time limits are not

@@ -17,7 +17,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, flag_override
 
-from burnish.commands import COMMANDS
+from burnish.config.commands import COMMANDS
 from burnish.config.errors import USER_ERRORS, explain
 from burnish.config.overrides import check_arguments, quoted, with_home
 from burnish.config.schema import register_configs, to_command

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from burnish.commands import COMMANDS
+from burnish.config.commands import COMMANDS
 from burnish.name_clashes import require_own_packages
 
 _THREAD_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from functools import cache
 from typing import Any
 
 from envs.spec import EnvConfig
 from policies.errors import ConfigError
-from policies.extras import require as require
-from policies.registry import load_plugins, lookup, parts, scan
+from policies.registry import lookup, names
 
 
 def env(name: str, **options: Any) -> EnvConfig:
@@ -26,7 +24,6 @@ def env(name: str, **options: Any) -> EnvConfig:
         >>> env("hopper", max_episode_steps=200).spec.max_episode_steps
         200
     """
-    _scan()
     cls = lookup("env", name)
     known = [f.name for f in fields(cls)]
     unknown = sorted(set(options) - set(known))
@@ -38,14 +35,4 @@ def env(name: str, **options: Any) -> EnvConfig:
 
 def list_envs() -> list[str]:
     """Return the names of all environments, installed or not."""
-    _scan()
-    return list(parts("env"))
-
-
-@cache
-def _scan() -> None:
-    """Import every environment module once, so that it registers."""
-    import envs
-
-    scan(envs)
-    load_plugins()
+    return list(names("env"))

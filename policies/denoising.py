@@ -14,11 +14,15 @@ from torch import Tensor
 
 from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Kind, Reduction, SampleHook
-from policies.samplers.loop import StepTable, denoise, gaussian_entropy, gaussian_log_prob, transition
+from policies.registry import register
+from policies.samplers.loop import denoise
+from policies.samplers.step_table import StepTable, transition
 
 
+@register("policy_class", "denoising")
 class DenoisingPolicy(Policy):
     """A policy that turns noise into a chunk by a few evaluations of one network.
 

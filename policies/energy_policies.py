@@ -18,14 +18,15 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 from torch import Tensor
 
+from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.energy import BoundEnergy, EnergyField
 from policies.one_step import require_own_sampler
 from policies.policy import Policy, PolicyConfig, reduce_elements
+from policies.processes.base import misfit
 from policies.processes.ebt import EnergyDescent, where_on
 from policies.protocols import TE, Cond, Reduction, SampleHook
-from policies.registry import name_of, register
-from policies.samplers.step_table import misfit
+from policies.registry import register
 
 
 @register("sampler", "descent")
@@ -52,7 +53,7 @@ class Descent:
         Raises:
             ConfigError: Always; a descent asks for no noise levels.
         """
-        raise misfit(self, process, needs="ebt", instead=name_of("sampler", process.default_sampler()))
+        raise misfit(self, process, needs="ebt")
 
 
 class Descended(NamedTuple):
@@ -97,6 +98,7 @@ def descend(
     return Descended(x, value, steps)
 
 
+@register("policy_class", "descent")
 class DescentPolicy(Policy):
     """A policy that walks from noise to a chunk down an energy.
 
@@ -198,3 +200,17 @@ class DescentPolicy(Policy):
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
         """The loss of the process; `action` (B, Th, Da) normalised."""
         return reduce_elements(self.process.losses(self.bind(cond), action, te), reduce)
+
+
+@register("policy_class", "energy")
+class EnergyPolicy(DenoisingPolicy):
+    """A denoising policy whose network is the gradient of an energy."""
+
+    def energy(self, x: Tensor, t: Tensor, cond: Cond) -> Tensor:
+        """Return the energy (B,) of chunks x (B, Th, Da) as states at sampling times t (B,).
+
+        The density of these states is proportional to exp(-energy / sigma(t)). Energies may be compared
+        between chunks at one time and one condition. Clean chunks are ranked at the last trained level,
+        `process.levels()[0]`: at t = 1, where there is no noise, the network was never trained.
+        """
+        return self.field.energy(x, self.process.net_time(t), cond)

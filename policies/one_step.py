@@ -12,9 +12,9 @@ from torch import Tensor
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.mlp_blocks import TrunkConfig
 from policies.policy import Policy, PolicyConfig
+from policies.processes.base import misfit
 from policies.protocols import TE, Cond, SampleHook
-from policies.registry import name_of
-from policies.samplers.step_table import misfit
+from policies.registry import lookup, name_of
 
 
 class OneStepSampler:
@@ -28,8 +28,7 @@ class OneStepSampler:
         Raises:
             ConfigError: Always; a policy of one step asks for no table.
         """
-        instead = name_of("sampler", process.default_sampler())
-        raise misfit(self, process, needs=self.belongs_to, instead=instead)
+        raise misfit(self, process, needs=self.belongs_to)
 
 
 class OneStepPolicy(Policy):
@@ -120,10 +119,10 @@ def require_own_sampler(process: Any, sampler: Any) -> None:
     Raises:
         ConfigError: If it is another one.
     """
-    own = type(process.default_sampler())
-    if not isinstance(sampler, own):
+    own = process.default_sampler()["name"]
+    if not isinstance(sampler, lookup("sampler", own)):
         raise ConfigError(
-            f"process={name_of('process', process)} needs sampler={name_of('sampler', own)}, its default; "
+            f"process={name_of('process', process)} needs sampler={own}, its default; "
             f"got sampler={name_of('sampler', sampler)}. Leave the sampler out, or use a process that takes "
             f"steps (diffusion, flow)."
         )

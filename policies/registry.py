@@ -1,25 +1,27 @@
-"""Names for the parts a configuration may choose: one registry, filled by scanning modules.
+"""Names for the parts that a configuration may choose.
 
-A part is a dataclass (its configuration *is* its public face) registered under a group and a name::
+A part is a dataclass registered under a group and a name::
 
     @register("process", "flow")
     @dataclass(frozen=True)
     class RectifiedFlow: ...
 
-Loading a saved policy looks names up here and nowhere else, so that a downloaded directory can never
+The names are read from the source files without importing them; `lookup` imports the one module that it
+needs. Loading a saved policy looks names up here and nowhere else, so that a downloaded directory cannot
 name a Python path to import.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from types import ModuleType
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, TypeVar
 
 from policies.errors import ConfigError
@@ -27,6 +29,11 @@ from policies.errors import ConfigError
 T = TypeVar("T", bound=type)
 
 PLUGIN_GROUP = "burnish.plugins"
+PACKAGES = ("policies", "envs", "algos")
+"""Packages whose modules register parts."""
+_REGISTRATION = re.compile(r'^@register\("(\w+)", "([^"]+)"\)', re.MULTILINE)
+_NOT_CONFIGURED = ("policy_class",)
+"""Groups whose classes are chosen by another part; they are no configuration, so no dataclasses."""
 _PARTS: dict[str, dict[str, type]] = {}
 
 
@@ -39,9 +46,12 @@ def register(group: str, name: str) -> Callable[[T], T]:
     """
 
     def decorate(cls: T) -> T:
-        if not is_dataclass(cls):
+        if group not in _NOT_CONFIGURED and not is_dataclass(cls):
             raise TypeError(f"@register needs a dataclass; got {cls!r}. Put @dataclass below it.")
         taken = _PARTS.setdefault(group, {}).get(name)
+        owner = _index().get(group, {}).get(name)
+        if owner not in (None, cls.__module__) and find_spec(owner).origin != _origin(cls)[0]:  # type: ignore
+            raise ConfigError(f"{group}={name} is already registered by {owner}.")
         if taken is not None and _origin(taken) != _origin(cls):
             raise ConfigError(
                 f"{group}={name} is already registered by {taken.__module__}.{taken.__qualname__}."
@@ -58,22 +68,58 @@ def _origin(cls: type) -> tuple[str, str]:
     return file or cls.__module__, cls.__qualname__
 
 
+@cache
+def _index() -> dict[str, dict[str, str]]:
+    """Return the module of every part in our packages, by group and name, read from the sources."""
+    found: dict[str, dict[str, str]] = {}
+    for package in PACKAGES:
+        spec = find_spec(package)
+        for root in map(Path, (spec.submodule_search_locations if spec else None) or ()):
+            for file in root.rglob("*.py"):
+                names = _REGISTRATION.findall(file.read_text(encoding="utf-8"))
+                module = ".".join((package, *file.relative_to(root).with_suffix("").parts))
+                for group, name in names:
+                    found.setdefault(group, {})[name] = module.removesuffix(".__init__")
+    return found
+
+
+def names(group: str) -> tuple[str, ...]:
+    """Return the names of a group, sorted; no module of ours is imported."""
+    load_plugins()
+    return tuple(sorted({*_index().get(group, {}), *_PARTS.get(group, {})}))
+
+
+def module_of(group: str, name: str) -> str:
+    """Return the module that registers a part.
+
+    Raises:
+        ConfigError: If there is no such name.
+    """
+    module = _index().get(group, {}).get(name)
+    return module if module is not None else lookup(group, name).__module__
+
+
 def parts(group: str) -> dict[str, type]:
-    """Return the registered classes of a group by name, sorted."""
-    return dict(sorted(_PARTS.get(group, {}).items()))
+    """Return the classes of a group by name, sorted; imports all of their modules."""
+    return {name: lookup(group, name) for name in names(group)}
 
 
 def lookup(group: str, name: str) -> type:
-    """Return the class registered under a name.
+    """Return the class registered under a name; imports its module.
 
     Raises:
         ConfigError: If there is no such name; the message lists the choices.
     """
+    registered = _PARTS.setdefault(group, {})
+    if name not in registered and name in _index().get(group, {}):
+        importlib.import_module(_index()[group][name])
+    if name not in registered:
+        load_plugins()
     try:
-        return _PARTS[group][name]
+        return registered[name]
     except KeyError:
         raise ConfigError(
-            f"unknown {group} '{name}'; choose one of: {', '.join(parts(group)) or '(none)'}."
+            f"unknown {group} '{name}'; choose one of: {', '.join(names(group)) or '(none)'}."
         ) from None
 
 
@@ -108,21 +154,7 @@ def from_json(group: str, data: dict[str, Any]) -> Any:
     return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
-def scan(package: ModuleType) -> None:
-    """Import every module below a package, so that its parts register themselves."""
-    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        importlib.import_module(module.name)
-
-
 @cache
-def scan_policies() -> None:
-    """Import every module of `policies` and the plugins once, so that a policy's parts are known."""
-    import policies
-
-    scan(policies)
-    load_plugins()
-
-
 def load_plugins() -> None:
     """Import the modules that other distributions announce in the `burnish.plugins` entry points.
 

@@ -13,8 +13,9 @@ from algos.onpolicy.advantages import Experience
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ppo_update import GeneratorDraws
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.networks.heads import CriticConfig
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 
 SMALL = DppoConfig(

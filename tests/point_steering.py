@@ -13,10 +13,11 @@ from algos.dsrl import DsrlConfig
 from algos.offpolicy.loop import OffPolicyRun
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.composition.policy import compose
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow, VPDiffusion
-from policies.samplers.loop import DDIM
+from policies.samplers.ddpm import DDIM
 from policies.wrappers.noise_policy import Steering
 
 SMALL = DsrlConfig(

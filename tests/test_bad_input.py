@@ -25,9 +25,10 @@ from envs.datasets import write_robomimic
 from envs.datasets.episodes import EpisodeDataset
 from envs.make import env
 from policies.backbones.mlp import MlpConfig
-from policies.policy import PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
-from policies.samplers.loop import DDIM
+from policies.samplers.ddpm import DDIM
 from policies.storage.policy_folder import CONFIG, WEIGHTS, save_policy
 
 TASK = env("avoid")

@@ -25,11 +25,12 @@ from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.evaluate import evaluate
 from policies.backbones.mlp import MlpConfig
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.processes.gaussian import GaussianProcess
-from policies.samplers.loop import DDIM
+from policies.samplers.ddpm import DDIM
 
 pytestmark = [
     pytest.mark.gpu,

@@ -149,7 +149,7 @@ def test_an_import_is_found_wherever_it_runs_with_its_module(code: str, runs: bo
     "code",
     [
         "import policies",
-        "import policies\nfrom policies.registry import scan\nscan(policies)",
+        "from policies.registry import parts\n[parts(group) for group in ('process', 'sampler', 'backbone')]",
         "from policies.storage.policy_folder import load_policy",
     ],
     ids=["package", "every-module", "loading"],

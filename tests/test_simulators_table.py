@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks import pages
 from benchmarks.simulators import __main__ as simulators
-from benchmarks.simulators.__main__ import Case, Side, families, measure
+from benchmarks.simulators.__main__ import families, measure
+from benchmarks.simulators.case import Case, Side
 from envs.make import env, list_envs
 
 CASES = tuple(families())

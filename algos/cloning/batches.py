@@ -11,6 +11,7 @@ from torch import Tensor
 
 from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.windows import Windows
 from policies.errors import CheckpointError
 from policies.protocols import ChunkSpec, Observation
 
@@ -54,7 +55,7 @@ class Source:
         goal_dim: int = 0,
         cameras: Iterable[str] = (),
     ) -> None:
-        self._windows = dataset.windows(chunk, pad=pad_end, cameras=tuple(cameras))
+        self._windows = Windows(dataset, chunk, pad_end=pad_end, cameras=tuple(cameras))
         goals = dataset.room.take(dataset.extras["goal"], self._windows.frames) if goal_dim else None
         self._goal = goals
 

@@ -6,8 +6,8 @@ one product does the work of S. Products are computed as those of a single modul
 agree to rounding.
 
 Whoever's parameters are such views must not step by itself any more. Writes to a whole do not advance the
-versions of its views, so what is computed from the weights of one and kept (`policies.networks.weight_cache`) would
-grow stale: modules that do so are refused.
+versions of its views, so what is computed from the weights of one and kept
+(`policies.networks.weight_cache`) would grow stale: modules that do so are refused.
 """
 
 from __future__ import annotations

@@ -27,9 +27,10 @@ from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
 from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.deterministic import DeterministicProcess
 from policies.registry import name_of
 from policies.seeds import derive_seed, seeded_weights

@@ -17,6 +17,7 @@ from torch import Tensor
 from algos.base import Metrics, Setup
 from algos.offline.overestimation import Probes
 from algos.optim import Ema
+from algos.training.metrics import Means
 from algos.training.resume_checks import origin_of, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Batch, TransitionTable
@@ -304,31 +305,6 @@ def step_together(
         run.learner.steps = learner.steps
         run.follow()
     return measured
-
-
-class Means:
-    """Running sums of scalars by name; nothing is read back to the host before `read`."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._counts: dict[str, int] = {}
-
-    def add(self, values: Mapping[str, Tensor]) -> None:
-        """Add one value of each name."""
-        for name, value in values.items():
-            if name in self._sums:
-                self._sums[name] += value
-                self._counts[name] += 1
-            else:
-                self._sums[name], self._counts[name] = value.clone(), 1
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the means."""
-        return {name: total / self._counts[name] for name, total in self._sums.items()}
-
-    def read(self) -> Metrics:
-        """Return the means, as metrics."""
-        return {**self.tensors()}
 
 
 def precision(autocast: str | None, device: torch.device) -> AbstractContextManager[Any]:

@@ -8,9 +8,9 @@ of a row i, so the rows nearest to s_i can be listed once, with their distances 
 b the smallest d among the first k, every row that is not listed is at least beta r_ik away, so b <= beta r_ik
 certifies that the best listed row is the nearest of all; near the data the first few of a list mostly do.
 Only what is not certified is looked for among all rows, no further away than b and, as their states alone
-are beta r_ik away, with actions within what that leaves of b: `algos.offline.neighbor_tree`. Lists serve every beta, and are
-made when a row is asked for the first time (`algos.offline.neighbor_lists`). Which way is the fastest for a run,
-`algos.offline.neighbor_autotune` measures.
+are beta r_ik away, with actions within what that leaves of b: `algos.offline.neighbor_tree`. Lists serve
+every beta, and are made when a row is asked for the first time (`algos.offline.neighbor_lists`). Which way
+is the fastest for a run, `algos.offline.neighbor_autotune` measures.
 
 Source: PRDC, arXiv 2306.06569, whose tree this is; lists, certificate and boxes are ours.
 """

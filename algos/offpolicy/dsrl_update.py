@@ -1,7 +1,7 @@
 """DSRL as a pure learner: soft actor-critic over the noise of a frozen policy, in two variants.
 
-Legend: as in `algos.offpolicy.sac_update`; w = b u the noise, a(s, w) the chunk of the frozen policy, QA values of
-chunks, QW values of latents::
+Legend: as in `algos.offpolicy.sac_update`; w = b u the noise, a(s, w) the chunk of the frozen policy, QA
+values of chunks, QW values of latents::
 
     sac   Q(s, u) is learned from recorded latents; the frozen policy is asked nothing
     na    y = r + discount (C_i QA_i_bar(s', a(s', b u')) - alpha log pi(u' | s'))       QA of executed chunks

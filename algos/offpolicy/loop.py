@@ -14,12 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from algos.base import Metrics, Setup
-from algos.offline.loop import THREADS, Means
+from algos.base import Metrics, Quantities, Setup
+from algos.offline.loop import THREADS
 from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture, Replay
-from algos.offpolicy.sac_update import LatentActor, Quantities
+from algos.offpolicy.sac_update import LatentActor
 from algos.optim import DelayedDecay, Ema
+from algos.training.metrics import Means
 from algos.training.resume_checks import origin_of, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
@@ -131,7 +132,8 @@ class OffPolicyRun:
         setup: Environment, seed, workers, threads, device.
         learner: Learns.
         offline: Transitions of a dataset for a share of every batch; None: there is none.
-        lasting: Further facts that must not change when the run is continued; see `algos.training.resume_checks`.
+        lasting: Further facts that must not change when the run is continued; see
+        `algos.training.resume_checks`.
         look: At conditions (B, C) of the warm-up with a generator of its own, before the first update.
 
     Raises:

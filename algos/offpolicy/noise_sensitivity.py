@@ -7,7 +7,8 @@ import logging
 import torch
 from torch import Tensor
 
-from algos.offpolicy.sac_update import LatentActor, Quantities
+from algos.base import Quantities
+from algos.offpolicy.sac_update import LatentActor
 from policies.errors import CapabilityError
 
 _log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
 from policies.processes.flow import RectifiedFlow
 from policies.registry import name_of
-from policies.samplers.loop import Euler
+from policies.samplers.ode import Euler
 
 
 @dataclass

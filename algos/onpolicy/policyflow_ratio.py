@@ -29,8 +29,8 @@ from algos.onpolicy.advantages import Experience
 from algos.onpolicy.ratios import NoisyFlowRatio, Rows, Score, reduce_log_prob
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
+from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.protocols import Cond
-from policies.samplers.loop import gaussian_entropy, gaussian_log_prob
 
 
 @dataclass(frozen=True)

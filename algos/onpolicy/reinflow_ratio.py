@@ -29,8 +29,9 @@ from algos.onpolicy.exploration_noise import NoiseNet
 from algos.onpolicy.ratios import NoisyFlowRatio, Rows, Score
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
+from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.protocols import Cond
-from policies.samplers.loop import gaussian_entropy, gaussian_log_prob, transition
+from policies.samplers.step_table import transition
 
 REDUCTIONS = ("mean", "per_step", "per_dim", "joint")
 

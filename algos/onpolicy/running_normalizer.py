@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from algos.base import Setup
+from policies.build import build_policy
 from policies.errors import ConfigError
 from policies.normalizer import Normalizer, box_statistics
-from policies.policy import Policy, build_policy
+from policies.policy import Policy
 
 
 def fresh_policy(setup: Setup, algo: str, state: Mapping[str, Tensor] | None = None) -> Policy:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from algos.base import Metrics
 from policies.errors import ConfigError
 from policies.extras import require
 
@@ -150,3 +151,28 @@ class TensorBoardWriter:
     def close(self) -> None:
         """Flush and release the event file."""
         self._events.close()
+
+
+class Means:
+    """Running sums of scalars by name; nothing is read back to the host before `read`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add one value of each name."""
+        for name, value in values.items():
+            if name in self._sums:
+                self._sums[name] += value
+                self._counts[name] += 1
+            else:
+                self._sums[name], self._counts[name] = value.clone(), 1
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the means."""
+        return {name: total / self._counts[name] for name, total in self._sums.items()}
+
+    def read(self) -> Metrics:
+        """Return the means, as metrics."""
+        return {**self.tensors()}

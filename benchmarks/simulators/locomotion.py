@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.simulators.__main__ import Array, Case, Side
+from benchmarks.simulators.case import Array, Case, Side
 from benchmarks.simulators.sides import STEPS, Ours
 from envs.make import env
 from envs.tasks.locomotion.stepper import RobotStepper, load_model

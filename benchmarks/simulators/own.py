@@ -12,10 +12,11 @@ from functools import partial
 import mujoco
 import numpy as np
 
-from benchmarks.simulators.__main__ import Array, Case, Side
+from benchmarks.simulators.case import Array, Case, Side
 from benchmarks.simulators.sides import STEPS, Ours, Processes
 from envs.make import env
-from envs.tasks.avoid.task import CONTROL_HZ, MAX_SPEED, load_model, start_position
+from envs.tasks.avoid.scene import load_model
+from envs.tasks.avoid.task import CONTROL_HZ, MAX_SPEED, start_position
 
 WIDTH, WORKERS = 8, 2
 SLOW = 0.2  # of full speed: nobody reaches a pillar

@@ -16,7 +16,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.simulators.__main__ import Case, Side, episode, families
+from benchmarks.simulators.__main__ import episode, families
+from benchmarks.simulators.case import Case, Side
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = 8

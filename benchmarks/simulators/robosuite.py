@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.simulators.__main__ import Array, Case, Side
+from benchmarks.simulators.case import Array, Case, Side
 from benchmarks.simulators.sides import Ours, Physics
 from envs.tasks.robosuite.reference_stepper import begin, make_robosuite
 from envs.tasks.robosuite.tasks import Can, Lift, Square, Transport

@@ -9,7 +9,7 @@ from typing import Any
 import mujoco
 import numpy as np
 
-from benchmarks.simulators.__main__ import Array, Side
+from benchmarks.simulators.case import Array, Side
 from envs.engine.envpool import vector_on
 from envs.engine.workers import start_workers
 from envs.spec import EnvConfig

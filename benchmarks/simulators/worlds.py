@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from gymnasium.spaces import Box
 
-from benchmarks.simulators.__main__ import Array, Case, Side
+from benchmarks.simulators.case import Array, Case, Side
 from benchmarks.simulators.sides import STEPS, Ours, Physics, Several
 from envs.make import env
 from envs.spec import EnvConfig

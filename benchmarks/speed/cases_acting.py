@@ -35,7 +35,8 @@ from policies.export.export import export_onnx
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.runner import Runner
-from policies.samplers.loop import DDPM, Euler
+from policies.samplers.ddpm import DDPM
+from policies.samplers.ode import Euler
 
 
 def sampling(options: argparse.Namespace) -> Iterator[Figure]:

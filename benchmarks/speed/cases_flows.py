@@ -29,10 +29,11 @@ from benchmarks.speed.sides import (
 )
 from benchmarks.speed.timing import Figure, interleave
 from envs.make import env as make_env
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
-from policies.samplers.loop import Euler
+from policies.samplers.ode import Euler
 
 STEPS, HIDDEN = 4, 64
 ITERATION = 125  # chunk steps of every environment

@@ -29,6 +29,7 @@ from benchmarks.speed.sides import (
 )
 from benchmarks.speed.timing import Figure, interleave
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.windows import Windows
 from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.protocols import ChunkSpec
@@ -182,7 +183,7 @@ def gather(options: argparse.Namespace) -> Iterator[Figure]:
     ends = flags.clone()
     ends[starts[1:] - 1] = True
     data = EpisodeDataset(states, actions, torch.zeros(rows), flags, ends, starts)
-    windows = data.windows(ChunkSpec(CHUNK[1], *CHUNK[:1], act_steps=CHUNK[0]), pad=False)
+    windows = Windows(data, ChunkSpec(CHUNK[1], *CHUNK[:1], act_steps=CHUNK[0]), pad_end=False)
     usable = [i for i in range(rows) if i % 1000 <= 1000 - CHUNK[0]]
     items = peers.ChunkDataset(states, actions, usable, CHUNK[0])
     picked = windows.gather(torch.arange(0, windows.num, 997))

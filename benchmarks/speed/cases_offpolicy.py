@@ -18,10 +18,11 @@ from benchmarks.speed import peers
 from benchmarks.speed.peers_offpolicy import PlainDsrl, PlainReplay
 from benchmarks.speed.sides import CHUNK, OBS, copy_trunk, plain_nets, require_close, unit_statistics
 from benchmarks.speed.timing import Figure, interleave
+from policies.build import build_policy
 from policies.networks.critics import EnsembleConfig
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
-from policies.samplers.loop import DDIM
+from policies.samplers.ddpm import DDIM
 from policies.wrappers.noise_policy import SteeredPolicy, Steering
 
 BATCH, GAMMA, LATENT = 256, 0.99, 12  # GAMMA is that of the peer

@@ -15,10 +15,11 @@ from benchmarks.speed import peers
 from envs.make import env as make_env
 from policies.backbones.transformer import TransformerConfig
 from policies.backbones.unet1d import Unet1dConfig
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
-from policies.samplers.loop import DDIM, DDPM
+from policies.samplers.ddpm import DDIM, DDPM
 
 OBS, CHUNK, LEVELS, FT, ENVS = 11, (4, 3), 20, 10, 40
 """Observation, action chunk, denoising steps, tuned ones, environments: DPPO's sizes on Hopper."""

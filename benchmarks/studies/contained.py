@@ -1,7 +1,7 @@
 """How much of a task the frozen policies of the steering studies contain: the best of many noises per start.
 
-    python -m benchmarks.studies.contained avoid lift-varied --seeds 0,1,2      clones the policies as the study does
-    python -m benchmarks.studies.contained hopper --dataset FILE --starts 20
+    python -m benchmarks.studies.contained avoid lift-varied --seeds 0,1,2      clones the policies as the
+    study does python -m benchmarks.studies.contained hopper --dataset FILE --starts 20
     python -m benchmarks.studies.contained --report                             the page from what is there
 
 Steering chooses among what noises make a policy do. Every start state, those of the study's evaluation, is
@@ -25,9 +25,9 @@ from benchmarks import pages
 from benchmarks.studies.definitions import STUDIES
 from benchmarks.studies.learning import demonstrations, describe_dataset, recipe
 from benchmarks.studies.once import trained
-from burnish.commands.evaluate import task_of
 from burnish.config.schema import register_configs
 from burnish.runs.locate import locate
+from burnish.runs.tasks import task_of
 from envs.evaluation.evaluate import evaluate
 from envs.evaluation.intervals import bootstrap_mean
 from envs.evaluation.protocol import EvaluationSettings

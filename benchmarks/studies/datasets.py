@@ -1,7 +1,7 @@
 """What reading a large dataset costs, in memory and in mapped files, and what kept statistics save.
 
-`python -m benchmarks.studies.datasets --gigabytes 2 --folder /var/tmp` writes a file of that size in D4RL's layout,
-reads it as usual and as if there were too little memory, and prints CPU seconds of every part. The two
+`python -m benchmarks.studies.datasets --gigabytes 2 --folder /var/tmp` writes a file of that size in D4RL's
+layout, reads it as usual and as if there were too little memory, and prints CPU seconds of every part. The two
 datasets and their statistics are compared first, number by number.
 """
 
@@ -22,6 +22,7 @@ import torch
 
 from envs.datasets import EpisodeDataset, free_memory, read_dataset
 from envs.datasets.catalogue import FOLDER_VARIABLE
+from envs.datasets.windows import Windows
 from policies.protocols import ChunkSpec
 
 OBS, ACTION, EPISODE, PIECE = 60, 8, 1000, 100_000
@@ -50,7 +51,7 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 def batches(data: EpisodeDataset) -> None:
     """Gather batches of windows."""
-    windows = data.windows(ChunkSpec(ACTION, horizon=16, act_steps=8, obs_steps=2))
+    windows = Windows(data, ChunkSpec(ACTION, horizon=16, act_steps=8, obs_steps=2))
     generator = torch.Generator().manual_seed(0)
     for _ in range(BATCHES):
         windows.sample(BATCH, generator=generator)

@@ -77,9 +77,9 @@ def cloned(dataset: str, root: Path) -> str:
 
 # -- report ---------------------------------------------------------------------------------------------
 
-INTRODUCTION = f"""`python -m benchmarks.studies.door --dataset door-human.hdf5`: 25 demonstrations of people who
-opened the Adroit door, cloned by diffusion with x0 prediction on chunks of 16 steps, of which 8 are executed
-(`{" ".join(RECIPE)}`).
+INTRODUCTION = f"""`python -m benchmarks.studies.door --dataset door-human.hdf5`: 25 demonstrations of people
+who opened the Adroit door, cloned by diffusion with x0 prediction on chunks of 16 steps, of which 8 are
+executed (`{" ".join(RECIPE)}`).
 
 - *replay*: the recorded actions, open loop, each demonstration from its own start. They were recorded with an
   older simulator.

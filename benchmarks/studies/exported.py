@@ -26,10 +26,10 @@ import torch
 
 from benchmarks import pages
 from benchmarks.studies import families
-from burnish.commands.evaluate import task_of
 from burnish.commands.export import surroundings_of
 from burnish.config.schema import register_configs
 from burnish.runs.locate import Located, locate
+from burnish.runs.tasks import task_of
 from envs.evaluation.comparison import compare
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.evaluation.intervals import paired_difference
@@ -222,13 +222,13 @@ def _numbers(evaluation: Evaluation) -> dict[str, Any]:
 
 # -- report ---------------------------------------------------------------------------------------------
 
-INTRODUCTION = """`python -m benchmarks.studies.exported` lets policies and their exports play the same episodes with
-the same noise ([formats](../export.md)): a given policy (`avoid=<policy>`), or one of every process, cloned
-briefly (`--clone avoid`). *Equal* counts the episodes of the same length and return: rounding differs in the
-last bits, and where a task amplifies it episodes part, without one side being better. The difference is that
-of success, or of the return where a task has no success, with its 95 % interval over episodes; the largest
-difference of an action is that on random inputs, in physical units. Times are those of one decision for one
-observation, on one thread."""
+INTRODUCTION = """`python -m benchmarks.studies.exported` lets policies and their exports play the same
+episodes with the same noise ([formats](../export.md)): a given policy (`avoid=<policy>`), or one of every
+process, cloned briefly (`--clone avoid`). *Equal* counts the episodes of the same length and return:
+rounding differs in the last bits, and where a task amplifies it episodes part, without one side being
+better. The difference is that of success, or of the return where a task has no success, with its 95 %
+interval over episodes; the largest difference of an action is that on random inputs, in physical units.
+Times are those of one decision for one observation, on one thread."""
 
 LIVE = """Then the exported folder acts in real time, in another process that cannot import PyTorch. The next
 plan is asked for when the rows that are executed end, and at least one control step before all rows end: a

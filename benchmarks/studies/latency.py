@@ -21,12 +21,13 @@ import numpy as np
 import torch
 
 from benchmarks import pages
-from burnish.commands.evaluate import task_of
 from burnish.config.schema import register_configs
 from burnish.runs.locate import locate
+from burnish.runs.tasks import task_of
 from envs.evaluation.intervals import paired_difference, wilson
 from envs.spec import EnvConfig
-from policies.execution.executor import Execution, Executor, WarmStart
+from policies.execution.executor import Execution, Executor
+from policies.execution.replanning import WarmStart
 from policies.policy import Policy
 from policies.seeds import seeded_generator
 

@@ -30,7 +30,8 @@ import zmq
 
 from benchmarks import pages
 from policies.backbones.mlp import MlpConfig
-from policies.policy import PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.serving.client import Client
 from policies.serving.messages import VERSION, pack, to_wire, unpack
@@ -323,9 +324,9 @@ def page(data: dict[str, Any]) -> str:
     cores, load = data["environment"]["cpu_count"], data["load_average"][0]
     return f"""# Serving
 
-Made by `python -m benchmarks.studies.serving`. The server is `burnish serve`, in a process of its own and with one
-thread; the policy is a residual MLP of the size of DPPO's Hopper actor with {STEPS} denoising steps. Robots
-and attackers share the machine with it ({cores} cores; load average {load:.1f} at the start).
+Made by `python -m benchmarks.studies.serving`. The server is `burnish serve`, in a process of its own and
+with one thread; the policy is a residual MLP of the size of DPPO's Hopper actor with {STEPS} denoising
+steps. Robots and attackers share the machine with it ({cores} cores; load average {load:.1f} at the start).
 
 {_closed(data["closed"])}
 {_open(data["open"])}

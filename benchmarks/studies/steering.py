@@ -1,7 +1,7 @@
 """Steering: how well the strategies of inference-time policy steering follow sketches.
 
-    python -m benchmarks.studies.steering                        clones a policy for every task, and measures it
-    python -m benchmarks.studies.steering avoid pointmaze-large=<run or policy directory>
+    python -m benchmarks.studies.steering                        clones a policy for every task, and measures
+    it python -m benchmarks.studies.steering avoid pointmaze-large=<run or policy directory>
     python -m benchmarks.studies.steering --report               the page from what is there
 
 A sketch leads along one of the ways through a task. *Careful* ones are drawn where there is room; *rough*
@@ -154,8 +154,8 @@ def cloned(name: str, root: Path) -> str:
 
 # -- report ---------------------------------------------------------------------------------------------
 
-INTRODUCTION = """`python -m benchmarks.studies.steering`: cloned policies follow sketches, without being trained for
-it. Careful sketches are drawn where there is room, rough ones where there is none.
+INTRODUCTION = """`python -m benchmarks.studies.steering`: cloned policies follow sketches, without being
+trained for it. Careful sketches are drawn where there is room, rough ones where there is none.
 
 - *took the way*: success along the sketched way (task alignment). *free*: nothing touched (constraint
   satisfaction). *off*: mean distance from the sketch, up to the end of the episode (motion alignment).

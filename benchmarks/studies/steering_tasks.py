@@ -17,7 +17,8 @@ from burnish.config.schema import compose_config
 from envs.rollouts.episodes import EpisodeRow
 from envs.tasks.avoid.expert import plan as draw_path
 from envs.tasks.avoid.figures import INK, draw_avoid
-from envs.tasks.avoid.task import CONTROL_HZ, MAX_SPEED, Avoid, load_scene
+from envs.tasks.avoid.scene import load_scene
+from envs.tasks.avoid.task import CONTROL_HZ, MAX_SPEED, Avoid
 from envs.tasks.mazes.d4rl import PointMazeLarge
 from envs.tasks.mazes.expert import ways
 from envs.tasks.mazes.figures import draw_maze

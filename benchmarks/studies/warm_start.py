@@ -1,8 +1,8 @@
 """Warm start: full sampling, a few steps from the plan before, and the same few steps from noise.
 
     python -m benchmarks.studies.warm_start avoid=runs/a/policy cube-single=runs/b/policy
-    python -m benchmarks.studies.warm_start avoid --seeds 0,1,2         clones the policies first, by `RECIPES`
-    python -m benchmarks.studies.warm_start --report                    the page from what is there
+    python -m benchmarks.studies.warm_start avoid --seeds 0,1,2         clones the policies first, by
+    `RECIPES` python -m benchmarks.studies.warm_start --report                    the page from what is there
 
 All variants of a policy play the same episodes. A policy per seed: `avoid=<seed 0>,<seed 1>`. Every policy
 leaves one JSON file in docs/results/warm_start/ (per-episode numbers of every variant, protocols, versions);
@@ -23,13 +23,13 @@ import numpy as np
 
 from benchmarks import pages
 from benchmarks.studies import once
-from burnish.commands.evaluate import task_of
 from burnish.config.schema import register_configs
 from burnish.runs.locate import Located, locate
+from burnish.runs.tasks import task_of
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.evaluation.intervals import Interval, paired_difference, success_rate
 from policies.denoising import DenoisingPolicy
-from policies.execution.executor import WarmStart
+from policies.execution.replanning import WarmStart
 from policies.samplers.ode import Euler
 
 EPISODES = 100

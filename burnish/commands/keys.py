@@ -22,11 +22,11 @@ from typing import Any
 
 import omegaconf
 
-from burnish.commands import COMMANDS
 from burnish.commands.list import summary
-from burnish.commands.train import PolicyShape
+from burnish.config.commands import COMMANDS
 from burnish.config.overrides import default_options
 from burnish.config.schema import GROUPS, scan_parts
+from burnish.config.train import PolicyShape
 from burnish.console import output
 from envs.datasets import reader_options
 from policies import registry
@@ -43,8 +43,8 @@ HEAD = [ROW.format("key", "type", "default", "what it decides"), "|---|---|---|-
 INTRODUCTION = """# Keys
 
 Every key of every command and of every part, with its type and default. This page is written by
-`python -m burnish.commands.keys` from the dataclasses, the only home of defaults and explanations; a test compares the
-two. What the keys of an algorithm mean together is on its page ([BC](algorithms/bc.md),
+`python -m burnish.commands.keys` from the dataclasses, the only home of defaults and explanations; a test
+compares the two. What the keys of an algorithm mean together is on its page ([BC](algorithms/bc.md),
 [DPPO](algorithms/dppo.md), [PPO](algorithms/ppo.md)); how keys are written is in [cli.md](cli.md). An
 experiment changes defaults: `--cfg job` prints what a command would take.
 """

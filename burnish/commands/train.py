@@ -7,19 +7,18 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import MISSING
 
 from algos.base import Algorithm, Metrics, Setup
 from algos.training.run_directory import RunDirectory, eval_name, new_folder
 from algos.training.signals import Interrupted
-from algos.training.trainer import Member, TrainerSettings, train_together
-from burnish.commands.evaluate import evaluate_with, headline
+from algos.training.trainer import Member, train_together
 from burnish.config.schema import GROUPS, describe, describe_part, restore
+from burnish.config.train import TrainConfig
 from burnish.config.unused_keys import (
     keys_of,
     refuse_a_new_policy_beside_init,
@@ -31,6 +30,7 @@ from burnish.console import output, table
 from burnish.runs.best_evaluation import last_and_best
 from burnish.runs.context import Job
 from burnish.runs.device import device_of
+from burnish.runs.evaluation import evaluate_with, headline
 from burnish.runs.locate import RUN_CONFIG, Located, check_folder_to_write, folder_of, locate, seed_folders
 from burnish.runs.seeds import (
     forget_seeds,
@@ -46,69 +46,15 @@ from burnish.runs.seeds import (
 from envs.datasets import EpisodeDataset, lasting_options, read_dataset
 from envs.datasets.catalogue import find_dataset
 from envs.engine.envpool import ENGINES
-from envs.evaluation.protocol import EvaluationSettings, as_evaluated, check_seeds, staged
+from envs.evaluation.protocol import as_evaluated, check_seeds, staged
 from envs.fit import as_shown
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
-from policies.paths import at_home, lasting, path_field
-from policies.policy import PART_GROUPS, Policy, PolicyConfig
+from policies.paths import at_home, lasting
+from policies.policy import Policy
 from policies.storage.hub import is_on_hub
 
 _log = logging.getLogger(__name__)
-
-
-def _shape_schema() -> type:
-    """Return PolicyConfig without its parts, which stand at the top of the configuration."""
-    hints, kept = get_type_hints(PolicyConfig), []
-    for f in fields(PolicyConfig):
-        if f.name not in PART_GROUPS:
-            own = {k: getattr(f, k) for k in ("default", "default_factory")}
-            kept.append(
-                (
-                    f.name,
-                    hints[f.name],
-                    field(**{k: v for k, v in own.items() if v is not dataclasses.MISSING}),
-                )
-            )
-    schema = make_dataclass("PolicyShape", kept)
-    schema.__module__ = __name__
-    return schema
-
-
-PolicyShape = _shape_schema()
-
-
-@dataclass
-class TrainConfig:
-    """What `burnish train` does."""
-
-    algo: Any = None  # what learns
-    env: Any = None  # the task; null: no rollouts (cloning from a file)
-    dataset: str | None = path_field()  # file of demonstrations or transitions, or name of a downloaded one
-    data: dict[str, Any] = field(default_factory=dict)  # options of its format's reader: see Data
-    init: str | None = path_field()  # policy to start from: a run or a policy directory
-    tunes: bool = False  # of an experiment: its settings are for a policy that is given; warns without init
-    resume: str | None = path_field()  # run to continue, with the configuration it was last run with
-    name: str | None = MISSING  # end of the run directory's name; the algorithm's name when left out
-    seed: int = 0  # root of every random stream of the run
-    seeds: list[int] | None = None  # several runs at once, each in <run directory>/seed-<n>; see Offline
-    process: Any = None  # what the output of a new policy's network means
-    encoder: Any = None  # what a new policy sees of an observation
-    backbone: Any = None  # network of a new policy
-    sampler: Any = None  # how a new policy is integrated; null: the process's own
-    policy: Any = field(default_factory=PolicyShape)  # horizons and normalisation of a new policy
-    trainer: TrainerSettings = field(default_factory=TrainerSettings)
-    evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(episodes=50))
-    num_workers: int = Setup.num_workers  # rollout processes, each with its own noise; 0: this one, as if 1
-    engine: str = Setup.engine  # exact | envpool, which only collects: see Environments; evaluation is exact
-    num_threads: int | None = Setup.num_threads  # null: 2 on-policy (sharing gradients), else 1 (of torch)
-    device: str = "cpu"  # cpu, cuda or cuda:<n>: where gradients are computed; rollouts stay on the CPU
-    progress: bool | None = None  # null: a bar on a terminal, lines elsewhere
-
-    def policy_config(self) -> PolicyConfig:
-        """Return what a new policy is made of."""
-        shape = {f.name: getattr(self.policy, f.name) for f in fields(self.policy)}
-        return PolicyConfig(**{name: getattr(self, name) for name in PART_GROUPS}, **shape)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-from burnish.commands import COMMANDS
+from burnish.config.commands import COMMANDS
 from burnish.config.errors import closest, explain
 from policies import registry
 from policies.errors import ConfigError

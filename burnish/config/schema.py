@@ -37,20 +37,15 @@ GROUPS = ("algo", "env", *PART_GROUPS, "source")
 
 @cache
 def scan_parts() -> None:
-    """Import every module of `policies`, `envs` and `algos`, and the plugins: parts register themselves."""
-    import algos
-    import envs
-    import policies
-
-    for package in (policies, envs, algos):
-        registry.scan(package)
-    registry.load_plugins()
+    """Import the modules of all parts, and the plugins."""
+    for group in GROUPS:
+        registry.parts(group)
 
 
 @cache
 def register_configs() -> None:
     """Put the parts and the schemas of the commands into Hydra's ConfigStore, and what help pages say."""
-    from burnish.commands import COMMANDS
+    from burnish.config.commands import COMMANDS
 
     scan_parts()
     store = ConfigStore.instance()
@@ -95,7 +90,7 @@ def compose_config(command: str, overrides: Sequence[str]) -> Any:
     Raises:
         ConfigError: If a key, an option or a value is refused; in the words of the command line.
     """
-    from burnish.commands import COMMANDS
+    from burnish.config.commands import COMMANDS
 
     register_configs()
     check_overrides(command, overrides)

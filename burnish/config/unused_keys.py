@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from policies import registry
+from policies.build import complete
 from policies.errors import ConfigError
-from policies.policy import PART_GROUPS, Policy, PolicyConfig, complete
+from policies.policy import PART_GROUPS, Policy, PolicyConfig
 
 if TYPE_CHECKING:
-    from burnish.commands.train import TrainConfig
+    from burnish.config.train import TrainConfig
 
 _log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from algos.training.run_directory import RunDirectory
-from burnish.commands.evaluate import evaluate_with
 from burnish.config.schema import restore
 from burnish.console import Counting
 from burnish.reports.figures import film_strip, to_png
+from burnish.runs.evaluation import evaluate_with
 from burnish.runs.locate import Located, locate
 from burnish.runs.tasks import task_of
 from envs.evaluation.protocol import EvaluationSettings

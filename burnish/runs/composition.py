@@ -34,7 +34,7 @@ from policies.storage.policy_folder import save_policy
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from burnish.commands.evaluate import EvalConfig
+    from burnish.config.evaluate import EvalConfig
 
 ESTIMATE = "estimate"
 """Instead of weights: take those that the demonstrations suggest."""

@@ -20,7 +20,7 @@ from policies.errors import CheckpointError, ConfigError
 from policies.storage.atomic_write import write_text
 
 if TYPE_CHECKING:
-    from burnish.commands.train import TrainConfig
+    from burnish.config.train import TrainConfig
 
 _log = logging.getLogger(__name__)
 _NOTE = "seeds.txt"

@@ -1,7 +1,8 @@
 """Datasets of episodes: readers, writers, windows and reference scores.
 
-A format is a module of `envs.datasets.formats` with two functions: `matches(path)`, which tells whether a file is of
-this format, and `read(path, **options)`, which returns an `EpisodeDataset`. They are found by scanning.
+A format is a module of `envs.datasets.formats` with two functions: `matches(path)`, which tells whether a
+file is of this format, and `read(path, **options)`, which returns an `EpisodeDataset`. They are found by
+scanning.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any, Protocol, cast
 
 from envs.datasets import formats
 from envs.datasets.catalogue import find_dataset
-from envs.datasets.episodes import Episode, EpisodeDataset, Transitions
+from envs.datasets.episode import Episode, Transitions
+from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.formats.d4rl import read as read_d4rl
 from envs.datasets.formats.d4rl_writer import write_d4rl
 from envs.datasets.formats.hdf5 import read_hdf5

@@ -119,7 +119,8 @@ def room_for(needed: int, source: str | Path, *, cache: str | Path | None = None
         return MEMORY
     folder = spill_folder(cache)
     free = free_disk(folder)
-    have = f"{(free_memory.free_memory() or 0) / _GIBI:.2f} GiB of memory are free, of which {free_memory.SHARE:.0%}"
+    free_gib = (free_memory.free_memory() or 0) / _GIBI
+    have = f"{free_gib:.2f} GiB of memory are free, of which {free_memory.SHARE:.0%}"
     if needed > free:
         raise DatasetError(
             f"{source}: reading it takes {needed / _GIBI:.2f} GiB; {have} may be taken, and {folder} has "

@@ -11,7 +11,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,63 +20,14 @@ from torch import Tensor
 
 from envs.datasets.array_storage import MEMORY, Frames, Room
 from envs.datasets.checks import check_dataset, check_episode
+from envs.datasets.episode import Episode, Transitions
 from envs.datasets.free_memory import require_memory
 from envs.datasets.images import Images
 from envs.datasets.statistics_cache import statistics_of
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
-from policies.protocols import ChunkSpec
-
-if TYPE_CHECKING:
-    from envs.datasets.windows import Windows
 
 _NUMPY = {torch.float32: np.float32, torch.int64: np.int64, torch.bool: np.bool_}
-
-
-@dataclass(frozen=True)
-class Episode:
-    """One recorded episode, as demonstrators and rollouts hand it over.
-
-    Shapes:
-        observations: (T+1, Do), the last row being the observation after the last action.
-        actions: (T, Da).
-        rewards: (T,).
-        extras: every value (T, ...), e.g. simulator states.
-        images: by camera, (T, H, W, 3) uint8, what was seen before each action.
-    """
-
-    observations: np.ndarray
-    actions: np.ndarray
-    rewards: np.ndarray
-    terminated: bool
-    truncated: bool
-    success: bool = False
-    seed: int = 0
-    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
-    images: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        """Return the number of actions."""
-        return len(self.actions)
-
-
-@dataclass(frozen=True, eq=False)
-class Transitions:
-    """Single steps for offline reinforcement learning.
-
-    Shapes:
-        observations, next_observations: (M, Do).
-        actions: (M, Da).
-        rewards, terminated: (M,); values bootstrap from `next_observations` unless `terminated`.
-        frames: (M,) int64, the frame of the dataset each transition comes from.
-    """
-
-    observations: Tensor
-    actions: Tensor
-    rewards: Tensor
-    next_observations: Tensor
-    terminated: Tensor
-    frames: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -418,12 +369,6 @@ class EpisodeDataset:
             terminated=self.over[frames],
             frames=frames,
         )
-
-    def windows(self, chunk: ChunkSpec, pad: bool = True, *, cameras: Sequence[str] = ()) -> Windows:
-        """Return the training windows of this dataset (see `envs.datasets.windows.Windows`)."""
-        from envs.datasets.windows import Windows
-
-        return Windows(self, chunk, pad_end=pad, cameras=cameras)
 
     def _sum_by_episode(self, values: Tensor) -> Tensor:
         total = torch.cat([values.new_zeros(1, dtype=torch.float64), values.double().cumsum(0)])

@@ -1,7 +1,8 @@
 """Whether what is about to be read fits into memory; asked before it is taken.
 
 A process that takes more than there is does not end with an error: it is killed, or the machine stands still.
-What does not fit is kept in files instead (`envs.datasets.array_storage`), images apart (`envs.datasets.images`).
+What does not fit is kept in files instead (`envs.datasets.array_storage`), images apart
+(`envs.datasets.images`).
 """
 
 from __future__ import annotations

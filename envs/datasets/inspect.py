@@ -163,7 +163,7 @@ def _pieces(item: h5py.Dataset) -> Iterator[np.ndarray]:
 
 def _columns(path: Path) -> Iterator[Stored]:
     from envs.datasets.formats.minari_storage import column_of
-    from envs.make import require
+    from policies.extras import require
 
     tables = require("pyarrow.dataset", extra="lerobot")
     form = path.suffix.removeprefix(".")

@@ -8,8 +8,8 @@ begin at the newest observation (DPPO), To-1 for chunks that begin at the oldest
 Every episode is stored with copies of its first and last rows around it where windows reach beyond it, so
 that each window is one contiguous stretch of memory: row r of `as_strided(x, (M-T+1, T*d), (d, 1))` is the
 window starting at r, without any copy until a batch is gathered (`_Laid`). Arrays that are mapped from files
-(`envs.datasets.array_storage`), or too large for a second one in memory, are not copied: their rows are looked up one
-by one (`_Looked`), with the same numbers.
+(`envs.datasets.array_storage`), or too large for a second one in memory, are not copied: their rows are
+looked up one by one (`_Looked`), with the same numbers.
 """
 
 from __future__ import annotations

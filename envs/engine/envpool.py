@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from envs.engine.vector import Array, ChunkVector, StepResult, VectorEnv
-from envs.spec import EnvConfig, EnvSpec
+from envs.engine.vector import ChunkVector
+from envs.spec import Array, EnvConfig, EnvSpec, StepResult, VectorEnv
 from policies.errors import CapabilityError, ConfigError, MissingExtraError
 from policies.extras import require
 

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from policies.errors import ConfigError, WorkerError
@@ -36,7 +37,7 @@ _PRELOAD = (
 )
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from envs.engine.fork_server import tend; tend(*map(int, sys.argv[2:]))"
+    "from envs.engine.fork_server import tend; tend(sys.argv[2], *map(int, sys.argv[3:]))"
 )
 _GRACE_S = 5.0  # time a process gets to end by itself before it is killed
 _WORD = 8  # bytes of each of the two numbers that requests and answers consist of
@@ -68,10 +69,11 @@ class Child:
 class Nursery:
     """The program's side of the process that forks workers."""
 
-    def __init__(self) -> None:
+    def __init__(self, target: str) -> None:
         if os.name != "posix":
             raise ConfigError("worker processes need Linux or macOS; use num_workers=0 on this system.")
         self.owner = os.getpid()
+        self.target = target
         self._asked = 0  # number of the last request
         self._asking = False
         self._left: list[int] = []  # ended workers whose exit code nobody waits for
@@ -81,7 +83,7 @@ class Nursery:
         arguments = (theirs.fileno(), os.getpid(), int(in_main_thread))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, arguments)],
+                [sys.executable, "-c", _BOOT, json.dumps(sys.path), target, *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **ONE_THREAD},
@@ -95,7 +97,7 @@ class Nursery:
         return self.owner == os.getpid() and self._process.poll() is None
 
     def fork(self) -> Child:
-        """Start a worker that runs `envs.engine.workers.serve` on its end of a new socket pair.
+        """Start a worker that runs the target on its end of a new socket pair.
 
         Raises:
             WorkerError: If the nursery does not live.
@@ -136,23 +138,29 @@ class Nursery:
         raise WorkerError("the process that starts workers has died. Out of memory? Try fewer workers.")
 
 
-def fork_worker() -> Child:
-    """Start a worker process, and before it the nursery if there is none."""
+def fork_worker(target: str) -> Child:
+    """Start a worker process, and before it the fork server if there is none.
+
+    Args:
+        target: `module:function` that a worker runs on the file descriptor of its socket.
+    """
     global _current
     with _lock:
-        if _current is None or not _current.is_usable:
-            _current = Nursery()
+        if _current is None or not _current.is_usable or _current.target != target:
+            _current = Nursery(target)
         return _current.fork()
 
 
-def tend(descriptor: int, parent: int, die_with_parent: int) -> None:
+def tend(target: str, descriptor: int, parent: int, die_with_parent: int) -> None:
     """Run the nursery: fork a worker or report an exit code per request, until the program hangs up."""
     for stop in (signal.SIGINT, signal.SIGTERM):  # the program decides when its workers end
         signal.signal(stop, signal.SIG_IGN)
     if die_with_parent:
         _die_with(parent)
-    for module in _PRELOAD:
-        importlib.import_module(module)
+    module, _, function = target.partition(":")
+    for name in _PRELOAD:
+        importlib.import_module(name)
+    serve = getattr(importlib.import_module(module), function)
     with socket.socket(fileno=descriptor) as control:
         while True:
             message, descriptors, _, _ = socket.recv_fds(control, 2 * _WORD, 1)
@@ -160,7 +168,7 @@ def tend(descriptor: int, parent: int, die_with_parent: int) -> None:
             if request is None:
                 break
             which, number = request
-            answer = _fork(control, descriptors[0]) if descriptors else _exit_code(number)
+            answer = _fork(control, descriptors[0], serve) if descriptors else _exit_code(number)
             control.sendall(_packed(which, answer))
     os._exit(0)
 
@@ -170,7 +178,7 @@ def exit_on_hangup(descriptor: int) -> None:
     threading.Thread(target=_watch, args=(descriptor,), daemon=True).start()
 
 
-def _fork(control: socket.socket, descriptor: int) -> int:
+def _fork(control: socket.socket, descriptor: int, serve: Callable[[int], None]) -> int:
     """Fork; the child serves and never returns, the parent gets its pid."""
     nursery = os.getpid()
     pid = os.fork()
@@ -180,8 +188,6 @@ def _fork(control: socket.socket, descriptor: int) -> int:
     try:
         _die_with(nursery)
         control.close()
-        from envs.engine.workers import serve
-
         serve(descriptor)
     finally:
         os._exit(1)

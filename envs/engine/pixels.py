@@ -18,8 +18,8 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from envs.engine.vector import ChunkVector, Stepper
-from envs.spec import EnvSpec
+from envs.engine.vector import ChunkVector
+from envs.spec import EnvSpec, Stepper
 from policies.encoders import ImageShape
 from policies.encoders.images import RESERVED
 from policies.errors import CapabilityError, ConfigError

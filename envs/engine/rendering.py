@@ -9,16 +9,23 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from envs.spec import VectorEnv
 from policies.errors import MissingExtraError
 
 if TYPE_CHECKING:
     import mujoco
 
-    from envs.engine.vector import ChunkVector
+    pass
+
+
+class SteppedVector(VectorEnv, Protocol):
+    """A vector of environments that knows its stepper."""
+
+    stepper: Any
 
 
 class OffscreenRenderer:
@@ -139,7 +146,7 @@ def require_gl() -> None:
 
 
 def replay_frames(
-    vector: ChunkVector,
+    vector: SteppedVector,
     seed: int,
     actions: np.ndarray,
     *,

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from envs.engine.vector import Array, ChunkVector, StepResult
-from envs.spec import EnvSpec
+from envs.engine.vector import ChunkVector
+from envs.spec import Array, EnvSpec, StepResult
 from policies.errors import ConfigError
 
 _NO_LIMIT = 2**31 - 1

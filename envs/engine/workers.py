@@ -30,6 +30,7 @@ from policies.threads import torch_threads
 
 Factory = Callable[..., Any]
 OnMessage = Callable[[Any], None]
+_SERVE = f"{__name__}:serve"
 
 
 class Workers(Protocol):
@@ -111,7 +112,7 @@ class ProcessWorkers:
         self._children: list[Child] = []
         self._finalizer = weakref.finalize(self, _end, self._children)
         for _ in arguments:
-            self._children.append(fork_worker())
+            self._children.append(fork_worker(_SERVE))
         place = {"path": sys.path, "directory": os.getcwd(), "environment": dict(os.environ)}
         self._exchange([place] * len(arguments), None)
         self._exchange([(factory, args) for args in arguments], None)

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from envs.engine.vector import Array
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.intervals import Interval, paired_difference
+from envs.spec import Array
 from policies.errors import ConfigError
 
 FEWEST_EPISODES = 20

@@ -1,7 +1,8 @@
 """Evaluate policies by a written protocol: seeded episodes, rows that are kept, intervals, paired comparison.
 
 Episode i starts from seed `first_seed + i` and draws its sampling noise from a generator of its own; its
-row is the same, bit for bit on a CPU, for any number of environments and workers (see `envs.rollouts.player`).
+row is the same, bit for bit on a CPU, for any number of environments and workers (see
+`envs.rollouts.player`).
 
 Legend: E episodes.
 """
@@ -19,7 +20,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from envs.engine.vector import Array
 from envs.engine.workers import start_workers
 from envs.evaluation.intervals import (
     RISK_SHARE,
@@ -31,9 +31,9 @@ from envs.evaluation.intervals import (
 from envs.evaluation.protocol import EvaluationSettings, as_evaluated, described, staged
 from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.player import NETWORK_CALLS, EvaluatedPolicy, Evaluator, Player
-from envs.spec import EnvConfig, judged_by
+from envs.spec import Array, EnvConfig, judged_by
 from policies.errors import CheckpointError, ConfigError
-from policies.execution.executor import WarmStart
+from policies.execution.replanning import WarmStart
 from policies.policy import Policy
 from policies.wrappers.best_of_n import BestOfN
 from policies.wrappers.sketch_guidance import Steering

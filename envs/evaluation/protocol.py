@@ -19,7 +19,7 @@ from envs.rollouts.player import BLOCK_ROWS, EvaluatedPolicy
 from envs.spec import EnvConfig, options_of
 from policies.encoders import ImageShape
 from policies.errors import CapabilityError, ConfigError
-from policies.execution.executor import Replanner, WarmStart, with_act_steps
+from policies.execution.replanning import Replanner, WarmStart, with_act_steps
 from policies.paths import with_paths
 from policies.storage.checksums import sha256
 from policies.wrappers.sketch_guidance import Steering, steered

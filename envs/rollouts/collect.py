@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from envs.datasets.episodes import Episode, EpisodeDataset
+from envs.datasets.episode import Episode
+from envs.datasets.episodes import EpisodeDataset
 from envs.spec import named_options
 from policies.errors import CapabilityError, ConfigError, DatasetError
 
 if TYPE_CHECKING:
-    from envs.engine.vector import VectorEnv
-    from envs.spec import EnvSpec
+    from envs.spec import EnvSpec, VectorEnv
 
 MAX_ATTEMPTS = 10
 """Attempts per wanted demonstration before an expert counts as unable."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.engine.vector import Array, ChunkStep
+from envs.spec import Array, ChunkStep
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from envs.engine.vector import Array, VectorEnv
 from envs.rollouts.episodes import EpisodeRow, Tally
-from envs.spec import EnvConfig
-from policies.execution.executor import Replanner, WarmStart
+from envs.spec import Array, EnvConfig, VectorEnv
+from policies.execution.replanning import Replanner, WarmStart
 from policies.protocols import ChunkSpec, Observation
 from policies.seeds import seeded_generator
 

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from envs.datasets.episodes import Episode
-from envs.engine.vector import StepResult
+from envs.datasets.episode import Episode
+from envs.spec import StepResult
 
 Array = np.ndarray
 _FIRST = np.zeros(1, np.int64)

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from envs.engine.envpool import vector_on
-from envs.engine.vector import Array, ChunkStep, VectorEnv
 from envs.engine.workers import start_workers
 from envs.rollouts.episodes import EpisodeRow, Tally
-from envs.spec import EnvConfig
+from envs.spec import Array, ChunkStep, EnvConfig, VectorEnv
 from policies.errors import CheckpointError, ConfigError
 from policies.seeds import derive_seed, seeded_generator
 
@@ -76,7 +75,8 @@ class RolloutPool:
         num_workers: Processes; 0 works in this process and gives the numbers of one worker.
         obs_steps: To.
         seed: Root of all randomness.
-        engine: One of `envs.engine.envpool.ENGINES`. With another than `exact`, an episode does not follow from
+        engine: One of `envs.engine.envpool.ENGINES`. With another than `exact`, an episode does not follow
+        from
             its seed, and nothing can be continued.
 
     Raises:

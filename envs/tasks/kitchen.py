@@ -25,8 +25,8 @@ import numpy as np
 from envs.datasets.scores import reference
 from envs.engine.physics import get_physics, set_physics
 from envs.engine.pixels import Pictured
-from envs.engine.vector import ChunkVector, StepResult
-from envs.spec import EnvSpec
+from envs.engine.vector import ChunkVector
+from envs.spec import EnvSpec, StepResult
 from policies.errors import ConfigError
 from policies.registry import register
 
@@ -250,7 +250,7 @@ class _Kitchen(Pictured):
         return self.vector_of(stepper, obs_steps)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        """Photograph an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
         from envs.engine.rendering import replay_frames
 
         return replay_frames(self.make_vector(1), seed, actions, **options)

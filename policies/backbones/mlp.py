@@ -1,9 +1,9 @@
 """The multilayer perceptron of DPPO as a denoising backbone, evaluated without repeating known work.
 
 Its input is [flattened chunk, time embedding, condition or encoded condition], its body a trunk
-(`policies/networks/mlp_blocks.py`). The first layer is linear in its three parts, z = Wx x + (We e + b) + Ws s: `forward`
-projects a part once per distinct row where rows are shared, and `bind` makes the bracket a table over
-denoising steps (kept until a weight changes) and Ws s once per action. Both are exact.
+(`policies/networks/mlp_blocks.py`). The first layer is linear in its three parts, z = Wx x + (We e + b) + Ws
+s: `forward` projects a part once per distinct row where rows are shared, and `bind` makes the bracket a
+table over denoising steps (kept until a weight changes) and Ws s once per action. Both are exact.
 
 Legend: M rows, B batch, K times, H' width of the first layer (see `Fold`), C condition width.
 """

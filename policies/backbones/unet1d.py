@@ -1,9 +1,9 @@
 """The temporal U-Net of Diffusion Policy and DPPO as a denoising backbone.
 
-What modulates a block of the network (`policies/networks/unet.py`) begins with a sum of a part of the time and a part
-of the condition: `forward` computes either once per distinct row where rows are shared, and `bind` makes the
-first a table over denoising steps (kept until a weight changes) and the second once per action. Both are
-exact.
+What modulates a block of the network (`policies/networks/unet.py`) begins with a sum of a part of the time
+and a part of the condition: `forward` computes either once per distinct row where rows are shared, and
+`bind` makes the first a table over denoising steps (kept until a weight changes) and the second once per
+action. Both are exact.
 
 Legend: M rows, B batch, K times, Th rows of a chunk, T of them at a level, P = T or 1 with a time of their
 own, C condition width, F numbers that modulate a block.

@@ -4,12 +4,13 @@ Legend: N members, member 0 leads; B batch, To observation history, Th horizon, 
 chunk, t sampling time, eps predicted noise, x0 predicted clean chunk.
 
 The lead's process and a sampler of it drive the loop. At every step each member is asked at the state moved
-to its own path, at equal signal-to-noise ratio and through physical units (`policies.composition.time_matching`); its answer is
-written in the lead's parametrisation, and the answers are combined (`policies.composition.operators`). Where the path of
-a member is never as noisy as the lead's (a flow starts from pure noise, a diffusion close to it), its weight
-goes to the others. Members may be of any process with a Gaussian path, with encoders, normalisers,
-observation histories and observed entries of their own, and may be compositions themselves. They must agree
-on what a chunk is: action width, horizon and first executed row.
+to its own path, at equal signal-to-noise ratio and through physical units
+(`policies.composition.time_matching`); its answer is written in the lead's parametrisation, and the answers
+are combined (`policies.composition.operators`). Where the path of a member is never as noisy as the lead's (a
+flow starts from pure noise, a diffusion close to it), its weight goes to the others. Members may be of any
+process with a Gaussian path, with encoders, normalisers, observation histories and observed entries of their
+own, and may be compositions themselves. They must agree on what a chunk is: action width, horizon and first
+executed row.
 
 Source: General Policy Composition, arXiv 2510.01068. Deviations from its code: members need not share
 process, schedule or normaliser; weights are checked against the operator; every member keeps its own history.
@@ -259,7 +260,8 @@ def compose(
     """Compose policies; see `Composition` for the options and `ComposedPolicy` for the result.
 
     Example:
-        >>> from policies.policy import PolicyConfig, build_policy
+        >>> from policies.build import build_policy
+        >>> from policies.policy import PolicyConfig
         >>> one, two = (build_policy(PolicyConfig(), obs_dim=3, action_dim=2, seed=s) for s in (0, 1))
         >>> compose([one, two], [0.4, 0.6]).act(torch.zeros(5, 1, 3)).shape
         torch.Size([5, 4, 2])

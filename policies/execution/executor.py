@@ -13,8 +13,8 @@ the newest observation:
     mask_i = 0                              otherwise         the plan before does not speak of it
 
 Source: Real-Time Chunking (arXiv 2506.07339), eq. 5 for the mask. Deviation: the plan before replaces the
-clean estimate (`policies.samplers.hooks.Inpaint`) where RTC guides towards it by a gradient through the network; so
-every denoising policy can do it, with any sampler, at the cost of sampling.
+clean estimate (`policies.samplers.hooks.Inpaint`) where RTC guides towards it by a gradient through the
+network; so every denoising policy can do it, with any sampler, at the cost of sampling.
 """
 
 from __future__ import annotations

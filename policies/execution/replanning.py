@@ -25,7 +25,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
 from policies.processes.base import Process
 from policies.protocols import ChunkSpec
-from policies.samplers.loop import DDPM
+from policies.samplers.ddpm import DDPM
 from policies.samplers.ode import Euler
 from policies.samplers.step_table import StepRules
 

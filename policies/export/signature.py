@@ -18,7 +18,7 @@ from typing import Any
 from policies.errors import CheckpointError, ConfigError, ExportError
 from policies.protocols import ChunkSpec
 from policies.runner import SIGNATURE
-from policies.serving.messages import Feature, short
+from policies.storage.features import Feature, short
 from policies.storage.strict_json import read_json
 
 KINDS = (("onnx", "whole"), ("onnx", "step"), ("torch", "whole"))

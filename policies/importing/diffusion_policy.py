@@ -14,7 +14,7 @@ from policies.importing.formats import AffineMap, Contents, ForeignSource, Netwo
 from policies.importing.networks import is_transformer, is_unet, transformer, unet
 from policies.processes.diffusion import VPDiffusion
 from policies.registry import register
-from policies.samplers.loop import DDPM
+from policies.samplers.ddpm import DDPM
 
 _MAPS = "normalizer.params_dict."
 _FEATURES = {"obs": "state", "action": "action"}

@@ -16,7 +16,7 @@ from policies.importing.formats import AffineMap, Contents, ForeignSource, Netwo
 from policies.importing.networks import is_mlp, is_unet, mlp, unet
 from policies.processes.diffusion import VPDiffusion
 from policies.registry import register
-from policies.samplers.loop import DDPM
+from policies.samplers.ddpm import DDPM
 
 _RANGE_EPS = 1e-6
 """Added to the range of an observation."""

@@ -1,7 +1,8 @@
 """Weights of other programs: what a checkpoint of theirs holds, and which policy of ours it is.
 
-One file per program; each registers a `ForeignSource` in the group `source`. `policies/importing/importing.py` does
-the rest: it builds the policy, gives every tensor its place, and refuses what has none.
+One file per program; each registers a `ForeignSource` in the group `source`.
+`policies/importing/importing.py` does the rest: it builds the policy, gives every tensor its place, and
+refuses what has none.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from policies.importing.networks import shape
 from policies.networks.mlp_blocks import official_plain_keys
 from policies.processes.flow import RectifiedFlow
 from policies.registry import register
-from policies.samplers.loop import Euler
+from policies.samplers.ode import Euler
 
 _POLICY, _CRITIC = "policy.", "value."
 _STATISTICS = ("obs_mean", "obs_std")

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from policies import registry
 from policies.backbones.switched import SwitchedField
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
 from policies.errors import CheckpointError, ConfigError
 from policies.importing.files import read_entry, read_statistics
 from policies.importing.formats import AffineMap, Contents, ForeignSource, Network
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.storage.checksums import sha256
 from policies.storage.policy_folder import fault_of
 

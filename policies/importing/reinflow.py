@@ -15,7 +15,7 @@ from policies.importing.formats import AffineMap, Contents, ForeignSource, Netwo
 from policies.importing.networks import is_mlp, mlp
 from policies.processes.flow import RectifiedFlow
 from policies.registry import register
-from policies.samplers.loop import Euler
+from policies.samplers.ode import Euler
 
 _TUNED = "actor_ft.policy."
 

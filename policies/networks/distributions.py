@@ -133,3 +133,16 @@ def highest_entropy(max_log_std: float = MAX_LOG_STD) -> float:
 def highest_gaussian_entropy(max_log_std: float = MAX_LOG_STD) -> float:
     """Return the largest entropy [nats] that one entry of g can have."""
     return max_log_std + 0.5 * math.log(2 * math.pi * math.e)
+
+
+LOG_2PI = math.log(2.0 * math.pi)
+
+
+def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return the log density of each element of x under Normal(mean, std), unreduced."""
+    return -0.5 * ((x - mean) / std).square() - std.log() - 0.5 * LOG_2PI
+
+
+def gaussian_entropy(std: Tensor) -> Tensor:
+    """Return the entropy of each element of a normal distribution, unreduced."""
+    return std.log() + 0.5 * (1.0 + LOG_2PI)

@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policies.denoising import DenoisingPolicy
 from policies.networks.attention import set_attention
 from policies.protocols import BoundField, Cond
 
@@ -152,17 +151,4 @@ def _lasting_cond(cond: Cond) -> Cond:
         return cond.repeat(1)
 
 
-class EnergyPolicy(DenoisingPolicy):
-    """A denoising policy whose network is the gradient of an energy."""
-
-    def energy(self, x: Tensor, t: Tensor, cond: Cond) -> Tensor:
-        """Return the energy (B,) of chunks x (B, Th, Da) as states at sampling times t (B,).
-
-        The density of these states is proportional to exp(-energy / sigma(t)). Energies may be compared
-        between chunks at one time and one condition. Clean chunks are ranked at the last trained level,
-        `process.levels()[0]`: at t = 1, where there is no noise, the network was never trained.
-        """
-        return self.field.energy(x, self.process.net_time(t), cond)
-
-
-__all__ = ["BoundEnergy", "EnergyField", "EnergyPolicy", "energy_and_gradient"]
+__all__ = ["BoundEnergy", "EnergyField", "energy_and_gradient"]

@@ -13,7 +13,8 @@ itself and kept while the other changes.
 
 Two blocks per level see the rows at halved resolution on the way down, two stand in the middle, and two per
 level on the way up double the resolution again; they also see what left their level on the way down. The
-finest level has no blocks on the way up. Convolutions are matrix products (`policies/networks/convolutions.py`).
+finest level has no blocks on the way up. Convolutions are matrix products
+(`policies/networks/convolutions.py`).
 
 Legend: B batch, Th rows of a chunk, T of them at a level, P = T or 1 with a time of their own, E and C widths
 of e and s, F numbers that modulate a block.

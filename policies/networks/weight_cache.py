@@ -9,8 +9,8 @@ never sees a stale value. A weight counts as changed when
 
 Not seen are writes through `weight.data` in place, direct calls of fused kernels (`torch._fused_adamw_`),
 in-place writes to a flat vector whose slices became the weights (`vector_to_parameters`) or to a stack of
-which they are views (`algos.offline.batched_seeds`) by others than its optimiser, writes by other processes into shared
-memory, and replays of a captured CUDA graph: call `forget` after those.
+which they are views (`algos.offline.batched_seeds`) by others than its optimiser, writes by other processes
+into shared memory, and replays of a captured CUDA graph: call `forget` after those.
 
 Several threads may use one cache, also with different sources: each gets the value of its own sources.
 """

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from policies.processes.flow import RectifiedFlow
 
 if TYPE_CHECKING:
     from policies.backbones import Backbone
-    from policies.samplers.loop import Euler
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,9 @@ class AveragePath(RectifiedFlow):
         """Return time_scale * (t_next - t)."""
         return self.time_scale * (t_next - t)
 
-    def default_sampler(self) -> Euler:
-        """Return two steps: one is the method's promise, and two are what it mostly takes to keep it."""
-        from policies.samplers.loop import Euler
-
-        return Euler(steps=2)
+    def default_sampler(self) -> dict[str, Any]:
+        """Return two steps: the method promises one, and mostly needs two."""
+        return {"name": "euler", "steps": 2}
 
 
 def allow_derivatives(backbone: Backbone, *, trained: bool) -> Backbone:

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from policies.errors import ConfigError
 from policies.protocols import TE, Evaluate, Kind
+from policies.registry import name_of
 
 if TYPE_CHECKING:
     from policies.backbones import Backbone
-    from policies.policy import Policy
 
 KINDS = ("eps", "x0", "v", "velocity", "score")
 _HALVINGS = 60  # of the bisection that inverts a path: far below the spacing of float64 times
@@ -40,6 +40,7 @@ class Process(Protocol):
     """What the backbone's output means and how it is trained; pure functions only."""
 
     has_second_time: ClassVar[bool]
+    policy_class: ClassVar[str]  # registered name of the policies that run this process
 
     @property
     def kind(self) -> Kind:
@@ -119,12 +120,8 @@ class Process(Protocol):
         """Return the field that a policy evaluates: the backbone, or a backbone around it."""
         ...
 
-    def default_sampler(self) -> Any:
-        """Return the sampler of a policy that names none."""
-        ...
-
-    def policy_class(self) -> type:
-        """Return the class of policies that run this process."""
+    def default_sampler(self) -> dict[str, Any]:
+        """Return the sampler of a policy that names none: its registered `name` and its fields."""
         ...
 
 
@@ -138,6 +135,7 @@ class GaussianPath:
 
     has_second_time: ClassVar[bool] = False
     is_integrable: ClassVar[bool] = True
+    policy_class: ClassVar[str] = "denoising"
 
     if TYPE_CHECKING:
 
@@ -253,12 +251,6 @@ class GaussianPath:
         """Return the backbone itself."""
         return backbone
 
-    def policy_class(self) -> type[Policy]:
-        """Return the class of policies that run this process."""
-        from policies.denoising import DenoisingPolicy
-
-        return DenoisingPolicy
-
 
 def over_rows(value: Tensor, x: Tensor) -> Tensor:
     """View per-row values (B,) so that they multiply x (B, ...); the type becomes that of x."""
@@ -268,3 +260,18 @@ def over_rows(value: Tensor, x: Tensor) -> Tensor:
 def unknown_kind(kind: str, known: Sequence[str] = KINDS) -> ConfigError:
     """Return the error of a prediction kind that a path does not have."""
     return ConfigError(f"prediction kind must be one of {', '.join(known)}; got '{kind}'.")
+
+
+def misfit(sampler: Any, process: Any, *, needs: str) -> ConfigError:
+    """Return the error of a sampler that cannot run a process.
+
+    Args:
+        sampler: Registered sampler.
+        process: Registered process.
+        needs: Name of the process that the sampler runs.
+    """
+    instead = process.default_sampler()["name"]
+    return ConfigError(
+        f"sampler={name_of('sampler', sampler)} needs process={needs}; got "
+        f"process={name_of('process', process)}. Use sampler={instead}, or train with process={needs}."
+    )

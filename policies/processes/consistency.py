@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ from policies.protocols import TE, Evaluate, Kind
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.samplers.consistency import Renoise
+    pass
 
 SMALLEST_GAP = 1e-6  # between two levels; keeps the weight finite where both are noise_min
 
@@ -126,7 +126,7 @@ class Consistency(Edm):
 
     def grid(self, steps: int) -> list[float]:
         """Return the times of noise levels that part the karras scale evenly, noise_max the first, then 1."""
-        from policies.samplers.ode import noise_grid
+        from policies.processes.schedules import noise_grid
 
         noise = noise_grid("karras", steps + 1, self.noise_max, self.noise_min, self.rho)[:-1]
         return [*(1.0 / (1.0 + noise)).tolist(), 1.0]
@@ -160,11 +160,9 @@ class Consistency(Edm):
         near = over_rows(alpha_near, x) * (x / over_rows(alpha, x) + step * (eps + eps_near) / 2)
         return replace(te, more={**te.more, "near": near})
 
-    def default_sampler(self) -> Renoise:  # type: ignore[override]
+    def default_sampler(self) -> dict[str, Any]:
         """Return jumps to the clean end with fresh noise between them."""
-        from policies.samplers.consistency import Renoise
-
-        return Renoise()
+        return {"name": "consistency"}
 
 
 def shared_huber(square: Tensor, huber: float) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from policies.protocols import Kind
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.samplers.ode import DPMpp2M
+    pass
 
 SCHEDULES = ("cosine", "linear")
 LAST_ANGLE = 0.995 * math.pi / 2
@@ -113,11 +113,9 @@ class VPContinuous(GaussianPath):
         source = device if generator is None else generator.device
         return torch.rand(n, generator=generator, device=source, dtype=dtype).to(device)
 
-    def default_sampler(self) -> DPMpp2M:
+    def default_sampler(self) -> dict[str, Any]:
         """Return ten second-order steps."""
-        from policies.samplers.ode import DPMpp2M
-
-        return DPMpp2M()
+        return {"name": "dpmpp_2m"}
 
     def _log_alpha(self, t: Tensor) -> Tensor:
         u = 1.0 - t

@@ -6,14 +6,13 @@ What offline actor-critic methods train. Cloning regresses it, so it is their ba
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from policies.one_step import OneStepPolicy, trunk_of
-from policies.policy import Policy, PolicyConfig, reduce_elements
-from policies.processes.gaussian import Mean
+from policies.policy import PolicyConfig, reduce_elements
 from policies.protocols import TE, Cond, Reduction
 from policies.registry import register
 
@@ -26,15 +25,14 @@ class DeterministicProcess:
     Source: the actors of TD3+BC (arXiv 2106.06860), PRDC and A2PR.
     """
 
-    def policy_class(self) -> type[Policy]:
-        """Return the class that runs this process."""
-        return DeterministicPolicy
+    policy_class: ClassVar[str] = "deterministic"
 
-    def default_sampler(self) -> Mean:
-        """Return the evaluation sampler."""
-        return Mean()
+    def default_sampler(self) -> dict[str, Any]:
+        """Return the mean."""
+        return {"name": "mean"}
 
 
+@register("policy_class", "deterministic")
 class DeterministicPolicy(OneStepPolicy):
     """Acts by tanh(trunk(observation)), in normalised units within [-1, 1]."""
 

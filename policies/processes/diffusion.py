@@ -9,7 +9,7 @@ monotone between them, and the velocity is `dx/dt = phi' v`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from policies.protocols import Kind
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.samplers.loop import DDPM
+    pass
 
 PREDICTIONS: tuple[Kind, ...] = ("eps", "x0", "v")
 _ANGLES: dict[tuple[int | float | str, ...], Tensor] = {}
@@ -139,11 +139,9 @@ class VPDiffusion(GaussianPath):
         tau = torch.randint(0, self.num_levels, (n,), generator=generator, device=source)
         return self.levels(device=device, dtype=dtype)[tau.to(device)]
 
-    def default_sampler(self) -> DDPM:
-        """Return ancestral sampling over all levels, as evaluation uses it."""
-        from policies.samplers.loop import DDPM
-
-        return DDPM()
+    def default_sampler(self) -> dict[str, Any]:
+        """Return ancestral sampling over all levels."""
+        return {"name": "ddpm"}
 
     def _angle(self, t: Tensor) -> tuple[Tensor, Tensor]:
         """Return phi and d phi / dt at times t, in the device's widest float type."""

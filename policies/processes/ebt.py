@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ from policies.protocols import TE
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.energy_policies import Descent, DescentPolicy
     from policies.networks.energy import BoundEnergy
 
 _EPS = 1.19e-7
@@ -68,6 +67,8 @@ class EnergyDescent:
         arXiv 2510.27545. Deviations: rows are normalised and stop by themselves, and exp(E) is bounded.
     """
 
+    policy_class: ClassVar[str] = "descent"
+
     num_steps: int = 6
     extra_steps: int = 4
     step_size: float = 1.0
@@ -98,17 +99,9 @@ class EnergyDescent:
         """S, the longest walk of training."""
         return self.num_steps + self.extra_steps
 
-    def default_sampler(self) -> Descent:
+    def default_sampler(self) -> dict[str, Any]:
         """Return the descent until it is flat."""
-        from policies.energy_policies import Descent
-
-        return Descent()
-
-    def policy_class(self) -> type[DescentPolicy]:
-        """Return the class of policies that run this process."""
-        from policies.energy_policies import DescentPolicy
-
-        return DescentPolicy
+        return {"name": "descent"}
 
     # -- one step -------------------------------------------------------------------------------------
 

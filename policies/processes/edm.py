@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from policies.protocols import Kind
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.samplers.ode import Euler
+    pass
 
 NOISE_DENSITIES = ("log_logistic", "log_normal", "log_uniform")
 
@@ -127,7 +127,7 @@ class Edm(GaussianPath):
 
     def grid(self, steps: int) -> list[float]:
         """Return the times of noise levels from noise_max to noise_min (karras), then 1."""
-        from policies.samplers.ode import noise_grid
+        from policies.processes.schedules import noise_grid
 
         noise = noise_grid("karras", steps, self.noise_max, self.noise_min, self.rho)
         return [*(1.0 / (1.0 + noise)).tolist(), 1.0]
@@ -160,8 +160,6 @@ class Edm(GaussianPath):
         bottom, top = cdf(ends).tolist()
         return torch.exp(centre + self.density_scale * inverse(bottom + share * (top - bottom)))
 
-    def default_sampler(self) -> Euler:
+    def default_sampler(self) -> dict[str, Any]:
         """Return first-order steps on the process's own grid."""
-        from policies.samplers.loop import Euler
-
-        return Euler()
+        return {"name": "euler"}

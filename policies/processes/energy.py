@@ -16,14 +16,14 @@ Source: arXiv 2302.11552.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from policies.errors import ConfigError
 from policies.processes.diffusion import VPDiffusion
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.networks.energy import EnergyPolicy
+    pass
 
 FORMS = ("dot", "dae")
 
@@ -48,6 +48,8 @@ class ScoreEnergy(VPDiffusion):
         arXiv 2302.11552. The loss is that of diffusion, not contrastive.
     """
 
+    policy_class: ClassVar[str] = "energy"
+
     form: str = "dot"
 
     def __post_init__(self) -> None:
@@ -66,9 +68,3 @@ class ScoreEnergy(VPDiffusion):
         from policies.networks.energy import EnergyField
 
         return EnergyField(backbone, self.form)
-
-    def policy_class(self) -> type[EnergyPolicy]:
-        """Return the class of policies that know the energy of a chunk."""
-        from policies.networks.energy import EnergyPolicy
-
-        return EnergyPolicy

@@ -7,7 +7,7 @@ dx/dt = x0 - eps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from policies.protocols import Kind
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.samplers.loop import Euler
+    pass
 
 TIME_DENSITIES = ("uniform", "logit_normal", "beta")
 BETA_SHAPE = 1.5
@@ -49,11 +49,9 @@ class LinearPath(GaussianPath):
         """Return t with t / (1 - t) = exp(log_ratio), any shape."""
         return log_ratio.sigmoid()
 
-    def default_sampler(self) -> Euler:
-        """Return Euler steps."""
-        from policies.samplers.loop import Euler
-
-        return Euler()
+    def default_sampler(self) -> dict[str, Any]:
+        """Return ten Euler steps."""
+        return {"name": "euler"}
 
 
 @register("process", "flow")

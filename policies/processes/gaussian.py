@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.networks.heads import GaussianHead, GaussianHeadConfig
 from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
-from policies.policy import Policy, PolicyConfig, reduce_elements
+from policies.policy import PolicyConfig, reduce_elements
 from policies.protocols import TE, Chain, Cond, Reduction
 from policies.registry import register
-from policies.samplers.step_table import gaussian_entropy, gaussian_log_prob
 
 
 @register("process", "gaussian")
@@ -27,18 +27,16 @@ class GaussianProcess:
     Source: DPPO (arXiv 2409.00588), Gaussian baseline.
     """
 
+    policy_class: ClassVar[str] = "gaussian"
+
     init_std: float = 0.1  # deviation at the start, normalised action units
     min_std: float = 0.01  # lower limit of the deviation
     max_std: float = 0.2  # upper limit of the deviation
     learn_std: bool = True  # one learned deviation per element of the chunk row
 
-    def policy_class(self) -> type[Policy]:
-        """Return the class that runs this process."""
-        return GaussianPolicy
-
-    def default_sampler(self) -> Mean:
-        """Return the evaluation sampler."""
-        return Mean()
+    def default_sampler(self) -> dict[str, Any]:
+        """Return the mean."""
+        return {"name": "mean"}
 
 
 @register("sampler", "mean")
@@ -49,6 +47,7 @@ class Mean(OneStepSampler):
     belongs_to: ClassVar[str] = "gaussian"
 
 
+@register("policy_class", "gaussian")
 class GaussianPolicy(OneStepPolicy):
     """Acts with the mean; explores with the learned deviation."""
 

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
+from policies.networks.distributions import gaussian_log_prob
 from policies.networks.heads import Mixture, MixtureHead, MixtureHeadConfig
 from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
-from policies.policy import Policy, PolicyConfig, reduce_elements
+from policies.policy import PolicyConfig, reduce_elements
 from policies.protocols import TE, Cond, Reduction
 from policies.registry import register
-from policies.samplers.step_table import gaussian_log_prob
 
 
 @register("process", "mixture")
@@ -40,19 +40,17 @@ class MixtureProcess:
     Source: DPPO (arXiv 2409.00588), mixture baseline. Densities are those of the whole chunk; see the module.
     """
 
+    policy_class: ClassVar[str] = "mixture"
+
     num_modes: int = 5  # M, normal distributions
     init_std: float = 0.1  # deviation at the start, normalised action units
     min_std: float = 0.01  # lower limit of the deviation
     max_std: float = 0.2  # upper limit of the deviation
     learn_std: bool = True  # one learned deviation per mode and action dimension
 
-    def policy_class(self) -> type[Policy]:
-        """Return the class that runs this process."""
-        return MixturePolicy
-
-    def default_sampler(self) -> ModeMean:
+    def default_sampler(self) -> dict[str, Any]:
         """Return the evaluation sampler."""
-        return ModeMean()
+        return {"name": "mode_mean"}
 
 
 @register("sampler", "mode_mean")
@@ -74,6 +72,7 @@ class ModeMean(OneStepSampler):
             raise ConfigError(f"sampler.spread must lie in 0..1; got {self.spread}.")
 
 
+@register("policy_class", "mixture")
 class MixturePolicy(OneStepPolicy):
     """Acts with the mean of one of its modes."""
 

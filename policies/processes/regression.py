@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,7 @@ from policies.protocols import TE, Evaluate, Kind
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.samplers.direct import Direct
+    pass
 
 ERRORS: dict[str, Callable[[Tensor], Tensor]] = {
     "l2": torch.square,
@@ -99,11 +99,9 @@ class RegressionPath(GaussianPath):
         """Return the time (n,) of the last evaluation: nothing is drawn."""
         return torch.full((n,), self.stops[-1], device=device, dtype=dtype)
 
-    def default_sampler(self) -> Direct:
+    def default_sampler(self) -> dict[str, Any]:
         """Return the evaluations that the network was trained for."""
-        from policies.samplers.direct import Direct
-
-        return Direct()
+        return {"name": "direct"}
 
 
 @register("process", "regression")

@@ -141,3 +141,30 @@ def spaced_levels(
     if spacing == "linspace":
         return [round(i * (num_levels - 1) / max(steps - 1, 1)) for i in reversed(range(steps))]
     raise ConfigError(f"sampler.spacing must be one of {', '.join(SPACINGS)}; got '{spacing}'.")
+
+
+GRIDS = ("auto", "uniform", "karras", "exponential", "linear")
+
+
+def noise_grid(kind: str, steps: int, first: float, last: float, rho: float = 7.0) -> Tensor:
+    """Return noise levels sigma / alpha (steps,) in float64, falling from first to last.
+
+    Args:
+        kind: `karras`, `exponential` or `linear`.
+        steps: How many; a single one is the first.
+        first: Largest.
+        last: Smallest.
+        rho: Exponent of `karras`.
+
+    Source:
+        arXiv 2206.00364, eq. 5; BESO (arXiv 2304.02532) for the other two.
+    """
+    share = torch.linspace(0, 1, steps, dtype=torch.float64)
+    if kind == "karras":
+        top, bottom = first ** (1 / rho), last ** (1 / rho)
+        return (top + share * (bottom - top)) ** rho
+    if kind == "exponential":
+        return torch.exp(math.log(first) + share * (math.log(last) - math.log(first)))
+    if kind == "linear":
+        return first + share * (last - first)
+    raise ConfigError(f"noise grid must be one of {', '.join(GRIDS[2:])}; got '{kind}'.")

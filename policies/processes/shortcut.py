@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from policies.protocols import TE, Evaluate
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.samplers.loop import Euler
+    pass
 
 _CLOSE = 1e-9
 
@@ -95,11 +95,9 @@ class Shortcut(AveragePath):
                     f"and set sampler.steps to one of these numbers."
                 )
 
-    def default_sampler(self) -> Euler:
+    def default_sampler(self) -> dict[str, Any]:
         """Return four steps, or as many as there are."""
-        from policies.samplers.loop import Euler
-
-        return Euler(steps=min(4, self.max_steps))
+        return {"name": "euler", "steps": min(4, self.max_steps)}
 
     def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Draw the length (B,) of the step that a row learns from its halves; 0 for flow rows."""

@@ -1,8 +1,8 @@
 """The squashed Gaussian policy: what soft actor-critic methods train.
 
 A chunk is tanh of a normal distribution whose mean and deviations follow from the observation
-(`policies.networks.distributions`), so it never leaves the box of normalised actions. It acts by tanh of the mean, or
-by a draw where the sampler says so.
+(`policies.networks.distributions`), so it never leaves the box of normalised actions. It acts by tanh of the
+mean, or by a draw where the sampler says so.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from policies.errors import ConfigError
 from policies.networks.distributions import MAX_LOG_STD, TanhGaussian
 from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
-from policies.policy import Policy, PolicyConfig, reduce_elements
+from policies.policy import PolicyConfig, reduce_elements
 from policies.protocols import TE, Cond, Reduction
 from policies.registry import register
 
@@ -29,6 +29,8 @@ class TanhGaussianProcess:
 
     Source: the actor of SAC (arXiv 1812.05905).
     """
+
+    policy_class: ClassVar[str] = "tanh_gaussian"
 
     min_log_std: float = -5.0  # lower limit of the logarithm of a deviation, before tanh
     max_log_std: float = MAX_LOG_STD  # upper limit of it
@@ -44,13 +46,9 @@ class TanhGaussianProcess:
         if not 0 < self.edge < 1:
             raise ConfigError(f"process.edge must lie between 0 and 1; got {self.edge}.")
 
-    def policy_class(self) -> type[Policy]:
-        """Return the class that runs this process."""
-        return TanhGaussianPolicy
-
-    def default_sampler(self) -> Squashed:
+    def default_sampler(self) -> dict[str, Any]:
         """Return the evaluation sampler."""
-        return Squashed()
+        return {"name": "squashed"}
 
 
 @register("sampler", "squashed")
@@ -68,6 +66,7 @@ class Squashed(OneStepSampler):
             raise ConfigError(f"sampler.spread must lie in 0..1; got {self.spread}.")
 
 
+@register("policy_class", "tanh_gaussian")
 class TanhGaussianPolicy(OneStepPolicy):
     """Acts in normalised units within [-1, 1].
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from policies.errors import ConfigError
+from policies.processes.base import misfit
 from policies.processes.consistency import Consistency
-from policies.registry import name_of, register
+from policies.registry import register
 from policies.samplers.ode import PathRules
-from policies.samplers.step_table import StepTable, lay_out, misfit
+from policies.samplers.step_table import StepTable, lay_out
 
 
 @register("sampler", "consistency")
@@ -45,8 +46,7 @@ class Renoise(PathRules):
             ConfigError: If the process is none.
         """
         if not isinstance(process, Consistency):
-            instead = name_of("sampler", process.default_sampler())
-            raise misfit(self, process, needs="consistency", instead=instead)
+            raise misfit(self, process, needs="consistency")
         table = self.over(process, self.times(process))
         if self.start_noise is None:
             return table

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
+from policies.processes.base import misfit
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.processes.schedules import time_of_level
 from policies.protocols import BoundField
 from policies.registry import name_of, register
-from policies.samplers.step_table import StepRules, StepTable, lay_out, misfit
+from policies.samplers.step_table import StepRules, StepTable, lay_out
 
 DIFFUSION_SCHEDULERS = (
     "DDIMScheduler",
@@ -76,7 +77,7 @@ class Diffusers:
             ConfigError: If process and scheduler do not belong together, or the scheduler refuses a setting.
         """
         if type(process) not in (VPDiffusion, RectifiedFlow):
-            raise misfit(self, process, needs="diffusion or flow", instead="euler")
+            raise misfit(self, process, needs="diffusion or flow")
         is_flow = isinstance(process, RectifiedFlow)
         if (self.scheduler in FLOW_SCHEDULERS) != is_flow:
             choices = ", ".join(FLOW_SCHEDULERS if is_flow else DIFFUSION_SCHEDULERS)

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
+from policies.processes.base import misfit
 from policies.processes.regression import RegressionPath
-from policies.registry import name_of, register
-from policies.samplers.step_table import StepRules, StepTable, lay_out, misfit
+from policies.registry import register
+from policies.samplers.step_table import StepRules, StepTable, lay_out
 
 
 @register("sampler", "direct")
@@ -32,8 +33,7 @@ class Direct(StepRules):
             ConfigError: If the process is none.
         """
         if not isinstance(process, RegressionPath):
-            instead = name_of("sampler", process.default_sampler())
-            raise misfit(self, process, needs="regression or mip", instead=instead)
+            raise misfit(self, process, needs="regression or mip")
         times = [*process.stops, 1.0]
         to_x0 = process.alpha_sigma(torch.tensor(times[1:], dtype=torch.float64))[0][:, None]
         nothing = torch.zeros_like(to_x0)

@@ -26,12 +26,11 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes.base import GaussianPath, Process
+from policies.processes.base import GaussianPath, Process, misfit
 from policies.processes.flow import LinearPath
+from policies.processes.schedules import GRIDS, noise_grid
 from policies.registry import name_of, register
-from policies.samplers.step_table import Memory, StepRules, StepTable, lay_out, misfit
-
-GRIDS = ("auto", "uniform", "karras", "exponential", "linear")
+from policies.samplers.step_table import Memory, StepRules, StepTable, lay_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +84,7 @@ class PathRules(StepRules, ABC):
         """
         has_path = isinstance(process, GaussianPath) and process.is_integrable
         if not has_path or (process.has_second_time and not self.takes_whole_steps):
-            instead = name_of("sampler", process.default_sampler())
-            raise misfit(self, process, needs="diffusion, flow or edm", instead=instead)
+            raise misfit(self, process, needs="diffusion, flow or edm")
         return self.over(process, self.times(process))
 
     @abstractmethod
@@ -110,30 +108,6 @@ class PathRules(StepRules, ABC):
             )
         noise = noise_grid(self.grid, self.steps, first, last, self.rho)
         return [*process.time_of_lambda(-noise.log()).tolist(), 1.0]
-
-
-def noise_grid(kind: str, steps: int, first: float, last: float, rho: float = 7.0) -> Tensor:
-    """Return noise levels sigma / alpha (steps,) in float64, falling from first to last.
-
-    Args:
-        kind: `karras`, `exponential` or `linear`.
-        steps: How many; a single one is the first.
-        first: Largest.
-        last: Smallest.
-        rho: Exponent of `karras`.
-
-    Source:
-        arXiv 2206.00364, eq. 5; BESO (arXiv 2304.02532) for the other two.
-    """
-    share = torch.linspace(0, 1, steps, dtype=torch.float64)
-    if kind == "karras":
-        top, bottom = first ** (1 / rho), last ** (1 / rho)
-        return (top + share * (bottom - top)) ** rho
-    if kind == "exponential":
-        return torch.exp(math.log(first) + share * (math.log(last) - math.log(first)))
-    if kind == "linear":
-        return first + share * (last - first)
-    raise ConfigError(f"noise grid must be one of {', '.join(GRIDS[2:])}; got '{kind}'.")
 
 
 class _Path(NamedTuple):

@@ -33,9 +33,6 @@ from torch import Tensor
 from policies.errors import ConfigError
 from policies.processes.base import Process
 from policies.protocols import BoundField
-from policies.registry import name_of
-
-LOG_2PI = math.log(2.0 * math.pi)
 
 
 class Coefficients(NamedTuple):
@@ -355,16 +352,6 @@ def transition(
     return _axpy(mean, pred, c.mean_pred) if table.uses_pred else mean
 
 
-def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Return the log density of each element of x under Normal(mean, std), unreduced."""
-    return -0.5 * ((x - mean) / std).square() - std.log() - 0.5 * LOG_2PI
-
-
-def gaussian_entropy(std: Tensor) -> Tensor:
-    """Return the entropy of each element of a normal distribution, unreduced."""
-    return std.log() + 0.5 * (1.0 + LOG_2PI)
-
-
 def _axpy(base: Tensor, x: Tensor, factor: float | Tensor) -> Tensor:
     """Return base + factor x, for one factor or a tensor of them."""
     return torch.add(base, x, alpha=factor) if isinstance(factor, float) else torch.addcmul(base, x, factor)
@@ -413,18 +400,3 @@ def clip_prediction(table: StepTable, k: int | Tensor, x0: Tensor, eps: Tensor) 
     if table.eps_clip is not None:
         eps = eps.clamp(-table.eps_clip, table.eps_clip)
     return x0, eps
-
-
-def misfit(sampler: Any, process: Any, *, needs: str, instead: str) -> ConfigError:
-    """Return the error of a sampler that cannot run a process.
-
-    Args:
-        sampler: Registered sampler.
-        process: Registered process.
-        needs: Name of the process that the sampler runs.
-        instead: Names of samplers to suggest.
-    """
-    return ConfigError(
-        f"sampler={name_of('sampler', sampler)} needs process={needs}; got "
-        f"process={name_of('process', process)}. Use sampler={instead}, or train with process={needs}."
-    )

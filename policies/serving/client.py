@@ -4,9 +4,9 @@
     while True:
         action = robot.act({"observation": state})     # (Do,) -> (Da,), once per control step
 
-It needs NumPy, pyzmq and msgpack, and no PyTorch. History and chunk are kept here (`policies.execution.history`), so a
-server may be killed and started again at any time: requests that are not answered in time are sent again
-over a new connection, with the same noise.
+It needs NumPy, pyzmq and msgpack, and no PyTorch. History and chunk are kept here
+(`policies.execution.history`), so a server may be killed and started again at any time: requests that are
+not answered in time are sent again over a new connection, with the same noise.
 
 Legend: To observation history, Ta executed steps, Da action width.
 """
@@ -100,10 +100,12 @@ class Client:
 
         Args:
             obs: By the names of the schema.
-            key: Of the noise, see `policies.execution.history.draw_noise`; None: zeros, the deterministic variant.
+            key: Of the noise, see `policies.execution.history.draw_noise`; None: zeros, the deterministic
+            variant.
 
         Raises:
-            ServingError: `timeout`, or what the server refuses: see `policies.serving.messages.REASONS`. `schema`, if
+            ServingError: `timeout`, or what the server refuses: see `policies.serving.messages.REASONS`.
+            `schema`, if
                 another policy is served now whose observations or actions have other shapes.
         """
         schema = self.schema

@@ -29,6 +29,7 @@ import numpy as np
 from policies import extras
 from policies.errors import MissingExtraError, ServingError
 from policies.execution.history import Array
+from policies.storage.features import Feature, short
 
 VERSION = 1
 PORT = 5750
@@ -61,19 +62,6 @@ def require(name: str) -> ModuleType:
     """
     bare = "on a robot without PyTorch: pip install numpy pyzmq msgpack"
     return extras.require(name, extra="serve", what="serving", instead=bare)
-
-
-@dataclass(frozen=True)
-class Feature:
-    """Shape and type of one row of an input or output, without the batch."""
-
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one row; floating-point numbers may come in double precision."""
-        return math.prod(self.shape) * (1 if self.dtype == "uint8" else 8)
 
 
 @dataclass(frozen=True)
@@ -240,9 +228,3 @@ def check_array(name: str, value: Array, feature: Feature, max_abs: float) -> Ar
     if largest > max_abs:
         raise ServingError("range", f"'{name}' must lie within ± {max_abs:g}; got {largest:g}.")
     return value.astype(feature.dtype)
-
-
-def short(value: Any) -> str:
-    """Return a stranger's value for a message."""
-    text = str(value)
-    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -15,8 +15,9 @@ from policies.execution.history import Array
 from policies.export.exported_policy import ExportedPolicy
 from policies.export.folder import MODELS, Surroundings
 from policies.policy import Policy
-from policies.serving.messages import Feature, Schema, floats_of
+from policies.serving.messages import Schema, floats_of
 from policies.storage.checksums import sha256
+from policies.storage.features import Feature
 
 STATE = "observation"
 """What the state is called between machines, as in exported folders; policies call it `state`."""

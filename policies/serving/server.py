@@ -24,8 +24,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from policies.errors import ConfigError, ServingError
-from policies.execution.history import Array, draw_noise
+from policies.execution.history import Array
 from policies.paths import path_field
+from policies.runner import draw_noise
 from policies.serving.batching import Batcher, Request
 from policies.serving.encryption import server_keys, start_authenticator
 from policies.serving.messages import (

@@ -12,11 +12,12 @@ from typing import Any
 
 from policies import registry
 from policies.backbones.switched import SwitchedField
+from policies.build import build_policy
 from policies.composition.operators import Composition
 from policies.composition.policy import ComposedPolicy
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
-from policies.policy import PART_GROUPS, Policy, PolicyConfig, build_policy
+from policies.policy import PART_GROUPS, Policy, PolicyConfig
 from policies.storage.field_types import check_types
 from policies.wrappers.base import WrappedPolicy
 

@@ -5,13 +5,14 @@
     SHA256SUMS          checksums of the two, compared on loading
     README.md           a model card rendered from the facts above; nobody reads it
 
-A directory is written aside and then put in its place (`policies.storage.atomic_write`), so a reader never sees half of
-it. Where one that exists cannot be exchanged in one step, a kill may leave it beside, under a name that the
-error of the next attempt to load tells.
+A directory is written aside and then put in its place (`policies.storage.atomic_write`), so a reader never
+sees half of it. Where one that exists cannot be exchanged in one step, a kill may leave it beside, under a
+name that the error of the next attempt to load tells.
 
 A directory may come from a stranger. Loading looks names up in the registry and executes nothing from it;
 types and sizes are checked before anything is built, memory is bounded by the size of the file of weights
-(`policies.storage.size_limits`), files must be regular ones of the directory, and whatever else lies there is not opened.
+(`policies.storage.size_limits`), files must be regular ones of the directory, and whatever else lies there
+is not opened.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from policies import registry
 from policies.errors import CheckpointError, MissingExtraError
 from policies.policy import Policy
 from policies.storage.atomic_write import aside_name, replace_folder, sync_tree
@@ -178,7 +178,6 @@ def load_policy(directory: str | Path) -> Policy:
     home = Path(directory)
     data = read_config(home)
     shapes, nbytes = _read_shapes(home / WEIGHTS)
-    registry.scan_policies()
     try:
         check_description(data)
         operations = _SPARE_OPERATIONS + _OPERATIONS_PER_TENSOR * len(shapes)

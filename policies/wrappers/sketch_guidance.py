@@ -202,7 +202,7 @@ class GuideHook(Hook):
 
 @dataclass(frozen=True)
 class Revisiting:
-    """A sampler around a sampler: several evaluations at every level; see `policies.samplers.step_table.revisited`."""
+    """A sampler around a sampler: several evaluations at every level (`step_table.revisited`)."""
 
     sampler: Any
     visits: int

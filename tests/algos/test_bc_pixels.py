@@ -13,6 +13,7 @@ from algos.base import Setup
 from algos.bc import Bc
 from algos.ppo import PpoConfig
 from envs.datasets import Episode, EpisodeDataset, read_dataset, write_robomimic
+from envs.datasets.windows import Windows
 from envs.make import env
 from policies.backbones.mlp import MlpConfig
 from policies.encoders.resnet import ResNetEncoderConfig
@@ -59,7 +60,7 @@ def test_a_policy_learns_what_only_the_picture_tells() -> None:
     )
     finish(algorithm)
     policy = algorithm.snapshot()
-    batch = data.windows(policy.chunk, cameras=("front",)).gather(torch.arange(24))
+    batch = Windows(data, policy.chunk, cameras=("front",)).gather(torch.arange(24))
     obs = {"state": batch.obs, **batch.images}
     noise = torch.zeros(24, *policy.noise_shape)  # the mean
     wanted = batch.action[:, 0]

@@ -18,7 +18,8 @@ from algos.cdsa import CdsaConfig
 from algos.offline.loop import OfflineRun
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.deterministic import DeterministicProcess
 from policies.wrappers.score_correction import CorrectedPolicy, Correction, corrected_path
 

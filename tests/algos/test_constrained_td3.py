@@ -24,11 +24,12 @@ from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.networks.critics import EnsembleConfig, aggregate
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.flow import RectifiedFlow
-from policies.samplers.loop import Euler
+from policies.samplers.ode import Euler
 
 SIZES: dict[str, Any] = {
     "hidden_dims": (32, 32),

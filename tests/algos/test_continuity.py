@@ -19,14 +19,15 @@ from algos.sac import SacConfig
 from algos.training.resume_checks import digest_of, facts_of
 from algos.training.serialization import from_plain, to_plain
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.composition.policy import compose
 from policies.errors import CheckpointError
 from policies.networks.heads import CriticConfig
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 from policies.processes.squashed import TanhGaussianProcess
-from policies.samplers.loop import DDIM
+from policies.samplers.ddpm import DDIM
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.noise_policy import Steering
 

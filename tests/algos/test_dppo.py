@@ -14,7 +14,7 @@ from point_env import PointEnv
 from algos.onpolicy.advantages import encode, evaluate_rows
 from policies.backbones.switched import SwitchedField
 from policies.errors import ConfigError
-from policies.samplers.loop import DDIM
+from policies.samplers.ddpm import DDIM
 from policies.storage.policy_folder import load_policy, save_policy
 
 

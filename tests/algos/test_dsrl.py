@@ -18,17 +18,18 @@ from point_env import PointEnv, PointStepper
 from point_steering import AS_IT_IS, changed, composed, dataset, flow, start
 from torch import Tensor
 
-from algos.offline.loop import Means
 from algos.offpolicy.loop import OffPolicyRun
 from algos.offpolicy.replay_buffer import ChunkBatch
 from algos.offpolicy.sac_update import SoftLearner
+from algos.training.metrics import Means
 from algos.training.serialization import from_plain, to_plain
-from envs.engine.vector import Array, ChunkVector, StepResult
+from envs.engine.vector import ChunkVector
 from envs.evaluation.evaluate import evaluate
-from envs.spec import EnvSpec
+from envs.spec import Array, EnvSpec, StepResult
 from policies.backbones.dp_transformer import DpTransformerConfig
+from policies.build import build_policy
 from policies.errors import CheckpointError
-from policies.policy import Policy, build_policy
+from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.noise_policy import ADAPTERS, DENSITIES, SteeredPolicy, Steering

@@ -22,8 +22,8 @@ from policies.networks.distributions import highest_entropy
 from policies.policy import Policy
 from policies.processes import Consistency, Edm, Mip, Regression, VPDiffusion
 from policies.processes.squashed import TanhGaussianProcess
-from policies.samplers.loop import DDIM, DDPM, Euler
-from policies.samplers.ode import Ancestral
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.ode import Ancestral, Euler
 from policies.wrappers.noise_policy import SteeredPolicy, Steering
 
 every_variant = pytest.mark.parametrize("variant", ["na", "sac"])

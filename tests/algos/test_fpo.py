@@ -21,7 +21,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
 from policies.processes.shortcut import Shortcut
-from policies.samplers.loop import Euler
+from policies.samplers.ode import Euler
 
 AWM = AwmConfig(**SIZES, **RATES)
 ROWS = 16

@@ -23,8 +23,9 @@ from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import ConfigError
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.protocols import Cond
 from policies.storage.policy_folder import load_policy, save_policy

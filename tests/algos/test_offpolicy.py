@@ -23,7 +23,7 @@ from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.mixture import MixtureProcess
-from policies.samplers.loop import DDIM
+from policies.samplers.ddpm import DDIM
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.noise_policy import SteeredPolicy, Steering
 

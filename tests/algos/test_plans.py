@@ -17,7 +17,8 @@ from algos.offline.loop import OfflineRun
 from algos.td3_bc import OwnLikelihood, Td3BcConfig
 from algos.transitions import Batch
 from policies.backbones.mlp import MlpConfig
-from policies.policy import PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.policy import PolicyConfig
 from policies.processes import RectifiedFlow
 from policies.processes.deterministic import DeterministicProcess
 from policies.processes.gaussian import GaussianProcess

@@ -21,7 +21,7 @@ from algos.training.serialization import from_plain, to_plain
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.processes.shortcut import Shortcut
-from policies.samplers.loop import Euler
+from policies.samplers.ode import Euler
 
 ROWS = 16
 

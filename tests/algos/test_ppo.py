@@ -21,9 +21,10 @@ from algos.training.serialization import from_plain, to_plain
 from envs.rollouts.rollout import Rollout
 from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError
 from policies.networks.heads import CriticConfig
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from algos.base import Setup
 from algos.rebrac import RebracConfig
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import CheckpointError
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.deterministic import DeterministicProcess
 from policies.storage.policy_folder import load_policy, save_policy
 

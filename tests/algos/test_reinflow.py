@@ -20,9 +20,10 @@ from algos.reinflow import ReinFlowConfig
 from algos.training.serialization import from_plain, to_plain
 from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.distributions import gaussian_log_prob
 from policies.processes.shortcut import Shortcut
 from policies.protocols import Cond
-from policies.samplers.loop import Euler, gaussian_log_prob
+from policies.samplers.ode import Euler
 from policies.storage.policy_folder import load_policy, save_policy
 
 

@@ -21,9 +21,10 @@ from algos.offpolicy.sac_update import SoftLearner, SoftRules
 from algos.rlpd import RlpdConfig
 from algos.sac import SacConfig, SquashedActor
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.networks.critics import EnsembleConfig
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.gaussian import GaussianProcess
 from policies.processes.squashed import TanhGaussianPolicy, TanhGaussianProcess
 

@@ -29,9 +29,10 @@ from algos.training.trainer import Member, TrainerSettings, train, train_togethe
 from burnish.config.schema import scan_parts
 from policies import registry
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.networks.critics import EnsembleConfig
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.deterministic import DeterministicProcess
 
 SEEDS = (0, 1, 5)

@@ -17,12 +17,13 @@ from envs.datasets import write_robomimic
 from envs.make import env
 from envs.rollouts.collect import collect
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
-from policies.samplers.loop import DDIM
+from policies.samplers.ddpm import DDIM
 from policies.storage.policy_folder import save_policy
 
 TASK = env("avoid", max_episode_steps=16)

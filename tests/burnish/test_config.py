@@ -8,7 +8,6 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from burnish.commands.train import PolicyShape, TrainConfig
 from burnish.config.schema import (
     GROUPS,
     compose_config,
@@ -18,6 +17,7 @@ from burnish.config.schema import (
     scan_parts,
     to_object,
 )
+from burnish.config.train import PolicyShape, TrainConfig
 from policies import registry
 from policies.errors import ConfigError
 from policies.policy import PART_GROUPS, PolicyConfig

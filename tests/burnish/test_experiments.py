@@ -14,12 +14,12 @@ from omegaconf import OmegaConf
 
 import configs
 from burnish.commands import train as train_command
-from burnish.commands.train import TrainConfig
 from burnish.config.overrides import experiments
 from burnish.config.schema import GROUPS, compose_config, scan_parts
+from burnish.config.train import TrainConfig
 from burnish.runs.context import Job
 from envs.datasets import EpisodeDataset, write_robomimic
-from envs.datasets.episodes import Episode
+from envs.datasets.episode import Episode
 from policies import registry
 from policies.errors import MissingExtraError
 from policies.storage.policy_folder import load_policy

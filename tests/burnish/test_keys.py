@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from burnish.commands import COMMANDS, keys
+from burnish.commands import keys
+from burnish.config.commands import COMMANDS
 from policies.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,9 @@ from algos.offline.config import plain_actor
 from algos.rebrac import RebracConfig
 from benchmarks.studies.offline import correction_of, rows_of, scores, settings_of
 from benchmarks.studies.once import _compared, demonstrations, first_seed, trained
+from policies.build import build_policy
 from policies.normalizer import box_statistics
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.deterministic import DeterministicProcess
 
 TINY = (

@@ -10,9 +10,10 @@ import pytest
 
 from burnish import cli
 from burnish.runs.locate import locate_actor
+from policies.build import build_policy
 from policies.errors import ExportError
 from policies.export.export import export_policy
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.gaussian import GaussianProcess
 
 

@@ -25,9 +25,10 @@ from burnish.config.schema import scan_parts
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import BurnishError, CapabilityError, ConfigError, MissingExtraError
 from policies.networks.heads import CriticConfig
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.threads import torch_threads
 from policies.wrappers.noise_policy import Steering

@@ -13,9 +13,8 @@ from drawing import require_drawing
 
 from burnish.config.schema import describe_part, restore_part
 from envs.engine.pixels import FREE, Pictured
-from envs.engine.vector import VectorEnv
 from envs.make import env, list_envs
-from envs.spec import EnvConfig
+from envs.spec import EnvConfig, VectorEnv
 from policies.errors import ConfigError, MissingExtraError
 from policies.extras import require
 

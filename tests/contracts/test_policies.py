@@ -15,13 +15,12 @@ from torch import Tensor
 
 from policies import registry
 from policies.backbones.switched import SwitchedField
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError, MissingExtraError
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.protocols import TE, Chain, ChainPolicy, Cond
 from policies.storage.policy_folder import load_policy, save_policy
-
-registry.scan_policies()
 
 SMALL = {
     "width": 16, "widths": (8, 16), "groups": 4, "depth": 1, "heads": 2, "time_dim": 8,

@@ -16,10 +16,10 @@ from algos.onpolicy.ratios import ChainRatio, RatioEstimator, Rows
 from algos.policyflow import PolicyFlowConfig
 from algos.reinflow import ReinFlowConfig
 from policies import registry
-from policies.policy import Policy, PolicyConfig, build_policy
-from policies.samplers.loop import DDIM, DDPM, Euler
-
-registry.scan_policies()
+from policies.build import build_policy
+from policies.policy import Policy, PolicyConfig
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.ode import Euler
 
 SMALL = {"width": 16, "widths": (8, 16), "groups": 4, "depth": 1, "heads": 2, "time_dim": 8, "max_steps": 8}
 STEPS = (1, 2, 4)

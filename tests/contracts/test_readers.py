@@ -29,6 +29,7 @@ from envs.datasets import (
 )
 from envs.datasets.array_storage import Disk
 from envs.datasets.options import hint_name
+from envs.datasets.windows import Windows
 from policies.errors import ConfigError
 from policies.protocols import ChunkSpec
 
@@ -95,7 +96,7 @@ def test_successors_are_true_or_there_is_no_transition(name: str, path: Path) ->
 def test_windows_stay_within_their_episode(name: str, path: Path, pad: bool) -> None:
     data = read_dataset(path)
     chunk = ChunkSpec(action_dim=2, horizon=4, act_steps=2, obs_steps=2, action_start=1)
-    windows = data.windows(chunk, pad=pad)
+    windows = Windows(data, chunk, pad_end=pad)
     batch = windows.gather(torch.arange(windows.num))
     found = []
     for episode, (first, end) in enumerate(zip(data.episode_start, data.episode_start[1:], strict=False)):

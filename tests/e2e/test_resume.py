@@ -22,8 +22,9 @@ from algos.training.trainer import TrainerSettings, train
 from envs.datasets.episodes import EpisodeDataset
 from envs.tasks.avoid.task import Avoid
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.networks.heads import CriticConfig
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 from policies.processes.squashed import TanhGaussianProcess

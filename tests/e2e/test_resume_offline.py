@@ -22,8 +22,9 @@ from algos.td3_bc import Td3BcConfig
 from algos.training.trainer import TrainerSettings
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import CheckpointError
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.deterministic import DeterministicProcess
 from policies.wrappers.score_correction import Correction

@@ -11,7 +11,8 @@ import pytest
 from envs.engine.vector import ChunkVector
 from envs.rollouts.collect import collect
 from envs.tasks.avoid.expert import AvoidDemonstrator
-from envs.tasks.avoid.task import MAX_SPEED, Avoid, AvoidStepper, load_scene, start_position
+from envs.tasks.avoid.scene import load_scene
+from envs.tasks.avoid.task import MAX_SPEED, Avoid, AvoidStepper, start_position
 from policies.errors import ConfigError, MissingExtraError
 
 SCENE = load_scene()

@@ -13,6 +13,7 @@ import torch
 
 from envs.datasets import Episode, EpisodeDataset, free_memory, read_dataset, write_robomimic
 from envs.datasets.images import Compressed, Images, InMemory
+from envs.datasets.windows import Windows
 from policies.errors import DatasetError
 from policies.protocols import ChunkSpec
 
@@ -71,7 +72,7 @@ def test_a_choice_of_episodes_has_their_images_from_memory_and_from_a_file(tmp_p
 def test_a_window_has_the_images_of_its_observations(pad_end: bool) -> None:
     data = filmed()
     chunk = ChunkSpec(3, horizon=2, act_steps=1, obs_steps=3)
-    windows = data.windows(chunk, pad_end, cameras=("wrist", "front"))
+    windows = Windows(data, chunk, pad_end=pad_end, cameras=("wrist", "front"))
     batch = windows.gather(torch.arange(len(windows)))
     assert list(batch.images) == ["wrist", "front"]
     for w in range(len(windows)):
@@ -79,7 +80,7 @@ def test_a_window_has_the_images_of_its_observations(pad_end: bool) -> None:
             same = (data.observations == batch.obs[w, j]).all(dim=1)  # observations tell their frame
             frame = int(same.nonzero().item())
             np.testing.assert_array_equal(batch.images["front"][w, j], all_of(data.images["front"])[frame])
-    assert data.windows(chunk, pad_end).gather(torch.arange(2)).images == {}
+    assert Windows(data, chunk, pad_end=pad_end).gather(torch.arange(2)).images == {}
 
 
 def test_what_nobody_looks_at_is_not_read(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_what_nobody_looks_at_is_not_read(tmp_path: Path) -> None:
     path.unlink()
     blind = data.with_cameras(())
     assert blind.images == {} and len(blind.digest()) == 64
-    assert len(blind.windows(ChunkSpec(3, horizon=2, act_steps=1))) == sum(LENGTHS)
+    assert len(Windows(blind, ChunkSpec(3, horizon=2, act_steps=1))) == sum(LENGTHS)
     with pytest.raises(DatasetError, match="no such file"):
         data.with_cameras(["front"])
     with pytest.raises(DatasetError, match=r"cameras \['top'\]; there are some of \['front', 'wrist'\]"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from envs.datasets import EpisodeDataset, read_dataset
+from envs.datasets.windows import Windows
 from policies.errors import DatasetError, MissingExtraError
 from policies.protocols import ChunkSpec
 
@@ -102,7 +103,7 @@ def test_every_frame_is_found_in_any_order(folder: Path) -> None:
 
 def test_a_window_has_the_frames_of_its_own_episode(folder: Path) -> None:
     data = read_dataset(folder).select([2, 0])
-    windows = data.windows(ChunkSpec(1, horizon=2, act_steps=1, obs_steps=3), cameras=["top"])
+    windows = Windows(data, ChunkSpec(1, horizon=2, act_steps=1, obs_steps=3), cameras=["top"])
     batch = windows.gather(torch.arange(len(windows)))
     seen = [numbers_of(history) for history in batch.images["top"]]
     assert seen == batch.obs.squeeze(2).int().tolist()
@@ -111,7 +112,7 @@ def test_a_window_has_the_frames_of_its_own_episode(folder: Path) -> None:
 def test_nothing_is_decoded_before_somebody_looks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
     data = read_dataset(folder)
-    assert len(data.windows(ChunkSpec(1, horizon=2, act_steps=1))) == NUM
+    assert len(Windows(data, ChunkSpec(1, horizon=2, act_steps=1))) == NUM
     with pytest.raises(MissingExtraError, match=r"package 'av'.*pip install 'burnish\[video\]'"):
         data.images["top"][torch.tensor([0])]
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from envs.datasets import dataset_format, read_dataset
+from envs.datasets.windows import Windows
 from policies.errors import DatasetError, MissingExtraError
 
 pa = pytest.importorskip("pyarrow", reason="needs the extra 'lerobot'")
@@ -380,6 +381,6 @@ def test_windows_never_reach_over_two_episodes(tmp_path):
     from policies.protocols import ChunkSpec
 
     data = read_dataset(write(tmp_path / "so100"))
-    windows = data.windows(ChunkSpec(2, 3, 1), pad=False)
+    windows = Windows(data, ChunkSpec(2, 3, 1), pad_end=False)
     assert windows.num == sum(max(n - 2, 0) for n in LENGTHS)
     assert torch.isfinite(windows.gather(torch.arange(windows.num)).action).all()

@@ -28,8 +28,10 @@ from envs.datasets import (
     write_robomimic,
 )
 from envs.datasets.array_storage import Column, Disk, Room
+from envs.datasets.windows import Windows
+from policies.build import build_policy
 from policies.errors import DatasetError
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.protocols import ChunkSpec
 
 LENGTHS = (40, 7, 33)
@@ -175,10 +177,10 @@ def test_windows_of_a_mapped_dataset_are_those_in_memory(
     request: pytest.FixtureRequest,
 ) -> None:
     chunk = ChunkSpec(2, horizon=5, act_steps=2, obs_steps=obs_steps, action_start=start)
-    inside = data.windows(chunk, pad_end)
+    inside = Windows(data, chunk, pad_end=pad_end)
     request.getfixturevalue("crowded")
-    outside = read_dataset(robomimic(tmp_path, data)).windows(chunk, pad_end)
-    beside = data.windows(chunk, pad_end)  # in memory, without room for a second array
+    outside = Windows(read_dataset(robomimic(tmp_path, data)), chunk, pad_end=pad_end)
+    beside = Windows(data, chunk, pad_end=pad_end)  # in memory, without room for a second array
     index = torch.randperm(len(inside), generator=torch.Generator().manual_seed(0))
     theirs = inside.gather(index)
     for ours in (outside.gather(index), beside.gather(index)):
@@ -193,7 +195,7 @@ def test_rows_are_laid_out_a_second_time_where_there_is_room_for_them(
     for free in (None, 1000):
         monkeypatch.setattr(free_memory, "free_memory", lambda free=free: free)
         for obs_steps in (1, 2):  # rows of single observations are those of the dataset
-            kinds.append(type(data.windows(ChunkSpec(2, 3, 1, obs_steps))._obs).__name__)
+            kinds.append(type(Windows(data, ChunkSpec(2, 3, 1, obs_steps))._obs).__name__)
     assert kinds == ["_Laid", "_Laid", "_Laid", "_Looked"]
 
 

@@ -24,8 +24,9 @@ from envs.make import env
 from envs.rollouts.episodes import EpisodeRow
 from envs.spec import EnvConfig
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import ChunkSpec
 from tests.global_states import global_states

@@ -22,11 +22,12 @@ from envs.fit import as_shown
 from envs.make import env
 from envs.rollouts.collect import collect
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.export.export import export_policy
 from policies.export.exported_policy import ExportedPolicy
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.edm import Edm
 from policies.samplers.ode import Euler
 

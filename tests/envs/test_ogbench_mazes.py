@@ -15,9 +15,10 @@ from drawing import require_drawing
 pytest.importorskip("ogbench", reason="needs the extra 'ogbench'")
 
 from envs.datasets import read_dataset
-from envs.engine.vector import ChunkStep, ChunkVector
+from envs.engine.vector import ChunkVector
 from envs.fit import require_fit
 from envs.make import env, list_envs
+from envs.spec import ChunkStep
 from envs.tasks.mazes.ogbench_stepper import global_generator, load_maze
 from policies.errors import ConfigError
 

@@ -20,9 +20,10 @@ from envs.make import env
 from envs.rollouts.collect import collect
 from envs.spec import EnvConfig
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, ConfigError
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 
 SIZE = (24, 32)
 

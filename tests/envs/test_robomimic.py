@@ -15,6 +15,7 @@ from envs.datasets import (
     write_robomimic,
 )
 from envs.datasets.formats.robomimic import read_models
+from envs.datasets.windows import Windows
 from policies.errors import ConfigError, DatasetError
 from policies.protocols import ChunkSpec
 
@@ -319,7 +320,7 @@ def test_robomimic_itself_reads_the_file(tmp_path, dataset):
     )
     train = read_dataset(path, mask="train")
     assert len(loaded) == train.num_frames
-    windows = train.windows(ChunkSpec(2, 4, 4, 2))
+    windows = Windows(train, ChunkSpec(2, 4, 4, 2))
     batch = windows.gather(torch.arange(windows.num))
     for index in range(len(loaded)):
         item = loaded[index]

@@ -9,8 +9,9 @@ import mujoco
 import numpy as np
 import pytest
 
-from envs.engine.vector import ChunkStep, ChunkVector
+from envs.engine.vector import ChunkVector
 from envs.make import env
+from envs.spec import ChunkStep
 from envs.tasks.robosuite.fast_stepper import FastStepper
 from envs.tasks.robosuite.reference_stepper import RobosuiteStepper
 from policies.errors import CheckpointError

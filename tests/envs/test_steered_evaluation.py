@@ -10,10 +10,11 @@ import pytest
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.tasks.avoid.task import Avoid
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
-from policies.execution.executor import WarmStart
-from policies.policy import Policy, PolicyConfig, build_policy
-from policies.samplers.loop import DDPM
+from policies.execution.replanning import WarmStart
+from policies.policy import Policy, PolicyConfig
+from policies.samplers.ddpm import DDPM
 from policies.wrappers.sketch_guidance import STRATEGIES, Steering
 
 TASK = Avoid(max_episode_steps=13)

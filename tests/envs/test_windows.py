@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.datasets import EpisodeDataset, episodes
+from envs.datasets.windows import Windows
 from policies.errors import DatasetError
 from policies.protocols import ChunkSpec
 
@@ -53,9 +54,9 @@ def test_every_window_equals_the_one_built_item_by_item(lengths, obs_steps, hori
     expected = by_item(data, chunk, pad_end)
     if not expected:
         with pytest.raises(DatasetError, match="no episode holds a whole chunk"):
-            data.windows(chunk, pad=pad_end)
+            Windows(data, chunk, pad_end=pad_end)
         return
-    windows = data.windows(chunk, pad=pad_end)
+    windows = Windows(data, chunk, pad_end=pad_end)
     assert windows.frames.tolist() == [frame for frame, *_ in expected]
     batch = windows.gather(torch.arange(windows.num))
     assert torch.equal(batch.obs, torch.stack([obs for _, obs, *_ in expected]))
@@ -64,7 +65,7 @@ def test_every_window_equals_the_one_built_item_by_item(lengths, obs_steps, hori
 
 
 def test_gather_follows_the_index_in_any_order_and_with_repeats():
-    windows = make([5, 7]).windows(ChunkSpec(3, 4, 2, 2))
+    windows = Windows(make([5, 7]), ChunkSpec(3, 4, 2, 2))
     everything = windows.gather(torch.arange(windows.num))
     index = torch.tensor([7, 0, 7, 11, 3])
     batch = windows.gather(index)
@@ -79,7 +80,7 @@ def test_what_is_made_of_a_dataset_is_not_checked_again(monkeypatch):
     assert data.select([1]).select([0]).lengths.tolist() == [7]
     assert data.to("meta").room is data.room
     assert data.with_cameras([]) is data
-    assert len(data.windows(ChunkSpec(3, 4, 2, 2))) == 12
+    assert len(Windows(data, ChunkSpec(3, 4, 2, 2))) == 12
 
 
 def test_no_window_sees_another_episode():
@@ -89,40 +90,40 @@ def test_no_window_sees_another_episode():
     data = EpisodeDataset.from_arrays(
         number[:, None], number[:, None], number, data.terminated, data.truncated, data.episode_start
     )
-    batch = data.windows(ChunkSpec(1, 5, 1, 3, action_start=2)).gather(torch.arange(11))
+    batch = Windows(data, ChunkSpec(1, 5, 1, 3, action_start=2)).gather(torch.arange(11))
     seen = torch.cat([batch.obs, batch.action], dim=1).squeeze(2)
     assert torch.equal(seen, number[:, None].expand_as(seen))
 
 
 def test_both_conventions_agree_for_a_history_of_one():
     data = make([6, 3])
-    newest = data.windows(ChunkSpec(3, 4, 4, 1, action_start=0))
-    oldest = data.windows(ChunkSpec(3, 4, 4, 1, action_start=1 - 1))
+    newest = Windows(data, ChunkSpec(3, 4, 4, 1, action_start=0))
+    oldest = Windows(data, ChunkSpec(3, 4, 4, 1, action_start=1 - 1))
     assert torch.equal(newest.gather(newest.frames).action, oldest.gather(oldest.frames).action)
 
 
 def test_episodes_too_short_for_a_chunk_are_reported(caplog):
     with caplog.at_level(logging.WARNING):
-        windows = make([6, 3, 5, 2]).windows(ChunkSpec(3, 4, 4), pad=False)
+        windows = Windows(make([6, 3, 5, 2]), ChunkSpec(3, 4, 4), pad_end=False)
     assert windows.short_episodes == [1, 3]
     assert "2 of 4 episodes are too short for a chunk of 4 actions" in caplog.text
 
 
 def test_a_dataset_with_another_action_width_is_refused():
     with pytest.raises(DatasetError, match="'actions' must be 2 wide for this task; got 3"):
-        make([4]).windows(ChunkSpec(2, 4, 4))
+        Windows(make([4]), ChunkSpec(2, 4, 4))
 
 
 def test_batches_are_views_of_no_storage_that_training_could_change():
     data = make([8])
-    windows = data.windows(ChunkSpec(3, 1, 1))
+    windows = Windows(data, ChunkSpec(3, 1, 1))
     before = data.actions.clone()
     windows.gather(torch.arange(8)).action.zero_()
     assert torch.equal(data.actions, before)
 
 
 def test_sampled_windows_follow_the_generator():
-    windows = make([9, 9]).windows(ChunkSpec(3, 2, 2))
+    windows = Windows(make([9, 9]), ChunkSpec(3, 2, 2))
     one = windows.sample(5, generator=torch.Generator().manual_seed(3))
     two = windows.sample(5, generator=torch.Generator().manual_seed(3))
     assert torch.equal(one.action, two.action)

@@ -12,7 +12,7 @@ from algos.onpolicy.exploration_noise import NoiseConfig
 from algos.onpolicy.reinflow_ratio import NoisyChain
 from algos.reinflow import ReinFlowConfig
 from policies.denoising import DenoisingPolicy
-from policies.samplers.loop import Euler
+from policies.samplers.ode import Euler
 
 NOISE = "actor.explore_noise_net.mlp_logvar.moduleList."
 

@@ -14,8 +14,9 @@ from torch import Tensor
 from algos.offpolicy.dsrl_update import SteeredActor
 from algos.offpolicy.replay_buffer import ChunkBatch
 from algos.offpolicy.sac_update import SoftLearner, SoftRules
+from policies.build import complete
 from policies.networks.critics import Ensemble, EnsembleConfig
-from policies.policy import Policy, PolicyConfig, complete
+from policies.policy import Policy, PolicyConfig
 from policies.processes.deterministic import DeterministicProcess
 from policies.protocols import Cond, SampleHook
 from policies.wrappers.noise_policy import Steering

@@ -15,8 +15,9 @@ from algos.offline.actor import Actor
 from algos.offline.td3_update import Td3Rules
 from algos.transitions import Batch
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.networks.critics import Ensemble, EnsembleConfig
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.deterministic import DeterministicPolicy, DeterministicProcess
 
 Arrays = Mapping[str, Tensor]

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from policies.processes import Edm
+from policies.processes.schedules import noise_grid
 from policies.protocols import TE, Cond, Step
 from policies.samplers.hooks import Hook
 from policies.samplers.loop import denoise
-from policies.samplers.ode import Ancestral, DPMpp2M, Euler, Heun, Midpoint, noise_grid
+from policies.samplers.ode import Ancestral, DPMpp2M, Euler, Heun, Midpoint
 from policies.samplers.step_table import StepTable
 
 pytestmark = pytest.mark.golden("beso_core*.npz")

@@ -23,11 +23,11 @@ from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ppo_update import PpoLearner
 from algos.onpolicy.ratios import ChainRatio
-from envs.engine.vector import ChunkStep
 from envs.rollouts.rollout import Rollout, RolloutPool
-from envs.spec import EnvSpec
+from envs.spec import ChunkStep, EnvSpec
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.protocols import Chain, Cond
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.windows import Windows
 from policies.protocols import ChunkSpec
 
 DISCOUNT = 0.9
@@ -45,7 +46,7 @@ def test_windows_equal_the_official_ones(golden, dataset):
     for history in histories(golden):
         state, action = golden[f"To{history}_state"], golden[f"To{history}_action"]
         chunk = ChunkSpec(action.shape[2], action.shape[1], 1, obs_steps=state.shape[1], action_start=0)
-        windows = dataset.windows(chunk, pad=False)
+        windows = Windows(dataset, chunk, pad_end=False)
         indices = np.stack([windows.frames.numpy(), windows.steps.numpy()], axis=1)
         np.testing.assert_array_equal(indices, golden[f"To{history}_indices"])
         batch = windows.gather(windows.frames.new_tensor(range(windows.num)))

@@ -18,7 +18,8 @@ from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.functional import policy_losses
 from algos.onpolicy.ppo_update import PpoLearner
 from algos.onpolicy.ratios import CloningTerm, Rows
-from policies.policy import PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.protocols import Cond
 

@@ -19,7 +19,8 @@ from policies.denoising import DenoisingPolicy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.edm import Edm
 from policies.processes.schedules import time_of_level
-from policies.samplers.loop import DDIM, Euler
+from policies.samplers.ddpm import DDIM
+from policies.samplers.ode import Euler
 from tests.oracles.toy_field import toy_policy
 
 TOLERANCE: dict[str, Any] = {"atol": 1e-10, "rtol": 1e-10}

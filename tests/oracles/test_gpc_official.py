@@ -16,8 +16,8 @@ from policies.denoising import DenoisingPolicy
 from policies.processes import VPDiffusion
 from policies.processes.schedules import cumulative_alphas
 from policies.protocols import Step
+from policies.samplers.ddpm import DDIM, DDPM
 from policies.samplers.hooks import Hook
-from policies.samplers.loop import DDIM, DDPM
 from tests.oracles.toy_field import toy_policy
 
 TOLERANCE = 5e-5

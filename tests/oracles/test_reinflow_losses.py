@@ -24,7 +24,7 @@ from policies.networks.embeddings import sinusoid
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import TE, Cond, Step
 from policies.samplers.hooks import Hook
-from policies.samplers.loop import Euler
+from policies.samplers.ode import Euler
 
 FORWARD = {"rtol": 1e-5, "atol": 1e-6}
 LOSS = {"rtol": 1e-4, "atol": 1e-5}

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
 from policies.processes.schedules import cumulative_alphas, make_betas, time_of_level
-from policies.samplers.loop import DDIM, DDPM, Euler, StepTable, denoise
-from policies.samplers.ode import DPMpp2M, Heun, Midpoint
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.loop import denoise
+from policies.samplers.ode import DPMpp2M, Euler, Heun, Midpoint
+from policies.samplers.step_table import StepTable
 
 FLOW = RectifiedFlow(time_scale=1.0)
 PREDICTIONS = {"epsilon": "eps", "sample": "x0", "v": "v"}

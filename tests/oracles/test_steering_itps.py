@@ -13,7 +13,7 @@ from test_steering_rti import read, toy_policy
 from torch import Tensor
 
 from policies.policy import Policy
-from policies.samplers.loop import DDPM
+from policies.samplers.ddpm import DDPM
 from policies.wrappers.sketch_guidance import SteeredPolicy, Steering
 from policies.wrappers.sketches import ActionSketch, resampled
 

@@ -14,14 +14,16 @@ from policies.composition.operators import Composition
 from policies.composition.policy import ComposedPolicy, compose
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.execution.executor import Execution, Executor, WarmStart
+from policies.execution.executor import Execution, Executor
+from policies.execution.replanning import WarmStart
 from policies.export.export import export_onnx
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.edm import Edm
 from policies.processes.gaussian import GaussianProcess
+from policies.samplers.ddpm import DDIM, DDPM
 from policies.samplers.hooks import Inpaint
-from policies.samplers.loop import DDIM, DDPM, Euler, denoise
-from policies.samplers.ode import Ancestral, Heun
+from policies.samplers.loop import denoise
+from policies.samplers.ode import Ancestral, Euler, Heun
 from policies.storage.policy_folder import load_policy, save_policy
 from tests.gaussian_field import gaussian_policy, log_density
 from tests.small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_policy

@@ -18,10 +18,11 @@ from algos.bc import BcConfig
 from policies.errors import ConfigError
 from policies.processes import Consistency, Edm, RectifiedFlow
 from policies.processes.base import KINDS
+from policies.processes.schedules import noise_grid
 from policies.protocols import TE
 from policies.samplers.consistency import Renoise
-from policies.samplers.loop import Euler, denoise
-from policies.samplers.ode import noise_grid
+from policies.samplers.loop import denoise
+from policies.samplers.ode import Euler
 
 TH, DA = 3, 2
 PROCESS = Consistency()

@@ -12,20 +12,14 @@ from torch import Tensor
 
 from policies.composition.policy import compose
 from policies.errors import CapabilityError, ConfigError
-from policies.execution.executor import (
-    Execution,
-    Executor,
-    Replanner,
-    WarmStart,
-    committed,
-    shifted,
-    with_act_steps,
-)
+from policies.execution.executor import Execution, Executor, committed
+from policies.execution.replanning import Replanner, WarmStart, shifted, with_act_steps
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
+from policies.samplers.ddpm import DDIM, DDPM
 from policies.samplers.hooks import Inpaint
-from policies.samplers.loop import DDIM, DDPM, Euler
+from policies.samplers.ode import Euler
 from policies.wrappers.noise_policy import Steering
 from policies.wrappers.score_correction import Correction
 

@@ -17,26 +17,19 @@ from torch import Tensor, nn
 
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.switched import SwitchedField
+from policies.build import build_policy
 from policies.errors import ExportError, MissingExtraError
 from policies.export import onnx_graph
 from policies.export.export import export_onnx
-from policies.export.folder import (
-    CARD,
-    MODEL,
-    REPORT,
-    RUNNER,
-    SAMPLE,
-    SIGNATURE,
-    ExportReport,
-    Surroundings,
-    signature,
-)
+from policies.export.folder import CARD, REPORT, RUNNER, ExportReport, Surroundings, signature
 from policies.export.onnx_graph import random_inputs
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.processes.gaussian import GaussianProcess
-from policies.samplers.loop import DDIM, DDPM, Euler
+from policies.runner import MODEL, SAMPLE, SIGNATURE
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.ode import Euler
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")

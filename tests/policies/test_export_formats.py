@@ -31,8 +31,8 @@ from policies.processes.mixture import MixtureProcess
 from policies.processes.regression import Mip
 from policies.processes.shortcut import Shortcut
 from policies.processes.squashed import TanhGaussianProcess
-from policies.samplers.loop import DDIM, DDPM, Euler
-from policies.samplers.ode import DPMpp2M
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.ode import DPMpp2M, Euler
 from policies.wrappers.best_of_n import BestOfN, Selection
 from policies.wrappers.score_correction import Perturbation
 

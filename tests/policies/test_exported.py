@@ -19,10 +19,11 @@ from small_policies import OBS_DIM, small_policy
 from policies.errors import BurnishError, CheckpointError, ExportError
 from policies.export.export import export_policy
 from policies.export.exported_policy import ExportedPolicy
-from policies.export.folder import CARD, PROGRAM, SIGNATURE
+from policies.export.folder import CARD, PROGRAM
 from policies.export.signature import read_signature
 from policies.processes import RectifiedFlow
-from policies.samplers.loop import Euler
+from policies.runner import SIGNATURE
+from policies.samplers.ode import Euler
 from policies.serving.served_policy import ServedFolder
 
 # -- signatures -----------------------------------------------------------------------------------------

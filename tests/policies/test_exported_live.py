@@ -12,11 +12,12 @@ import torch
 
 from benchmarks.studies.exported import Elsewhere, _interpreters, act, interpreter_facts
 from envs.tasks.avoid.task import Avoid
+from policies.build import build_policy
 from policies.export.export import export_onnx
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow
 from policies.runner import draw_noise
-from policies.samplers.loop import Euler
+from policies.samplers.ode import Euler
 
 for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package)

@@ -14,17 +14,16 @@ from torch import Tensor, nn
 
 from policies import registry
 from policies.backbones.mlp import MlpBackbone, MlpConfig
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes import FlowMap, MeanFlow, RectifiedFlow, Shortcut
 from policies.processes.average import AveragePath, derivative
 from policies.processes.base import over_rows
 from policies.processes.flow_map import OBJECTIVES
 from policies.protocols import TE
-from policies.samplers.loop import Euler
-
-registry.scan_policies()
+from policies.samplers.ode import Euler
 
 DERIVED = ("lsd", "esd", "mf")
 WITH_DERIVATIVES = [*(FlowMap(objective=name) for name in DERIVED), MeanFlow()]

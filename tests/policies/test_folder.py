@@ -21,7 +21,8 @@ from policies.errors import CheckpointError, ConfigError, MissingExtraError
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.processes.gaussian import GaussianProcess
-from policies.samplers.loop import DDIM, DDPM, Euler
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.ode import Euler
 from policies.storage import atomic_write, policy_folder
 from policies.storage.policy_folder import load_policy, save_policy
 
@@ -231,7 +232,6 @@ def test_values_that_cannot_act_are_refused(
 
 
 def _combinations() -> list[tuple[str, str, int | None]]:
-    registry.scan_policies()
     found: list[tuple[str, str, int | None]] = []
     for process, kind in registry.parts("process").items():
         for sampler, choice in registry.parts("sampler").items():

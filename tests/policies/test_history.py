@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policies.execution.history import ChunkActor, History, draw_noise
+from policies.execution.history import ChunkActor
+from policies.runner import History, draw_noise
 
 ROOT = Path(__file__).resolve().parents[2]
 

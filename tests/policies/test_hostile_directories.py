@@ -21,7 +21,7 @@ from small_policies import small_policy
 
 from policies.errors import BurnishError, CheckpointError
 from policies.processes.diffusion import VPDiffusion
-from policies.samplers.loop import DDIM
+from policies.samplers.ddpm import DDIM
 from policies.storage.config_json import describe
 from policies.storage.policy_folder import load_policy, save_policy
 

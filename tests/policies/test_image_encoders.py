@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from policies import registry
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.transformer import TransformerConfig
+from policies.build import build_policy
 from policies.encoders import Encoder, ObservationSizes
 from policies.encoders.images import centre_crop, random_crop, random_shift, windows
 from policies.encoders.resnet import ResNet18, ResNetEncoderConfig, expected_places
@@ -25,12 +26,10 @@ from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.networks.attention import set_attention
 from policies.networks.heads import CriticConfig
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 from policies.storage.policy_folder import load_policy, save_policy
-
-registry.scan_policies()
 
 IMAGES = {"wrist": (40, 44, 3), "front": (40, 44, 3)}
 FEATURES = 6

@@ -39,7 +39,8 @@ from policies.importing.dppo import DppoSource
 from policies.importing.importing import Conversion, import_policy
 from policies.importing.reinflow import ReinflowSource
 from policies.protocols import Cond
-from policies.samplers.loop import DDIM, Euler
+from policies.samplers.ddpm import DDIM
+from policies.samplers.ode import Euler
 from policies.storage.policy_folder import load_policy, read_config, save_policy
 
 

@@ -18,7 +18,7 @@ from policies.policy import Policy
 from policies.processes.deterministic import DeterministicProcess
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
-from policies.samplers.loop import DDIM
+from policies.samplers.ddpm import DDIM
 from policies.storage.policy_folder import load_policy, save_policy
 from policies.wrappers.noise_policy import ADAPTERS, SteeredPolicy, Steering, interpolation
 

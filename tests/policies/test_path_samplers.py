@@ -12,7 +12,8 @@ from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
 from policies.processes import Edm, Process, RectifiedFlow, VPDiffusion
-from policies.samplers.loop import DDIM, denoise
+from policies.samplers.ddpm import DDIM
+from policies.samplers.loop import denoise
 from policies.samplers.ode import Ancestral, DPMpp2M, Euler, Heun, Midpoint, PathRules
 from policies.samplers.step_table import StepTable
 

@@ -6,15 +6,17 @@ from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_po
 
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.switched import SwitchedField
+from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.weight_cache import WeightCache
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.processes.gaussian import GaussianProcess
 from policies.protocols import ChainPolicy, ChunkSpec, Field, MatchingLoss, NoiseDecoder
+from policies.samplers.ddpm import DDIM, DDPM
 from policies.samplers.hooks import Hook
-from policies.samplers.loop import DDIM, DDPM, Euler
+from policies.samplers.ode import Euler
 
 EXPLORE = {"min_std": 0.1, "final_std": None}
 

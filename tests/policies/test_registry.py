@@ -14,7 +14,7 @@ from burnish.commands import doctor
 from burnish.config.schema import scan_parts
 from policies import registry
 from policies.errors import ConfigError
-from policies.samplers.loop import Euler
+from policies.samplers.ode import Euler
 
 
 @pytest.fixture

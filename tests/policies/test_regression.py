@@ -16,9 +16,11 @@ from algos.bc import BcConfig
 from policies.errors import CapabilityError, ConfigError
 from policies.processes import Mip, Regression, VPDiffusion
 from policies.protocols import TE
+from policies.samplers.ddpm import DDIM
 from policies.samplers.direct import Direct
 from policies.samplers.hooks import Guidance, Inpaint
-from policies.samplers.loop import DDIM, Euler, denoise
+from policies.samplers.loop import denoise
+from policies.samplers.ode import Euler
 
 TH, DA = 3, 2
 ALL = [Regression(), Regression(start_noise=True), Mip(), Mip("origin"), Mip("tsd")]

@@ -22,7 +22,8 @@ from policies.export.folder import RUNNER, Surroundings
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.runner import Limits, RateReport, Runner, Track, _typed, check, draw_noise, run_at_rate
-from policies.samplers.loop import DDPM, Euler
+from policies.samplers.ddpm import DDPM
+from policies.samplers.ode import Euler
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")

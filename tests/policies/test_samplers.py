@@ -14,12 +14,16 @@ from diffusers import DDIMScheduler
 from torch import Tensor
 
 from policies.errors import ConfigError
+from policies.networks.distributions import gaussian_log_prob
 from policies.processes import Process, RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 from policies.protocols import Cond
 from policies.registry import from_json, to_json
+from policies.samplers.ddpm import DDIM, DDPM
 from policies.samplers.hooks import Hook
-from policies.samplers.loop import DDIM, DDPM, Euler, StepTable, denoise, gaussian_log_prob, transition
+from policies.samplers.loop import denoise
+from policies.samplers.ode import Euler
+from policies.samplers.step_table import StepTable, transition
 
 B, TH, DA = 5, 4, 3
 COND = Cond(torch.zeros(B, 1))

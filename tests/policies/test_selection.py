@@ -13,8 +13,9 @@ from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.protocols import Cond, Observation
+from policies.samplers.ddpm import DDIM, DDPM
 from policies.samplers.hooks import Guidance, Inpaint
-from policies.samplers.loop import DDIM, DDPM, Euler
+from policies.samplers.ode import Euler
 from policies.wrappers.best_of_n import BestOfN, LowEnergy, Selection
 
 PAIRS = [

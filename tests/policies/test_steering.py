@@ -15,8 +15,9 @@ from policies.errors import CapabilityError, ConfigError
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
 from policies.protocols import ChunkSpec, Cond, Step
-from policies.samplers.loop import DDIM, DDPM, Euler, denoise
-from policies.samplers.ode import Ancestral, Heun
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.loop import denoise
+from policies.samplers.ode import Ancestral, Euler, Heun
 from policies.wrappers.sketch_guidance import (
     STRATEGIES,
     GuideHook,

@@ -18,17 +18,18 @@ from torch import Tensor, nn
 import policies.backbones.unet1d as module
 from policies.backbones import Backbone
 from policies.backbones.unet1d import Unet1dBackbone, Unet1dConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
 from policies.export import onnx_graph
 from policies.export.export import export_onnx
 from policies.networks.embeddings import sinusoid
 from policies.networks.mlp_blocks import ResidualTrunk
 from policies.networks.unet import ConvBlock, ResidualBlock, UnetConfig
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import Cond
 from policies.registry import from_json, to_json
-from policies.samplers.loop import Euler
+from policies.samplers.ode import Euler
 
 CHUNK, COND, STEPS = (6, 3), 5, 4
 

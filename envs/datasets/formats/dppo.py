@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.array_storage import Room, pieces
+from envs.datasets.checks import tell_unread
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.formats.npz import (
     Arrays,
@@ -26,7 +27,6 @@ from envs.datasets.formats.npz import (
     read_npz,
     read_npz_into,
 )
-from envs.datasets.unread import tell_unread
 from policies.errors import DatasetError
 
 _REQUIRED = ("states", "actions", "traj_lengths")

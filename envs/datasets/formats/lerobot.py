@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.array_storage import Room, pieces, room_for
+from envs.datasets.checks import tell_unread
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.formats.lerobot_storage import (
     DONE,
@@ -42,7 +43,6 @@ from envs.datasets.formats.lerobot_storage import (
 from envs.datasets.formats.npz import Arrays, check_flags
 from envs.datasets.formats.videos import InVideos
 from envs.datasets.images import Compressed, Images, camera_of
-from envs.datasets.unread import tell_unread
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
 

@@ -23,8 +23,8 @@ import numpy as np
 from envs.datasets.array_storage import Frames, Room
 from envs.datasets.formats.npz import Arrays
 from envs.datasets.images import BlobColumn
-from envs.make import require
 from policies.errors import BurnishError, DatasetError
+from policies.extras import require
 
 INFO, TASKS, DATA = "meta/info.json", "meta/tasks.parquet", "data/chunk-*/file-*.parquet"
 EPISODES = "meta/episodes/chunk-*/file-*.parquet"

@@ -24,7 +24,9 @@ import numpy as np
 import torch
 
 from envs.datasets.array_storage import Column, Frames, Room, room_for
-from envs.datasets.episodes import Episode, EpisodeDataset
+from envs.datasets.checks import tell_unread
+from envs.datasets.episode import Episode
+from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.formats.minari_storage import (
     BARE,
     MAIN_FILE,
@@ -47,7 +49,6 @@ from envs.datasets.images import (
     Store,
     camera_of,
 )
-from envs.datasets.unread import tell_unread
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
 

@@ -206,7 +206,7 @@ def _pictures_of(item: Any, image: ImageShape | None) -> Pictures | None:
 
 
 def _from_arrow(folder: Path, count: int, form: str, pictures: Shapes) -> Iterator[RawEpisode]:
-    from envs.make import require
+    from policies.extras import require
 
     tables = require("pyarrow.dataset", extra="lerobot")
     for number in range(count):

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.array_storage import MEMORY, Room
+from envs.datasets.checks import tell_unread
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.formats.npz import Arrays, check_flags, check_rows, column, peek_npz, read_npz_into
-from envs.datasets.unread import tell_unread
 from policies.errors import DatasetError
 
 _log = logging.getLogger(__name__)

@@ -55,7 +55,7 @@ def rewards_of_task(task: str, rows: Mapping[str, np.ndarray], source: str) -> t
 
 def _load(task: str, source: str) -> Any:
     """Build OGBench's environment of a task and put it into its first state, where targets are set."""
-    from envs.make import require
+    from policies.extras import require
 
     ogbench = require("ogbench", extra="ogbench")
     import gymnasium

@@ -23,10 +23,10 @@ import h5py
 import numpy as np
 
 from envs.datasets.array_storage import Frames, room_for
+from envs.datasets.checks import tell_unread
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.formats.hdf5 import peek_hdf5, read_hdf5, read_numbers
 from envs.datasets.images import Images, InHdf5, camera_of
-from envs.datasets.unread import tell_unread
 from policies.errors import DatasetError
 
 _LOW_DIM = [f"robot{i}_{part}" for i in (0, 1) for part in ("eef_pos", "eef_quat", "gripper_qpos")] + [

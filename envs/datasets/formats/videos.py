@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from envs.make import require
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
+from policies.extras import require
 
 _ON = 8  # frames that are rather decoded than jumped over
 

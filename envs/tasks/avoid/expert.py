@@ -19,9 +19,9 @@ from scipy.interpolate import PchipInterpolator
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:
-    from envs.datasets.episodes import Episode
-    from envs.engine.vector import StepResult
-    from envs.tasks.avoid.task import AvoidScene
+    from envs.datasets.episode import Episode
+    from envs.spec import StepResult
+    from envs.tasks.avoid.scene import AvoidScene
 
 _NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from envs.tasks.avoid.task import START_SPREAD_M, AvoidScene, load_scene
+from envs.tasks.avoid.scene import START_SPREAD_M, AvoidScene, load_scene
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

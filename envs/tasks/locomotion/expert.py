@@ -1,11 +1,11 @@
 """Trained actors as demonstrators of locomotion: who walks, and how unsteadily.
 
 `expert` and `medium` are policy directories in `assets/actors`, learned from the reward alone by
-`python -m benchmarks.studies.actors`: the best checkpoint of a run, and the one whose return is nearest to a third of
-that. `random` draws uniform actions. `medium-expert` lets the two take turns: episodes of even seeds are the
-medium's, those of odd seeds the expert's, so that consecutive seeds give half of each. `mixed` lets every
-episode draw one of the three and an unsteadiness of its own, which covers states and returns as the replay
-buffer of a learner does.
+`python -m benchmarks.studies.actors`: the best checkpoint of a run, and the one whose return is nearest to a
+third of that. `random` draws uniform actions. `medium-expert` lets the two take turns: episodes of even
+seeds are the medium's, those of odd seeds the expert's, so that consecutive seeds give half of each. `mixed`
+lets every episode draw one of the three and an unsteadiness of its own, which covers states and returns as
+the replay buffer of a learner does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from envs.datasets.episodes import Episode
+from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
 from policies.errors import ConfigError
 

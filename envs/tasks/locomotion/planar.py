@@ -1,4 +1,4 @@
-"""Planar locomotion: gymnasium's Hopper, Walker2d, HalfCheetah and Swimmer, bit for bit (`envs.tasks.locomotion.stepper`).
+"""Planar locomotion: gymnasium's Hopper, Walker2d, HalfCheetah and Swimmer, bit for bit.
 
 Their elder versions differ little: in v4 the step on which a robot falls still earns the reward for being
 upright, and Walker2d's feet have other friction.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.datasets.episodes import Episode
+from envs.datasets.episode import Episode
 from envs.datasets.scores import reference
 from envs.engine.pixels import PICTURE_OPTIONS, Pictured
 from envs.engine.vector import ChunkVector
@@ -40,7 +40,7 @@ class GymnasiumRobot(Pictured):
         return vector
 
     def render_frames(self: Any, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        """Photograph an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
         from envs.engine.rendering import replay_frames
 
         return replay_frames(self.make_vector(1), seed, actions, camera="track", **options)

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from envs.datasets.scores import reference
-from envs.engine.vector import StepResult
-from envs.spec import EnvSpec
+from envs.spec import EnvSpec, StepResult
 from envs.tasks.mazes.expert import FORCES, MazeDemonstrator, demonstrate_maze, pd_force, places
 from envs.tasks.mazes.layouts import Cell, Layout, layout, load_model
 from envs.tasks.mazes.stepper import ANT_NAMES, MazeRows, MazeTask, ant_torques
@@ -32,7 +31,7 @@ from policies.errors import ConfigError
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from envs.datasets.episodes import Episode
+    from envs.datasets.episode import Episode
 
 Array = np.ndarray
 

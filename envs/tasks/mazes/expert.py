@@ -21,8 +21,8 @@ import numpy as np
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:
-    from envs.datasets.episodes import Episode
-    from envs.engine.vector import StepResult
+    from envs.datasets.episode import Episode
+    from envs.spec import StepResult
     from envs.tasks.mazes.layouts import Cell, Layout
 
 Array = np.ndarray

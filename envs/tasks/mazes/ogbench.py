@@ -5,8 +5,8 @@ shall lead. `goal=fixed` is OGBench's single task `<agent>maze-<maze>-singletask
 part of the task and not of the observation; datasets of these mazes fit it. With `appended` and `separate`
 the goal differs from episode to episode and is told, as its place (OGBench's `use_oracle_rep`).
 
-The names begin with `og-`, for other mazes have the plain ones (`envs.tasks.mazes.d4rl`): gymnasium-robotics' agents have
-other bodies, rates and starts.
+The names begin with `og-`, for other mazes have the plain ones (`envs.tasks.mazes.d4rl`):
+gymnasium-robotics' agents have other bodies, rates and starts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from policies.errors import ConfigError
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from envs.datasets.episodes import Episode
+    from envs.datasets.episode import Episode
 
 GOALS = ("fixed", "appended", "separate")
 _MOVE_M = 0.2  # by which an action of 1 moves a point

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.engine.vector import StepResult
+from envs.spec import StepResult
 from envs.tasks.mazes.layouts import Layout
 from envs.tasks.mazes.stepper import MazeRows
 

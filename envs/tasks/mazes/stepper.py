@@ -15,8 +15,8 @@ import numpy as np
 
 from envs.engine.physics import get_physics, recorded_physics, set_physics
 from envs.engine.pixels import Pictured
-from envs.engine.vector import ChunkVector, StepResult
-from envs.spec import EnvSpec
+from envs.engine.vector import ChunkVector
+from envs.spec import EnvSpec, StepResult
 from envs.tasks.mazes.layouts import Layout
 from policies.errors import ConfigError
 

@@ -12,9 +12,9 @@ from typing import Protocol
 
 import numpy as np
 
-from envs.datasets.episodes import Episode
-from envs.engine.vector import StepResult
+from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
+from envs.spec import StepResult
 from policies.errors import ConfigError
 
 Array = np.ndarray

@@ -23,14 +23,14 @@ import numpy as np
 
 from envs.engine.physics import get_physics, recorded_physics, set_physics
 from envs.engine.pixels import Pictured
-from envs.engine.vector import ChunkVector, StepResult
-from envs.spec import EnvSpec
+from envs.engine.vector import ChunkVector
+from envs.spec import EnvSpec, StepResult
 from envs.tasks.metaworld.expert import ScriptedDemonstrator, demonstrate
 from policies.errors import ConfigError
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from envs.datasets.episodes import Episode
+    from envs.datasets.episode import Episode
 
 Array = np.ndarray
 
@@ -280,7 +280,7 @@ class Metaworld(Pictured):
         )
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        """Photograph an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
         from envs.engine.rendering import replay_frames
 
         frames = replay_frames(self.make_vector(1), seed, actions, camera="corner2", **options)

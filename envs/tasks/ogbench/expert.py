@@ -17,13 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from envs.datasets.episodes import Episode
+from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
-from envs.tasks.ogbench.plans import Subtask, next_subtask
+from envs.tasks.ogbench.plans import Array, Subtask, next_subtask, recorded
 from envs.tasks.ogbench.stepper import OgbenchStepper
 from policies.errors import ConfigError
-
-Array = np.ndarray
 
 MODES = ("task", "play", "noisy")
 _NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
@@ -86,13 +84,6 @@ def demonstrate(world: str, task: int, seed: int, options: OracleDemonstrator, *
         action = np.clip(wanted + options.noise * rng.standard_normal(len(wanted)), -1, 1)
         recorded(stepper, record, action)
     return record.episode(truncated=len(record) >= max_steps, success=record.ended)
-
-
-def recorded(stepper: OgbenchStepper, record: Recording, action: Array) -> None:
-    """Execute an action, which lies in the box; physics and buttons before it are kept."""
-    buttons = stepper.button_states(0)
-    extras = {} if buttons is None else {"button_states": buttons}
-    record.step(action, states=stepper.physics_state(0), **extras)
 
 
 class _Worker:

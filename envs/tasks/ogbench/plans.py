@@ -17,6 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from envs.rollouts.recording import Recording
+from envs.tasks.ogbench.stepper import OgbenchStepper
+
 Array = np.ndarray
 
 _PLACED = 0.035  # a cube counts as placed within this [m]; OGBench asks for 0.04
@@ -199,3 +202,13 @@ def _slide(env: Any, kind: str, at: float, wanted: float) -> Subtask | None:
         return None
     lock = ("drawer", "window").index(kind)
     return _press(env, lock) if env._cur_button_states[lock] == 0 else Subtask(kind, 0, wanted)
+
+
+Array = np.ndarray
+
+
+def recorded(stepper: OgbenchStepper, record: Recording, action: Array) -> None:
+    """Execute an action, which lies in the box; physics and buttons before it are kept."""
+    buttons = stepper.button_states(0)
+    extras = {} if buttons is None else {"button_states": buttons}
+    record.step(action, states=stepper.physics_state(0), **extras)

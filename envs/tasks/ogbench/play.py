@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from envs.datasets.episodes import Episode
+from envs.datasets.episode import Episode
 from envs.engine.seeding import seeded_globally
 from envs.rollouts.recording import Recording
-from envs.tasks.ogbench.expert import recorded
+from envs.tasks.ogbench.plans import recorded
 from envs.tasks.ogbench.stepper import OgbenchStepper
 
 Array = np.ndarray

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from envs.engine.physics import get_physics, recorded_physics, set_physics
-from envs.engine.vector import StepResult
+from envs.spec import StepResult
 from policies.errors import ConfigError
 
 Array = np.ndarray

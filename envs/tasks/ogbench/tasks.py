@@ -1,8 +1,8 @@
 """OGBench's manipulation tasks: a UR5e arm with a gripper moves cubes, presses buttons, opens and closes.
 
-Each is a world of `envs.tasks.ogbench.stepper` with five tasks, `<world>-play-singletask-task<k>-v0` in OGBench's names:
-where things are in the beginning and where they are wanted. The target is part of the task, not of the
-observation, which describes the arm and everything that moves.
+Each is a world of `envs.tasks.ogbench.stepper` with five tasks, `<world>-play-singletask-task<k>-v0` in
+OGBench's names: where things are in the beginning and where they are wanted. The target is part of the task,
+not of the observation, which describes the arm and everything that moves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from policies.errors import ConfigError
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from envs.datasets.episodes import Episode
+    from envs.datasets.episode import Episode
 
 Array = np.ndarray
 
@@ -127,7 +127,7 @@ class _World(Pictured):
         return demonstrate(self.name, self.task, seed, self.demonstrator, max_steps=limit)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        """Photograph an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
         from envs.engine.rendering import replay_frames
 
         return replay_frames(self.make_vector(1), seed, actions, camera="front", **options)

@@ -1,7 +1,8 @@
 """OGBench's environment as one for many rows, seeded to the last draw, without work that nobody sees.
 
-`envs.tasks.ogbench.stepper` lets one such world work on the rows in turn: what a row keeps besides its physics is handed
-over by `remember` and `recall`. This module imports MuJoCo and is imported when a world is built.
+`envs.tasks.ogbench.stepper` lets one such world work on the rows in turn: what a row keeps besides its
+physics is handed over by `remember` and `recall`. This module imports MuJoCo and is imported when a world is
+built.
 """
 
 from __future__ import annotations

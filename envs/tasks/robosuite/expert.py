@@ -15,9 +15,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from envs.datasets.episodes import Episode
-from envs.engine.vector import StepResult
+from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
+from envs.spec import StepResult
 from envs.tasks.robosuite.expert_arm import CLOSED, OPEN, Sight, Target, heading
 from policies.errors import ConfigError
 

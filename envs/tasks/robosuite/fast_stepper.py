@@ -1,9 +1,9 @@
 """robosuite's tasks without robosuite between the physics steps.
 
 The compiled model, the reset and the rules are robosuite's; what runs 25 times per control step is MuJoCo and
-one compiled function, `envs/tasks/robosuite/osc_controller.py:drive`. robosuite computes the state of every physics step
-three times (twice for its controllers); here that is done once, by stepping in two halves with the control
-law in between. The physics is the same to rounding of the torques.
+one compiled function, `envs/tasks/robosuite/osc_controller.py:drive`. robosuite computes the state of every
+physics step three times (twice for its controllers); here that is done once, by stepping in two halves with
+the control law in between. The physics is the same to rounding of the torques.
 
 One scene per process is compiled and shared, so an environment more costs a few hundred kilobytes. A reset
 lets robosuite start the episode and copies the state.
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from envs.engine.physics import get_physics, set_physics
-from envs.engine.vector import StepResult
+from envs.spec import StepResult
 from envs.tasks.robosuite.observations import judge, reader
 from envs.tasks.robosuite.osc_controller import FINGER_RATE, compiled
 from envs.tasks.robosuite.reference_stepper import begin, hide_collisions, make_robosuite

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from envs.engine.seeding import seeded_globally
-from envs.engine.vector import StepResult
+from envs.spec import StepResult
 from policies.errors import CapabilityError, ConfigError
 
 Array = np.ndarray

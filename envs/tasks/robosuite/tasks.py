@@ -9,7 +9,8 @@ The observation is robomimic's: hand position, hand quaternion and finger positi
 `object_layout` must name the kind of file a policy was cloned from.
 
 robosuite compiles the models, begins the episodes and makes the rules; what steps is `env.engine`:
-`envs/tasks/robosuite/fast_stepper.py:FastStepper` or robosuite itself, `envs/tasks/robosuite/reference_stepper.py:RobosuiteStepper`.
+`envs/tasks/robosuite/fast_stepper.py:FastStepper` or robosuite itself,
+`envs/tasks/robosuite/reference_stepper.py:RobosuiteStepper`.
 
 Differences from robomimic's rollouts on robosuite 1.4.1, which DPPO (arXiv 2409.00588) used:
 
@@ -41,7 +42,7 @@ from policies.errors import ConfigError
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from envs.datasets.episodes import Episode
+    from envs.datasets.episode import Episode
 
 Array = np.ndarray
 
@@ -140,7 +141,7 @@ class _Robosuite(Pictured):
         return engine(self.task, self.num_arms, self.keys, num_envs)
 
     def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        """Photograph an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
         from envs.engine.rendering import replay_frames
 
         vector = self.make_vector(1)

@@ -64,7 +64,7 @@ class CorrectionLearner:
     def set_gate(self) -> None:
         """Leave alone what is less strange than `gate_quantile` of the data."""
         policy, probes = self._policy, self._probes
-        found = policy.strangeness(policy.standardized(probes.cond), probes.action)
+        found = policy.out_of_distribution_score(policy.standardized(probes.cond), probes.action)
         quantile = policy.wrapper.gate_quantile
         policy.gate.copy_(found.quantile(quantile) if quantile else found.new_tensor(-1.0))
 

@@ -107,9 +107,9 @@ class DppoConfig(PpoConfig):
             self,
             setup,
             ratio=ratio,
-            trained=policy.scored_net,
-            near=None if frozen is None else CloningTerm(self.exploring(frozen, explore), ratio),
-            shipped=lambda: policy.with_sampler(evaluate).clone(),
+            trainable=policy.scored_net,
+            bc_term=None if frozen is None else CloningTerm(self.exploring(frozen, explore), ratio),
+            export_policy=lambda: policy.with_sampler(evaluate).clone(),
         )
 
     def exploring(self, policy: DenoisingPolicy, sampler: DDPM | DDIM) -> DenoisingPolicy:

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from algos.cloning.batches import Source
+from algos.cloning.batches import WindowSampler
 from envs.datasets.episodes import EpisodeDataset
 from envs.evaluation.comparison import Comparison, compare
 from envs.evaluation.evaluate import Evaluation
@@ -270,7 +270,9 @@ def error_products(
 
     Averages are over recorded actions. The same noise is used at all levels. Errors are in the lead's units.
     """
-    source = Source(dataset, policy.chunk, pad_end=True, goal_dim=policy.goal_dim, cameras=policy.images)
+    source = WindowSampler(
+        dataset, policy.chunk, pad_end=True, goal_dim=policy.goal_dim, cameras=policy.images
+    )
     index = torch.linspace(0, source.num - 1, min(settings.windows, source.num), dtype=torch.float64).round()
     data = source.gather(index.long())
     generator = seeded_generator(settings.seed, "estimate", device=policy.device)

@@ -125,10 +125,10 @@ class PrdcConfig(ConstrainedTd3Config):
         self.require("search", self.search in SEARCHES, f"one of {', '.join(SEARCHES)}")
         self.require("list_length", self.list_length >= 2, "at least 2")
 
-    def lasting(self) -> dict[str, Any]:
+    def resume_invariants(self) -> dict[str, Any]:
         """Return also what decides which row is near; see `OfflineConfig.lasting`."""
         nearness = {"algo.beta": self.beta, "algo.neighbor_rank": self.neighbor_rank}
-        return super().lasting() | nearness
+        return super().resume_invariants() | nearness
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> NearestRow:
         """Return the distance from the nearest row, the same object for all seeds of a table."""

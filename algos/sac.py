@@ -24,7 +24,7 @@ from algos.base import Setup, require_states_only
 from algos.offline.loop import THREADS
 from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.loop import OffPolicyRun, offline_table
-from algos.offpolicy.sac_update import SoftLearner
+from algos.offpolicy.sac_update import SacUpdate
 from algos.onpolicy.loop import check_setup
 from algos.onpolicy.running_normalizer import fresh_policy
 from envs.fit import require_fit
@@ -74,7 +74,7 @@ class SacConfig(OffPolicyConfig):
                 critic = self.critic_config().build(policy.encoder.cond_dim, actor.latent_dim)
             critic = critic.to(policy.device, policy.dtype)
             rules = self.rules(actor.latent_dim, actor.highest_entropy)
-            learner = SoftLearner(actor, critic, rules, of_chunks=True)
+            learner = SacUpdate(actor, critic, rules, of_chunks=True)
             return OffPolicyRun(self, setup, learner, offline_table(self, setup, policy))
 
     def _fresh(self, setup: Setup, algo: str) -> Policy:

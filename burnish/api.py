@@ -21,7 +21,7 @@ from burnish.config.overrides import quoted, with_home
 from burnish.config.schema import compose_config
 from burnish.console import log_lines
 from burnish.runs.composition import CompositionResult, compose_and_compare
-from burnish.runs.context import Job, goes_on_in_place
+from burnish.runs.context import RunContext, goes_on_in_place
 from burnish.runs.locate import locate, place_now
 from policies import registry
 from policies.errors import ConfigError
@@ -149,7 +149,7 @@ def train_seeds(
 
 def _composed(
     overrides: tuple[str, ...], directory: str | Path | None, values: dict[str, Any]
-) -> tuple[Any, Job]:
+) -> tuple[Any, RunContext]:
     """Return the configuration of a training, and where it is written."""
     if wrong := [text for text in overrides if not isinstance(text, str)]:
         raise ConfigError(
@@ -162,7 +162,7 @@ def _composed(
         raise goes_on_in_place(config.resume, f"directory={directory}")
     place = directory or config.resume or place_now(config.name or registry.name_of("algo", config.algo))
     is_proposed = directory is None and config.resume is None
-    return config, Job(Path(place).expanduser(), tuple(written), is_proposed)
+    return config, RunContext(Path(place).expanduser(), tuple(written), is_proposed)
 
 
 def clone(dataset: str | Path, *overrides: str, **values: Any) -> Run:

@@ -221,7 +221,7 @@ class GoalStepper(Protocol):
         ...
 
 
-class FrameHistory(Protocol):
+class ImageHistory(Protocol):
     """The images of the last To steps of every environment."""
 
     def begin(self, row: int) -> None:

@@ -23,7 +23,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.networks.energy import BoundEnergy, EnergyField
 from policies.one_step import require_own_sampler
 from policies.policy import Policy, PolicyConfig, reduce_elements
-from policies.processes.base import misfit
+from policies.processes.base import incompatible
 from policies.processes.ebt import EnergyDescent, where_on
 from policies.protocols import TE, Cond, Reduction, SampleHook
 from policies.registry import register
@@ -53,7 +53,7 @@ class Descent:
         Raises:
             ConfigError: Always; a descent asks for no noise levels.
         """
-        raise misfit(self, process, needs="ebt")
+        raise incompatible(self, process, needs="ebt")
 
 
 class Descended(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.mlp_blocks import TrunkConfig
 from policies.policy import Policy, PolicyConfig
-from policies.processes.base import misfit
+from policies.processes.base import incompatible
 from policies.protocols import TE, Cond, SampleHook
 from policies.registry import lookup, name_of
 
@@ -28,7 +28,7 @@ class OneStepSampler:
         Raises:
             ConfigError: Always; a policy of one step asks for no table.
         """
-        raise misfit(self, process, needs=self.belongs_to)
+        raise incompatible(self, process, needs=self.belongs_to)
 
 
 class OneStepPolicy(Policy):

@@ -1,4 +1,4 @@
-"""Demonstrations as an algorithm wants them: batches of (observation mapping, chunk, mask), shuffled."""
+"""CloningBatch as an algorithm wants them: batches of (observation mapping, chunk, mask), shuffled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from policies.protocols import ChunkSpec, Observation
 
 
 @dataclass(frozen=True)
-class Demonstrations:
+class CloningBatch:
     """A batch of windows, physical units.
 
     Shapes:
@@ -32,7 +32,7 @@ class Demonstrations:
     mask: Tensor
 
 
-class Source:
+class WindowSampler:
     """The windows of a dataset, with the goal and the images of each where the policy wants some.
 
     Args:
@@ -56,7 +56,7 @@ class Source:
         cameras: Iterable[str] = (),
     ) -> None:
         self._windows = Windows(dataset, chunk, pad_end=pad_end, cameras=tuple(cameras))
-        goals = dataset.room.take(dataset.extras["goal"], self._windows.frames) if goal_dim else None
+        goals = dataset.storage.take(dataset.extras["goal"], self._windows.frames) if goal_dim else None
         self._goal = goals
 
     @property
@@ -74,13 +74,13 @@ class Source:
         """Where the windows live."""
         return self._windows.device
 
-    def gather(self, index: Tensor) -> Demonstrations:
+    def gather(self, index: Tensor) -> CloningBatch:
         """Return the windows `index` (B,)."""
         batch = self._windows.gather(index)
         obs = {"state": batch.obs, **batch.images}
         if self._goal is not None:
             obs["goal"] = self._goal.index_select(0, index).float()
-        return Demonstrations(obs, batch.action, batch.mask)
+        return CloningBatch(obs, batch.action, batch.mask)
 
 
 class Shuffle:

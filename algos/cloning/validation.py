@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from algos.base import Metrics
-from algos.cloning.batches import Source
+from algos.cloning.batches import WindowSampler
 from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.protocols import MatchingLoss
@@ -29,7 +29,7 @@ class Validation:
         seed: Decides the noise.
     """
 
-    def __init__(self, source: Source, *, num_windows: int, num_samples: int, seed: int) -> None:
+    def __init__(self, source: WindowSampler, *, num_windows: int, num_samples: int, seed: int) -> None:
         count = min(num_windows, source.num)
         index = torch.linspace(0, source.num - 1, count, dtype=torch.float64).round().long()
         self._data = source.gather(index.to(source.device))

@@ -33,7 +33,7 @@ M = TypeVar("M", bound=nn.Module)
 ONE_BY_ONE = "Train the seeds one by one: --multirun seed=0,1,2."
 
 
-def tied(parts: Sequence[Tensor]) -> nn.Parameter:
+def stack_parameters(parts: Sequence[Tensor]) -> nn.Parameter:
     """Return parameters (...) as one (S, ...), of which they are views from now on."""
     whole = nn.Parameter(torch.stack([part.detach() for part in parts]), parts[0].requires_grad)
     for part, view in zip(parts, whole.detach().unbind(0), strict=True):
@@ -46,8 +46,8 @@ class StackedLinear(nn.Module):
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
-        self.weight = tied([layer.weight for layer in layers])
-        self.bias = tied([layer.bias for layer in layers])
+        self.weight = stack_parameters([layer.weight for layer in layers])
+        self.bias = stack_parameters([layer.bias for layer in layers])
 
     def forward(self, x: Tensor) -> Tensor:
         """Return every layer's output for its own inputs."""
@@ -73,7 +73,7 @@ def stacked(modules: Sequence[M]) -> M:
             whole.set_submodule(name, StackedLinear(alike))  # type: ignore[arg-type]
             continue
         for own in dict(part.named_parameters(recurse=False)):
-            setattr(part, own, tied([each.get_parameter(own) for each in alike]))
+            setattr(part, own, stack_parameters([each.get_parameter(own) for each in alike]))
     return whole
 
 
@@ -94,7 +94,7 @@ class StackedEnsemble(Ensemble):
         self.config, self.activate, self.activate_ = first.config, first.activate, first.activate_
         for name in ("weight", "bias", "scale", "shift"):
             layers = zip(*(getattr(one, name) for one in ensembles), strict=True)
-            setattr(self, name, nn.ParameterList(tied(layer) for layer in layers))
+            setattr(self, name, nn.ParameterList(stack_parameters(layer) for layer in layers))
 
     def forward(
         self, cond: Tensor, action: Tensor, *, members: int | None = None, frozen: bool = False

@@ -107,7 +107,7 @@ class OfflineConfig(Checked):
             _log.info("%s: returns span %.6g; rewards are multiplied by %.6g", dataset.source, span, scale)
         return Rewarding(self.gamma, scale, self.reward_shift)
 
-    def lasting(self) -> dict[str, Any]:
+    def resume_invariants(self) -> dict[str, Any]:
         """Return what values and the constraint mean, by key: it must stay when a run is continued."""
         names = ("gamma", "reward_scale", "reward_shift", "return_range")
         return {f"algo.{name}": getattr(self, name) for name in names}
@@ -150,7 +150,14 @@ class OfflineConfig(Checked):
                 ema = Ema(policy, DelayedDecay(self.ema_decay, every=1)) if self.ema_decay else None
                 runs.append(
                     OfflineRun(
-                        self, own, learner, table, dataset, probes=probes, ema=ema, lasting=self.lasting()
+                        self,
+                        own,
+                        learner,
+                        table,
+                        dataset,
+                        probes=probes,
+                        ema=ema,
+                        resume_invariants=self.resume_invariants(),
                     )
                 )
             return runs

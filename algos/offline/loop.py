@@ -18,7 +18,7 @@ from algos.base import Metrics, Setup
 from algos.offline.overestimation import Probes
 from algos.optim import Ema
 from algos.training.metrics import Means
-from algos.training.resume_checks import origin_of, require_unchanged
+from algos.training.resume_checks import init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Batch, TransitionTable
 from envs.datasets.episodes import EpisodeDataset
@@ -83,7 +83,7 @@ class TrainsSeeds(Protocol):
         """Return one algorithm for each seed; they share the transitions."""
         ...
 
-    def together(self, runs: Sequence[OfflineRun]) -> SeedsTogether:
+    def together(self, runs: Sequence[OfflineRun]) -> SeedBatch:
         """Return what takes the steps of runs of several seeds, made by `build_seeds`, at once."""
         ...
 
@@ -116,7 +116,7 @@ class OfflineRun:
         *,
         probes: Probes | None = None,
         ema: Ema | None = None,
-        lasting: Mapping[str, Any] | None = None,
+        resume_invariants: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.learner, self.table, self._probes = config, learner, table, probes
         self._ema = ema
@@ -125,13 +125,13 @@ class OfflineRun:
         self._noise = seeded_generator(setup.seed, "learner noise", device=setup.device)
         self._lasting = {
             "seed": setup.seed,
-            **origin_of(setup.init, learner.policy),
+            **init_facts(setup.init, learner.policy),
             "dataset": dataset.digest(),
             **({"total": config.steps} if config.fixed_length else {}),
-            **(lasting or {}),
+            **(resume_invariants or {}),
         }
         self._done = 0
-        self.is_led = False  # steps are taken by `SeedsTogether`, for good
+        self.is_led = False  # steps are taken by `SeedBatch`, for good
 
     @property
     def progress(self) -> int:
@@ -152,7 +152,7 @@ class OfflineRun:
         """Take a block of gradient steps and report the means of what was measured.
 
         Raises:
-            CapabilityError: If it is trained together with others; see `SeedsTogether`.
+            CapabilityError: If it is trained together with others; see `SeedBatch`.
         """
         self._require_alone()
         count = min(self.config.block_steps, self.total - self._done)
@@ -210,7 +210,7 @@ class OfflineRun:
         Raises:
             CheckpointError: If length, data, seed, the policy to start from or what is made of rewards are
                 not those of the run.
-            CapabilityError: If it is trained together with others; see `SeedsTogether`.
+            CapabilityError: If it is trained together with others; see `SeedBatch`.
         """
         self._require_alone()
         require_unchanged(state, self._lasting)
@@ -232,7 +232,7 @@ class OfflineRun:
         """Nothing to release."""
 
 
-class SeedsTogether:
+class SeedBatch:
     """Runs of several seeds whose steps are taken by one learner.
 
     Every run draws what it would draw alone and stays what is saved, evaluated and shipped, but advances and

@@ -25,7 +25,7 @@ NODES = 60
 Found = tuple[Tensor, Tensor]
 
 
-class Listing:
+class NeighborLists:
     """Finds the nearest states.
 
     Args:

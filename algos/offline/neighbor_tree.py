@@ -28,7 +28,7 @@ _FRONTIER = 2**18  # pairs of a query and a box, at most, at once; one query may
 _FEWER = 8  # parts into which queries with more of them are divided
 
 
-class BoxTree:
+class NeighborTree:
     """Exact nearest neighbours among rows, given one that is near already for each query.
 
     Of rows that are equally near one is found, always the same. Memory is about 1.3 times that of the rows.

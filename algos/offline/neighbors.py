@@ -25,8 +25,8 @@ import torch
 from scipy.spatial import KDTree
 from torch import Tensor
 
-from algos.offline.neighbor_lists import NODES, Listing
-from algos.offline.neighbor_tree import BoxTree
+from algos.offline.neighbor_lists import NODES, NeighborLists
+from algos.offline.neighbor_tree import NeighborTree
 
 _TILE = 65_536  # rows that brute force compares at once
 _PREFIX = 8  # listed rows that are looked at first; where actors are near the data these certify mostly
@@ -144,8 +144,8 @@ class ListSearch:
         self.name = "lists" if exact else "approximate"
         self._beta, self._length = beta, min(length, m)
         self._action = action
-        self.listing = Listing(state, self._length)
-        self._boxes = BoxTree(_scaled(state, action, beta), action.shape[1]) if exact else None
+        self.listing = NeighborLists(state, self._length)
+        self._boxes = NeighborTree(_scaled(state, action, beta), action.shape[1]) if exact else None
         self._near = torch.zeros(m, self._length, dtype=torch.int32)
         self._square = torch.zeros(m, self._length)  # beta^2 r^2
         self._listed = torch.zeros(m, dtype=torch.bool)

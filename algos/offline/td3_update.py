@@ -37,7 +37,7 @@ from algos.base import AT_BOUND, Draws, Quantities, Setup
 from algos.offline.actor import Actor
 from algos.offline.batched_seeds import ONE_BY_ONE, StackedActor, StackedEnsemble, joined
 from algos.offline.config import OfflineConfig, warn_of_reach
-from algos.offline.loop import OfflineRun, SeedsTogether, precision
+from algos.offline.loop import OfflineRun, SeedBatch, precision
 from algos.optim import descend, restore_optimizer
 from algos.transitions import Batch, TransitionTable
 from policies.errors import CapabilityError
@@ -310,9 +310,9 @@ class ConstrainedTd3Config(OfflineConfig):
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> Regulariser:
         """Return the constraint."""
 
-    def together(self, runs: Sequence[OfflineRun]) -> SeedsTogether:
+    def together(self, runs: Sequence[OfflineRun]) -> SeedBatch:
         """Return what takes the steps of runs of several seeds, made by `build_seeds`, at once."""
-        return SeedsTogether(runs, Td3Learner.together)
+        return SeedBatch(runs, Td3Learner.together)
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Td3Learner:
         """Return the learner; see `OfflineConfig.learner`."""

@@ -115,7 +115,7 @@ class OffPolicyConfig(Checked):
         """Return what is made of rewards."""
         return Discounting(self.gamma, self.reward_scale, self.reward_shift, self.paper_compat)
 
-    def lasting(self) -> dict[str, Any]:
+    def resume_invariants(self) -> dict[str, Any]:
         """Return what values mean, by key: it must stay when a run is continued."""
         names = ("gamma", "reward_scale", "reward_shift", "value_offset", "paper_compat")
         values = {f"algo.{name}": getattr(self, name) for name in names}

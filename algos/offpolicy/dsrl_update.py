@@ -26,7 +26,7 @@ from torch import Tensor
 
 from algos.base import Draws, Quantities
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
-from algos.offpolicy.sac_update import SoftLearner, SoftRules, half_squared_error
+from algos.offpolicy.sac_update import SacUpdate, SoftRules, half_squared_error
 from algos.optim import descend, restore_optimizer
 from policies.networks.critics import Ensemble
 from policies.networks.distributions import (
@@ -107,7 +107,7 @@ class SteeredActor:
         return self.policy.chunk_of(cond, latent)[:, self.policy.chunk.executed].flatten(1)
 
 
-class NoiseAliasedLearner(SoftLearner):
+class NoiseAliasedUpdate(SacUpdate):
     """Values of chunks, distilled into values of latents, which the actor climbs.
 
     Args:

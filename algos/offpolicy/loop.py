@@ -21,7 +21,7 @@ from algos.offpolicy.replay_buffer import ChunkBatch, Mixture, Replay
 from algos.offpolicy.sac_update import LatentActor
 from algos.optim import DelayedDecay, Ema
 from algos.training.metrics import Means
-from algos.training.resume_checks import origin_of, require_unchanged
+from algos.training.resume_checks import init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
 from envs.datasets.episodes import EpisodeDataset
@@ -149,7 +149,7 @@ class OffPolicyRun:
         setup: Setup,
         learner: Learner,
         offline: TransitionTable | None = None,
-        lasting: Mapping[str, Any] | None = None,
+        resume_invariants: Mapping[str, Any] | None = None,
         look: Callable[[Tensor, torch.Generator], Quantities] | None = None,
     ) -> None:
         assert setup.env is not None
@@ -186,10 +186,10 @@ class OffPolicyRun:
         self._num_threads = setup.threads(THREADS)
         self._lasting = {
             "seed": setup.seed,
-            **origin_of(setup.init, policy),
-            **config.lasting(),
+            **init_facts(setup.init, policy),
+            **config.resume_invariants(),
             "dataset": None if offline is None or setup.dataset is None else setup.dataset.digest(),
-            **(lasting or {}),
+            **(resume_invariants or {}),
         }
         self.progress, self._steps, self._owed = 0, 0, 0.0
         self._trained = nn.ParameterList(learner.actor.parameters())

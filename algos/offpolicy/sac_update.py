@@ -127,7 +127,7 @@ class Temperature:
             restore_optimizer(self.optimizer, state["optimizer"])
 
 
-class SoftLearner:
+class SacUpdate:
     """Actor, critics, temperature and their optimisers; takes one step on one batch.
 
     Args:

@@ -53,7 +53,7 @@ def evaluate_rows(critic: Critic, cond: Cond) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Appraisal:
+class AdvantageEstimator:
     """How rewards become advantages (names as in the configuration)."""
 
     gamma: float

@@ -15,7 +15,7 @@ from algos.onpolicy.config import OnPolicyConfig
 from algos.onpolicy.loop import OnPolicy, check_setup
 from algos.onpolicy.ratios import FlowRatio
 from algos.onpolicy.reinflow_ratio import PathTerm
-from algos.onpolicy.running_normalizer import RunningMoments
+from algos.onpolicy.running_normalizer import RunningMeanStd
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
@@ -74,10 +74,10 @@ class RectifiedConfig(OnPolicyConfig):
             self,
             setup,
             ratio=ratio,
-            trained=ratio.trained,
-            near=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
-            shipped=lambda: policy.with_sampler(evaluate).clone(),
-            moments=RunningMoments(policy.obs_dim) if adapts else None,
+            trainable=ratio.trainable,
+            bc_term=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
+            export_policy=lambda: policy.with_sampler(evaluate).clone(),
+            moments=RunningMeanStd(policy.obs_dim) if adapts else None,
         )
 
 

@@ -120,7 +120,7 @@ def time_of(uniform: Tensor, power: float) -> Tensor:
     return 1 - (_MARGIN + (1 - 2 * _MARGIN) * (1 - (1 - uniform) ** (1 / power)))
 
 
-class MatchingRatio(FlowRatio):
+class FpoRatio(FlowRatio):
     """Acts by the sampler of a policy and compares matching losses; see the top of the file.
 
     Args:
@@ -243,7 +243,7 @@ class MatchingRatio(FlowRatio):
         return Comparison(difference, torch.maximum(cut, _changed(new, limited)), difference.detach())
 
 
-class AdvantageWeighted(MatchingRatio):
+class AwmRatio(FpoRatio):
     """Matching losses weighted by advantages: ratios are 1, and only their gradients differ.
 
     The recorded losses only tell how far the loss fell, so several passes over the same data have nothing
@@ -254,7 +254,7 @@ class AdvantageWeighted(MatchingRatio):
         matching: How an action is judged.
         weight: Of the noise amplitude s of a draw: `one`, `noise` (s), `noise_squared` (s^2), or `huber`:
             s ((loss + 1e-10)^p - 1e-10^p) / p with p = 1/4 replaces the loss.
-        **options: As for `MatchingRatio`.
+        **options: As for `FpoRatio`.
 
     Source: AWM, arXiv 2509.25050.
     """
@@ -276,7 +276,7 @@ class AdvantageWeighted(MatchingRatio):
         return None
 
     def compare(self, old: Tensor, new: Tensor, advantage: Tensor | None, t: Tensor) -> Comparison:
-        """Return zero with the gradient of the weighted loss as log ratio; see `MatchingRatio`."""
+        """Return zero with the gradient of the weighted loss as log ratio; see `FpoRatio`."""
         limited = self.matching.bounded(new, advantage)
         weighted = self.matching.scale * self.weighted(limited, t)
         fell = self.matching.scale * (old - new.detach())

@@ -10,13 +10,13 @@ from typing import Any, Self
 from torch import nn
 
 from algos.base import Metrics, Setup, require_states_only
-from algos.onpolicy.advantages import Appraisal, Experience
+from algos.onpolicy.advantages import AdvantageEstimator, Experience
 from algos.onpolicy.config import OnPolicyConfig
 from algos.onpolicy.functional import RewardScaler, explained_variance
-from algos.onpolicy.ppo_update import GeneratorDraws, PpoLearner
-from algos.onpolicy.ratios import NearTerm, RatioEstimator
-from algos.onpolicy.running_normalizer import RunningMoments
-from algos.training.resume_checks import origin_of, require_unchanged
+from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
+from algos.onpolicy.ratios import BcTerm, RatioEstimator
+from algos.onpolicy.running_normalizer import RunningMeanStd
+from algos.training.resume_checks import init_facts, require_unchanged
 from envs.fit import require_fit
 from envs.rollouts.rollout import Rollout, RolloutPool
 from envs.spec import EnvConfig
@@ -84,7 +84,7 @@ class OnPolicy:
         learner: Updates actor and critic.
         pool: Where experience comes from.
         draws: Source of the permutations and the noise of updates.
-        shipped: Returns an independent copy of the policy with its evaluation sampler.
+        export_policy: Returns an independent copy of the policy with its evaluation sampler.
         origin: Facts of the policy that the run started from, compared on resuming; None: not compared.
         moments: Of the observations met, for a policy whose normaliser is fitted on the way; None: it stays.
     """
@@ -96,18 +96,18 @@ class OnPolicy:
         config: OnPolicyConfig,
         *,
         ratio: RatioEstimator,
-        learner: PpoLearner,
+        learner: PpoUpdate,
         pool: RolloutPool,
         draws: GeneratorDraws,
-        shipped: Callable[[], Policy],
+        export_policy: Callable[[], Policy],
         origin: Mapping[str, Any] | None = None,
-        moments: RunningMoments | None = None,
+        moments: RunningMeanStd | None = None,
     ) -> None:
         self.config, self.ratio, self.learner, self.pool = config, ratio, learner, pool
-        self.draws, self.shipped, self._origin, self.moments = draws, shipped, origin, moments
+        self.draws, self.export_policy, self._origin, self.moments = draws, export_policy, origin, moments
         gamma, clip = config.reward_scale_gamma, config.reward_scale_clip
         self.scaler = RewardScaler(config.num_envs, gamma=gamma, clip=clip) if config.reward_scaling else None
-        self.appraise = Appraisal(
+        self.appraise = AdvantageEstimator(
             config.gamma, config.gae_lambda, config.reward_scale_const, config.paper_compat
         )
         self.iteration = 0
@@ -121,10 +121,10 @@ class OnPolicy:
         setup: Setup,
         *,
         ratio: RatioEstimator,
-        trained: nn.Module,
-        near: NearTerm | None,
-        shipped: Callable[[], Policy],
-        moments: RunningMoments | None = None,
+        trainable: nn.Module,
+        bc_term: BcTerm | None,
+        export_policy: Callable[[], Policy],
+        moments: RunningMeanStd | None = None,
     ) -> Self:
         """Add critic, optimisers, environments and random numbers to a checked policy.
 
@@ -132,21 +132,21 @@ class OnPolicy:
             config: Hyper-parameters.
             setup: Environment, seed, threads, workers, device.
             ratio: Estimator around the policy in training.
-            trained: The part of it that is trained.
-            near: Keeps the policy near the one that it started from; None: nothing does.
-            shipped: See the class.
+            trainable: The part of it that is trained.
+            bc_term: Keeps the policy near the one that it started from; None: nothing does.
+            export_policy: See the class.
             moments: See the class.
         """
         policy: Policy = ratio.policy
         require_states_only(policy, name_of("algo", config))
         with seeded_weights(derive_seed(setup.seed, "critic")):
             critic = config.critic.build(policy.encoder.cond_dim).to(setup.device, policy.dtype)
-        learner = PpoLearner(
+        learner = PpoUpdate(
             config,
             ratio=ratio,
-            actor=list(trained.parameters()),
+            actor=list(trainable.parameters()),
             critic=critic,
-            cloning=near,
+            cloning=bc_term,
             num_threads=setup.threads(THREADS),
         )
         warn_of_a_long_iteration(config, policy.chunk.act_steps)
@@ -166,8 +166,8 @@ class OnPolicy:
             learner=learner,
             pool=pool,
             draws=draws,
-            shipped=shipped,
-            origin=origin_of(setup.init, policy),
+            export_policy=export_policy,
+            origin=init_facts(setup.init, policy),
             moments=moments,
         )
 
@@ -236,7 +236,7 @@ class OnPolicy:
 
     def snapshot(self) -> Policy:
         """Return an independent copy of the policy as it would be shipped now."""
-        return self.shipped().eval().requires_grad_(False)
+        return self.export_policy().eval().requires_grad_(False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a bit-exact continuation needs."""

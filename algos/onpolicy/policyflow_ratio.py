@@ -65,7 +65,7 @@ class EndNoise(nn.Module):
         return torch.exp(self.low + self.span * self.weight.sigmoid())
 
 
-class StraightPath(NoisyFlowRatio):
+class PolicyflowRatio(NoisyFlowRatio):
     """Acts by the flow with noise on its end and scores a shift of its velocity; see the top of the file.
 
     Args:
@@ -98,7 +98,7 @@ class StraightPath(NoisyFlowRatio):
         return self.num_draws
 
     @property
-    def trained(self) -> nn.Module:
+    def trainable(self) -> nn.Module:
         """What learns: the policy's network and the noise."""
         return nn.ModuleList([self.policy.field, self.noise])
 
@@ -147,7 +147,7 @@ class StraightPath(NoisyFlowRatio):
             cond: any number of rows. start, end: (P, Th, Da). row: (P,) of cond. step: (P,) of the sampler.
         """
         x = self.policy.process.corrupt(end, start, self.times(start).index_select(0, step))
-        times = self.policy.table.placed("net_time", start)
+        times = self.policy.table.to_device("net_time", start)
         return x, self.policy.field(x, times, cond, cond_row=row, time_row=step)
 
     def times(self, like: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from algos.onpolicy.functional import (
     value_losses,
 )
 from algos.onpolicy.gradient_threads import GradientThreads, Task
-from algos.onpolicy.ratios import NearTerm, RatioEstimator, Rows
+from algos.onpolicy.ratios import BcTerm, RatioEstimator, Rows
 from algos.optim import restore_optimizer, warmup_cosine
 from policies.protocols import Cond
 
@@ -69,7 +69,7 @@ class GeneratorDraws:
         return torch.randn(shape, generator=self.generator, dtype=like.dtype).to(like.device)
 
 
-class PpoLearner:
+class PpoUpdate:
     """Updates an actor and a critic from experience.
 
     Args:
@@ -92,7 +92,7 @@ class PpoLearner:
         ratio: RatioEstimator,
         actor: Sequence[nn.Parameter],
         critic: nn.Module,
-        cloning: NearTerm | None = None,
+        cloning: BcTerm | None = None,
         num_threads: int = 1,
     ) -> None:
         self.config, self.ratio, self.critic, self.cloning = config, ratio, critic, cloning

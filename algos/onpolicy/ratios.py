@@ -133,7 +133,7 @@ class FlowRatio(RatioEstimator):
     policy: DenoisingPolicy
 
     @property
-    def trained(self) -> nn.Module:
+    def trainable(self) -> nn.Module:
         """What learns: the policy's network."""
         return self.policy.field
 
@@ -255,7 +255,7 @@ class ChainRatio(RatioEstimator):
         )
 
 
-class NearTerm(Protocol):
+class BcTerm(Protocol):
     """Keeps a policy near another one."""
 
     @property

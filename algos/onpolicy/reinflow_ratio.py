@@ -36,7 +36,7 @@ from policies.samplers.step_table import transition
 REDUCTIONS = ("mean", "per_step", "per_dim", "joint")
 
 
-class NoisyChain(NoisyFlowRatio):
+class ReinflowRatio(NoisyFlowRatio):
     """Acts by a noisy chain and scores whole chains; see `algos.onpolicy.ratios.RatioEstimator`.
 
     Args:
@@ -86,7 +86,7 @@ class NoisyChain(NoisyFlowRatio):
         return self.policy.table.num_steps - self.policy.tuned_steps
 
     @property
-    def trained(self) -> nn.Module:
+    def trainable(self) -> nn.Module:
         """What learns: the network of the tuned steps and the noise."""
         return nn.ModuleList([self.policy.scored_net, self.noise])
 
@@ -165,8 +165,8 @@ class NoisyChain(NoisyFlowRatio):
     def _times(self, cond: Cond) -> tuple[Tensor, Tensor | None]:
         """Return the network times of the tuned steps, (S,) each."""
         table, first = self.policy.table, self.first
-        second = None if table.second_time is None else table.placed("second_time", cond.vec)[first:]
-        return table.placed("net_time", cond.vec)[first:], second
+        second = None if table.second_time is None else table.to_device("second_time", cond.vec)[first:]
+        return table.to_device("net_time", cond.vec)[first:], second
 
     # -- scoring ---------------------------------------------------------------------------------------
 

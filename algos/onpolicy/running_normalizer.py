@@ -24,7 +24,7 @@ def fresh_policy(setup: Setup, algo: str, state: Mapping[str, Tensor] | None = N
     """Build the policy that the configuration describes, for the task of the setup.
 
     Normalised actions are those of the box. Without statistics of `state`, observations are left as they are
-    until `RunningMoments.apply`.
+    until `RunningMeanStd.apply`.
 
     Raises:
         ConfigError: If there is no task, it has goals, or observations are to be scaled by unknown limits.
@@ -54,7 +54,7 @@ def fresh_policy(setup: Setup, algo: str, state: Mapping[str, Tensor] | None = N
     )
 
 
-class RunningMoments:
+class RunningMeanStd:
     """Count, mean and spread of all observations so far, entry by entry, in float64.
 
     Args:

@@ -78,7 +78,7 @@ def facts_of(name: str, policy: nn.Module | None) -> dict[str, Any]:
     return facts | settings_of(name, describe(policy)) if isinstance(policy, Policy) else facts
 
 
-def origin_of(init: Policy | None, policy: Policy) -> dict[str, Any]:
+def init_facts(init: Policy | None, policy: Policy) -> dict[str, Any]:
     """Return what must stay of the policy that a run begins with.
 
     Args:

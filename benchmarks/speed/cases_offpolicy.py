@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from algos.dsrl import DsrlConfig
-from algos.offpolicy.dsrl_update import NoiseAliasedLearner
+from algos.offpolicy.dsrl_update import NoiseAliasedUpdate
 from algos.offpolicy.replay_buffer import Discounting, Mixture, Replay
 from benchmarks.speed import peers
 from benchmarks.speed.peers_offpolicy import PlainDsrl, PlainReplay
@@ -190,7 +190,7 @@ class Sides:
         for theirs, own in zip([*linear, *norm], [*ours, *trunk.norms], strict=True):
             theirs.load_state_dict(own.state_dict())
         pairs = [(self.learner.critic, self.peer.critics)]
-        if isinstance(self.learner, NoiseAliasedLearner):
+        if isinstance(self.learner, NoiseAliasedUpdate):
             pairs.append((self.learner.noise_critic, self.peer.noise_critics))
         for ensemble, modules in pairs:
             for member, module in enumerate(modules):
@@ -209,7 +209,7 @@ class Sides:
             plain = self.replay.gather(row.numpy())
             found = self.learner.step(batch, draws)
             expected = self.peer.step(plain, draws["eps"], draws["next_eps"])
-            if isinstance(self.learner, NoiseAliasedLearner):
+            if isinstance(self.learner, NoiseAliasedUpdate):
                 latent = self.learner.draw_latents(BATCH, generator)
                 found |= self.learner.distill(batch, {"latent": latent})
                 expected |= self.peer.distill(plain, latent)

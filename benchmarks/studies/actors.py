@@ -19,7 +19,7 @@ from algos.training.run_directory import RunDirectory
 from burnish.commands.train import train
 from burnish.config.schema import compose_config
 from burnish.console import output, table
-from burnish.runs.context import Job
+from burnish.runs.context import RunContext
 from envs.evaluation.evaluate import Evaluation
 from policies.storage.policy_folder import load_policy, read_config, save_policy
 
@@ -52,7 +52,7 @@ def trained(task: str) -> Path:
     """Run the experiment of a task, or continue the run that is there; returns its directory."""
     place = Path("runs") / "actors" / task
     where = [f"resume={place}"] if (place / "config.yaml").exists() else [f"experiment={task}_actor"]
-    train(compose_config("train", where), Job(place))
+    train(compose_config("train", where), RunContext(place))
     return place
 
 

@@ -1,8 +1,8 @@
 """What reading a large dataset costs, in memory and in mapped files, and what kept statistics save.
 
 `python -m benchmarks.studies.datasets --gigabytes 2 --folder /var/tmp` writes a file of that size in D4RL's
-layout, reads it as usual and as if there were too little memory, and prints CPU seconds of every part. The two
-datasets and their statistics are compared first, number by number.
+layout, reads it as usual and as if there were too little memory, and prints CPU seconds of every part. The
+two datasets and their statistics are compared first, number by number.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m benchmarks.studies.offline hopper-medium --dataset FILE --algos bc,td3_bc,prdc,a2pr --seeds
     0,1,2 python -m benchmarks.studies.offline halfcheetah-medium             records its dataset itself
     python -m benchmarks.studies.offline hopper-medium --dataset FILE --algos flow+prdc     tunes a cloned
-    flow python -m benchmarks.studies.offline hopper-medium --report         table and curve from what is there
-    python -m benchmarks.studies.offline hopper-medium --dataset FILE --discounts   what a discount tells of
-    the data
+    flow python -m benchmarks.studies.offline hopper-medium --report         table and curve from what is
+    there python -m benchmarks.studies.offline hopper-medium --dataset FILE --discounts   what a discount
+    tells of the data
 
 Settings are those of the data's own experiment (`hopper_medium_expert_iql`), or else of the task's
 (`hopper_iql`); `bc` clones the network of these actors, with as many steps as TD3 gives to its actor. Each
@@ -44,7 +44,7 @@ from benchmarks.studies.learning import EPISODES, RESULTS, busy, describe_datase
 from benchmarks.studies.once import trained
 from burnish.config.overrides import experiments
 from burnish.config.schema import scan_parts
-from burnish.runs.best_evaluation import last_and_best
+from burnish.runs.best_evaluation import best_evaluation
 from envs.datasets import read_dataset
 from envs.evaluation.comparison import FEWEST_EPISODES
 from envs.evaluation.evaluate import Evaluation, evaluate
@@ -145,7 +145,7 @@ def run_one(name: str, algo: str, seed: int, options: argparse.Namespace) -> Pat
         wished = {**values, "init": str(place)}  # whichever actor came first
         trained(corrected, "algo=cdsa", f"env={task}", steps, indifferent=["init"], **wished)
         policies = variants(actor, _policy(corrected, "last"), options.std)
-    judged = last_and_best(run.directory)
+    judged = best_evaluation(run.directory)
     step = None if judged is None else judged.best.step
     if step is not None and step != run.directory.latest():
         policies["best"] = _policy(place, str(step))
@@ -312,7 +312,8 @@ def report() -> Path:
     """Write docs/results/offline.md and a curve per dataset."""
     lines = [
         "# Offline learning", "",
-        "`python -m benchmarks.studies.offline <data> --dataset FILE`: the experiment of the data, or else of "
+        "`python -m benchmarks.studies.offline <data> --dataset FILE`: the experiment of the data, or else "
+        "of "
         "the task, `<task>_<algorithm>`; D4RL scores (0 random, 100 expert) with 95 % intervals over seeds "
         "and episodes, the mean of the worst tenth of all episodes (CVaR), and the best score among that "
         f"tenth (VaR); α = {RISK_SHARE:g} of both. *Best* is the checkpoint that evaluated best on the way, "

@@ -13,7 +13,7 @@ import numpy as np
 
 from burnish.console import Counting, output, table
 from burnish.reports.dataset_figure import draw_dataset
-from burnish.runs.context import Job
+from burnish.runs.context import RunContext
 from burnish.runs.locate import check_folder_to_write
 from envs.datasets import EpisodeDataset, fitting_options, read_dataset
 from envs.datasets import quality as measure
@@ -59,7 +59,7 @@ class DataInspectConfig:
         check_seeds("seed", self.seed, 1)
 
 
-def run(config: DataInspectConfig, job: Job) -> None:
+def run(config: DataInspectConfig, job: RunContext) -> None:
     """Write and print what was found."""
     facts = inspect(config)
     shown = output()

@@ -15,7 +15,7 @@ from algos.training.run_directory import RunDirectory, eval_name
 from burnish.config.evaluate import OF_COMPOSE, EvalConfig
 from burnish.console import Counting, output, table
 from burnish.runs.composition import CompositionResult, compose_and_compare
-from burnish.runs.context import Job
+from burnish.runs.context import RunContext
 from burnish.runs.evaluation import evaluate_with, headline
 from burnish.runs.locate import Located, check_file_to_write, locate_actor
 from burnish.runs.tasks import say_what_differs, task_of
@@ -41,7 +41,7 @@ class Result:
     path: Path  # JSON
 
 
-def run(config: EvalConfig, job: Job) -> float:
+def run(config: EvalConfig, job: RunContext) -> float:
     """Evaluate, write, print; returns the success rate, or the mean return of a task without success."""
     if config.compose is not None:
         composed = compose_and_compare(config)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from burnish.console import output, table
-from burnish.runs.context import Job
+from burnish.runs.context import RunContext
 from burnish.runs.locate import Located, check_folder_to_write, locate
 from burnish.runs.tasks import task_of
 from envs.evaluation.protocol import check_seeds, with_steps
@@ -52,7 +52,7 @@ class ExportConfig:
         check_seeds("seed", self.seed)
 
 
-def run(config: ExportConfig, job: Job) -> float:
+def run(config: ExportConfig, job: RunContext) -> float:
     """Export, print parity and latency, and return the largest difference."""
     report = export(config)
     _tell(report)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from burnish.commands.export import surroundings_of
 from burnish.console import output
-from burnish.runs.context import Job
+from burnish.runs.context import RunContext
 from burnish.runs.device import device_of
 from burnish.runs.locate import locate
 from envs.evaluation.protocol import with_steps
@@ -50,7 +50,7 @@ class ServeConfig(ServerSettings):
             raise ConfigError(f"metrics_port must lie in 0 to 65535, or null; got {self.metrics_port}.")
 
 
-def run(config: ServeConfig, job: Job) -> None:
+def run(config: ServeConfig, job: RunContext) -> None:
     """Serve until a signal comes."""
     if config.new_client is not None:
         path = make_keys(str(config.keys), config.new_client)

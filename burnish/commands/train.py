@@ -27,8 +27,8 @@ from burnish.config.unused_keys import (
     say_where_nothing_is_evaluated,
 )
 from burnish.console import output, table
-from burnish.runs.best_evaluation import last_and_best
-from burnish.runs.context import Job
+from burnish.runs.best_evaluation import best_evaluation
+from burnish.runs.context import RunContext
 from burnish.runs.device import device_of
 from burnish.runs.evaluation import evaluate_with, headline
 from burnish.runs.locate import RUN_CONFIG, Located, check_folder_to_write, folder_of, locate, seed_folders
@@ -46,7 +46,7 @@ from burnish.runs.seeds import (
 from envs.datasets import EpisodeDataset, lasting_options, read_dataset
 from envs.datasets.catalogue import find_dataset
 from envs.engine.envpool import ENGINES
-from envs.evaluation.protocol import as_evaluated, check_seeds, staged
+from envs.evaluation.protocol import as_evaluated, check_seeds, prepare_eval
 from envs.fit import as_shown
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainResult:
     """What a training run leaves behind."""
 
     directory: RunDirectory
@@ -67,7 +67,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Undertaking:
+class PendingRun:
     """A run that is about to be started or continued.
 
     Attributes:
@@ -83,7 +83,7 @@ class Undertaking:
     is_new: bool = True
 
 
-def run(config: TrainConfig, job: Job) -> float | None:
+def run(config: TrainConfig, job: RunContext) -> float | None:
     """Train or continue, print where it is; returns the last success rate or return, a mean over seeds."""
     if has_seeds(config):
         return _run_seeds(config, job)
@@ -91,13 +91,13 @@ def run(config: TrainConfig, job: Job) -> float | None:
     last, directory = outcome.last_evaluation, outcome.directory
     rows: list[tuple[str, object]] = [("run", directory.path), ("policy", directory.policy_path())]
     rows += [(name, f"{value:.4g}") for name, value in last.items()]
-    if (both := last_and_best(directory)) is not None and both.count > 1:
+    if (both := best_evaluation(directory)) is not None and both.count > 1:
         rows.append((both.last.quantity, both))
     output().print(table("", ("", ""), rows), "")
     return last.get(outcome.quantity)
 
 
-def _run_seeds(config: TrainConfig, job: Job) -> float | None:
+def _run_seeds(config: TrainConfig, job: RunContext) -> float | None:
     """Train or continue several seeds, print where they are; returns the mean of what they are judged by."""
     outcomes = train_seeds(config, job)
     names = list(dict.fromkeys(name for one in outcomes for name in one.last_evaluation))
@@ -111,7 +111,7 @@ def _run_seeds(config: TrainConfig, job: Job) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def train(config: TrainConfig, job: Job) -> Outcome:
+def train(config: TrainConfig, job: RunContext) -> TrainResult:
     """Train, or continue the run that `config.resume` names.
 
     Raises:
@@ -125,11 +125,11 @@ def train(config: TrainConfig, job: Job) -> Outcome:
         refuse_a_new_policy_where_algo_makes_it(config, job.overrides)
         check_folder_to_write(job.directory, "hydra.run.dir")
         config = _with_lasting_paths(config)
-        return _train([Undertaking(config, lambda: _new_run(config, job), job.overrides)])[0]
+        return _train([PendingRun(config, lambda: _new_run(config, job), job.overrides)])[0]
     return _train([_continuation(RunDirectory.open(config.resume), job)])[0]
 
 
-def train_seeds(config: TrainConfig, job: Job) -> list[Outcome]:
+def train_seeds(config: TrainConfig, job: RunContext) -> list[TrainResult]:
     """Train runs of several seeds at once, or continue those in the folder that `config.resume` names.
 
     Each is a run like any other, in the folder `seed-<n>` of the job's, and can be continued alone.
@@ -150,7 +150,7 @@ def train_seeds(config: TrainConfig, job: Job) -> list[Outcome]:
     config = _with_lasting_paths(config)
     place: list[Path] = []
 
-    def undertaking(seed: int) -> Undertaking:
+    def undertaking(seed: int) -> PendingRun:
         own, typed = of_one_seed(config, job.overrides, seed)
 
         def open_directory() -> RunDirectory:
@@ -159,7 +159,7 @@ def train_seeds(config: TrainConfig, job: Job) -> list[Outcome]:
                 note_seeds(place[0], seeds)
             return RunDirectory.create_at(folder_of(place[0], seed), describe(own), typed)
 
-        return Undertaking(own, open_directory, typed)
+        return PendingRun(own, open_directory, typed)
 
     try:
         outcomes = _train([undertaking(seed) for seed in seeds])
@@ -170,13 +170,13 @@ def train_seeds(config: TrainConfig, job: Job) -> list[Outcome]:
     return [outcomes[seeds.index(seed)] for seed in config.seeds or []]
 
 
-def _continuation(directory: RunDirectory, job: Job) -> Undertaking:
+def _continuation(directory: RunDirectory, job: RunContext) -> PendingRun:
     """Return what it is to continue a run, with what was typed."""
     known = parts_of(directory)
     changes = [text for text in job.overrides if not text.startswith("resume=") and text not in known]
     config = at_home(restore(TrainConfig, directory.config, changes))
     _require_its_policies(config, directory)
-    return Undertaking(_with_lasting_paths(config), lambda: directory, changes, is_new=False)
+    return PendingRun(_with_lasting_paths(config), lambda: directory, changes, is_new=False)
 
 
 def _runs_below(config: TrainConfig) -> list[RunDirectory]:
@@ -220,7 +220,7 @@ def _require_its_policies(config: TrainConfig, run: RunDirectory) -> None:
             ) from None
 
 
-def _new_run(config: TrainConfig, job: Job) -> RunDirectory:
+def _new_run(config: TrainConfig, job: RunContext) -> RunDirectory:
     """Make the directory of a new run."""
     place = new_folder(job.directory) if job.is_proposed else job.directory
     return RunDirectory.create_at(place, describe(config), job.overrides)
@@ -264,7 +264,7 @@ def _teacher(config: TrainConfig) -> Located | None:
     return None if teacher is None else locate(teacher, "algo.teacher")
 
 
-def _train(undertakings: Sequence[Undertaking]) -> list[Outcome]:
+def _train(undertakings: Sequence[PendingRun]) -> list[TrainResult]:
     """Build everything that can be refused, then make the directories, then train."""
     first = undertakings[0].config
     if first.algo is None:
@@ -298,7 +298,7 @@ def _train(undertakings: Sequence[Undertaking]) -> list[Outcome]:
         for algorithm in algorithms:
             algorithm.close()
     quantity = "" if first.env is None else first.env.spec.quantity
-    return [Outcome(run, last, quantity) for run, last in zip(directories, found, strict=True)]
+    return [TrainResult(run, last, quantity) for run, last in zip(directories, found, strict=True)]
 
 
 def _built(configs: Sequence[TrainConfig]) -> tuple[list[Algorithm], Callable[[], Sequence[Metrics]]]:
@@ -339,7 +339,7 @@ def _try_evaluation(config: TrainConfig, algorithm: Algorithm) -> None:
     """
     if config.env is not None and config.evaluation.episodes:
         policy = algorithm.snapshot()
-        staged(config.env, policy)
+        prepare_eval(config.env, policy)
         as_evaluated(policy, config.evaluation)
 
 

@@ -23,7 +23,7 @@ FRAMES = 24  # of a film strip, before it is thinned out
 
 
 @dataclass
-class Stage:
+class ReportRollouts:
     """Plays the policies of runs as the runs evaluate theirs: steps, noise, warm starts.
 
     A policy that several runs started from is played once on each task and in each way.

@@ -29,7 +29,7 @@ class Judged:
 
 
 @dataclass(frozen=True)
-class LastAndBest:
+class BestEvaluation:
     """Both, and among how many evaluations the best was chosen."""
 
     last: Judged
@@ -44,7 +44,7 @@ class LastAndBest:
         return f"last {last}; best of {self.count} on the way {best} ({episodes} episodes each)"
 
 
-def last_and_best(directory: RunDirectory) -> LastAndBest | None:
+def best_evaluation(directory: RunDirectory) -> BestEvaluation | None:
     """Return both of a run, by success where the task has it, else by return; None without evaluations.
 
     Evaluations count that were made while training, by the protocol of the last one.
@@ -55,7 +55,7 @@ def last_and_best(directory: RunDirectory) -> LastAndBest | None:
     found.sort(key=lambda one: one.step)
     last = found[-1]
     alike = [one for one in found if one.summary["protocol_hash"] == last.summary["protocol_hash"]]
-    return LastAndBest(last, max(alike, key=lambda one: one.value), len(alike))
+    return BestEvaluation(last, max(alike, key=lambda one: one.value), len(alike))
 
 
 def _judged(one: EvalFile) -> Judged:

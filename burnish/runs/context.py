@@ -9,7 +9,7 @@ from policies.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Job:
+class RunContext:
     """Where a command may write by default, and what the person typed.
 
     Attributes:

@@ -33,7 +33,7 @@ _GIBI = 2**30
 _log = logging.getLogger(__name__)
 
 
-class Room:
+class ArrayStorage:
     """Memory; room on a disk derives from it."""
 
     on_disk = False
@@ -69,7 +69,7 @@ class Room:
         return values[rows]
 
 
-class Disk(Room):
+class Disk(ArrayStorage):
     """Files without a name in a folder."""
 
     on_disk = True
@@ -98,11 +98,13 @@ class Disk(Room):
         return torch.from_numpy(self.taken(values.numpy(), rows.numpy()))
 
 
-MEMORY = Room()
+MEMORY = ArrayStorage()
 """Where everything is that fits."""
 
 
-def room_for(needed: int, source: str | Path, *, cache: str | Path | None = None, advice: str = "") -> Room:
+def room_for(
+    needed: int, source: str | Path, *, cache: str | Path | None = None, advice: str = ""
+) -> ArrayStorage:
     """Return where the arrays of a file have room: in memory, else on a disk.
 
     Args:
@@ -172,12 +174,12 @@ class Column:
     """Rows of one key that come one after another; the array grows as they do.
 
     Args:
-        room: Where it is.
+        storage: Where it is.
         expected: Rows that will come, as far as one knows.
     """
 
-    def __init__(self, room: Room, expected: int = 0) -> None:
-        self._room, self._expected = room, expected
+    def __init__(self, storage: ArrayStorage, expected: int = 0) -> None:
+        self._storage, self._expected = storage, expected
         self._values: np.ndarray | None = None
         self._count = 0
 
@@ -185,7 +187,7 @@ class Column:
         """Append rows (n, ...), all shaped alike; types are promoted as `np.concatenate` does."""
         end = self._count + len(rows)
         if self._values is None:
-            self._values = self._room.empty((max(self._expected, end), *rows.shape[1:]), rows.dtype)
+            self._values = self._storage.empty((max(self._expected, end), *rows.shape[1:]), rows.dtype)
         dtype = np.result_type(self._values.dtype, rows.dtype)
         if end > len(self._values) or dtype != self._values.dtype:
             self._values = self._enlarged(self._values, end, dtype)
@@ -194,7 +196,7 @@ class Column:
 
     def _enlarged(self, values: np.ndarray, end: int, dtype: np.dtype) -> np.ndarray:
         num = len(values) if end <= len(values) else max(2 * len(values), end)
-        out = self._room.empty((num, *values.shape[1:]), dtype)
+        out = self._storage.empty((num, *values.shape[1:]), dtype)
         for part in pieces(values[: self._count]):
             out[part] = values[part]
         return out
@@ -208,8 +210,8 @@ class Column:
 class Frames:
     """Frames of episodes by key, collected episode by episode; a key that one of them lacks is dropped."""
 
-    def __init__(self, room: Room, expected: int = 0) -> None:
-        self.room, self._expected = room, expected
+    def __init__(self, storage: ArrayStorage, expected: int = 0) -> None:
+        self.storage, self._expected = storage, expected
         self._columns: dict[str, Column] | None = None
         self.shapes: dict[str, tuple[int, ...]] = {}
         """Shape of a row of every key that all episodes so far have."""
@@ -217,7 +219,7 @@ class Frames:
     def add(self, rows: Mapping[str, np.ndarray]) -> None:
         """Append an episode: arrays (n, ...) by key."""
         if self._columns is None:
-            self._columns = {key: Column(self.room, self._expected) for key in rows}
+            self._columns = {key: Column(self.storage, self._expected) for key in rows}
         self._columns = {key: column for key, column in self._columns.items() if key in rows}
         self.shapes = {key: np.shape(rows[key])[1:] for key in self._columns}
         for key, column in self._columns.items():

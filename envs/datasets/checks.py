@@ -5,44 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from envs.datasets.array_storage import pieces
-from envs.datasets.episode import Episode
-from envs.datasets.images import Images
+from envs.datasets.episode import Episode, EpisodeColumns
 from policies.errors import ConfigError, DatasetError
 
 
-class Columns(Protocol):
-    """The columns of a dataset of N frames in E episodes; see `EpisodeDataset`."""
-
-    observations: Tensor
-    actions: Tensor
-    rewards: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    episode_start: Tensor
-    next_observations: Tensor | None
-    extras: dict[str, Tensor]
-    episode_extras: dict[str, Tensor]
-    images: dict[str, Images]
-    meta: dict[str, Any]
-
-    @property
-    def source(self) -> str: ...  # noqa: D102
-
-    @property
-    def num_frames(self) -> int: ...  # noqa: D102
-
-    @property
-    def num_episodes(self) -> int: ...  # noqa: D102
-
-
-def check_dataset(dataset: Columns) -> None:
+def check_dataset(dataset: EpisodeColumns) -> None:
     """Check index, shapes, values and end flags.
 
     Raises:
@@ -89,7 +62,7 @@ def check_episode(episode: Episode, first: Episode, source: str) -> None:
             raise DatasetError(f"{source}: key '{key}' must have shape {want}; got {np.shape(got)}.")
 
 
-def refuse_images(dataset: Columns, form: str) -> None:
+def refuse_images(dataset: EpisodeColumns, form: str) -> None:
     """Refuse images before a dataset is written in a format without a place for them.
 
     Raises:
@@ -102,7 +75,7 @@ def refuse_images(dataset: Columns, form: str) -> None:
         )
 
 
-def _check_index(data: Columns) -> None:
+def _check_index(data: EpisodeColumns) -> None:
     start, frames = data.episode_start, len(data.observations)
     if frames == 0:
         raise DatasetError(f"{data.source}: key 'observations' is empty; expected at least one frame.")
@@ -121,7 +94,7 @@ def _check_index(data: Columns) -> None:
         )
 
 
-def _check_shapes(data: Columns) -> None:
+def _check_shapes(data: EpisodeColumns) -> None:
     num, width = data.observations.shape[0], data.observations.shape[-1]
     expected: dict[str, tuple[Tensor | None, tuple[int | str, ...]]] = {
         "observations": (data.observations, (num, "Do")),
@@ -144,7 +117,7 @@ def _check_shapes(data: Columns) -> None:
             )
 
 
-def _check_rows(data: Columns) -> None:
+def _check_rows(data: EpisodeColumns) -> None:
     for extras, size, what in (
         (data.extras, data.num_frames, "frames"),
         (data.episode_extras, data.num_episodes, "episodes"),
@@ -157,7 +130,7 @@ def _check_rows(data: Columns) -> None:
                 )
 
 
-def _check_images(data: Columns) -> None:
+def _check_images(data: EpisodeColumns) -> None:
     for camera, images in data.images.items():
         shape = images.shape
         if len(shape) != 4 or len(images) != data.num_frames or shape[3] != 3 or 0 in shape:
@@ -167,7 +140,7 @@ def _check_images(data: Columns) -> None:
             )
 
 
-def _check_finite(data: Columns) -> None:
+def _check_finite(data: EpisodeColumns) -> None:
     keys = {"observations": data.observations, "actions": data.actions, "rewards": data.rewards}
     if data.next_observations is not None:
         keys["next_observations"] = data.next_observations
@@ -176,7 +149,7 @@ def _check_finite(data: Columns) -> None:
             _check_numbers(data, key, value)
 
 
-def _check_numbers(data: Columns, key: str, value: Tensor) -> None:
+def _check_numbers(data: EpisodeColumns, key: str, value: Tensor) -> None:
     """Refuse NaN and infinity, piece by piece: the array may be larger than the memory."""
     count, first = 0, None
     for part in pieces(value):
@@ -194,7 +167,7 @@ def _check_numbers(data: Columns, key: str, value: Tensor) -> None:
         )
 
 
-def _check_ends(data: Columns) -> None:
+def _check_ends(data: EpisodeColumns) -> None:
     inside = torch.ones(data.num_frames, dtype=torch.bool, device=data.terminated.device)
     inside[data.episode_start[1:] - 1] = False
     for key, flags in (("terminated", data.terminated), ("truncated", data.truncated)):
@@ -209,7 +182,7 @@ def _check_ends(data: Columns) -> None:
 _log = logging.getLogger(__name__)
 
 
-def tell_unread(path: str | Path, left_out: Mapping[str, str]) -> list[str]:
+def log_skipped_fields(path: str | Path, left_out: Mapping[str, str]) -> list[str]:
     """Log what is left out and why; returns the keys, for `meta["not_read"]`.
 
     Args:

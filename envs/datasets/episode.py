@@ -1,16 +1,16 @@
-"""One episode, and the transitions of several."""
+"""Plain records: one episode, the columns of many, transitions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-if TYPE_CHECKING:
-    pass
+from envs.datasets.array_storage import MEMORY, ArrayStorage
+from envs.datasets.images import Images
 
 
 @dataclass(frozen=True)
@@ -57,3 +57,36 @@ class Transitions:
     next_observations: Tensor
     terminated: Tensor
     frames: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class EpisodeColumns:
+    """The columns of a dataset; see `EpisodeDataset` for their shapes."""
+
+    observations: Tensor
+    actions: Tensor
+    rewards: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    episode_start: Tensor
+    next_observations: Tensor | None = None
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    meta: dict[str, Any] = field(default_factory=dict)
+    episode_extras: dict[str, Tensor] = field(default_factory=dict)
+    images: dict[str, Images] = field(default_factory=dict)
+    storage: ArrayStorage = field(default=MEMORY, repr=False)
+
+    @property
+    def source(self) -> str:
+        """What error messages call this dataset."""
+        return str(self.meta.get("source", "dataset"))
+
+    @property
+    def num_frames(self) -> int:
+        """N."""
+        return self.observations.shape[0]
+
+    @property
+    def num_episodes(self) -> int:
+        """E."""
+        return self.episode_start.shape[0] - 1

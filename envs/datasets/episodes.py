@@ -1,4 +1,4 @@
-"""Demonstrations and logged experience as flat tensors with an episode index.
+"""CloningBatch and logged experience as flat tensors with an episode index.
 
 Legend: N frames of E episodes, Do and Da observation and action widths, T frames of one episode. A frame is
 (observation, action, reward, end flags); the observation after its action is the next frame's observation,
@@ -18,9 +18,9 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from envs.datasets.array_storage import MEMORY, Frames, Room
+from envs.datasets.array_storage import MEMORY, ArrayStorage, Frames
 from envs.datasets.checks import check_dataset, check_episode
-from envs.datasets.episode import Episode, Transitions
+from envs.datasets.episode import Episode, EpisodeColumns, Transitions
 from envs.datasets.free_memory import require_memory
 from envs.datasets.images import Images
 from envs.datasets.statistics_cache import statistics_of
@@ -31,7 +31,7 @@ _NUMPY = {torch.float32: np.float32, torch.int64: np.int64, torch.bool: np.bool_
 
 
 @dataclass(frozen=True, eq=False)
-class EpisodeDataset:
+class EpisodeDataset(EpisodeColumns):
     """Flat float32 tensors of N frames, cut into E episodes.
 
     Checked when it is made: shapes agree, floating-point values are finite, episodes are not empty, and
@@ -52,25 +52,12 @@ class EpisodeDataset:
     Args:
         images: What cameras saw in every frame, by camera; on the CPU, and read when asked for.
         meta: Plain values about the source; `source` names the file in error messages.
-        room: Where large tensors are; what is derived from them on the CPU goes there as well.
+        storage: Where large tensors are; what is derived from them on the CPU goes there as well.
 
     Raises:
         DatasetError: If something does not fit; names the source, the key, what was expected and what was
             found.
     """
-
-    observations: Tensor
-    actions: Tensor
-    rewards: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    episode_start: Tensor
-    next_observations: Tensor | None = None
-    extras: dict[str, Tensor] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)
-    episode_extras: dict[str, Tensor] = field(default_factory=dict)
-    images: dict[str, Images] = field(default_factory=dict)
-    room: Room = field(default=MEMORY, repr=False)
 
     def __post_init__(self) -> None:
         """Check everything once, before anything is trained."""
@@ -91,24 +78,24 @@ class EpisodeDataset:
         episode_extras: Mapping[str, ArrayLike] | None = None,
         images: Mapping[str, ArrayLike | Images] | None = None,
         meta: Mapping[str, Any] | None = None,
-        room: Room = MEMORY,
+        storage: ArrayStorage = MEMORY,
     ) -> EpisodeDataset:
         """Build a dataset from arrays, converting the main keys to float32 and bool (see the class)."""
         return cls(
-            observations=_tensor(observations, torch.float32, room),
-            actions=_tensor(actions, torch.float32, room),
+            observations=_tensor(observations, torch.float32, storage),
+            actions=_tensor(actions, torch.float32, storage),
             rewards=_tensor(rewards, torch.float32),
             terminated=_tensor(terminated, torch.bool),
             truncated=_tensor(truncated, torch.bool),
             episode_start=_tensor(episode_start, torch.int64),
             next_observations=None
             if next_observations is None
-            else _tensor(next_observations, torch.float32, room),
+            else _tensor(next_observations, torch.float32, storage),
             extras={key: _tensor(value) for key, value in (extras or {}).items()},
             meta=dict(meta or {}),
             episode_extras={key: _tensor(value) for key, value in (episode_extras or {}).items()},
             images={camera: Images.of(value) for camera, value in (images or {}).items()},
-            room=room,
+            storage=storage,
         )
 
     @classmethod
@@ -156,23 +143,8 @@ class EpisodeDataset:
             },
             images={key: rows[f"images/{key}"] for key in facts.first.images},
             meta=meta,
-            room=frames.room,
+            storage=frames.storage,
         )
-
-    @property
-    def source(self) -> str:
-        """What error messages call this dataset."""
-        return str(self.meta.get("source", "dataset"))
-
-    @property
-    def num_frames(self) -> int:
-        """N."""
-        return self.observations.shape[0]
-
-    @property
-    def num_episodes(self) -> int:
-        """E."""
-        return self.episode_start.shape[0] - 1
 
     @property
     def obs_dim(self) -> int:
@@ -217,7 +189,7 @@ class EpisodeDataset:
 
     def digest(self) -> str:
         """Return the SHA-256 of all tensors and images, with names, types and shapes; not of `meta`."""
-        tensors = [f.name for f in fields(self) if f.name not in ("meta", "images", "room")]
+        tensors = [f.name for f in fields(self) if f.name not in ("meta", "images", "storage")]
         named = {name: getattr(self, name) for name in tensors}
         for group in ("extras", "episode_extras"):
             named |= {f"{group}/{key}": value for key, value in sorted(named.pop(group).items())}
@@ -258,7 +230,7 @@ class EpisodeDataset:
             lambda value: value.to(device),
             lambda value: value.to(device),
             self.episode_start.to(device),
-            room=MEMORY,
+            storage=MEMORY,
         )
 
     def select(self, episodes: Sequence[int] | Tensor) -> EpisodeDataset:
@@ -278,7 +250,7 @@ class EpisodeDataset:
         frames = torch.arange(int(start[-1]), device=rows.device) + offset
         images = {camera: one.select(frames) for camera, one in self.images.items()}
         return self._apply(
-            lambda value: self.room.take(value, frames), lambda value: value[rows], start, images=images
+            lambda value: self.storage.take(value, frames), lambda value: value[rows], start, images=images
         )
 
     def split(self, valid_fraction: float = 0.1, *, seed: int = 0) -> tuple[EpisodeDataset, EpisodeDataset]:
@@ -353,7 +325,7 @@ class EpisodeDataset:
                 f"{self.source}: expected frames with a known successor or a real end; got {self.num_frames} "
                 "that are the last of cut episodes, so there is no transition. Record successors."
             )
-        if self.room.on_disk:
+        if self.storage.on_disk:
             width = 2 * self.obs_dim + self.action_dim + 4
             require_memory(4 * len(frames) * width, f"{self.source}, as transitions")
         if self.next_observations is not None:
@@ -447,11 +419,11 @@ def _rows_of(episode: Episode) -> dict[str, np.ndarray]:
     return rows | {f"images/{camera}": value for camera, value in episode.images.items()}
 
 
-def _tensor(values: ArrayLike, dtype: torch.dtype | None = None, room: Room = MEMORY) -> Tensor:
+def _tensor(values: ArrayLike, dtype: torch.dtype | None = None, storage: ArrayStorage = MEMORY) -> Tensor:
     """Copy-free where possible; arrays that torch cannot share are copied."""
     if isinstance(values, Tensor):
         return values.to(dtype) if dtype is not None else values
     array = np.ascontiguousarray(values)
     if dtype is not None:
-        array = room.converted(array, _NUMPY[dtype])
+        array = storage.converted(array, _NUMPY[dtype])
     return torch.from_numpy(array if array.flags.writeable else array.copy())

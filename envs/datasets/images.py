@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from envs.datasets import free_memory
-from envs.datasets.array_storage import Column, Room
+from envs.datasets.array_storage import ArrayStorage, Column
 from envs.datasets.formats.hdf5 import read_hdf5
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
@@ -137,8 +137,8 @@ class Blobs(Sequence[bytes]):
 class BlobColumn:
     """Files that come one after another."""
 
-    def __init__(self, room: Room) -> None:
-        self._bytes, self._sizes = Column(room), list[int]()
+    def __init__(self, storage: ArrayStorage) -> None:
+        self._bytes, self._sizes = Column(storage), list[int]()
 
     def add(self, files: Iterable[bytes]) -> None:
         """Append files."""

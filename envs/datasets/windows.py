@@ -236,7 +236,7 @@ def _rows_of(wanted: _Wanted) -> _Laid | _Looked:
     num = (len(values) + dataset.num_episodes * copies) if copies else 0
     needed = num * (values.shape[1] * values.element_size() + _INDEX_BYTES)
     in_memory = values.device.type == "cpu"
-    is_looked_up = dataset.room.on_disk or (in_memory and not free_memory.fits(needed))
+    is_looked_up = dataset.storage.on_disk or (in_memory and not free_memory.fits(needed))
     return _Looked(wanted) if is_looked_up else _Laid(wanted)
 
 

@@ -43,14 +43,14 @@ _GRACE_S = 5.0  # time a process gets to end by itself before it is killed
 _WORD = 8  # bytes of each of the two numbers that requests and answers consist of
 _PR_SET_PDEATHSIG = 1
 _lock = threading.RLock()
-_current: Nursery | None = None
+_current: ForkServer | None = None
 
 
 class Child:
     """A worker process and the connection to it."""
 
-    def __init__(self, nursery: Nursery, pid: int, link: Connection) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: ForkServer, pid: int, link: Connection) -> None:
+        self._fork_server = fork_server
         self.pid = pid
         self.link = link
         self._code: int | None = None
@@ -62,11 +62,11 @@ class Child:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGKILL)
             self.link.close()
-            self._code = self._nursery.reap(self.pid)
+            self._code = self._fork_server.reap(self.pid)
         return self._code
 
 
-class Nursery:
+class ForkServer:
     """The program's side of the process that forks workers."""
 
     def __init__(self, target: str) -> None:
@@ -147,7 +147,7 @@ def fork_worker(target: str) -> Child:
     global _current
     with _lock:
         if _current is None or not _current.is_usable or _current.target != target:
-            _current = Nursery(target)
+            _current = ForkServer(target)
         return _current.fork()
 
 
@@ -180,13 +180,13 @@ def exit_on_hangup(descriptor: int) -> None:
 
 def _fork(control: socket.socket, descriptor: int, serve: Callable[[int], None]) -> int:
     """Fork; the child serves and never returns, the parent gets its pid."""
-    nursery = os.getpid()
+    fork_server = os.getpid()
     pid = os.fork()
     if pid:
         os.close(descriptor)
         return pid
     try:
-        _die_with(nursery)
+        _die_with(fork_server)
         control.close()
         serve(descriptor)
     finally:

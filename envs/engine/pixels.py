@@ -32,20 +32,20 @@ FREE = "free"
 
 
 @runtime_checkable
-class Dressed(Protocol):
+class HasAppearance(Protocol):
     """A simulator whose environments share a model and differ in more than positions."""
 
     def look(self, row: int) -> dict[str, Array]:
         """Return what besides positions decides how a row looks now; copies."""
         ...
 
-    def wear(self, model: Any, look: Mapping[str, Array]) -> None:
+    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
         """Give a model, which is a copy for drawing, this look."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pictured:
+class HasCameras:
     """Options of a task whose scene can be drawn."""
 
     cameras: tuple[str, ...] = ()  # of the model, or free: what they see is observed as well; (): nothing
@@ -75,13 +75,15 @@ class Pictured:
             ConfigError: If the model has no such camera.
         """
         spec: EnvSpec = self.spec
-        film = None
+        image_history = None
         if self.cameras:
-            film = Film(stepper, self.images, obs_steps=obs_steps, shadows=self.image_shadows)
-        return ChunkVector(spec, stepper, obs_steps=obs_steps, film=film)
+            image_history = FrameHistory(
+                stepper, self.images, obs_steps=obs_steps, shadows=self.image_shadows
+            )
+        return ChunkVector(spec, stepper, obs_steps=obs_steps, image_history=image_history)
 
 
-PICTURE_OPTIONS = tuple(f.name for f in fields(Pictured))
+CAMERA_OPTIONS = tuple(f.name for f in fields(HasCameras))
 
 
 def seen_by(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
@@ -95,7 +97,7 @@ def seen_by(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
         CapabilityError: If the scene of the task cannot be drawn.
         ConfigError: If the task names other cameras or has images of another size.
     """
-    if not isinstance(env, Pictured):
+    if not isinstance(env, HasCameras):
         if not images:
             return env
         raise CapabilityError(
@@ -116,7 +118,7 @@ def seen_by(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
     return replace(env, cameras=tuple(images), image_size=sizes.pop())
 
 
-def _check_cameras(env: Pictured, images: Mapping[str, ImageShape]) -> None:
+def _check_cameras(env: HasCameras, images: Mapping[str, ImageShape]) -> None:
     """Refuse a task that says that it shows something else."""
     shown = env.images
     missing = [camera for camera in images if camera not in shown]
@@ -135,7 +137,7 @@ def _check_cameras(env: Pictured, images: Mapping[str, ImageShape]) -> None:
 
 
 @dataclass(eq=False)
-class Moment:
+class SceneState:
     """How an environment looked at one step; its pictures once they were drawn."""
 
     positions: Array
@@ -143,7 +145,7 @@ class Moment:
     pictures: dict[str, Array] = field(default_factory=dict)
 
 
-class Studio:
+class CameraRenderer:
     """Draws moments of a simulator through some cameras, on a model of its own.
 
     Args:
@@ -167,15 +169,17 @@ class Studio:
         self._size = mujoco.mj_stateSize(self._model, self._signature)
         self._renderer: Any = None
 
-    def note(self, row: int) -> Moment:
+    def note(self, row: int) -> SceneState:
         """Keep how a row looks now."""
         import mujoco
 
         positions = np.empty(self._size)
         mujoco.mj_getState(self._stepper.model, self._stepper.datas[row], positions, self._signature)
-        return Moment(positions, self._stepper.look(row) if isinstance(self._stepper, Dressed) else {})
+        return SceneState(
+            positions, self._stepper.look(row) if isinstance(self._stepper, HasAppearance) else {}
+        )
 
-    def draw(self, moment: Moment) -> dict[str, Array]:
+    def draw(self, moment: SceneState) -> dict[str, Array]:
         """Return the pictures (H, W, 3) of a moment by camera.
 
         Raises:
@@ -192,13 +196,13 @@ class Studio:
             self._renderer.close()
         self._renderer = None
 
-    def _place(self, moment: Moment) -> None:
+    def _place(self, moment: SceneState) -> None:
         """Put everything where it was."""
         import mujoco
 
         model, data = self._model, self._data
-        if isinstance(self._stepper, Dressed):
-            self._stepper.wear(model, moment.look)
+        if isinstance(self._stepper, HasAppearance):
+            self._stepper.set_appearance(model, moment.look)
         mujoco.mj_setState(model, data, moment.positions, self._signature)
         for stage in (mujoco.mj_kinematics, mujoco.mj_comPos, mujoco.mj_camlight, mujoco.mj_tendon):
             stage(model, data)
@@ -214,30 +218,30 @@ class Studio:
         return picture
 
 
-class Film:
-    """The last To moments of every environment; see `Studio` for the arguments."""
+class FrameHistory:
+    """The last To moments of every environment; see `CameraRenderer` for the arguments."""
 
     def __init__(
         self, stepper: Any, images: Mapping[str, ImageShape], *, obs_steps: int, shadows: bool = True
     ) -> None:
-        self._studio = Studio(stepper, images, shadows=shadows)
-        self._moments: list[deque[Moment]] = [deque(maxlen=obs_steps) for _ in range(stepper.num_envs)]
+        self._renderer = CameraRenderer(stepper, images, shadows=shadows)
+        self._moments: list[deque[SceneState]] = [deque(maxlen=obs_steps) for _ in range(stepper.num_envs)]
 
     def begin(self, row: int) -> None:
         """Start an episode in a row: its first moment stands for all before it."""
         moments = self._moments[row]
         assert moments.maxlen is not None
-        moments.extend([self._studio.note(row)] * moments.maxlen)
+        moments.extend([self._renderer.note(row)] * moments.maxlen)
 
     def add(self, rows: Iterable[int]) -> None:
         """Note a step of some rows."""
         for row in rows:
-            self._moments[row].append(self._studio.note(row))
+            self._moments[row].append(self._renderer.note(row))
 
     def images(self, rows: Iterable[int]) -> dict[str, Array]:
         """Return the histories of some rows, oldest first, (M, To, H, W, 3) uint8 by camera."""
-        drawn = [[self._studio.draw(moment) for moment in self._moments[row]] for row in rows]
-        cameras = list(self._studio._images)
+        drawn = [[self._renderer.draw(moment) for moment in self._moments[row]] for row in rows]
+        cameras = list(self._renderer._images)
         return {
             camera: np.stack([np.stack([pictures[camera] for pictures in history]) for history in drawn])
             for camera in cameras
@@ -254,11 +258,11 @@ class Film:
         """Continue from `get_state`."""
         for moments, saved in zip(self._moments, state, strict=True):
             moments.clear()
-            moments.extend(Moment(np.array(one["positions"]), dict(one["look"])) for one in saved)
+            moments.extend(SceneState(np.array(one["positions"]), dict(one["look"])) for one in saved)
 
     def close(self) -> None:
         """Release the GL context."""
-        self._studio.close()
+        self._renderer.close()
 
 
 def _check_names(model: Any, cameras: Iterable[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.spec import Array, ChunkStep, ChunkStepper, EnvSpec, FrameHistory, GoalStepper, Stepper, StepResult
+from envs.spec import Array, ChunkStep, ChunkStepper, EnvSpec, GoalStepper, ImageHistory, Stepper, StepResult
 from policies.errors import CapabilityError, CheckpointError, ConfigError, TrainingError
 
 
@@ -29,7 +29,7 @@ class ChunkVector:
         obs_steps: Length To of the observation history; a reset repeats the first observation.
         paper_compat: Reproduce published chunk wrappers: a limit that the simulator reports counts as
             terminated *and* truncated, and a finished environment may be stepped on without a reset.
-        film: What the cameras see, with a history as long; None: there are no cameras.
+        image_history: What the cameras see, with a history as long; None: there are no cameras.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class ChunkVector:
         *,
         obs_steps: int = 1,
         paper_compat: bool = False,
-        film: FrameHistory | None = None,
+        image_history: ImageHistory | None = None,
     ) -> None:
         if obs_steps < 1:
             raise ConfigError(f"obs_steps must be at least 1; got {obs_steps}.")
@@ -48,7 +48,7 @@ class ChunkVector:
         self.num_envs = stepper.num_envs
         self.obs_steps = obs_steps
         self.paper_compat = paper_compat
-        self._film = film
+        self._image_history = image_history
         self._low = np.asarray(spec.action_low, np.float32)  # as a gymnasium box holds them
         self._high = np.asarray(spec.action_high, np.float32)
         self._history = np.zeros((self.num_envs, obs_steps, spec.obs_dim))
@@ -75,8 +75,8 @@ class ChunkVector:
             raise ConfigError(f"reset needs one seed per row; got {len(seeds)} seeds for {len(index)} rows.")
         for row, seed in zip(index.tolist(), seeds, strict=True):
             self._history[row] = self.stepper.reset(row, int(seed))
-            if self._film is not None:
-                self._film.begin(row)
+            if self._image_history is not None:
+                self._image_history.begin(row)
         self._elapsed[index] = 0
         self._finished[index] = False
         return self._history[index]
@@ -92,7 +92,7 @@ class ChunkVector:
         """
         running = np.ones(self.num_envs, bool) if active is None else np.array(active, bool)
         actions = self._checked(actions, running)
-        if isinstance(self.stepper, ChunkStepper) and not self.paper_compat and self._film is None:
+        if isinstance(self.stepper, ChunkStepper) and not self.paper_compat and self._image_history is None:
             return self._step_through(self.stepper, actions, running)
         n, num_steps = actions.shape[:2]
         rewards = np.zeros((n, num_steps))
@@ -129,7 +129,7 @@ class ChunkVector:
             MissingExtraError: If no GL context can be made.
         """
         index = range(self.num_envs) if rows is None else np.asarray(rows).tolist()
-        return {} if self._film is None else self._film.images(index)
+        return {} if self._image_history is None else self._image_history.images(index)
 
     def goals(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
         """Return `goal` (n, Dg) float64 of some rows; nothing where the task's description has no goals.
@@ -183,7 +183,7 @@ class ChunkVector:
             "history": self._history.copy(),
             "elapsed": self._elapsed.copy(),
             "finished": self._finished.copy(),
-            **({} if self._film is None else {"film": self._film.get_state()}),
+            **({} if self._image_history is None else {"film": self._image_history.get_state()}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -202,13 +202,13 @@ class ChunkVector:
         self._elapsed = np.array(state["elapsed"], np.int64)
         self._finished = np.array(state["finished"], bool)
         self.stepper.set_state(state["simulator"])
-        if self._film is not None:
-            self._film.set_state(state["film"])
+        if self._image_history is not None:
+            self._image_history.set_state(state["film"])
 
     def close(self) -> None:
         """Release the simulators."""
-        if self._film is not None:
-            self._film.close()
+        if self._image_history is not None:
+            self._image_history.close()
         self.stepper.close()
 
     def _checked(self, actions: Array, active: Array) -> Array:
@@ -233,5 +233,5 @@ class ChunkVector:
             self._history[rows, :-1] = self._history[rows, 1:]
         self._history[rows, -1] = obs
         self._elapsed[rows] += 1
-        if self._film is not None:
-            self._film.add(rows.tolist())
+        if self._image_history is not None:
+            self._image_history.add(rows.tolist())

@@ -28,9 +28,9 @@ from envs.evaluation.intervals import (
     value_at_risk,
     wilson,
 )
-from envs.evaluation.protocol import EvaluationSettings, as_evaluated, described, staged
+from envs.evaluation.protocol import EvaluationSettings, as_evaluated, described, prepare_eval
 from envs.rollouts.episodes import EpisodeRow
-from envs.rollouts.player import NETWORK_CALLS, EvaluatedPolicy, Evaluator, Player
+from envs.rollouts.player import NETWORK_CALLS, EpisodeRunner, EvaluatedPolicy, Evaluator
 from envs.spec import Array, EnvConfig, judged_by
 from policies.errors import CheckpointError, ConfigError
 from policies.execution.replanning import WarmStart
@@ -201,8 +201,8 @@ def evaluate(
             f"start_noise and sampling_noise must be random where a policy chooses between candidates, which "
             f"differ by their noise; got {start_noise} and {sampling_noise}."
         )
-    task = staged(env, policy)
-    player = Player(
+    task = prepare_eval(env, policy)
+    player = EpisodeRunner(
         policy=as_evaluated(policy, settings),
         first_seed=first_seed,
         noise_seed=noise_seed,
@@ -230,7 +230,7 @@ class _Counter:
 
 
 def _play(
-    player: Player, env: EnvConfig, episodes: int, num_envs: int, num_workers: int, counter: _Counter
+    player: EpisodeRunner, env: EnvConfig, episodes: int, num_envs: int, num_workers: int, counter: _Counter
 ) -> list[EpisodeRow]:
     """Divide the episodes over workers and collect their rows."""
     count = min(max(1, num_workers), episodes, num_envs)
@@ -261,7 +261,7 @@ def _in_evaluation_mode(policy: EvaluatedPolicy) -> Iterator[None]:
             part.training = mode
 
 
-def _on_cpu(player: Player) -> Player:
+def _on_cpu(player: EpisodeRunner) -> EpisodeRunner:
     """Return a player for worker processes, its policy on the CPU."""
     policy = player.policy
     return replace(player, policy=policy.on_cpu() if isinstance(policy, Policy | BestOfN) else policy)

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from envs.engine.pixels import PICTURE_OPTIONS, seen_by
+from envs.engine.pixels import CAMERA_OPTIONS, seen_by
 from envs.fit import require_fit
 from envs.rollouts.player import BLOCK_ROWS, EvaluatedPolicy
 from envs.spec import EnvConfig, options_of
@@ -105,7 +105,7 @@ def describe_task(env: EnvConfig) -> dict[str, Any]:
     """Describe a task by JSON values, as protocols do."""
     spec = env.spec
     options = options_of(with_paths(env, _digest))
-    for name in ("demonstrator", *PICTURE_OPTIONS):  # no part of the task that is evaluated
+    for name in ("demonstrator", *CAMERA_OPTIONS):  # no part of the task that is evaluated
         options.pop(name, None)
     description: dict[str, Any] = json.loads(
         json.dumps(
@@ -142,7 +142,7 @@ def _version(distribution: str) -> str:
         return "not installed"
 
 
-def staged(env: EnvConfig, policy: Any) -> EnvConfig:
+def prepare_eval(env: EnvConfig, policy: Any) -> EnvConfig:
     """Return the task with the cameras that a policy looks through.
 
     Raises:

@@ -31,7 +31,7 @@ class EpisodeRow:
     actions: Array | None = field(default=None, repr=False, compare=False)
 
 
-class Tally:
+class EpisodeTracker:
     """Counts of n running episodes."""
 
     def __init__(self, n: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from envs.rollouts.episodes import EpisodeRow, Tally
+from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
 from envs.spec import Array, EnvConfig, VectorEnv
 from policies.execution.replanning import Replanner, WarmStart
 from policies.protocols import ChunkSpec, Observation
@@ -74,7 +74,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Player:
+class EpisodeRunner:
     """A policy with the switches of an evaluation."""
 
     policy: EvaluatedPolicy
@@ -160,12 +160,12 @@ class Evaluator:
 
     notify: Callable[[Any], None]
 
-    def __init__(self, env: EnvConfig, player: Player, episodes: list[int], num_envs: int) -> None:
+    def __init__(self, env: EnvConfig, player: EpisodeRunner, episodes: list[int], num_envs: int) -> None:
         self._player = player
         self._waiting = _Queue(episodes)
         width = min(num_envs, len(episodes))
         self._vector: VectorEnv = env.make_vector(width, obs_steps=self._player.policy.chunk.obs_steps)
-        self._tally = Tally(width)
+        self._tally = EpisodeTracker(width)
         self._episode = np.full(width, -1)  # -1: this environment has nothing left to play
         self._obs = np.zeros((width, self._vector.obs_steps, self._vector.spec.obs_dim))
         self._generators: list[torch.Generator] = [torch.Generator()] * width

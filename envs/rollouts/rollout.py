@@ -16,7 +16,7 @@ from torch import Tensor
 
 from envs.engine.envpool import vector_on
 from envs.engine.workers import start_workers
-from envs.rollouts.episodes import EpisodeRow, Tally
+from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
 from envs.spec import Array, ChunkStep, EnvConfig, VectorEnv
 from policies.errors import CheckpointError, ConfigError
 from policies.seeds import derive_seed, seeded_generator
@@ -177,7 +177,7 @@ class Collector:
         self._vector: VectorEnv = vector_on(engine, env, len(rows), obs_steps=obs_steps)
         self._generator = seeded_generator(seed, "exploration", index)
         self._next_episode = np.zeros(len(rows), np.int64)
-        self._tally = Tally(len(rows))
+        self._tally = EpisodeTracker(len(rows))
         self._obs: Array | None = None  # (n, To, Do); None before the first reset
 
     def collect(self, actor: Actor, num_steps: int, reset: bool) -> dict[str, Any]:

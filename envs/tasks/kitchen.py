@@ -24,7 +24,7 @@ import numpy as np
 
 from envs.datasets.scores import reference
 from envs.engine.physics import get_physics, set_physics
-from envs.engine.pixels import Pictured
+from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec, StepResult
 from policies.errors import ConfigError
@@ -200,7 +200,7 @@ def load_kitchen() -> Any:
 
 
 @dataclass(frozen=True)
-class _Kitchen(Pictured):
+class _Kitchen(HasCameras):
     """What the three configurations share."""
 
     max_episode_steps: int = 280  # control steps, then truncated

@@ -262,7 +262,7 @@ class BoundMixture:
         if k != self._next:
             self.log_density = x.new_zeros(len(self._members), 1)  # the same for all rows
             return
-        std = self._table.placed("std", x)[k - 1]
+        std = self._table.to_device("std", x)[k - 1]
         errors = [((x - mean) / std).square().sum(dim=(-2, -1)) for mean in self._means]
         self.log_density = self.log_density - 0.5 * torch.stack(errors)
 

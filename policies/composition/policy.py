@@ -42,7 +42,14 @@ from policies.composition.operators import (
     combine,
     require_ancestral,
 )
-from policies.composition.time_matching import Link, LinkTable, Units, is_reached, links, matched_time
+from policies.composition.time_matching import (
+    TimeMatch,
+    TimeMatchTable,
+    UnitChange,
+    is_reached,
+    matched_time,
+    time_matches,
+)
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
@@ -74,7 +81,7 @@ class _Part:
     """
 
     view: DenoisingPolicy
-    table: LinkTable | None
+    table: TimeMatchTable | None
     limit: float | None
     reached: Tensor
 
@@ -140,7 +147,7 @@ class ComposedPolicy(DenoisingPolicy):
     def _part(self, member: DenoisingPolicy, t: Tensor) -> _Part:
         """Lay a member out over the times (K+1,) of the sampler."""
         lead = self.fields[0]
-        units = Units.between(lead.normalizer, member.normalizer)
+        units = UnitChange.between(lead.normalizer, member.normalizer)
         if member.process == lead.process and units.are_same:
             everywhere = torch.ones_like(t[:-1], dtype=torch.bool)
             return _Part(member.with_sampler(self.sampler), None, None, everywhere)
@@ -153,7 +160,7 @@ class ComposedPolicy(DenoisingPolicy):
         view = member.with_sampler(_At(times=tuple(t_member.tolist())))
         places = (lead.process, member.process, units, t[:-1], t_member[:-1])
         limit = getattr(member.sampler, "clip_x0", None)
-        return _Part(view, LinkTable(links(*places)), limit, is_reached(*places))
+        return _Part(view, TimeMatchTable(time_matches(*places)), limit, is_reached(*places))
 
     @property
     def fields(self) -> list[DenoisingPolicy]:
@@ -279,16 +286,16 @@ def _ask(
     Shapes:
         x: (B, Th, Da), the lead's states. t: (B,) float64, its times.
     """
-    units = Units.between(lead.normalizer, member.normalizer)
+    units = UnitChange.between(lead.normalizer, member.normalizer)
     kind = member.process.kind
     if member.process == lead.process and units.are_same:
         return member.predict(x, t.to(x.dtype), cond, kind=kind), torch.ones_like(t, dtype=torch.bool)
     t_member = matched_time(lead.process, member.process, units, t)
     places = (lead.process, member.process, units, t, t_member)
-    link = Link(*links(*places).to(x)[:, :, None].unbind(0))
-    state = link.state(x)
+    match = TimeMatch(*time_matches(*places).to(x)[:, :, None].unbind(0))
+    state = match.state(x)
     raw = member.predict(state, t_member.to(x.dtype), cond, kind=kind)
-    return link.output(x, state, raw, getattr(member.sampler, "clip_x0", None)), is_reached(*places)
+    return match.output(x, state, raw, getattr(member.sampler, "clip_x0", None)), is_reached(*places)
 
 
 def _sums(composition: Composition, process: Any, t: Tensor, reached: Tensor) -> tuple[Sum, ...]:

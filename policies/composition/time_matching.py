@@ -38,7 +38,7 @@ _RATIO_TOLERANCE = 1e-3  # of the signal-to-noise ratio
 
 
 @dataclass(frozen=True, eq=False)
-class Units:
+class UnitChange:
     """How a member's normalised actions follow from the lead's: x0_m = scale x0 + offset.
 
     Shapes:
@@ -49,7 +49,7 @@ class Units:
     offset: Tensor
 
     @classmethod
-    def between(cls, lead: Normalizer, member: Normalizer) -> Units:
+    def between(cls, lead: Normalizer, member: Normalizer) -> UnitChange:
         """Compare two normalisers of actions."""
         (scale_l, offset_l), (scale_m, offset_m) = (
             [one.get_buffer(f"action_{part}").double().cpu() for part in ("scale", "offset")]
@@ -72,7 +72,7 @@ class Units:
         return float(self.scale.log().mean())
 
 
-class Link(NamedTuple):
+class TimeMatch(NamedTuple):
     """Coefficients of one state (floats), or of many (tensors that broadcast against chunks).
 
     `x_m = state_x x + state_1`, `x0_m = x0_x x_m + x0_raw raw`, and in the lead's parametrisation
@@ -108,21 +108,21 @@ class Link(NamedTuple):
         return out + self.out_x0 * (x0.clamp(-limit, limit) - x0)
 
 
-def matched_time(lead: Process, member: Process, units: Units, t: Tensor) -> Tensor:
+def matched_time(lead: Process, member: Process, units: UnitChange, t: Tensor) -> Tensor:
     """Return the times (N,) of the member's path that have the ratio of the lead's at t (N,), float64."""
     alpha, sigma = lead.alpha_sigma(t)
     return member.time_of_lambda(alpha.log() - sigma.log() - units.log_ratio)
 
 
-def is_reached(lead: Process, member: Process, units: Units, t: Tensor, t_member: Tensor) -> Tensor:
-    """Return where (N,) the member's path is as noisy as the lead's; arguments as for `links`."""
+def is_reached(lead: Process, member: Process, units: UnitChange, t: Tensor, t_member: Tensor) -> Tensor:
+    """Return where (N,) the member's path is as noisy as the lead's; arguments as for `time_matches`."""
     alpha, sigma = lead.alpha_sigma(t)
     alpha_m, sigma_m = member.alpha_sigma(t_member)
     return alpha_m * sigma * math.exp(units.log_ratio) <= (1 + _RATIO_TOLERANCE) * alpha * sigma_m
 
 
-def links(lead: Process, member: Process, units: Units, t: Tensor, t_member: Tensor) -> Tensor:
-    """Work out the coefficients of `Link`, (8, N, D) float64.
+def time_matches(lead: Process, member: Process, units: UnitChange, t: Tensor, t_member: Tensor) -> Tensor:
+    """Work out the coefficients of `TimeMatch`, (8, N, D) float64.
 
     Args:
         lead: Process of the state.
@@ -143,12 +143,12 @@ def links(lead: Process, member: Process, units: Units, t: Tensor, t_member: Ten
     out_x0 = lead.convert(zero, t, one, "x0", lead.kind)[:, None] / scale
     out_x = own_x + out_x0 * x0_x * state_x
     out_1 = out_x0 * (x0_x * state_1 - offset)
-    columns = Link(state_x, state_1, x0_x, x0_raw, out_x, out_x0 * x0_raw, out_1, out_x0)
+    columns = TimeMatch(state_x, state_1, x0_x, x0_raw, out_x, out_x0 * x0_raw, out_1, out_x0)
     return torch.stack([column.expand(len(t), len(scale)) for column in columns])
 
 
 @dataclass(frozen=True, eq=False)
-class LinkTable:
+class TimeMatchTable:
     """Links of the steps of a sampler.
 
     Shapes:
@@ -156,16 +156,16 @@ class LinkTable:
     """
 
     coefficients: Tensor
-    floats: tuple[Link, ...] = field(init=False, repr=False)
+    floats: tuple[TimeMatch, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Read the coefficients out as Python floats where all dimensions share them."""
         columns = self.coefficients[:, :, 0].T.tolist() if self.coefficients.shape[-1] == 1 else []
-        object.__setattr__(self, "floats", tuple(Link(*column) for column in columns))
+        object.__setattr__(self, "floats", tuple(TimeMatch(*column) for column in columns))
 
-    def rows(self, like: Tensor) -> Sequence[Link]:
+    def rows(self, like: Tensor) -> Sequence[TimeMatch]:
         """Return the link of every step: floats where all dimensions share them, else tensors (D,)."""
         if self.floats:
             return self.floats
-        placed = self.coefficients.to(device=like.device, dtype=like.dtype)
-        return [Link(*step.unbind(0)) for step in placed.unbind(1)]
+        to_device = self.coefficients.to(device=like.device, dtype=like.dtype)
+        return [TimeMatch(*step.unbind(0)) for step in to_device.unbind(1)]

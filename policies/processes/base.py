@@ -262,7 +262,7 @@ def unknown_kind(kind: str, known: Sequence[str] = KINDS) -> ConfigError:
     return ConfigError(f"prediction kind must be one of {', '.join(known)}; got '{kind}'.")
 
 
-def misfit(sampler: Any, process: Any, *, needs: str) -> ConfigError:
+def incompatible(sampler: Any, process: Any, *, needs: str) -> ConfigError:
     """Return the error of a sampler that cannot run a process.
 
     Args:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from policies.errors import ConfigError
-from policies.processes.base import misfit
+from policies.processes.base import incompatible
 from policies.processes.consistency import Consistency
 from policies.registry import register
 from policies.samplers.ode import PathRules
-from policies.samplers.step_table import StepTable, lay_out
+from policies.samplers.step_table import StepTable, build_step_table
 
 
 @register("sampler", "consistency")
@@ -46,7 +46,7 @@ class Renoise(PathRules):
             ConfigError: If the process is none.
         """
         if not isinstance(process, Consistency):
-            raise misfit(self, process, needs="consistency")
+            raise incompatible(self, process, needs="consistency")
         table = self.over(process, self.times(process))
         if self.start_noise is None:
             return table
@@ -57,4 +57,6 @@ class Renoise(PathRules):
         alpha, sigma = process.alpha_sigma(torch.tensor(times[1:], dtype=torch.float64))
         left = (alpha * process.noise_min).square()  # noise that the clean end of a trajectory still has
         std = (sigma.square() - left).clamp(min=0.0).sqrt()
-        return lay_out(process, self, times, alpha[:, None], torch.zeros_like(alpha)[:, None], std[:, None])
+        return build_step_table(
+            process, self, times, alpha[:, None], torch.zeros_like(alpha)[:, None], std[:, None]
+        )

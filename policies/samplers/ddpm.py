@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes.base import misfit
+from policies.processes.base import incompatible
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.schedules import spaced_levels, time_of_level
 from policies.registry import register
 from policies.samplers.step_table import (
     StepRules,
     StepTable,
-    lay_out,
+    build_step_table,
 )
 
 
@@ -76,7 +76,7 @@ class DDPM(StepRules):
         small = path.var_next / path.var * (1 - keep)
         std = (small if self.variance == "fixed_small" else 1 - keep).sqrt()
         to_x0 = to_x0 + to_x * path.bar.sqrt()  # x = alpha x0 + sigma eps
-        return lay_out(process, self, path.times, to_x0, to_x * path.var.sqrt(), std)
+        return build_step_table(process, self, path.times, to_x0, to_x * path.var.sqrt(), std)
 
 
 @register("sampler", "ddim")
@@ -133,7 +133,9 @@ class DDIM(StepRules):
         to_eps = (path.var_next - std.square()).clamp(min=0).sqrt()
         to_x0 = path.bar_next.sqrt().expand_as(std)
         recompute, clip = self.recompute_eps, self.eps_clip
-        return lay_out(process, self, path.times, to_x0, to_eps, std, recompute=recompute, eps_clip=clip)
+        return build_step_table(
+            process, self, path.times, to_x0, to_eps, std, recompute=recompute, eps_clip=clip
+        )
 
 
 class _LevelPath(NamedTuple):
@@ -157,7 +159,7 @@ class _LevelPath(NamedTuple):
     ) -> _LevelPath:
         """Visit `steps` levels of a diffusion, or the given ones, and stop at a level."""
         if not isinstance(process, VPDiffusion):
-            raise misfit(sampler, process, needs="diffusion")
+            raise incompatible(sampler, process, needs="diffusion")
         count = process.num_levels
         if levels and not 0 <= levels[-1] <= levels[0] < count:
             raise ConfigError(

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
-from policies.processes.base import misfit
+from policies.processes.base import incompatible
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.processes.schedules import time_of_level
 from policies.protocols import BoundField
 from policies.registry import name_of, register
-from policies.samplers.step_table import StepRules, StepTable, lay_out
+from policies.samplers.step_table import StepRules, StepTable, build_step_table
 
 DIFFUSION_SCHEDULERS = (
     "DDIMScheduler",
@@ -77,7 +77,7 @@ class Diffusers:
             ConfigError: If process and scheduler do not belong together, or the scheduler refuses a setting.
         """
         if type(process) not in (VPDiffusion, RectifiedFlow):
-            raise misfit(self, process, needs="diffusion or flow")
+            raise incompatible(self, process, needs="diffusion or flow")
         is_flow = isinstance(process, RectifiedFlow)
         if (self.scheduler in FLOW_SCHEDULERS) != is_flow:
             choices = ", ".join(FLOW_SCHEDULERS if is_flow else DIFFUSION_SCHEDULERS)
@@ -89,7 +89,9 @@ class Diffusers:
         taus = torch.as_tensor(loop.scheduler().timesteps, dtype=torch.float64)
         times = 1 - taus / FLOW_TIMESTEPS if is_flow else time_of_level(taus, process.num_levels)
         zeros = torch.zeros(len(times), 1, dtype=torch.float64)
-        table = lay_out(process, StepRules(clip_x0=None), [*times.tolist(), 1.0], zeros, zeros, zeros)
+        table = build_step_table(
+            process, StepRules(clip_x0=None), [*times.tolist(), 1.0], zeros, zeros, zeros
+        )
         return replace(table, loop=loop)
 
 

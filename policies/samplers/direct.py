@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from policies.processes.base import misfit
+from policies.processes.base import incompatible
 from policies.processes.regression import RegressionPath
 from policies.registry import register
-from policies.samplers.step_table import StepRules, StepTable, lay_out
+from policies.samplers.step_table import StepRules, StepTable, build_step_table
 
 
 @register("sampler", "direct")
@@ -33,8 +33,8 @@ class Direct(StepRules):
             ConfigError: If the process is none.
         """
         if not isinstance(process, RegressionPath):
-            raise misfit(self, process, needs="regression or mip")
+            raise incompatible(self, process, needs="regression or mip")
         times = [*process.stops, 1.0]
         to_x0 = process.alpha_sigma(torch.tensor(times[1:], dtype=torch.float64))[0][:, None]
         nothing = torch.zeros_like(to_x0)
-        return lay_out(process, self, times, to_x0, nothing, nothing)
+        return build_step_table(process, self, times, to_x0, nothing, nothing)

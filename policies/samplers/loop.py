@@ -144,7 +144,7 @@ def _unroll(table: StepTable, noise: Tensor) -> tuple[Tensor, Sequence[Tensor | 
     draws = noise[:, 1:].transpose(0, 1)
     if table.noise_clip is not None:
         draws = draws.clamp(-table.noise_clip, table.noise_clip)
-    std = table.placed("std", noise)[:, None, None, :]
+    std = table.to_device("std", noise)[:, None, None, :]
     scaled = (draws * std).contiguous().unbind(0)
     steps = [draw if noisy else None for draw, noisy in zip(scaled, table.noisy, strict=True)]
     first = noise[:, 0].contiguous()

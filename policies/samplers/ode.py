@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes.base import GaussianPath, Process, misfit
+from policies.processes.base import GaussianPath, Process, incompatible
 from policies.processes.flow import LinearPath
 from policies.processes.schedules import GRIDS, noise_grid
 from policies.registry import name_of, register
-from policies.samplers.step_table import Memory, StepRules, StepTable, lay_out
+from policies.samplers.step_table import Memory, StepRules, StepTable, build_step_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class PathRules(StepRules, ABC):
         """
         has_path = isinstance(process, GaussianPath) and process.is_integrable
         if not has_path or (process.has_second_time and not self.takes_whole_steps):
-            raise misfit(self, process, needs="diffusion, flow or edm")
+            raise incompatible(self, process, needs="diffusion, flow or edm")
         return self.over(process, self.times(process))
 
     @abstractmethod
@@ -166,7 +166,7 @@ class Euler(PathRules):
         path = _Path.of(process, times)
         to_x0, to_eps = path.alpha_next[:, None], path.sigma_next[:, None]
         zeros = torch.zeros_like(to_x0)
-        table = lay_out(process, self, times, to_x0, to_eps, zeros, clip_state=self.clip_state)
+        table = build_step_table(process, self, times, to_x0, to_eps, zeros, clip_state=self.clip_state)
         return self._asked_late(table, process) if self.released_times else table
 
     def _asked_late(self, table: StepTable, process: Process) -> StepTable:
@@ -207,7 +207,7 @@ class Ancestral(PathRules):
         fresh = (self.eta * path.noise_next * share).clamp(max=path.noise_next)
         kept = (path.noise_next.square() - fresh.square()).clamp(min=0).sqrt()
         to_x0, to_eps = path.alpha_next[:, None], (path.alpha_next * kept)[:, None]
-        return lay_out(process, self, times, to_x0, to_eps, (path.alpha_next * fresh)[:, None])
+        return build_step_table(process, self, times, to_x0, to_eps, (path.alpha_next * fresh)[:, None])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +300,7 @@ class DPMpp2M(SmoothRules):
         to_x0, to_eps = (path.alpha_next + push)[:, None], path.sigma_next[:, None]
         ones, zeros = (1.0,) * len(gap), (0.0,) * len(gap)
         memory = Memory(tuple((-push).tolist()), ones, zeros)
-        return lay_out(process, self, times, to_x0, to_eps, torch.zeros_like(to_x0), memory=memory)
+        return build_step_table(process, self, times, to_x0, to_eps, torch.zeros_like(to_x0), memory=memory)
 
 
 class _Rows:
@@ -360,7 +360,7 @@ class _Rows:
         """Lay the collected rows out."""
         to_x0, to_eps = torch.tensor(self.to, dtype=torch.float64).unbind(1)
         columns = (tuple(column) for column in zip(*self.memory, strict=True))
-        return lay_out(
+        return build_step_table(
             self.process,
             rules,
             [*self.times, 1.0],

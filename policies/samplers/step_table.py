@@ -138,7 +138,7 @@ class StepTable:
         """Return the coefficients of step k for chunks x (M, Th, Da): floats, or gathered rows (M, 1, D)."""
         if isinstance(k, int) and self.rows:
             return self.rows[k]
-        picked = self.placed("coefficients", x)[:, k]
+        picked = self.to_device("coefficients", x)[:, k]
         return Coefficients(*(picked if isinstance(k, int) else picked.unsqueeze(2)).unbind(0))
 
     def step_at(self, t: float) -> int:
@@ -155,7 +155,7 @@ class StepTable:
             f"denoising steps begins; got {t:.4g}. Start earlier or use more steps."
         )
 
-    def placed(self, name: str, like: Tensor) -> Tensor:
+    def to_device(self, name: str, like: Tensor) -> Tensor:
         """Return one of the table's tensors with the device and type of `like`; copied there once."""
         if torch.compiler.is_compiling():  # what a tracer sees must not outlive it
             return getattr(self, name).to(device=like.device, dtype=like.dtype)
@@ -196,7 +196,7 @@ class StepRules:
                 raise ConfigError(f"sampler.{name} must not be negative; got {value}.")
 
 
-def lay_out(
+def build_step_table(
     process: Process,
     rules: StepRules,
     times: Sequence[float],
@@ -317,7 +317,7 @@ def revisited(
         rows = [staying.expand_as(leaving)] * (visits - 1)
         return torch.stack([*rows, leaving], dim=1).flatten(0, 1)
 
-    return lay_out(
+    return build_step_table(
         process,
         rules,
         [t for t in table.times[:-1] for _ in range(visits)] + [table.times[-1]],

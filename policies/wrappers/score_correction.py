@@ -173,9 +173,9 @@ class CorrectedPolicy(WrappedPolicy):
         """Return actions (B, A) after correction, for standardised conditions (B, C)."""
         moved = corrected_path(state, action, self.scores, self.wrapper, self.dynamics)[-1]
         moved = within(moved, action, self.wrapper.radius)
-        return torch.where(self.strangeness(state, action)[:, None] > self.gate, moved, action)
+        return torch.where(self.out_of_distribution_score(state, action)[:, None] > self.gate, moved, action)
 
-    def strangeness(self, state: Tensor, action: Tensor) -> Tensor:
+    def out_of_distribution_score(self, state: Tensor, action: Tensor) -> Tensor:
         """Return |sigma f_a| (B,), root mean square, at the first noise: large off the data."""
         noise = self.noise_in(state, action, self.wrapper.sigmas[0])[:, -self._actions :]
         return noise.square().mean(dim=1).sqrt()

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from algos.offpolicy.loop import OffPolicyRun
 from algos.offpolicy.replay_buffer import ChunkBatch
-from algos.offpolicy.sac_update import SoftLearner
+from algos.offpolicy.sac_update import SacUpdate
 from algos.training.metrics import Means
 from algos.training.serialization import from_plain, to_plain
 from envs.engine.vector import ChunkVector
@@ -63,14 +63,14 @@ def rows_of(run: OffPolicyRun) -> ChunkBatch:
 def test_the_base_policy_behaves_bit_by_bit_as_before(variant: str, make: Any, tmp_path: Path) -> None:
     given = make()
     before, flags = acts(given), [p.requires_grad for p in given.parameters()]
-    shipped = until_the_end(start(changed(variant=variant), init=given)).snapshot()
-    assert isinstance(shipped, SteeredPolicy)
-    loaded = load_policy(save_policy(shipped, tmp_path / "policy"))
-    assert isinstance(loaded, SteeredPolicy) and torch.equal(acts(loaded), acts(shipped))
-    for policy in (given, shipped.base, loaded.base):
+    export_policy = until_the_end(start(changed(variant=variant), init=given)).snapshot()
+    assert isinstance(export_policy, SteeredPolicy)
+    loaded = load_policy(save_policy(export_policy, tmp_path / "policy"))
+    assert isinstance(loaded, SteeredPolicy) and torch.equal(acts(loaded), acts(export_policy))
+    for policy in (given, export_policy.base, loaded.base):
         assert torch.equal(acts(policy), before)
     assert [p.requires_grad for p in given.parameters()] == flags
-    assert not torch.equal(acts(shipped), acts(start(changed(variant=variant), init=given).snapshot()))
+    assert not torch.equal(acts(export_policy), acts(start(changed(variant=variant), init=given).snapshot()))
 
 
 @every_variant
@@ -294,7 +294,7 @@ def test_targets_and_actors_aggregate_as_configured(how: str) -> None:
     config = changed(critics=5, aggregate=how, actor_aggregate=how, subset=3, pessimism=0.7)
     run = start(config)
     learner, (batch, draws) = run.learner, _batch_and_draws(run)
-    assert isinstance(learner, SoftLearner)
+    assert isinstance(learner, SacUpdate)
     alpha = torch.tensor(0.3)
     with torch.no_grad():
         latent, log_prob = learner.actor.draw(batch.next_cond, draws["next_eps"])

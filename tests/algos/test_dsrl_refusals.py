@@ -12,7 +12,7 @@ from point_steering import AS_IT_IS, SMALL, changed, composed, flow, start
 
 from algos.offpolicy.dsrl_update import SteeredActor
 from algos.offpolicy.replay_buffer import ChunkBatch
-from algos.offpolicy.sac_update import SoftLearner, SoftRules
+from algos.offpolicy.sac_update import SacUpdate, SoftRules
 from algos.training.serialization import from_plain, to_plain
 from policies.composition.policy import compose
 from policies.denoising import DenoisingPolicy
@@ -87,7 +87,7 @@ def test_the_temperature_settles_at_a_target_that_can_be_reached() -> None:
     target = 0.9 * actor.highest_entropy
     rules = SoftRules(target_entropy=target, init_alpha=0.2, actor_lr=1e-2, alpha_lr=1e-2)
     critic = EnsembleConfig(2, (16,)).build(2, actor.latent_dim)
-    learner, generator = SoftLearner(actor, critic, rules), torch.Generator().manual_seed(0)
+    learner, generator = SacUpdate(actor, critic, rules), torch.Generator().manual_seed(0)
     cond = torch.zeros(128, 2)
     entropy = []
     for _ in range(400):
@@ -119,12 +119,12 @@ def test_a_composition_of_random_steps_is_steered_by_as_many_steps_without_noise
     members = [flow(VPDiffusion(num_levels=4), seed=seed, scale=seed) for seed in (1, 2)]
     run = start(changed(denoising_steps=3), init=compose(members, (0.5, 0.5)))
     run.advance()
-    shipped = run.snapshot()
-    assert isinstance(shipped, SteeredPolicy) and shipped.base.sampler == DDIM(steps=3)  # type: ignore[attr-defined]
+    export_policy = run.snapshot()
+    assert isinstance(export_policy, SteeredPolicy) and export_policy.base.sampler == DDIM(steps=3)  # type: ignore[attr-defined]
     quiet = compose(members, (0.5, 0.5)).with_sampler(DDIM(steps=3))
-    cond, latent = _at(shipped)
-    expected = quiet.decode(quiet.encode(quiet.observation({"state": OBS})), shipped.noise_of(latent))
-    assert torch.equal(shipped.chunk_of(cond, latent), expected)
+    cond, latent = _at(export_policy)
+    expected = quiet.decode(quiet.encode(quiet.observation({"state": OBS})), export_policy.noise_of(latent))
+    assert torch.equal(export_policy.chunk_of(cond, latent), expected)
     run.close()
 
 
@@ -191,11 +191,11 @@ def test_latents_without_a_box_are_not_compared_in_one(latents: str) -> None:
 
 
 def test_settings_that_a_steered_policy_does_not_take_over_are_told(caplog: Any) -> None:
-    shipped = start().snapshot()
-    start(init=shipped).close()
+    export_policy = start().snapshot()
+    start(init=export_policy).close()
     assert "steered already" not in caplog.text
     asked = changed(steering=Steering(hidden_dims=(8,), bound=2.5), denoising_steps=7)
-    start(asked, init=shipped).close()
+    start(asked, init=export_policy).close()
     assert "steering.bound=2.5, it has 1.5" in caplog.text and "denoising_steps=7, it has" in caplog.text
 
 

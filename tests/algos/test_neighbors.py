@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algos.offline.neighbor_autotune import Rows
-from algos.offline.neighbor_tree import BoxTree
+from algos.offline.neighbor_tree import NeighborTree
 from algos.offline.neighbors import BruteSearch, ListSearch, Search, TreeSearch, list_bytes
 from algos.prdc import NearestRow
 from algos.transitions import Batch
@@ -32,8 +32,8 @@ def table(m: int, seed: int, *, copies: int = 0, spread: float = 1.0) -> tuple[T
 def costs(state: Tensor, action: Tensor, row: Tensor, query: Tensor, beta: float) -> Tensor:
     """Return all squared distances (B, M) in float64."""
     s, a = state.double(), action.double()
-    near = (s[row][:, None] - s).square().sum(2) * beta**2
-    return near + (query.double()[:, None] - a).square().sum(2)
+    bc_term = (s[row][:, None] - s).square().sum(2) * beta**2
+    return bc_term + (query.double()[:, None] - a).square().sum(2)
 
 
 def assert_exact(
@@ -131,7 +131,7 @@ def test_boxes_need_not_look_beyond_what_tails_allow() -> None:
     start = (query[:, None] - rows).square().sum(2).topk(20, largest=False).indices[:, -1]
     square = (query - rows[start]).square().sum(1)
     heads = (query[:, None, :3] - rows[:, :3]).square().sum(2).amin(1)
-    tree, limits = BoxTree(rows, 2), (square, square - heads)
+    tree, limits = NeighborTree(rows, 2), (square, square - heads)
     found, distance = tree.nearest(query, start, *limits)
     torch.testing.assert_close(distance, (query[:, None] - rows).square().sum(2).amin(1))
     torch.testing.assert_close((query - rows[found]).square().sum(1), distance)
@@ -150,7 +150,7 @@ def test_boxes_find_the_nearest_row_whatever_row_they_start_from(m: int, spread:
     )
     start = torch.randint(m, (40,), generator=generator)
     square = (query - rows[start]).square().sum(1)
-    found, distance = BoxTree(rows).nearest(query, start, square)
+    found, distance = NeighborTree(rows).nearest(query, start, square)
     every = (query.double()[:, None] - rows.double()).square().sum(2)
     chosen = every.gather(1, found[:, None]).squeeze(1)
     torch.testing.assert_close(chosen, every.amin(1), rtol=1e-5, atol=1e-9)
@@ -160,7 +160,7 @@ def test_boxes_find_the_nearest_row_whatever_row_they_start_from(m: int, spread:
 def test_boxes_compare_leaves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(1000, 4, generator=torch.Generator().manual_seed(0))
     query, start = rows[:200].flip(0) + 0.1, torch.full((200,), 999)
-    tree, square = BoxTree(rows), (rows[:200].flip(0) + 0.1 - rows[999]).square().sum(1)
+    tree, square = NeighborTree(rows), (rows[:200].flip(0) + 0.1 - rows[999]).square().sum(1)
     whole = tree.nearest(query, start, square)
     monkeypatch.setattr("algos.offline.neighbor_tree._AT_ONCE", 3)
     for one, other in zip(tree.nearest(query, start, square), whole, strict=True):
@@ -170,7 +170,7 @@ def test_boxes_compare_leaves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_start_that_cannot_be_beaten_is_kept() -> None:
     rows = torch.randn(1, 4).expand(70, 4).contiguous()  # copies of one row
     start = torch.arange(70)
-    found, square = BoxTree(rows).nearest(rows, start, torch.zeros(70))
+    found, square = NeighborTree(rows).nearest(rows, start, torch.zeros(70))
     assert torch.equal(found, start) and not square.any()
 
 

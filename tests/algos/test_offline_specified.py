@@ -362,8 +362,8 @@ def test_what_ships_is_the_average_of_the_weights(config: Any) -> None:
         ]
     for ours, theirs in zip(run.learner.policy.parameters(), plain.learner.policy.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    for shipped, expected in zip(run.snapshot().parameters(), average, strict=True):
-        torch.testing.assert_close(shipped, expected)
+    for export_policy, expected in zip(run.snapshot().parameters(), average, strict=True):
+        torch.testing.assert_close(export_policy, expected)
 
 
 def test_an_average_asked_for_on_resuming_begins_there() -> None:
@@ -371,5 +371,7 @@ def test_an_average_asked_for_on_resuming_begins_there() -> None:
     begun, continued = run_of(Td3BcConfig(**options)), run_of(Td3BcConfig(ema_decay=0.9, **options))
     begun.advance()
     continued.load_state_dict(begun.state_dict())
-    for shipped, weight in zip(continued.snapshot().parameters(), begun.snapshot().parameters(), strict=True):
-        assert torch.equal(shipped, weight)
+    for export_policy, weight in zip(
+        continued.snapshot().parameters(), begun.snapshot().parameters(), strict=True
+    ):
+        assert torch.equal(export_policy, weight)

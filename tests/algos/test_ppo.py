@@ -12,7 +12,7 @@ from point_env import PointEnv
 
 from algos.base import Setup
 from algos.offpolicy.loop import _summary
-from algos.onpolicy.advantages import Appraisal
+from algos.onpolicy.advantages import AdvantageEstimator
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ppo_update import GeneratorDraws
 from algos.onpolicy.ratios import Rows, reduce_log_prob
@@ -199,10 +199,10 @@ def test_values_bootstrap_through_truncation_from_the_true_final_observation() -
         record={},
         episodes=[],
     )
-    correct = Appraisal(0.5, 0.9, 1.0, False)(rollout, init, critic, None)
+    correct = AdvantageEstimator(0.5, 0.9, 1.0, False)(rollout, init, critic, None)
     second = 30.0 + 0.5 * 5.0 - 2.0
     assert correct.advantage.tolist() == pytest.approx([30.0 + 0.5 * 7.0 - 1.0, second])
-    compat = Appraisal(0.5, 0.9, 1.0, True)(rollout, init, critic, None)
+    compat = AdvantageEstimator(0.5, 0.9, 1.0, True)(rollout, init, critic, None)
     assert compat.advantage.tolist() == pytest.approx([30.0 + 0.5 * 2.0 - 1.0 + 0.45 * second, second])
 
 

@@ -238,8 +238,8 @@ def test_the_stated_memory_is_what_a_search_takes() -> None:
 def test_a_second_way_without_room_is_not_tried(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(1000)
     monkeypatch.setattr(neighbor_autotune, "TIMED_FROM", 0)
-    room = iter([True, True, True, False])  # before the lists are made, while, and once they are there
-    monkeypatch.setattr(neighbor_autotune, "fits", lambda size: next(room))
+    storage = iter([True, True, True, False])  # before the lists are made, while, and once they are there
+    monkeypatch.setattr(neighbor_autotune, "fits", lambda size: next(storage))
     assert chosen("auto", rows).name == "lists"
     assert built == ["ListSearch"]
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from algos.a2pr import A2prConfig
 from algos.base import Setup
 from algos.iql import IqlConfig
-from algos.offline.batched_seeds import StackedEnsemble, StackedLinear, stacked, tied
-from algos.offline.loop import OfflineRun, SeedsTogether
+from algos.offline.batched_seeds import StackedEnsemble, StackedLinear, stack_parameters, stacked
+from algos.offline.loop import OfflineRun, SeedBatch
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
@@ -59,7 +59,7 @@ def setup(seed: int = 0) -> Setup:
     return Setup(dataset=bandit(), seed=seed, num_threads=1)
 
 
-def together(config: Any, seeds: Sequence[int] = SEEDS) -> tuple[list[OfflineRun], SeedsTogether]:
+def together(config: Any, seeds: Sequence[int] = SEEDS) -> tuple[list[OfflineRun], SeedBatch]:
     runs = config.build_seeds(setup(), seeds)
     return runs, config.together(runs)
 
@@ -382,7 +382,7 @@ def test_old_checkpoints_go_when_all_seeds_have_the_new_one(tmp_path: Path) -> N
 
 def test_parameters_become_views_of_their_stack() -> None:
     parts = [nn.Parameter(torch.full((2,), float(i))) for i in range(3)]
-    whole = tied(parts)
+    whole = stack_parameters(parts)
     with torch.no_grad():
         whole[1] = 7.0
     assert parts[1].tolist() == [7.0, 7.0] and parts[2].tolist() == [2.0, 2.0]

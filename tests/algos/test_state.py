@@ -61,8 +61,8 @@ def test_checkpoint_returns_what_was_saved(run: RunDirectory) -> None:
     assert state["algorithm"]["pair"] == (1, None)
     np.testing.assert_array_equal(state["algorithm"]["x"], np.arange(2.0))
     assert os.readlink(run.path / "checkpoints" / "last") == "7"
-    shipped = load_policy(run.policy_path())
-    torch.testing.assert_close(shipped.state_dict(), policy.state_dict(), rtol=0, atol=0)
+    export_policy = load_policy(run.policy_path())
+    torch.testing.assert_close(export_policy.state_dict(), policy.state_dict(), rtol=0, atol=0)
 
 
 def test_training_state_loads_without_running_code(run: RunDirectory) -> None:

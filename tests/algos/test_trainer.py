@@ -46,9 +46,9 @@ def test_last_checkpoint_holds_the_final_weights(run: RunDirectory) -> None:
     walk = RandomWalk(5)
     train(walk, run, TrainerSettings(checkpoint_every=0), progress=False)
     assert run.checkpoints() == [5]
-    shipped = load_policy(run.path / "checkpoints" / "last" / "policy")
+    export_policy = load_policy(run.path / "checkpoints" / "last" / "policy")
     torch.testing.assert_close(
-        dict(shipped.named_parameters()), dict(walk.policy.named_parameters()), rtol=0, atol=0
+        dict(export_policy.named_parameters()), dict(walk.policy.named_parameters()), rtol=0, atol=0
     )
 
 

@@ -27,7 +27,7 @@ from burnish.commands.export import surroundings_of
 from burnish.commands.train import prepare
 from burnish.config.schema import compose_config
 from burnish.console import log_lines
-from burnish.runs.context import Job
+from burnish.runs.context import RunContext
 from burnish.runs.locate import locate
 from burnish.runs.tasks import task_of
 from envs.datasets import read_dataset
@@ -145,7 +145,7 @@ def test_policies_with_one_name_keep_their_own_numbers(
     monkeypatch.setattr(evaluate_command, "summary_table", lambda rows: tables.append(list(rows)) or "")
     for policy, versus in (("a/p", "p"), ("p", "p")):
         written = overrides_of((), {"policy": policy, "versus": versus, "episodes": 2, "num_workers": 0})
-        evaluate_command.run(compose_config("eval", written), Job(tmp_path))
+        evaluate_command.run(compose_config("eval", written), RunContext(tmp_path))
     assert [[name for name, _ in rows] for rows in tables] == [
         ["a/p", "p"],
         ["p (policy)", "p (versus)"],
@@ -609,4 +609,4 @@ def test_a_file_of_an_evaluation_is_written_whole_or_not_at_all(
 def test_an_algorithm_that_learns_in_an_environment_takes_no_dataset(tmp_path: Path) -> None:
     config = compose_config("train", ["algo=ppo", "env=avoid", "process=gaussian", "dataset=some.hdf5"])
     with pytest.raises(ConfigError, match=r"algo=ppo learns in an environment and takes no dataset"):
-        train_command.train(config, Job(tmp_path / "run"))
+        train_command.train(config, RunContext(tmp_path / "run"))

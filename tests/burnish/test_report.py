@@ -13,7 +13,7 @@ import pytest
 from algos.training.run_directory import RunDirectory
 from burnish.commands.report import ReportConfig, _is_same, grouped, report
 from burnish.reports import figures, rollouts
-from burnish.reports.rollouts import Stage, describe_ways, draw_behaviour
+from burnish.reports.rollouts import ReportRollouts, describe_ways, draw_behaviour
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.intervals import success_rate
 from envs.rollouts.episodes import EpisodeRow
@@ -136,7 +136,9 @@ def test_a_task_that_draws_nothing_is_reported_without_pictures(
     plain = SimpleNamespace(spec=SimpleNamespace(name="pendulum"))
     with pytest.raises(CapabilityError, match="env=pendulum draws nothing; give it figure"):
         draw_behaviour(plain, {"after": [SimpleNamespace()]})
-    monkeypatch.setattr(Stage, "play", lambda stage, directory: (plain, {"after": [SimpleNamespace()]}))
+    monkeypatch.setattr(
+        ReportRollouts, "play", lambda stage, directory: (plain, {"after": [SimpleNamespace()]})
+    )
     run = made(tmp_path / "run", "bc", {"name": "avoid"})
     page = report(ReportConfig(run=str(run.path)))
     assert "No pictures: env=pendulum draws nothing" in page.read_text()
@@ -157,7 +159,7 @@ def test_policies_are_drawn_as_their_run_evaluates_them(
     monkeypatch.setattr(rollouts, "locate", lambda path, key: found)
     monkeypatch.setattr(rollouts, "task_of", lambda found: SimpleNamespace(figure=None))
     monkeypatch.setattr(rollouts, "evaluate_with", play)
-    stage = Stage(7, 100, 0)
+    stage = ReportRollouts(7, 100, 0)
     for _ in range(2):  # of which the second is not played again
         stage.play(run)
     (settings,) = used

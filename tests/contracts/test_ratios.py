@@ -200,11 +200,11 @@ def test_the_ratio_of_fresh_data_is_one(
     allowed = 1e-4 if dtype == torch.float32 and reduction == "joint" else 1e-6
     assert float((score.log_ratio.detach().double().exp() - 1).abs().max()) <= allowed
     assert {part.shape for part in (score.log_ratio, score.saturated, score.entropy)} == {rows.step.shape}
-    gradients = torch.autograd.grad(score.log_ratio.sum(), list(trained(ratio)), allow_unused=True)
+    gradients = torch.autograd.grad(score.log_ratio.sum(), list(trainable(ratio)), allow_unused=True)
     assert any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
-def trained(ratio: Any) -> Any:
+def trainable(ratio: Any) -> Any:
     module = getattr(ratio, "trained", None)
     return (ratio.policy if module is None else module).parameters()
 

@@ -144,7 +144,7 @@ class Tried:
     needs: str = "numpy"
 
 
-def near(one: torch.Tensor, two: torch.Tensor) -> bool:
+def bc_term(one: torch.Tensor, two: torch.Tensor) -> bool:
     return one.shape == two.shape and bool((one - two).abs().max() < 1e-5)
 
 
@@ -193,15 +193,15 @@ OPTIONS = {
     "dppo": {
         "normalization": Tried(
             "{folder}/other.npz",
-            lambda plain, told: near(told.actions, 2 * plain.actions),
+            lambda plain, told: bc_term(told.actions, 2 * plain.actions),
             lambda path, data: doubled(path, data, "other.npz"),
         ),
-        "scaled": Tried(True, lambda plain, told: near(2 * told.actions, plain.actions), doubled),
+        "scaled": Tried(True, lambda plain, told: bc_term(2 * told.actions, plain.actions), doubled),
     },
     "lerobot": {
         "obs_keys": Tried(
             ["action", "observation.state"],
-            lambda plain, told: near(told.observations, torch.hstack([plain.actions, plain.observations])),
+            lambda plain, told: bc_term(told.observations, torch.hstack([plain.actions, plain.observations])),
         ),
         "done_is_terminal": Tried(
             True,
@@ -214,7 +214,7 @@ OPTIONS = {
     "minari": {
         "obs_keys": Tried(
             ["desired_goal"],
-            lambda plain, told: near(told.observations, plain.extras["goal"]),
+            lambda plain, told: bc_term(told.observations, plain.extras["goal"]),
             lambda path, data: write_minari(path, with_goal(data)),
         ),
         "infos": Tried(
@@ -230,7 +230,7 @@ OPTIONS = {
             with_positions,
             "ogbench",
         ),
-        "compact": Tried(True, lambda plain, told: near(told.lengths, plain.lengths + 1)),
+        "compact": Tried(True, lambda plain, told: bc_term(told.lengths, plain.lengths + 1)),
     },
     "robomimic": {
         "mask": Tried(
@@ -240,7 +240,7 @@ OPTIONS = {
         ),
         "obs_keys": Tried(
             ["b"],
-            lambda plain, told: near(told.observations, plain.observations[:, 1:]),
+            lambda plain, told: bc_term(told.observations, plain.observations[:, 1:]),
             lambda path, data: write_robomimic(path, data, layout={"a": 1, "b": 2}),
         ),
     },
@@ -273,7 +273,7 @@ def test_what_has_no_room_goes_to_the_folder_that_is_named(
     plain = read_dataset(path)
     monkeypatch.setattr(free_memory, "free_memory", lambda: 0)
     spilled = read_dataset(path, cache=tmp_path / "cache")
-    assert isinstance(spilled.room, Disk) and spilled.room.folder == tmp_path / "cache"
+    assert isinstance(spilled.storage, Disk) and spilled.storage.folder == tmp_path / "cache"
     assert spilled.digest() == plain.digest()
 
 

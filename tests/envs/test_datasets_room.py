@@ -27,7 +27,7 @@ from envs.datasets import (
     write_minari,
     write_robomimic,
 )
-from envs.datasets.array_storage import Column, Disk, Room
+from envs.datasets.array_storage import ArrayStorage, Column, Disk
 from envs.datasets.windows import Windows
 from policies.build import build_policy
 from policies.errors import DatasetError
@@ -149,7 +149,7 @@ def test_a_file_that_does_not_fit_gives_the_same_dataset(
     inside = read_dataset(path)
     request.getfixturevalue("crowded")
     outside = read_dataset(path, cache=str(tmp_path / "cache"))
-    assert outside.room.on_disk and not inside.room.on_disk
+    assert outside.storage.on_disk and not inside.storage.on_disk
     assert is_mapped(outside.observations) and is_mapped(outside.actions)
     assert outside.digest() == inside.digest() and outside.meta == inside.meta
     assert list((tmp_path / "cache").iterdir()) == []  # files without a name
@@ -279,9 +279,9 @@ def test_a_disk_that_is_full_is_an_error_and_not_the_end(
         Disk(tmp_path).empty((10, 2), np.float32)
 
 
-@pytest.mark.parametrize("where", [Room, Disk])
+@pytest.mark.parametrize("where", [ArrayStorage, Disk])
 def test_a_column_is_the_concatenation_of_its_parts(
-    tmp_path: Path, where: Callable[..., Room], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, where: Callable[..., ArrayStorage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(array_storage, "PIECE", 64)
     rng = np.random.default_rng(0)

@@ -110,7 +110,7 @@ def test_recorded_goals_end_the_states_of_tasks_that_have_them_there(
     assert torch.equal(shown.next_observations, joint.next_observations)
     assert as_shown(task("separate"), demonstrations) is demonstrations
     assert as_shown(task("appended"), joint) is joint
-    on_disk = as_shown(task("appended"), replace(demonstrations, room=Disk(tmp_path)))
+    on_disk = as_shown(task("appended"), replace(demonstrations, storage=Disk(tmp_path)))
     assert torch.equal(on_disk.observations, joint.observations)
     bare = as_shown(task("appended"), replace(demonstrations, next_observations=None))
     assert bare.next_observations is None and torch.equal(bare.observations, joint.observations)

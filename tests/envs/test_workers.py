@@ -215,19 +215,19 @@ def test_an_interrupt_while_a_worker_is_started_leaves_the_others_alone(
 
 
 def test_a_worker_that_is_asked_for_again_after_an_interrupt_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = fork_server.fork_worker()
+    child = fork_server.fork_worker("envs.engine.workers:serve")
     with monkeypatch.context() as patched:
         patched.setattr(fork_server.socket, "send_fds", after_sending(interrupted))
         with pytest.raises(KeyboardInterrupt):
             child.end(grace_s=0.0)
     assert child.end() == -signal.SIGKILL and not alive(child.pid)
-    assert fork_server.fork_worker().end(grace_s=0.0) == -signal.SIGKILL
+    assert fork_server.fork_worker("envs.engine.workers:serve").end(grace_s=0.0) == -signal.SIGKILL
 
 
 def test_a_finalizer_in_the_middle_of_a_request_does_not_take_its_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    forgotten = fork_server.fork_worker()
+    forgotten = fork_server.fork_worker("envs.engine.workers:serve")
     with monkeypatch.context() as patched:
         patched.setattr(fork_server.socket, "send_fds", after_sending(lambda: forgotten.end(grace_s=0.0)))
         workers = ProcessWorkers(Probe, [(1,)])

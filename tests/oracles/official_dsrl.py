@@ -13,7 +13,7 @@ from torch import Tensor
 
 from algos.offpolicy.dsrl_update import SteeredActor
 from algos.offpolicy.replay_buffer import ChunkBatch
-from algos.offpolicy.sac_update import SoftLearner, SoftRules
+from algos.offpolicy.sac_update import SacUpdate, SoftRules
 from policies.build import complete
 from policies.networks.critics import Ensemble, EnsembleConfig
 from policies.policy import Policy, PolicyConfig
@@ -163,7 +163,7 @@ def same_losses(found: Mapping[str, Tensor], arrays: Arrays) -> None:
     assert float(found["actor/alpha"]) == pytest.approx(float(arrays["logged_ent_coef"]), abs=1e-6)
 
 
-def same_temperature(learner: SoftLearner, arrays: Arrays) -> None:
+def same_temperature(learner: SacUpdate, arrays: Arrays) -> None:
     """Compare the logarithm of alpha after a step, where it learns."""
     assert ("log_ent_coef_after" in arrays) == learner.rules.learn_alpha
     if learner.rules.learn_alpha:

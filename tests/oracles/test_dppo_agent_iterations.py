@@ -21,7 +21,7 @@ from torch import Tensor
 from algos.dppo import DppoConfig
 from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.loop import OnPolicy
-from algos.onpolicy.ppo_update import PpoLearner
+from algos.onpolicy.ppo_update import PpoUpdate
 from algos.onpolicy.ratios import ChainRatio
 from envs.rollouts.rollout import Rollout, RolloutPool
 from envs.spec import ChunkStep, EnvSpec
@@ -124,7 +124,7 @@ class TapePermutations:
         raise AssertionError("no noise is drawn in these updates")
 
 
-class RecordingLearner(PpoLearner):
+class RecordingLearner(PpoUpdate):
     """Keeps the metrics of every minibatch."""
 
     def step(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -233,7 +233,7 @@ def test_iterations_match_reference(golden_path: Path) -> None:
     np.testing.assert_allclose(np.stack(replay.env.made[0].actions), data["env_actions"], **VALUES)
 
 
-def assert_rates(learner: PpoLearner, data: Arrays, n: int) -> None:
+def assert_rates(learner: PpoUpdate, data: Arrays, n: int) -> None:
     expected = data["lr_after_scheduler_step"][n - 1, 1:].tolist()  # used in the next iteration
     assert learner.rates(n) == pytest.approx(expected, rel=1e-9)
 

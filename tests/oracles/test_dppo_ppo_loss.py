@@ -16,7 +16,7 @@ from algos.dppo import DppoConfig
 from algos.onpolicy.advantages import Experience
 from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.functional import policy_losses
-from algos.onpolicy.ppo_update import PpoLearner
+from algos.onpolicy.ppo_update import PpoUpdate
 from algos.onpolicy.ratios import CloningTerm, Rows
 from policies.build import build_policy
 from policies.policy import PolicyConfig
@@ -73,7 +73,7 @@ class Case:
         critic = AffineCritic(self.state[0].numel())
         load(critic, data, f"{name}_critic")
         self.ratio = self.config.ratio(self.policy)
-        self.learner = PpoLearner(
+        self.learner = PpoUpdate(
             self.config,
             ratio=self.ratio,
             actor=list(self.policy.scored_net.parameters()),

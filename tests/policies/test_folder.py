@@ -107,7 +107,7 @@ KILLED = """
 import os
 from pathlib import Path
 from small_policies import small_policy
-from policies import folder, replacing
+from policies import folder, atomic_write
 from policies.processes.flow import RectifiedFlow
 
 rename = os.rename
@@ -132,7 +132,7 @@ def replaced_by_a_program_that_is_killed(cwd: Path, prepare: str) -> int:
 
 
 def test_a_kill_between_two_renames_leaves_the_earlier_policy_beside(tmp_path: Path) -> None:
-    assert replaced_by_a_program_that_is_killed(tmp_path, "replacing._exchange = lambda *_: False") == 9
+    assert replaced_by_a_program_that_is_killed(tmp_path, "atomic_write._exchange = lambda *_: False") == 9
     with pytest.raises(
         CheckpointError, match=r"killed while replacing it; rename .*\.policy\.old\."
     ) as refused:

@@ -25,7 +25,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from envs.datasets.array_storage import MEMORY, Room, pieces, room_for
+from envs.datasets.array_storage import MEMORY, ArrayStorage, pieces, room_for
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.formats.hdf5 import peek_hdf5, read_hdf5, read_value
 from policies.errors import ConfigError, DatasetError
@@ -67,7 +67,9 @@ def load_d4rl(path: str | Path, *, infos: bool = True, others: bool = True) -> A
     return _load(path, infos=infos, others=others, cache=None)[0]
 
 
-def _load(path: str | Path, *, infos: bool, others: bool, cache: str | Path | None) -> tuple[Arrays, Room]:
+def _load(
+    path: str | Path, *, infos: bool, others: bool, cache: str | Path | None
+) -> tuple[Arrays, ArrayStorage]:
     """Return what `load_d4rl` does, and where there was room for it."""
     checked = (*_REQUIRED, "timeouts", "next_observations")
     arrays: Arrays = {}
@@ -81,8 +83,8 @@ def _load(path: str | Path, *, infos: bool, others: bool, cache: str | Path | No
             if (infos if key.startswith("infos/") else others or key in checked or not item.shape)
         }
         advice = "Leave out what is under infos/ with data.infos=false." if infos else ""
-        room = room_for(sum(map(_bytes_of, wanted.values())), path, cache=cache, advice=advice)
-        arrays = {key: read_value(item, str(path), key, room) for key, item in wanted.items()}
+        storage = room_for(sum(map(_bytes_of, wanted.values())), path, cache=cache, advice=advice)
+        arrays = {key: read_value(item, str(path), key, storage) for key, item in wanted.items()}
     arrays = {k: v for k, v in arrays.items() if k in checked or not isinstance(v, h5py.Empty)}
     missing = [key for key in _REQUIRED if key not in arrays]
     if missing:
@@ -97,7 +99,7 @@ def _load(path: str | Path, *, infos: bool, others: bool, cache: str | Path | No
         if key in arrays:
             _check_rows(path, key, arrays[key], num)
     _check_steps(path, arrays)
-    return arrays, room
+    return arrays, storage
 
 
 def _bytes_of(item: h5py.Dataset) -> int:
@@ -141,7 +143,7 @@ def qlearning_dataset(
     *,
     terminate_on_end: bool = False,
     max_episode_steps: int | None = None,
-    room: Room = MEMORY,
+    storage: ArrayStorage = MEMORY,
 ) -> dict[str, np.ndarray]:
     """Reproduce `d4rl.qlearning_dataset`: (M, ·) float32 arrays and bool `terminals`.
 
@@ -149,13 +151,13 @@ def qlearning_dataset(
         arrays: From `load_d4rl`.
         terminate_on_end: Keep time-out steps (their successors are wrong; see the module).
         max_episode_steps: Needed for files without `timeouts`.
-        room: Where the result goes.
+        storage: Where the result goes.
     """
     rows, _ = _official_rows(arrays, terminate_on_end, max_episode_steps)
     return {
-        "observations": room.taken(arrays["observations"], rows, np.float32),
-        "actions": room.taken(arrays["actions"], rows, np.float32),
-        "next_observations": room.taken(arrays["observations"], rows + 1, np.float32),
+        "observations": storage.taken(arrays["observations"], rows, np.float32),
+        "actions": storage.taken(arrays["actions"], rows, np.float32),
+        "next_observations": storage.taken(arrays["observations"], rows + 1, np.float32),
         "rewards": arrays["rewards"][rows].astype(np.float32),
         "terminals": arrays["terminals"][rows].astype(bool),
     }
@@ -207,7 +209,7 @@ def read(
     """
     if max_episode_steps is not None and max_episode_steps < 1:
         raise ConfigError(f"data.max_episode_steps must be at least 1, or null; got {max_episode_steps}.")
-    arrays, room = _load(path, infos=infos, others=False, cache=cache)
+    arrays, storage = _load(path, infos=infos, others=False, cache=cache)
     own = _own_names(path)
     meta = own.get("meta", {}) | {"source": str(path), "format": "d4rl"}
     meta |= {key: _plain(value) for key, value in arrays.items() if np.ndim(value) == 0}
@@ -218,7 +220,7 @@ def read(
             f"data.d4rl_compat."
         )
     if d4rl_compat:
-        return _official_episodes(arrays, max_episode_steps, meta | {"d4rl_compat": True}, room)
+        return _official_episodes(arrays, max_episode_steps, meta | {"d4rl_compat": True}, storage)
     terminated = arrays["terminals"].astype(bool)
     jumps = _jumps(arrays)
     ends = _episode_ends(arrays, jumps, max_episode_steps)
@@ -243,7 +245,7 @@ def read(
         extras=extras,
         episode_extras=episode_extras,
         meta=meta,
-        room=room,
+        storage=storage,
     )
 
 
@@ -364,13 +366,15 @@ def _official_rows(
     return np.flatnonzero(keep), final | arrays["terminals"].astype(bool)
 
 
-def _official_episodes(arrays: Arrays, limit: int | None, meta: dict[str, Any], room: Room) -> EpisodeDataset:
+def _official_episodes(
+    arrays: Arrays, limit: int | None, meta: dict[str, Any], storage: ArrayStorage
+) -> EpisodeDataset:
     """Cut the official transitions into episodes, so that `transitions()` returns exactly them."""
     rows, ends = _official_rows(arrays, False, limit)
-    official = qlearning_dataset(arrays, max_episode_steps=limit, room=room)
+    official = qlearning_dataset(arrays, max_episode_steps=limit, storage=storage)
     number = np.concatenate([[0], np.cumsum(ends)[:-1]])[rows]
     last = np.append(number[1:] != number[:-1], True)
-    goals = {"goal": room.taken(arrays[GOAL], rows)} if _is_goal(arrays.get(GOAL)) else {}
+    goals = {"goal": storage.taken(arrays[GOAL], rows)} if _is_goal(arrays.get(GOAL)) else {}
     return EpisodeDataset.from_arrays(
         official["observations"],
         official["actions"],
@@ -381,7 +385,7 @@ def _official_episodes(arrays: Arrays, limit: int | None, meta: dict[str, Any], 
         next_observations=official["next_observations"],
         extras=goals,
         meta=meta,
-        room=room,
+        storage=storage,
     )
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from envs.datasets.array_storage import Room, pieces
-from envs.datasets.checks import tell_unread
+from envs.datasets.array_storage import ArrayStorage, pieces
+from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.formats.npz import (
     Arrays,
@@ -60,15 +60,15 @@ def read(
     Raises:
         DatasetError: If the file or its limits do not hold a usable dataset; names file and key.
     """
-    arrays, room = read_npz_into(path, _REQUIRED, _FRAMES, cache=cache)
+    arrays, storage = read_npz_into(path, _REQUIRED, _FRAMES, cache=cache)
     start = _episode_start(path, arrays)
     num = check_rows(path, arrays, "states")
     images = {"images": "pictures"} if "images" in (peek_npz(path) or ()) else {}
     meta: dict[str, Any] = {"source": str(path), "format": "dppo", "scaled": scaled}
-    meta["not_read"] = tell_unread(path, images)
+    meta["not_read"] = log_skipped_fields(path, images)
     if not scaled:
         limits = read_limits(Path(path).parent / NORMALIZATION if normalization is None else normalization)
-        _unscale(arrays, limits, path, room)
+        _unscale(arrays, limits, path, storage)
         meta["limits"] = {key: value.tolist() for key, value in limits.items()}
     last = np.zeros(num, dtype=bool)
     last[start[1:] - 1] = True
@@ -81,7 +81,7 @@ def read(
         last & ~terminated,
         start,
         meta=meta,
-        room=room,
+        storage=storage,
     )
 
 
@@ -125,7 +125,7 @@ def read_limits(path: str | Path) -> Arrays:
     return limits
 
 
-def _unscale(arrays: Arrays, limits: Arrays, path: str | Path, room: Room) -> None:
+def _unscale(arrays: Arrays, limits: Arrays, path: str | Path, storage: ArrayStorage) -> None:
     """Undo (x - min) / (max - min + 1e-6) * 2 - 1 in float64; the result is float32."""
     for key, what in (("states", "obs"), ("actions", "action")):
         low, high = limits[f"{what}_min"], limits[f"{what}_max"]
@@ -133,6 +133,6 @@ def _unscale(arrays: Arrays, limits: Arrays, path: str | Path, room: Room) -> No
             raise DatasetError(
                 f"{path}: key '{key}' must be {len(low)} wide, as its limits are; got {arrays[key].shape}."
             )
-        scaled, arrays[key] = arrays[key], room.empty(arrays[key].shape, np.float32)
+        scaled, arrays[key] = arrays[key], storage.empty(arrays[key].shape, np.float32)
         for part in pieces(scaled):
             arrays[key][part] = (scaled[part].astype(np.float64) + 1) / 2 * (high - low + _MARGIN) + low

@@ -11,7 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from envs.datasets.array_storage import MEMORY, Room, pieces
+from envs.datasets.array_storage import MEMORY, ArrayStorage, pieces
 from envs.datasets.free_memory import require_memory
 from policies.errors import BurnishError, DatasetError
 
@@ -57,25 +57,25 @@ def peek_hdf5(path: str | Path) -> Iterator[h5py.File | None]:
         yield file
 
 
-def read_value(item: Any, source: str, key: str, room: Room = MEMORY) -> Any:
+def read_value(item: Any, source: str, key: str, storage: ArrayStorage = MEMORY) -> Any:
     """Read a whole dataset: an array in the machine's byte order, or a scalar.
 
     Args:
         item: The dataset.
         source: Names the file, and where in it, in error messages.
         key: Names the dataset there.
-        room: Where the array goes; numbers only on a disk.
+        storage: Where the array goes; numbers only on a disk.
 
     Raises:
         DatasetError: If there is a group in its place, there is no room for it, or reading fails.
     """
     if not isinstance(item, h5py.Dataset):
         raise DatasetError(f"{source}: key '{key}' must be a dataset; got a {type(item).__name__.lower()}.")
-    spilled = room.on_disk and bool(item.shape) and item.dtype.kind in "biuf"
+    spilled = storage.on_disk and bool(item.shape) and item.dtype.kind in "biuf"
     if item.nbytes > _LARGE and not spilled:
         require_memory(item.nbytes, f"{source}, key '{key}'")
     try:
-        value = _copied(item, room) if spilled else item[()]
+        value = _copied(item, storage) if spilled else item[()]
         if isinstance(value, np.ndarray) and value.dtype.kind in "iufc":
             value = value.astype(_native(value.dtype), copy=False)
     except _UNREADABLE as error:
@@ -86,9 +86,9 @@ def read_value(item: Any, source: str, key: str, room: Room = MEMORY) -> Any:
     return value
 
 
-def _copied(item: h5py.Dataset, room: Room) -> np.ndarray:
+def _copied(item: h5py.Dataset, storage: ArrayStorage) -> np.ndarray:
     """Copy an array of numbers piece by piece."""
-    out = room.empty(item.shape, _native(item.dtype))
+    out = storage.empty(item.shape, _native(item.dtype))
     for part in pieces(out):
         out[part] = item[part]
     return out

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from envs.datasets.array_storage import Room, pieces, room_for
-from envs.datasets.checks import tell_unread
+from envs.datasets.array_storage import ArrayStorage, pieces, room_for
+from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.formats.lerobot_storage import (
     DONE,
@@ -82,8 +82,8 @@ def read(
     wanted = [*state, "action", *(key for key in SCALARS if key in info["features"]), *INDEX]
     cameras = [key for key, one in info["features"].items() if one["dtype"] == "image"]
     parts = data_files(path, info)
-    room = room_for(_bytes_of(parts, info, wanted, cameras), path, cache=cache)
-    rows, files = read_frames(path, parts, info, wanted, cameras, room)
+    storage = room_for(_bytes_of(parts, info, wanted, cameras), path, cache=cache)
+    rows, files = read_frames(path, parts, info, wanted, cameras, storage)
     table = read_episode_table(path)
     start = episode_starts(path, rows, info, table)
     last = np.zeros(len(rows["action"]), dtype=bool)
@@ -99,9 +99,9 @@ def read(
     images = {camera_of(key): _images(path, info, key, files[key]) for key in cameras}
     filmed, lacking = _filmed(path, info, rows, table)
     unread = _unread(info["features"], [*wanted, *cameras, *filmed], lacking)
-    meta |= {"not_read": tell_unread(path, unread), "obs_keys": list(state)}
+    meta |= {"not_read": log_skipped_fields(path, unread), "obs_keys": list(state)}
     return EpisodeDataset.from_arrays(
-        _side_by_side([rows[key] for key in state], room),
+        _side_by_side([rows[key] for key in state], storage),
         rows["action"],
         rows.get("next.reward", np.zeros(len(last))),
         terminated,
@@ -111,7 +111,7 @@ def read(
         episode_extras=episode_extras,
         images=images | {camera_of(key): one for key, one in filmed.items()},
         meta=meta,
-        room=room,
+        storage=storage,
     )
 
 
@@ -123,12 +123,12 @@ def _bytes_of(
     return numbers + (2 * sum(file.stat().st_size for file in files) if cameras else 0)
 
 
-def _side_by_side(parts: Sequence[np.ndarray], room: Room) -> np.ndarray:
+def _side_by_side(parts: Sequence[np.ndarray], storage: ArrayStorage) -> np.ndarray:
     """Join arrays (N, ...) to (N, D), as float32."""
     if len(parts) == 1:
         return parts[0]
     ends = np.cumsum([part.shape[1] for part in parts]).tolist()
-    out = room.empty((len(parts[0]), ends[-1]), np.float32)
+    out = storage.empty((len(parts[0]), ends[-1]), np.float32)
     for rows in pieces(out):
         out[rows] = np.concatenate([part[rows] for part in parts], axis=1)
     return out

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.datasets.array_storage import Frames, Room
+from envs.datasets.array_storage import ArrayStorage, Frames
 from envs.datasets.formats.npz import Arrays
 from envs.datasets.images import BlobColumn
 from policies.errors import BurnishError, DatasetError
@@ -112,7 +112,7 @@ def read_frames(
     info: Mapping[str, Any],
     keys: Sequence[str],
     cameras: Sequence[str],
-    room: Room,
+    storage: ArrayStorage,
 ) -> tuple[Arrays, dict[str, Sequence[bytes]]]:
     """Read columns of all data files, in the order of `index`: numbers, and the files of images.
 
@@ -122,14 +122,14 @@ def read_frames(
         info: From `read_info`.
         keys: Columns of numbers.
         cameras: Columns of images.
-        room: Where the numbers go.
+        storage: Where the numbers go.
 
     Raises:
         DatasetError: If a file is damaged, lacks a column or holds something else in it, or if frames are
             missing or stored twice.
     """
-    frames = Frames(room, int(info["total_frames"]))
-    blobs = {key: BlobColumn(room) for key in cameras}
+    frames = Frames(storage, int(info["total_frames"]))
+    blobs = {key: BlobColumn(storage) for key in cameras}
     for file in files:
         for table in _tables(file, [*keys, *cameras]):
             frames.add({key: _column(table[key], file, key, width_of(info, key)) for key in keys})
@@ -139,7 +139,7 @@ def read_frames(
     _check_total(path, info, "total_frames", len(rows.get("index", ())))
     order = np.argsort(rows["index"], kind="stable")
     if not (order[1:] > order[:-1]).all():
-        rows = {key: room.taken(value, order) for key, value in rows.items()}
+        rows = {key: storage.taken(value, order) for key, value in rows.items()}
     _check_counting(path, rows, "index", np.arange(len(order)), "all frames")
     return rows, {key: found.joined(order) for key, found in blobs.items()}
 

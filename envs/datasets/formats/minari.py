@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from envs.datasets.array_storage import Column, Frames, Room, room_for
-from envs.datasets.checks import tell_unread
+from envs.datasets.array_storage import ArrayStorage, Column, Frames, room_for
+from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episode import Episode
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.formats.minari_storage import (
@@ -105,17 +105,17 @@ def read(
         raise DatasetError(f"{path}: expected a Minari dataset: a folder with data/metadata.json.")
     metadata = read_metadata(folder)
     space, own = metadata.get("observation_space"), metadata.get("burnish") or {}
-    room = room_for(bytes_of(folder, metadata), path, cache=cache)
+    storage = room_for(bytes_of(folder, metadata), path, cache=cache)
     raws = read_episodes(folder, metadata, picture_shapes(space, ""))
     first = next(raws)
     layout = _layout(first, space, obs_keys)
     meta = {key: metadata[key] for key in _KEPT_META if metadata.get(key) is not None}
-    meta |= {"source": str(path), "format": "minari", "not_read": tell_unread(path, layout.unread)}
-    notes = _Notes(own, room, {camera: [] for camera in layout.images})
+    meta |= {"source": str(path), "format": "minari", "not_read": log_skipped_fields(path, layout.unread)}
+    notes = _Notes(own, storage, {camera: [] for camera in layout.images})
     data = EpisodeDataset.from_episodes(
         (notes.noted(raw, layout, infos) for raw in chain([first], raws)),
         meta={**dict(own.get("meta", {})), **meta},
-        frames=Frames(room, num_frames(folder, metadata)),
+        frames=Frames(storage, num_frames(folder, metadata)),
         shared=True,
     )
     return notes.finished(data, folder / MAIN_FILE)
@@ -316,14 +316,14 @@ class _Notes:
 
     Attributes:
         own: What a file written here says of itself.
-        room: Where images go that are not read from their file.
+        storage: Where images go that are not read from their file.
         images: The images of every camera, episode by episode.
         attributes: Those of every episode.
         tells_success: Whether every episode says if it succeeded.
     """
 
     own: Mapping[str, Any]
-    room: Room
+    storage: ArrayStorage
     images: dict[str, list[Pictures]]
     attributes: list[Mapping[str, Any]] = field(default_factory=list)
     tells_success: bool = True
@@ -343,7 +343,9 @@ class _Notes:
         extras = {k.removeprefix("infos/") if k in own else k: value for k, value in data.extras.items()}
         successors = data.next_observations if self.own.get("successors_recorded", True) else None
         start = data.episode_start.numpy()
-        images = {key: Images(_store(key, seen, file, start, self.room)) for key, seen in self.images.items()}
+        images = {
+            key: Images(_store(key, seen, file, start, self.storage)) for key, seen in self.images.items()
+        }
         return replace(
             data,
             extras=extras,
@@ -364,7 +366,9 @@ class _Notes:
         return known
 
 
-def _store(camera: str, seen: Sequence[Pictures], file: Path, start: np.ndarray, room: Room) -> Store:
+def _store(
+    camera: str, seen: Sequence[Pictures], file: Path, start: np.ndarray, storage: ArrayStorage
+) -> Store:
     """Return where the images of a camera are, a frame for each action.
 
     Raises:
@@ -381,11 +385,11 @@ def _store(camera: str, seen: Sequence[Pictures], file: Path, start: np.ndarray,
         kind = EncodedInHdf5 if encoded else InHdf5
         return kind(file.absolute(), tuple(str(one.key) for one in seen), start, image)
     if encoded:
-        files = BlobColumn(room)
+        files = BlobColumn(storage)
         for part in seen:
             files.add(part.values[:-1])
         return Compressed(files.joined(), image, f"{file.parent}: camera '{camera}'")
-    pixels = Column(room, int(start[-1]))
+    pixels = Column(storage, int(start[-1]))
     for part in seen:
         pixels.add(part.values[:-1])
     return InMemory(pixels.joined())

@@ -13,7 +13,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from envs.datasets.array_storage import Room, pieces, room_for
+from envs.datasets.array_storage import ArrayStorage, pieces, room_for
 from policies.errors import BurnishError, DatasetError
 
 Arrays = dict[str, np.ndarray]
@@ -113,7 +113,7 @@ def read_npz_into(
     optional: Collection[str] = (),
     *,
     cache: str | Path | None = None,
-) -> tuple[Arrays, Room]:
+) -> tuple[Arrays, ArrayStorage]:
     """Read arrays of real numbers by name, and say where there was room for them.
 
     Args:
@@ -137,12 +137,14 @@ def read_npz_into(
                 f"{sorted(archive.files)}."
             )
         wanted = [*required, *(key for key in optional if key in archive.files)]
-        room = room_for(_COPIES * _unpacked(archive, wanted), path, cache=cache)
-        found = ((key, _spilled(archive, key, room) if room.on_disk else archive[key]) for key in wanted)
-        return {key: _numbers(value, path, key) for key, value in found}, room
+        storage = room_for(_COPIES * _unpacked(archive, wanted), path, cache=cache)
+        found = (
+            (key, _spilled(archive, key, storage) if storage.on_disk else archive[key]) for key in wanted
+        )
+        return {key: _numbers(value, path, key) for key, value in found}, storage
 
 
-def _spilled(archive: np.lib.npyio.NpzFile, key: str, room: Room) -> np.ndarray:
+def _spilled(archive: np.lib.npyio.NpzFile, key: str, storage: ArrayStorage) -> np.ndarray:
     """Copy a member out piece by piece; what is laid out or typed unusually is read whole."""
     assert archive.zip is not None
     with archive.zip.open(_name_of(archive, key)) as member:
@@ -152,7 +154,7 @@ def _spilled(archive: np.lib.npyio.NpzFile, key: str, room: Room) -> np.ndarray:
         shape, by_columns, dtype = header
         if by_columns or not shape or dtype.kind not in "biuf":
             return archive[key]
-        out = room.empty(shape, dtype)
+        out = storage.empty(shape, dtype)
         for part in pieces(out):
             size = out[part].nbytes
             out[part] = np.frombuffer(_whole(member, size, key), dtype).reshape(out[part].shape)

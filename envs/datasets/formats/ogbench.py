@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from envs.datasets.array_storage import MEMORY, Room
-from envs.datasets.checks import tell_unread
+from envs.datasets.array_storage import MEMORY, ArrayStorage
+from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.formats.npz import Arrays, check_flags, check_rows, column, peek_npz, read_npz_into
 from policies.errors import DatasetError
@@ -51,9 +51,9 @@ def load_ogbench(path: str | Path) -> Arrays:
     return _load(path, None)[0]
 
 
-def _load(path: str | Path, cache: str | Path | None) -> tuple[Arrays, Room]:
+def _load(path: str | Path, cache: str | Path | None) -> tuple[Arrays, ArrayStorage]:
     """Return what `load_ogbench` does, and where there was room for it."""
-    arrays, room = read_npz_into(path, _REQUIRED, (*_INFOS, *_OWN), cache=cache)
+    arrays, storage = read_npz_into(path, _REQUIRED, (*_INFOS, *_OWN), cache=cache)
     check_rows(path, arrays, "observations")
     ends = arrays["terminals"] = check_flags(path, "terminals", arrays["terminals"])
     for key in ("observations", "actions"):
@@ -65,15 +65,15 @@ def _load(path: str | Path, cache: str | Path | None) -> tuple[Arrays, Room]:
             f"{path}: key 'terminals' must be 1 in the last row, where the last recording ends; got 0. The "
             f"file is cut off: copy or download it again."
         )
-    return arrays, room
+    return arrays, storage
 
 
-def regular_dataset(arrays: Arrays, room: Room = MEMORY) -> Arrays:
+def regular_dataset(arrays: Arrays, storage: ArrayStorage = MEMORY) -> Arrays:
     """Reproduce OGBench's regular dataset: rows with a successor, `next_observations`, infos.
 
     Args:
         arrays: From `load_ogbench`.
-        room: Where the result goes.
+        storage: Where the result goes.
 
     Returns:
         (M, ·) float32 arrays; `terminals` is 1 where the next row is the last of its recording.
@@ -81,28 +81,28 @@ def regular_dataset(arrays: Arrays, room: Room = MEMORY) -> Arrays:
     ends = arrays["terminals"].astype(bool)
     kept, following = np.flatnonzero(~ends), np.flatnonzero(np.append(False, ~ends[:-1]))
     return {
-        "observations": room.taken(arrays["observations"], kept, np.float32),
-        "actions": room.taken(arrays["actions"], kept, np.float32),
+        "observations": storage.taken(arrays["observations"], kept, np.float32),
+        "actions": storage.taken(arrays["actions"], kept, np.float32),
         "terminals": np.append(ends[1:], True)[kept].astype(np.float32),
-        "next_observations": room.taken(arrays["observations"], following, np.float32),
-        **{key: room.taken(arrays[key], kept) for key in _INFOS if key in arrays},
+        "next_observations": storage.taken(arrays["observations"], following, np.float32),
+        **{key: storage.taken(arrays[key], kept) for key in _INFOS if key in arrays},
     }
 
 
-def compact_dataset(arrays: Arrays, room: Room = MEMORY) -> Arrays:
+def compact_dataset(arrays: Arrays, storage: ArrayStorage = MEMORY) -> Arrays:
     """Reproduce OGBench's compact dataset: every row, with `valids` 0 on the last of each recording.
 
     Args:
         arrays: From `load_ogbench`.
-        room: Where the result goes.
+        storage: Where the result goes.
 
     Returns:
         (N, ·) float32 arrays; `terminals` is 1 on the last two rows of every recording.
     """
     ends = arrays["terminals"].astype(bool)
     return {
-        "observations": room.converted(arrays["observations"], np.float32),
-        "actions": room.converted(arrays["actions"], np.float32),
+        "observations": storage.converted(arrays["observations"], np.float32),
+        "actions": storage.converted(arrays["actions"], np.float32),
         "terminals": (ends | np.append(ends[1:], True)).astype(np.float32),
         "valids": 1 - ends.astype(np.float32),
         **{key: arrays[key] for key in _INFOS if key in arrays},
@@ -130,11 +130,11 @@ def read(
         DatasetError: If the file does not hold a usable dataset; names file and key.
         MissingExtraError: If a task is named and OGBench is not installed.
     """
-    arrays, room = _load(path, cache)
+    arrays, storage = _load(path, cache)
     ends, saved = arrays["terminals"], "next_observations" in arrays
     _check_lengths(path, ends, compact, saved)
     convert = _saved_dataset if saved else compact_dataset if compact else regular_dataset
-    rows = convert(arrays, room)
+    rows = convert(arrays, storage)
     last = ends if compact else rows["terminals"].astype(bool)
     extras: dict[str, Any] = {key: rows[key] for key in _INFOS if key in rows}
     judged = _own_rewards(path, arrays, ~ends | compact | saved)
@@ -165,17 +165,17 @@ def read(
             "format": "ogbench",
             "task": task,
             "compact": compact,
-            "not_read": tell_unread(path, unread),
+            "not_read": log_skipped_fields(path, unread),
         },
-        room=room,
+        storage=storage,
     )
 
 
-def _saved_dataset(arrays: Arrays, room: Room) -> Arrays:
+def _saved_dataset(arrays: Arrays, storage: ArrayStorage) -> Arrays:
     """Return all rows of a file with successors, with `terminals` 1 on the last of each recording."""
     floats = ("observations", "actions", "next_observations")
     return {
-        **{key: room.converted(arrays[key], np.float32) for key in floats},
+        **{key: storage.converted(arrays[key], np.float32) for key in floats},
         "terminals": arrays["terminals"].astype(np.float32),
         **{key: arrays[key] for key in _INFOS if key in arrays},
     }

@@ -23,7 +23,7 @@ import h5py
 import numpy as np
 
 from envs.datasets.array_storage import Frames, room_for
-from envs.datasets.checks import tell_unread
+from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.formats.hdf5 import peek_hdf5, read_hdf5, read_numbers
 from envs.datasets.images import Images, InHdf5, camera_of
@@ -69,14 +69,14 @@ def read(
             raise DatasetError(f"{path}: expected a group data/demo_0 (robomimic); found {sorted(file)}.")
         data, names = file["data"], _demo_names(file, path, mask)
         layout = _layout(data, names[0], path, obs_keys)
-        room = room_for(_bytes_of(data, names, layout), path, cache=cache)
-        demos = _Demos(str(path), Frames(room, _num_frames(data, names)))
+        storage = room_for(_bytes_of(data, names, layout), path, cache=cache)
+        demos = _Demos(str(path), Frames(storage, _num_frames(data, names)))
         for name in names:
             demos.add(name, _read_demo(data[name], layout, f"{path}: {name}"))
         meta = _json_attribute(data, "meta", path) if "meta" in data.attrs else {}
         meta |= {"source": str(path), "format": "robomimic", "obs_layout": dict(layout)}
         images, unread = _images(data, names, Path(path))
-        meta["not_read"] = tell_unread(path, unread)
+        meta["not_read"] = log_skipped_fields(path, unread)
         if "env_args" in data.attrs:
             meta["env_args"] = _json_attribute(data, "env_args", path)
         has_successors = bool(data.attrs.get("successors_recorded", True))
@@ -309,7 +309,7 @@ def _flat(group: h5py.Group, layout: list[tuple[str, int]], num: int, source: st
 
 
 class _Demos:
-    """Demonstrations put together one by one; optional keys survive if every demonstration has them.
+    """CloningBatch put together one by one; optional keys survive if every demonstration has them.
 
     Args:
         source: Names the file in error messages.
@@ -384,5 +384,5 @@ class _Demos:
             episode_extras={key: np.stack(values) for key, values in self._per_episode.items()},
             images=images,
             meta=meta,
-            room=self._frames.room,
+            storage=self._frames.storage,
         )

@@ -21,7 +21,7 @@ import numpy as np
 
 from envs.datasets.scores import reference
 from envs.engine.physics import get_physics, set_physics
-from envs.engine.pixels import Pictured
+from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec, StepResult
 from envs.tasks.adroit.door_starts import DoorStart, read_starts
@@ -129,7 +129,7 @@ class AdroitStepper:
         """Return where the things are that resets put elsewhere."""
         return {str(i): places[row].copy() for i, places in enumerate(self._places)}
 
-    def wear(self, model: Any, look: Mapping[str, Array]) -> None:
+    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
         """Put them there in a model for drawing."""
         for i, (name, at) in enumerate(self._placed):
             getattr(model, name)[at] = look[str(i)]
@@ -182,7 +182,7 @@ def load_adroit(scene: Scene, reward: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Adroit(Pictured):
+class _Adroit(HasCameras):
     """What the four configurations share."""
 
     max_episode_steps: int = 200  # control steps, then truncated

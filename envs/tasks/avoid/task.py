@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from envs.engine.physics import get_physics, recorded_physics, set_physics
-from envs.engine.pixels import Pictured
+from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec, StepResult
 from envs.tasks.avoid.expert import AvoidDemonstrator, demonstrate_avoid
@@ -148,7 +148,7 @@ class AvoidStepper:
 
 @register("env", "avoid")
 @dataclass(frozen=True)
-class Avoid(Pictured):
+class Avoid(HasCameras):
     """Drive a disc through rows of pillars to the finish line; many ways lead through."""
 
     max_episode_steps: int = 100  # control steps of 50 ms, then truncated

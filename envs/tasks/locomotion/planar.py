@@ -14,7 +14,7 @@ import numpy as np
 
 from envs.datasets.episode import Episode
 from envs.datasets.scores import reference
-from envs.engine.pixels import PICTURE_OPTIONS, Pictured
+from envs.engine.pixels import CAMERA_OPTIONS, HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec
 from envs.tasks.locomotion.expert import LocomotionDemonstrator, demonstrate_locomotion
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 VERSIONS = ("v4", "v5")
 
 
-class GymnasiumRobot(Pictured):
+class GymnasiumRobot(HasCameras):
     """What all configurations of gymnasium's robots do alike."""
 
     fields: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class GymnasiumRobot(Pictured):
         """Return envpool's name of the task and its options."""
         options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         version = options.pop("version", "v5")
-        for name in ("max_episode_steps", "demonstrator", *PICTURE_OPTIONS):
+        for name in ("max_episode_steps", "demonstrator", *CAMERA_OPTIONS):
             options.pop(name, None)
         forces = "cfrc_ext" in self.fields  # envpool's v4 leaves them at zero by default
         return f"{self.gymnasium_name}-{version}", options | {"post_constraint": forces}
@@ -63,7 +63,7 @@ class GymnasiumRobot(Pictured):
         """Return the first coordinate (M,) [m]."""
         return states.qpos[:, 0]
 
-    def fell(self, states: States) -> Array:
+    def has_fallen(self, states: States) -> Array:
         """Return (M,) false: nothing ends an episode but the limit."""
         return np.zeros(len(states.qpos), bool)
 
@@ -80,9 +80,9 @@ def control_cost(weight: float, actions: Array) -> Array:
     return cost
 
 
-def health(version: str, reward: float, fell: Array) -> Array:
+def health(version: str, reward: float, has_fallen: Array) -> Array:
     """Return what being upright earns, (M,); v4 pays it also on the step of a fall."""
-    return np.full(len(fell), reward) if version == "v4" else ~fell * reward
+    return np.full(len(has_fallen), reward) if version == "v4" else ~has_fallen * reward
 
 
 def describe(
@@ -157,9 +157,11 @@ class _Upright(Demonstrated):
         """Return positions without x, and velocities clipped to ±10, (M, Do)."""
         return np.concatenate([states.qpos[:, 1:], np.clip(states.qvel, -10, 10)], axis=1)
 
-    def reward(self: Any, states: States, x_velocity: Array, actions: Array, fell: Array) -> Array:
+    def reward(self: Any, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
         """Return speed plus health minus control cost, (M,), added up in gymnasium's order."""
-        rewards = self.forward_reward_weight * x_velocity + health(self.version, self.healthy_reward, fell)
+        rewards = self.forward_reward_weight * x_velocity + health(
+            self.version, self.healthy_reward, has_fallen
+        )
         return rewards - control_cost(self.ctrl_cost_weight, actions)
 
 
@@ -190,13 +192,13 @@ class Hopper(_Upright):
         """Describe the task."""
         return _planar("hopper", _LEG, hz=125.0, limit=self.max_episode_steps)
 
-    def fell(self, states: States) -> Array:
+    def has_fallen(self, states: States) -> Array:
         """Return (M,) whether height, angle or any coordinate left the healthy range."""
         z, angle = states.qpos[:, 1], states.qpos[:, 2]
         rest = np.concatenate([states.qpos[:, 2:], states.qvel], axis=1)
         inside = ((rest > -100.0) & (rest < 100.0)).all(axis=1)
-        fell: Array = ~(inside & (z > 0.7) & (z < np.inf) & (angle > -0.2) & (angle < 0.2))
-        return fell
+        has_fallen: Array = ~(inside & (z > 0.7) & (z < np.inf) & (angle > -0.2) & (angle < 0.2))
+        return has_fallen
 
 
 @register("env", "walker2d")
@@ -231,11 +233,11 @@ class Walker2d(_Upright):
         joints = (*_LEG, *(f"left {joint}" for joint in _LEG))
         return _planar("walker2d", joints, hz=125.0, limit=self.max_episode_steps)
 
-    def fell(self, states: States) -> Array:
+    def has_fallen(self, states: States) -> Array:
         """Return (M,) whether height or angle left the healthy range."""
         z, angle = states.qpos[:, 1], states.qpos[:, 2]
-        fell: Array = ~((z > 0.8) & (z < 2.0) & (angle > -1.0) & (angle < 1.0))
-        return fell
+        has_fallen: Array = ~((z > 0.8) & (z < 2.0) & (angle > -1.0) & (angle < 1.0))
+        return has_fallen
 
 
 @register("env", "halfcheetah")
@@ -268,7 +270,7 @@ class HalfCheetah(Demonstrated):
         """Return positions without x and velocities, (M, 17)."""
         return np.concatenate([states.qpos[:, 1:], states.qvel], axis=1)
 
-    def reward(self, states: States, x_velocity: Array, actions: Array, fell: Array) -> Array:
+    def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
         """Return speed minus control cost, (M,)."""
         return self.forward_reward_weight * x_velocity - control_cost(self.ctrl_cost_weight, actions)
 
@@ -298,6 +300,6 @@ class Swimmer(GymnasiumRobot):
         """Return positions without the place, and velocities, (M, 8)."""
         return np.concatenate([states.qpos[:, 2:], states.qvel], axis=1)
 
-    def reward(self, states: States, x_velocity: Array, actions: Array, fell: Array) -> Array:
+    def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
         """Return speed minus control cost, (M,)."""
         return self.forward_reward_weight * x_velocity - control_cost(self.ctrl_cost_weight, actions)

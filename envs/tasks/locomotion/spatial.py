@@ -102,16 +102,18 @@ class Ant(GymnasiumRobot):
         """Return where the torso is, (M,) [m]."""
         return states.more["xpos"][:, _TORSO, 0]
 
-    def fell(self, states: States) -> Array:
+    def has_fallen(self, states: States) -> Array:
         """Return (M,) whether the torso is too low, too high, or nowhere."""
         z = states.qpos[:, 2]
         finite = np.isfinite(states.qpos).all(axis=1) & np.isfinite(states.qvel).all(axis=1)
-        fell: Array = ~(finite & (z >= 0.2) & (z <= 1.0))
-        return fell
+        has_fallen: Array = ~(finite & (z >= 0.2) & (z <= 1.0))
+        return has_fallen
 
-    def reward(self, states: States, x_velocity: Array, actions: Array, fell: Array) -> Array:
+    def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
         """Return speed plus health minus the costs, (M,), added up in gymnasium's order."""
-        rewards = x_velocity * self.forward_reward_weight + health(self.version, self.healthy_reward, fell)
+        rewards = x_velocity * self.forward_reward_weight + health(
+            self.version, self.healthy_reward, has_fallen
+        )
         cost = control_cost(self.ctrl_cost_weight, actions)
         if self.version != "v4":
             squares = np.square(_flat(_clipped_forces(states)))
@@ -197,15 +199,17 @@ class Humanoid(GymnasiumRobot):
         x: Array = np.array(sums) / mass.sum()
         return x
 
-    def fell(self, states: States) -> Array:
+    def has_fallen(self, states: States) -> Array:
         """Return (M,) whether the torso is too low or too high."""
         z = states.qpos[:, 2]
-        fell: Array = ~((z > 1.0) & (z < 2.0))
-        return fell
+        has_fallen: Array = ~((z > 1.0) & (z < 2.0))
+        return has_fallen
 
-    def reward(self, states: States, x_velocity: Array, actions: Array, fell: Array) -> Array:
+    def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
         """Return speed plus health minus the costs, (M,), added up in gymnasium's order."""
-        rewards = self.forward_reward_weight * x_velocity + health(self.version, self.healthy_reward, fell)
+        rewards = self.forward_reward_weight * x_velocity + health(
+            self.version, self.healthy_reward, has_fallen
+        )
         cost = control_cost(self.ctrl_cost_weight, actions.astype(np.float64))
         if self.version != "v4":
             squares = np.square(_flat(states.more["cfrc_ext"]))

@@ -73,11 +73,11 @@ class Robot(Protocol):
         """Return the place (M,) [m] whose change is the speed."""
         ...
 
-    def fell(self, states: States) -> Array:
+    def has_fallen(self, states: States) -> Array:
         """Return (M,) whether the robot left its healthy range."""
         ...
 
-    def reward(self, states: States, x_velocity: Array, actions: Array, fell: Array) -> Array:
+    def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
         """Return rewards (M,)."""
         ...
 
@@ -160,11 +160,11 @@ class RobotStepper:
         x = np.concatenate([self._x[rows, None], self.robot.x(states, self.model).reshape(shape)], axis=1)
         self._x[rows] = x[:, -1]
         x_velocity = ((x[:, 1:] - x[:, :-1]) / self._dt).reshape(-1)
-        fell, flat = self.robot.fell(states), actions.reshape(-1, actions.shape[-1])
-        reward = self.robot.reward(states, x_velocity, flat, fell)
+        has_fallen, flat = self.robot.has_fallen(states), actions.reshape(-1, actions.shape[-1])
+        reward = self.robot.reward(states, x_velocity, flat, has_fallen)
         obs = self.robot.observe(states)
         obs, no = obs.reshape(*shape, obs.shape[1]), np.zeros(shape, bool)
-        return StepResult(obs, reward.reshape(shape), fell.reshape(shape), no, no)
+        return StepResult(obs, reward.reshape(shape), has_fallen.reshape(shape), no, no)
 
     def _states(self, parts: list[Array]) -> States:
         return States(parts[0], parts[1], dict(zip(self._names[2:], parts[2:], strict=True)))

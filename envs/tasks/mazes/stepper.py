@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from envs.engine.physics import get_physics, recorded_physics, set_physics
-from envs.engine.pixels import Pictured
+from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec, StepResult
 from envs.tasks.mazes.layouts import Layout
@@ -88,7 +88,7 @@ class MazeRows(ABC):
         """Return where the goal is."""
         return {"goal": self._goal[row].copy()}
 
-    def wear(self, model: Any, look: Mapping[str, Array]) -> None:
+    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
         """Mark the goal in a model for drawing, and let its free camera see the whole maze from above."""
         from envs.tasks.mazes.figures import see_from_above
 
@@ -126,7 +126,7 @@ class MazeRows(ABC):
         self.datas = []
 
 
-class MazeTask(Pictured, ABC):
+class MazeTask(HasCameras, ABC):
     """What configurations of mazes share; the fields named here are declared by those."""
 
     name = ""
@@ -237,5 +237,5 @@ class MazeTask(Pictured, ABC):
         stepper = self.stepper(1)
         stepper.reset(0, seed)
         stepper.model = copy.copy(stepper.model)
-        stepper.wear(stepper.model, stepper.look(0))
+        stepper.set_appearance(stepper.model, stepper.look(0))
         return replay_frames(ChunkVector(self.spec, stepper), seed, actions, **options)

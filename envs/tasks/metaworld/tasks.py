@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from envs.engine.physics import get_physics, recorded_physics, set_physics
-from envs.engine.pixels import Pictured
+from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec, StepResult
 from envs.tasks.metaworld.expert import ScriptedDemonstrator, demonstrate
@@ -123,7 +123,7 @@ class MetaworldStepper:
         """Return where the things are that resets put elsewhere, goals among them."""
         return {name: self._memory[row][name].copy() for name in _IN_MODEL}
 
-    def wear(self, model: Any, look: Mapping[str, Array]) -> None:
+    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
         """Put them there in a model for drawing."""
         for name, value in look.items():
             getattr(model, name)[:] = value
@@ -222,7 +222,7 @@ def load_metaworld(task: str) -> tuple[Any, dict[str, Any]]:
 
 @register("env", "metaworld")
 @dataclass(frozen=True)
-class Metaworld(Pictured):
+class Metaworld(HasCameras):
     """One of fifty tasks of a Sawyer arm, `env.task=reach` for instance (Meta-World v3, goal observed)."""
 
     task: str = "reach"  # name of the task without its version, e.g. pick-place or drawer-open

@@ -204,9 +204,6 @@ def _slide(env: Any, kind: str, at: float, wanted: float) -> Subtask | None:
     return _press(env, lock) if env._cur_button_states[lock] == 0 else Subtask(kind, 0, wanted)
 
 
-Array = np.ndarray
-
-
 def recorded(stepper: OgbenchStepper, record: Recording, action: Array) -> None:
     """Execute an action, which lies in the box; physics and buttons before it are kept."""
     buttons = stepper.button_states(0)

@@ -112,7 +112,7 @@ class OgbenchStepper:
         """Return what besides positions decides how a row looks: states of buttons, and targets."""
         return {name: value.copy() for name, value in self._memory[row].items()}
 
-    def wear(self, model: Any, look: Mapping[str, Array]) -> None:
+    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
         """Colour a model for drawing as in OGBench's visual worlds: see-through arm, no targets."""
         self._env.paint(model, look)
 

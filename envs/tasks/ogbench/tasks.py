@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.engine.pixels import Pictured
+from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec
 from envs.tasks.ogbench.expert import OracleDemonstrator, demonstrate
@@ -67,7 +67,7 @@ def _button_names(button: int) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class _World(Pictured):
+class _World(HasCameras):
     """What the configurations share."""
 
     task: int = 1  # 1 to 5: what is where, and what is wanted, in OGBench's numbering

@@ -18,7 +18,7 @@ import numpy as np
 from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
 from envs.spec import StepResult
-from envs.tasks.robosuite.expert_arm import CLOSED, OPEN, Sight, Target, heading
+from envs.tasks.robosuite.expert_arm import CLOSED, OPEN, ArmObservation, Target, heading
 from policies.errors import ConfigError
 
 Array = np.ndarray
@@ -84,7 +84,7 @@ def demonstrate(
     """
     rng = np.random.default_rng((seed, _NOISE_STREAM))
     record = Recording(stepper, seed, terminate_on_success=terminate_on_success)
-    sight = Sight(stepper.names(0), stepper.datas[0], pace=options.pace)
+    sight = ArmObservation(stepper.names(0), stepper.datas[0], pace=options.pace)
     moves = PROGRAMS[program](sight, rng, options.spread)
     solved = 0
     while not record.ended and solved < _LINGER and len(record) < max_steps:
@@ -98,7 +98,9 @@ def demonstrate(
 # -- movements ------------------------------------------------------------------------------------------
 
 
-def go(sight: Sight, target: Callable[[], Target], *, grip: float, within: float, limit: int = 80) -> Moves:
+def go(
+    sight: ArmObservation, target: Callable[[], Target], *, grip: float, within: float, limit: int = 80
+) -> Moves:
     """Move towards a target, which may move itself, until nearer than `within` [m] and almost still."""
     for _ in range(limit):
         goal, before = target(), sight.hand
@@ -113,14 +115,14 @@ def above(height: float) -> Array:
     return np.array([0.0, 0.0, height])
 
 
-def wait(sight: Sight, steps: int, *, grip: float) -> Moves:
+def wait(sight: ArmObservation, steps: int, *, grip: float) -> Moves:
     """Stay where the hand is."""
     target = Target(sight.hand, sight.heading)
     for _ in range(steps):
         yield sight.toward(target, grip)
 
 
-def fetch(sight: Sight, point: Callable[[], Array], yaw: float, *, up: float) -> Moves:
+def fetch(sight: ArmObservation, point: Callable[[], Array], yaw: float, *, up: float) -> Moves:
     """Grasp something from above and raise it by `up` [m].
 
     Args:
@@ -142,7 +144,7 @@ def fetch(sight: Sight, point: Callable[[], Array], yaw: float, *, up: float) ->
 # -- programs -------------------------------------------------------------------------------------------
 
 
-def lift(sight: Sight, rng: np.random.Generator, spread: float) -> Moves:
+def lift(sight: ArmObservation, rng: np.random.Generator, spread: float) -> Moves:
     """Grasp the cube by two of its sides and raise it, as often as it takes."""
     while True:
         offset = spread * np.array([*rng.uniform(-0.01, 0.01, 2), rng.uniform(-0.005, 0.01)])
@@ -152,7 +154,7 @@ def lift(sight: Sight, rng: np.random.Generator, spread: float) -> Moves:
             yield from wait(sight, 5, grip=CLOSED)
 
 
-def can(sight: Sight, rng: np.random.Generator, spread: float) -> Moves:
+def can(sight: ArmObservation, rng: np.random.Generator, spread: float) -> Moves:
     """Carry the can over its bin, lower it, and let go."""
     while True:
         offset = spread * np.array([*rng.uniform(-0.01, 0.01, 2), rng.uniform(0.0, 0.02)])
@@ -170,7 +172,7 @@ def can(sight: Sight, rng: np.random.Generator, spread: float) -> Moves:
         yield from go(sight, lambda: Target(away, yaw), grip=OPEN, within=0.03, limit=30)  # noqa: B023
 
 
-def square(sight: Sight, rng: np.random.Generator, spread: float) -> Moves:
+def square(sight: ArmObservation, rng: np.random.Generator, spread: float) -> Moves:
     """Take the nut by its handle and put it over the peg; fetch it again where that fails."""
     while True:
         along = spread * rng.uniform(-0.008, 0.008)
@@ -186,7 +188,7 @@ def square(sight: Sight, rng: np.random.Generator, spread: float) -> Moves:
         yield from go(sight, lambda: Target(away, sight.heading), grip=OPEN, within=0.03, limit=30)  # noqa: B023
 
 
-def _align(sight: Sight, aim: Array) -> Moves:
+def _align(sight: ArmObservation, aim: Array) -> Moves:
     """Bring the held nut over the peg, its sides parallel to the peg's."""
     if sight.object[2] < aim[2] + 0.02:
         high = sight.hand + above(aim[2] + 0.04 - sight.object[2])
@@ -194,7 +196,7 @@ def _align(sight: Sight, aim: Array) -> Moves:
     yield from go(sight, lambda: sight.carrying(aim + above(0.04)), grip=CLOSED, within=0.004)
 
 
-def _lower(sight: Sight, aim: Array) -> Moves:
+def _lower(sight: ArmObservation, aim: Array) -> Moves:
     """Lower the held nut while keeping it centred; give up where it does not sink any more."""
     lowest, still = sight.object[2], 0
     while sight.is_held() and not sight.is_on_peg() and still < 10:
@@ -203,7 +205,7 @@ def _lower(sight: Sight, aim: Array) -> Moves:
         lowest = min(lowest, sight.object[2])
 
 
-PROGRAMS: dict[str, Callable[[Sight, np.random.Generator, float], Moves]] = {
+PROGRAMS: dict[str, Callable[[ArmObservation, np.random.Generator, float], Moves]] = {
     "lift": lift,
     "can": can,
     "square": square,

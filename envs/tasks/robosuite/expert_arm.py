@@ -49,7 +49,7 @@ def pointing_down(angle: float) -> Array:
     return np.array([[c, s, 0.0], [s, -c, 0.0], [0.0, 0.0, -1.0]])
 
 
-class Sight:
+class ArmObservation:
     """The present poses of one arm and of the thing it handles.
 
     Args:

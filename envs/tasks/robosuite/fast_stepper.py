@@ -214,7 +214,7 @@ class FastStepper:
         """Return nothing: positions decide how a row looks."""
         return {}
 
-    def wear(self, model: Any, look: Mapping[str, Array]) -> None:
+    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
         """Hide what a model for drawing has for collisions only, as robosuite does."""
         hide_collisions(model)
 

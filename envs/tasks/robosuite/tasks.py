@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from envs.engine.pixels import Pictured
+from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec
 from envs.tasks.robosuite.expert import ArmDemonstrator, demonstrate
@@ -72,7 +72,7 @@ def entry_names(key: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class _Robosuite(Pictured):
+class _Robosuite(HasCameras):
     """What the four configurations share."""
 
     max_episode_steps: int = 300  # control steps, then truncated

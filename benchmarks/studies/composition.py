@@ -157,7 +157,8 @@ def describe_pair(task: str, pair: str) -> list[str]:
 
 INTRODUCTION = """`python -m benchmarks.studies.composition`: cloned policies in pairs. Weights are estimated
 from held-out demonstrations and searched by rollouts; the composition with the searched weights then plays
-fresh episodes, and so do its members ([how](../gpc.md)). A seed has its own demonstrations, clones and search.
+fresh episodes, and so do its members ([how](../gpc.md)). A seed has its own demonstrations, clones and
+search.
 {intervals}"""
 
 

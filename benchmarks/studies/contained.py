@@ -106,7 +106,8 @@ def report() -> Path:
     everything = [content for runs in found.values() for content in runs]
     lines = [
         "# What a frozen policy contains", "",
-        "`python -m benchmarks.studies.contained <study>`: the clones that DSRL steers in the study of learning, "
+        "`python -m benchmarks.studies.contained <study>`: the clones that DSRL steers in the study of "
+        "learning, "
         "as "
         "they are, on the start states that it is evaluated on. Of the best of so many streams of noise per "
         "start: how many starts are solved at all, or the mean of the best returns. Steering, which chooses "

@@ -193,8 +193,8 @@ def report() -> Path:
     lines = [
         "# Every process, cloned",
         "",
-        f"`python -m benchmarks.studies.families`: the same MLP ({WIDTH} wide) and the same gradient steps for "
-        "all; "
+        f"`python -m benchmarks.studies.families`: the same MLP ({WIDTH} wide) and the same gradient "
+        "steps for all; "
         f"{EPISODES} episodes per seed, last checkpoint. Success: mean over seeds. "
         f"{pages.INTERVALS} "
         "Ways: distinct ways around the obstacles among the successful episodes of a seed, and how many "

@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from algos.actor import Actor
-from algos.base import Setup
-from algos.constrained_td3 import Backup, ConstrainedTd3Config, Draws, Quantities, Regulariser
-from algos.offline_run import precision
+from algos.base import Draws, Quantities, Setup
+from algos.offline.actor import Actor
+from algos.offline.batched_seeds import StackedEnsemble, joined, stacked
+from algos.offline.loop import precision
+from algos.offline.td3_update import Backup, ConstrainedTd3Config, Regulariser
 from algos.optim import descend, restore_optimizer
-from algos.stacking import StackedEnsemble, joined, stacked
 from algos.transitions import Batch, TransitionTable
-from policies.ensembles import Ensemble, EnsembleConfig, aggregate
+from policies.networks.critics import Ensemble, EnsembleConfig, aggregate
 from policies.registry import register
 
 

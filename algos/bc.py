@@ -26,17 +26,18 @@ import torch
 from torch import Tensor, nn
 
 from algos.base import Checked, Metrics, Setup
-from algos.continuity import facts_of, origin_of, require_unchanged
-from algos.distillation import Teacher
+from algos.cloning.batches import CloningBatch, Shuffle, WindowSampler
+from algos.cloning.distillation import Teacher
+from algos.cloning.validation import Validation, masked_mean, matching_of
 from algos.optim import DecayRule, DelayedDecay, Ema, PowerDecay, restore_optimizer, warmup_cosine
-from algos.plain import capture_generator, restore_generator
-from algos.sources import Demonstrations, Shuffle, Source
-from algos.validation import Validation, masked_mean, matching_of
+from algos.training.resume_checks import facts_of, init_facts, require_unchanged
+from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
+from policies.build import build_policy
 from policies.errors import CheckpointError, ConfigError
 from policies.paths import path_field
-from policies.policy import Policy, build_policy
+from policies.policy import Policy
 from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_generator
 from policies.threads import torch_threads
@@ -144,7 +145,7 @@ class Bc:
         self.config, self._num_threads = config, setup.threads(THREADS)
         dataset = _dataset_of(config, setup)
         self.policy = _start_policy(setup, dataset).to(setup.device).train()
-        facts = origin_of(setup.init, self.policy) | facts_of("teacher", setup.teacher)
+        facts = init_facts(setup.init, self.policy) | facts_of("teacher", setup.teacher)
         self._lasting = {"seed": setup.seed, **facts}
         self._matching = matching_of(self.policy)
         dataset = dataset.with_cameras(self.policy.images)  # others are never read
@@ -197,7 +198,7 @@ class Bc:
             "time/steps_per_s": count / (time.perf_counter() - start),
         }
 
-    def _step(self, batch: Demonstrations) -> Tensor:
+    def _step(self, batch: CloningBatch) -> Tensor:
         """Take one gradient step and return its loss, detached; nothing is read back to the host."""
         loss = self._loss(batch)
         self._optimizer.zero_grad(set_to_none=True)
@@ -208,7 +209,7 @@ class Bc:
         self._ema.update(self.policy)
         return loss.detach()
 
-    def _loss(self, batch: Demonstrations) -> Tensor:
+    def _loss(self, batch: CloningBatch) -> Tensor:
         """Return the matching loss, averaged over recorded entries."""
         te = self._matching.sample_te(len(batch.action), generator=self._generator)
         cond = self.policy.encode(batch.obs, generator=self._generator)
@@ -289,9 +290,11 @@ class Bc:
     def close(self) -> None:
         """Nothing to release."""
 
-    def _windows(self, dataset: EpisodeDataset) -> Source:
+    def _windows(self, dataset: EpisodeDataset) -> WindowSampler:
         chunk, pad = self.policy.chunk, self.config.pad_end
-        return Source(dataset, chunk, pad_end=pad, goal_dim=self.policy.goal_dim, cameras=self.policy.images)
+        return WindowSampler(
+            dataset, chunk, pad_end=pad, goal_dim=self.policy.goal_dim, cameras=self.policy.images
+        )
 
     def _validation_on(self, held_out: EpisodeDataset | None, seed: int) -> Validation | None:
         if held_out is None:

@@ -1,4 +1,4 @@
-"""A score model of the data that corrects the actions of any policy; see `policies.correction`.
+"""A score model of the data that corrects the actions of any policy; see `policies.wrappers.score_correction`.
 
 Trained on transitions without rewards: denoising score matching on [s, a] at the noises of the correction,
 and inverse dynamics by regression, both in standardised units. The policy itself is not touched.
@@ -21,16 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algos.base import Checked, Setup, require_states_only
-from algos.offline import warn_of_reach
-from algos.offline_run import THREADS, OfflineRun
+from algos.offline.config import warn_of_reach
+from algos.offline.loop import THREADS, OfflineRun
 from algos.optim import restore_optimizer, warmup_cosine
 from algos.transitions import Batch, Rewarding, TransitionTable, actions_for, deviations, tabulate
 from envs.fit import require_fit
-from policies.correction import CorrectedPolicy, Correction
 from policies.errors import ConfigError
 from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
+from policies.wrappers.score_correction import CorrectedPolicy, Correction
 
 _PROBES = 4096  # rows on which the gate is measured
 
@@ -64,7 +64,7 @@ class CorrectionLearner:
     def set_gate(self) -> None:
         """Leave alone what is less strange than `gate_quantile` of the data."""
         policy, probes = self._policy, self._probes
-        found = policy.strangeness(policy.standardized(probes.cond), probes.action)
+        found = policy.out_of_distribution_score(policy.standardized(probes.cond), probes.action)
         quantile = policy.wrapper.gate_quantile
         policy.gate.copy_(found.quantile(quantile) if quantile else found.new_tensor(-1.0))
 
@@ -112,7 +112,7 @@ class CdsaConfig(Checked):
     """Correction of the actions of a policy by the score of a dataset.
 
     Source:
-        After arXiv 2406.07541; see `policies.correction`.
+        After arXiv 2406.07541; see `policies.wrappers.score_correction`.
     """
 
     fixed_length: ClassVar[bool] = True  # the rate falls along it

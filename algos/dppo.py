@@ -30,17 +30,17 @@ from typing import Any
 from torch import Tensor
 
 from algos.base import Setup
-from algos.freezing import tunable_copy
-from algos.functional import clip_ranges, denoising_discounts
-from algos.onpolicy import OnPolicy, check_setup
+from algos.onpolicy.frozen_copy import tunable_copy
+from algos.onpolicy.functional import clip_ranges, denoising_discounts
+from algos.onpolicy.loop import OnPolicy, check_setup
+from algos.onpolicy.ratios import CloningTerm
 from algos.ppo import PpoConfig
-from algos.ratios import CloningTerm
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
 from policies.registry import name_of, register
-from policies.samplers import DDIM, DDPM
+from policies.samplers.ddpm import DDIM, DDPM
 
 SAMPLERS = ("ddpm", "ddim")
 _MAX_CLIP_RATE = 100.0  # growth much faster than this is a step, and overflows
@@ -107,9 +107,9 @@ class DppoConfig(PpoConfig):
             self,
             setup,
             ratio=ratio,
-            trained=policy.scored_net,
-            near=None if frozen is None else CloningTerm(self.exploring(frozen, explore), ratio),
-            shipped=lambda: policy.with_sampler(evaluate).clone(),
+            trainable=policy.scored_net,
+            bc_term=None if frozen is None else CloningTerm(self.exploring(frozen, explore), ratio),
+            export_policy=lambda: policy.with_sampler(evaluate).clone(),
         )
 
     def exploring(self, policy: DenoisingPolicy, sampler: DDPM | DDIM) -> DenoisingPolicy:

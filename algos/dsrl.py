@@ -1,7 +1,7 @@
 """DSRL: a frozen generative policy is steered by the noise that it starts from.
 
 The result is a policy like any other: the frozen one, with an actor around it that chooses its noise
-(`policies.latent_steering`). The equations are in `algos.dsrl_learner`, the loop is in `algos.offpolicy`.
+(`policies.wrappers.noise_policy`). The equations are in `algos.offpolicy.dsrl_update`, the loop is in `algos.offpolicy.loop`.
 
 Source: DSRL, arXiv 2506.15799, released code. Deviations, all undone by `paper_compat` where it says so: the
 noise bound is applied in both variants; the warm-up executes what it records; time limits are not ends of the
@@ -18,22 +18,22 @@ from functools import partial
 from typing import Any
 
 from algos.base import Setup, require_states_only
-from algos.dsrl_learner import DISTILLATION_LATENTS, NoiseAliasedLearner, SteeredActor
-from algos.offline_run import THREADS
-from algos.offpolicy import OffPolicyRun, offline_table
-from algos.offpolicy_config import OffPolicyConfig
-from algos.onpolicy import check_setup
-from algos.soft_learner import SoftLearner
-from algos.steerability import look_at_noise
+from algos.offline.loop import THREADS
+from algos.offpolicy.config import OffPolicyConfig
+from algos.offpolicy.dsrl_update import DISTILLATION_LATENTS, NoiseAliasedUpdate, SteeredActor
+from algos.offpolicy.loop import OffPolicyRun, offline_table
+from algos.offpolicy.noise_sensitivity import look_at_noise
+from algos.offpolicy.sac_update import SacUpdate
+from algos.onpolicy.loop import check_setup
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
-from policies.latent_steering import SteeredPolicy, Steering
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
 from policies.registry import name_of, register
-from policies.samplers import DDIM
+from policies.samplers.ddpm import DDIM
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
+from policies.wrappers.noise_policy import SteeredPolicy, Steering
 
 _log = logging.getLogger(__name__)
 
@@ -89,12 +89,12 @@ class DsrlConfig(OffPolicyConfig):
             names = ("bound", "adapter", "density", "activation")
             meaning = {name: getattr(policy.wrapper, name) for name in names}
             meaning |= {"rank": policy.noise_shape[0], "sampler": repr(policy.sampler)}
-            lasting = meaning | {"variant": self.variant}
+            resume_invariants = meaning | {"variant": self.variant}
             offline = offline_table(self, setup, policy)
             # By normal noise, also where an actor that knows something warms up by its own draws.
             normal = SteeredActor(policy, within_box=self.variant == "sac")
             look = partial(look_at_noise, normal)
-            return OffPolicyRun(self, setup, learner, offline, lasting, look)
+            return OffPolicyRun(self, setup, learner, offline, resume_invariants, look)
 
     def _steered(self, init: Policy) -> SteeredPolicy:
         """Return the policy to train; one that is steered already is steered on."""
@@ -154,7 +154,7 @@ class DsrlConfig(OffPolicyConfig):
             )
         return policy
 
-    def learner_of(self, policy: SteeredPolicy, *, is_fresh: bool = True) -> SoftLearner:
+    def learner_of(self, policy: SteeredPolicy, *, is_fresh: bool = True) -> SacUpdate:
         """Return what learns; torch's global generator decides the initial weights.
 
         Args:
@@ -167,12 +167,12 @@ class DsrlConfig(OffPolicyConfig):
         rules, critics = self.rules(actor.latent_dim, actor.highest_entropy), self.critic_config()
         of_latents = critics.build(cond, policy.latent_dim).to(device, policy.dtype)
         if self.variant == "sac":
-            return SoftLearner(actor, of_latents, rules)
+            return SacUpdate(actor, of_latents, rules)
         has_box = policy.wrapper.density == "tanh" or self.distillation_latents == "gaussian"
         rule = "gaussian with algo.steering.density=gaussian: its latents have no box"
         self.require("distillation_latents", has_box, rule)
         of_chunks = critics.build(cond, chunk.act_steps * chunk.action_dim).to(device, policy.dtype)
-        return NoiseAliasedLearner(
+        return NoiseAliasedUpdate(
             actor,
             of_chunks,
             of_latents,

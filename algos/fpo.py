@@ -21,8 +21,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from algos.matching_ratio import PREDICTIONS, REDUCTIONS, TIMES, AdvantageWeighted, Matching, MatchingRatio
-from algos.rectified import RectifiedConfig
+from algos.onpolicy.flow_setup import RectifiedConfig
+from algos.onpolicy.fpo_ratio import (
+    PREDICTIONS,
+    REDUCTIONS,
+    TIMES,
+    AwmRatio,
+    FpoRatio,
+    Matching,
+)
 from policies.denoising import DenoisingPolicy
 from policies.registry import register
 
@@ -96,9 +103,9 @@ class FpoConfig(RectifiedConfig):
             "action_noise": self.action_noise,
         }
 
-    def estimator(self, policy: DenoisingPolicy) -> MatchingRatio:
+    def estimator(self, policy: DenoisingPolicy) -> FpoRatio:
         """Return the ratio estimator of a policy."""
-        return MatchingRatio(policy, self.matching, **self.drawing)
+        return FpoRatio(policy, self.matching, **self.drawing)
 
 
 @register("algo", "awm")
@@ -120,9 +127,9 @@ class AwmConfig(FpoConfig):
         """Check the values."""
         super().__post_init__()
         self.require("surrogate", self.surrogate == "ppo", "ppo: its ratios are 1, so nothing bounds them")
-        weights: Sequence[str] = AdvantageWeighted.WEIGHTS
+        weights: Sequence[str] = AwmRatio.WEIGHTS
         self.require("weight", self.weight in weights, f"one of {', '.join(weights)}")
 
-    def estimator(self, policy: DenoisingPolicy) -> MatchingRatio:
+    def estimator(self, policy: DenoisingPolicy) -> FpoRatio:
         """Return the ratio estimator of a policy."""
-        return AdvantageWeighted(policy, self.matching, weight=self.weight, **self.drawing)
+        return AwmRatio(policy, self.matching, weight=self.weight, **self.drawing)

@@ -31,15 +31,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from algos.sources import Source
-from envs.comparison import Comparison, compare
+from algos.cloning.batches import Source
 from envs.datasets.episodes import EpisodeDataset
-from envs.evaluation import Evaluation
-from envs.evaluation_protocol import check_seeds
-from policies.compose import ComposedPolicy
+from envs.evaluation.comparison import Comparison, compare
+from envs.evaluation.evaluate import Evaluation
+from envs.evaluation.protocol import check_seeds
+from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
-from policies.processes.path import over_rows
+from policies.processes.base import over_rows
 from policies.seeds import seeded_generator
 
 DIVISIONS = {2: 10, 3: 5}

@@ -14,7 +14,7 @@ Source: IQL, arXiv 2110.06169; order, constants and the deterministic actor of a
 reproduction (CORL).
 
 Deviations from that reproduction:
-    * the Gaussian learns its log-variance (`policies.heads`), there the log of its deviation: a step of Adam
+    * the Gaussian learns its log-variance (`policies.networks.heads`), there the log of its deviation: a step of Adam
       moves the latter half as far; start (1) and limits of the deviation are the same;
     * `return_range` is about returns of whole episodes; there, an episode without an end loses its last row,
       and is then cut at every thousandth one, so that cuts slide into its neighbours;
@@ -34,19 +34,19 @@ import torch
 from torch import Tensor
 
 from algos.base import Setup
-from algos.chunk_loss import ChunkLoss
-from algos.offline import OfflineConfig, plain_actor
-from algos.offline_run import OfflineRun, SeedsTogether, precision
+from algos.offline.batched_seeds import StackedEnsemble, actor_network, joined, stacked
+from algos.offline.chunk_loss import ChunkLoss
+from algos.offline.config import OfflineConfig, plain_actor
+from algos.offline.loop import OfflineRun, SeedBatch, precision
 from algos.optim import descend, restore_optimizer
-from algos.stacking import StackedEnsemble, actor_network, joined, stacked
 from algos.transitions import Batch, TransitionTable
-from policies.deterministic import DeterministicPolicy
-from policies.ensembles import Ensemble, EnsembleConfig, aggregate, polyak
 from policies.errors import ConfigError
-from policies.gaussian import GaussianPolicy, GaussianProcess
+from policies.networks.critics import Ensemble, EnsembleConfig, aggregate, polyak
+from policies.networks.distributions import gaussian_log_prob
 from policies.policy import Policy, PolicyConfig
+from policies.processes.deterministic import DeterministicPolicy
+from policies.processes.gaussian import GaussianPolicy, GaussianProcess
 from policies.registry import register
-from policies.steps import gaussian_log_prob
 
 _MAX_WEIGHT = 100.0
 
@@ -56,7 +56,7 @@ def expectile_loss(u: Tensor, tau: float) -> Tensor:
     return (torch.where(u < 0, 1 - tau, tau) * u.square()).mean(dim=-1)
 
 
-class Misfit:
+class PolicyLoss:
     """How badly recorded chunks fit a policy.
 
     Negative log-likelihoods, and squared errors of a deterministic policy, are summed over the entries of a
@@ -81,11 +81,11 @@ class Misfit:
         return loss.sum(dim=1) / batch.real.sum(dim=1)
 
 
-class StackedMisfit:
+class StackedPolicyLoss:
     """The same for the new actors of S seeds, which act in single steps: (S, B).
 
     Raises:
-        CapabilityError: If one is not what `algos.offline.plain_actor` makes.
+        CapabilityError: If one is not what `algos.offline.config.plain_actor` makes.
     """
 
     def __init__(self, policies: Sequence[Policy]) -> None:
@@ -112,7 +112,7 @@ class IqlLearner:
     def __init__(self, policy: Policy, critic: Ensemble, value: Ensemble, config: IqlConfig) -> None:
         self.policy, self.critic, self.value, self.config = policy, critic, value, config
         self.target_critic = copy.deepcopy(critic).requires_grad_(False)
-        self._misfit: Misfit | StackedMisfit = Misfit(policy)
+        self._misfit: PolicyLoss | StackedPolicyLoss = PolicyLoss(policy)
         trained = [p for p in policy.parameters() if p.requires_grad]
         self.actor_optimizer = torch.optim.Adam(trained, lr=config.actor_lr, fused=True)
         self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=config.critic_lr, fused=True)
@@ -128,7 +128,7 @@ class IqlLearner:
         """
         whole = copy.copy(learners[0])
         del whole.policy  # the policies are those of the learners
-        whole._misfit = misfit = StackedMisfit([one.policy for one in learners])
+        whole._misfit = misfit = StackedPolicyLoss([one.policy for one in learners])
         for name in ("critic", "value", "target_critic"):
             setattr(whole, name, StackedEnsemble([getattr(one, name) for one in learners]))
         trained = {"actor": misfit.network, "critic": whole.critic, "value": whole.value}
@@ -139,7 +139,7 @@ class IqlLearner:
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return times and noise of the matching loss, empty for a density."""
-        assert isinstance(self._misfit, Misfit), "learners of one seed draw, see `together`"
+        assert isinstance(self._misfit, PolicyLoss), "learners of one seed draw, see `together`"
         return self._misfit.draw(n, generator)
 
     def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -254,9 +254,9 @@ class IqlConfig(OfflineConfig):
         process = GaussianProcess(init_std=1.0, min_std=math.exp(-20), max_std=math.exp(2))
         return plain_actor(process, self.hidden_dims)
 
-    def together(self, runs: Sequence[OfflineRun]) -> SeedsTogether:
+    def together(self, runs: Sequence[OfflineRun]) -> SeedBatch:
         """Return what takes the steps of runs of several seeds, made by `build_seeds`, at once."""
-        return SeedsTogether(runs, IqlLearner.together)
+        return SeedBatch(runs, IqlLearner.together)
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> IqlLearner:
         """Return the learner; see `OfflineConfig.learner`."""

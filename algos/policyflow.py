@@ -22,9 +22,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from algos.ratios import REDUCTIONS
-from algos.rectified import RectifiedConfig
-from algos.straight_path import EndNoise, EndNoiseConfig, StraightPath
+from algos.onpolicy.flow_setup import RectifiedConfig
+from algos.onpolicy.policyflow_ratio import EndNoise, EndNoiseConfig, PolicyflowRatio
+from algos.onpolicy.ratios import REDUCTIONS
 from policies.denoising import DenoisingPolicy
 from policies.registry import register
 
@@ -51,10 +51,10 @@ class PolicyFlowConfig(RectifiedConfig):
         self.require("num_draws", self.num_draws >= 1, "at least 1")
         self.require("brownian_coef", 0 <= self.brownian_coef < math.inf, "at least 0 and finite")
 
-    def estimator(self, policy: DenoisingPolicy) -> StraightPath:
+    def estimator(self, policy: DenoisingPolicy) -> PolicyflowRatio:
         """Return the ratio estimator of a policy, with noise that has learned nothing yet."""
         noise = EndNoise(self.noise, policy.chunk.action_dim)
-        return StraightPath(
+        return PolicyflowRatio(
             policy,
             noise.to(policy.device, policy.dtype),
             num_draws=self.num_draws,

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from algos.base import Setup
-from algos.onpolicy import OnPolicy, check_setup
-from algos.onpolicy_config import OnPolicyConfig, rising
-from algos.ratios import REDUCTIONS, ChainRatio, CloningTerm
-from algos.scratch import RunningMoments
+from algos.onpolicy.config import OnPolicyConfig, rising
+from algos.onpolicy.loop import OnPolicy, check_setup
+from algos.onpolicy.ratios import REDUCTIONS, ChainRatio, CloningTerm
+from algos.onpolicy.running_normalizer import RunningMeanStd
 from policies.errors import CapabilityError
-from policies.gaussian import GaussianPolicy
+from policies.processes.gaussian import GaussianPolicy
 from policies.registry import name_of, register
 
 
@@ -70,10 +70,10 @@ class PpoConfig(OnPolicyConfig):
             self,
             setup,
             ratio=ratio,
-            trained=policy.head,
-            near=None if frozen is None else CloningTerm(frozen, ratio),
-            shipped=policy.clone,
-            moments=RunningMoments(policy.obs_dim) if adapts else None,
+            trainable=policy.head,
+            bc_term=None if frozen is None else CloningTerm(frozen, ratio),
+            export_policy=policy.clone,
+            moments=RunningMeanStd(policy.obs_dim) if adapts else None,
         )
 
     def ratio(self, policy: Any) -> ChainRatio:

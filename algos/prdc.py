@@ -12,7 +12,7 @@ chunks.
 Source: PRDC, arXiv 2306.06569, and its released code.
 
 Deviations from the released code:
-    * the neighbour search is exact by another way (`algos.neighbors`), so ties may break differently;
+    * the neighbour search is exact by another way (`algos.offline.neighbors`), so ties may break differently;
     * actions are normalised to [-1, 1] before distances are taken;
     * conditions of a policy that is given are standardised for them, whatever that policy normalises by.
 """
@@ -27,13 +27,13 @@ from typing import Any
 
 from torch import Tensor
 
-from algos.actor import Actor
-from algos.base import Setup
-from algos.constrained_td3 import ConstrainedTd3Config, Draws, Quantities, Regulariser, mean_square
-from algos.neighbors import Search
-from algos.search_choice import SEARCHES, Load, Rows, build_search
+from algos.base import Draws, Quantities, Setup
+from algos.offline.actor import Actor
+from algos.offline.neighbor_autotune import SEARCHES, Load, Rows, build_search
+from algos.offline.neighbors import Search
+from algos.offline.td3_update import ConstrainedTd3Config, Regulariser, mean_square
 from algos.transitions import Batch, TransitionTable, deviations
-from policies.ensembles import Ensemble
+from policies.networks.critics import Ensemble
 from policies.registry import register
 from policies.seeds import seeded_generator
 
@@ -125,10 +125,10 @@ class PrdcConfig(ConstrainedTd3Config):
         self.require("search", self.search in SEARCHES, f"one of {', '.join(SEARCHES)}")
         self.require("list_length", self.list_length >= 2, "at least 2")
 
-    def lasting(self) -> dict[str, Any]:
+    def resume_invariants(self) -> dict[str, Any]:
         """Return also what decides which row is near; see `OfflineConfig.lasting`."""
         nearness = {"algo.beta": self.beta, "algo.neighbor_rank": self.neighbor_rank}
-        return super().lasting() | nearness
+        return super().resume_invariants() | nearness
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> NearestRow:
         """Return the distance from the nearest row, the same object for all seeds of a table."""

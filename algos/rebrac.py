@@ -28,18 +28,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from algos.actor import Actor
-from algos.base import Setup
-from algos.constrained_td3 import (
-    ConstrainedTd3Config,
-    Draws,
-    Quantities,
-    Regulariser,
-    Td3Learner,
-    Td3Rules,
-)
+from algos.base import Draws, Quantities, Setup
+from algos.offline.actor import Actor
+from algos.offline.td3_update import ConstrainedTd3Config, Regulariser, Td3Learner, Td3Rules
 from algos.transitions import Batch, TransitionTable
-from policies.ensembles import Ensemble, EnsembleConfig
+from policies.networks.critics import Ensemble, EnsembleConfig
 from policies.policy import Policy, PolicyConfig
 from policies.registry import register
 

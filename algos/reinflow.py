@@ -30,18 +30,18 @@ from typing import Any, ClassVar
 import torch
 
 from algos.base import Setup
-from algos.exploration import NoiseConfig
-from algos.freezing import tunable_copy
-from algos.noisy_chain import REDUCTIONS, NoisyChain, PathTerm
-from algos.onpolicy import OnPolicy, check_setup
+from algos.onpolicy.exploration_noise import NoiseConfig
+from algos.onpolicy.flow_setup import on_even_times
+from algos.onpolicy.frozen_copy import tunable_copy
+from algos.onpolicy.loop import OnPolicy, check_setup
+from algos.onpolicy.reinflow_ratio import REDUCTIONS, PathTerm, ReinflowRatio
 from algos.ppo import PpoConfig
-from algos.rectified import on_even_times
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy
 from policies.processes.flow import LinearPath
 from policies.registry import name_of, register
-from policies.samplers import Euler
+from policies.samplers.ode import Euler
 from policies.seeds import derive_seed, seeded_weights
 from policies.threads import torch_threads
 
@@ -99,9 +99,9 @@ class ReinFlowConfig(PpoConfig):
             self,
             setup,
             ratio=ratio,
-            trained=ratio.trained,
-            near=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
-            shipped=lambda: policy.with_sampler(evaluate).clone(),
+            trainable=ratio.trainable,
+            bc_term=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
+            export_policy=lambda: policy.with_sampler(evaluate).clone(),
         )
 
     def exploring(self, init: DenoisingPolicy, sampler: Euler) -> DenoisingPolicy:
@@ -117,14 +117,14 @@ class ReinFlowConfig(PpoConfig):
         explore = replace(quiet, steps=self.denoising_steps, clip_state=self.clip_state)
         return explore, replace(explore)
 
-    def noisy_chain(self, policy: DenoisingPolicy, seed: int) -> NoisyChain:
+    def noisy_chain(self, policy: DenoisingPolicy, seed: int) -> ReinflowRatio:
         """Return the ratio estimator of a policy, with noise that has learned nothing yet."""
         like = next(policy.field.parameters())
         with torch.no_grad(), torch_threads(1):
             times, cond = policy.scored_net.features(*self._probe(policy))
         with seeded_weights(derive_seed(seed, "noise")):
             noise = self.noise.build(policy.chunk.shape, times.shape[-1], cond.shape[-1])
-        return NoisyChain(
+        return ReinflowRatio(
             policy,
             noise.to(like.device, like.dtype),
             noise_clip=self.noise_clip,
@@ -141,8 +141,8 @@ class ReinFlowConfig(PpoConfig):
         second = policy.table.second_time
         return (
             cond,
-            policy.table.placed("net_time", cond.vec),
-            (None if second is None else policy.table.placed("second_time", cond.vec)),
+            policy.table.to_device("net_time", cond.vec),
+            (None if second is None else policy.table.to_device("second_time", cond.vec)),
         )
 
 

@@ -1,7 +1,7 @@
 """Soft actor-critic on action chunks: a squashed Gaussian policy learns from everything that it has met.
 
-The equations are in `algos.soft_learner`, with u the executed rows of a chunk and critics of chunks; the loop
-is in `algos.offpolicy`. A policy to start from is optional: a fresh one learns from the reward alone.
+The equations are in `algos.offpolicy.sac_update`, with u the executed rows of a chunk and critics of chunks; the loop
+is in `algos.offpolicy.loop`. A policy to start from is optional: a fresh one learns from the reward alone.
 
 Source: SAC, arXiv 1812.05905 (automatic temperature). Deviations: an action is a chunk of Ta control steps,
 rewards and values are discounted per control step, and chunks end with their episode; time limits are not
@@ -20,19 +20,19 @@ import torch
 from torch import Tensor
 
 from algos.base import Setup, require_states_only
-from algos.offline_run import THREADS
-from algos.offpolicy import OffPolicyRun, offline_table
-from algos.offpolicy_config import OffPolicyConfig
-from algos.onpolicy import check_setup
-from algos.scratch import fresh_policy
-from algos.soft_learner import SoftLearner
+from algos.offline.loop import THREADS
+from algos.offpolicy.config import OffPolicyConfig
+from algos.offpolicy.loop import OffPolicyRun, offline_table
+from algos.offpolicy.sac_update import SacUpdate
+from algos.onpolicy.loop import check_setup
+from algos.onpolicy.running_normalizer import fresh_policy
 from envs.fit import require_fit
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.distributions import highest_entropy, tanh_draw
 from policies.policy import Policy
+from policies.processes.squashed import TanhGaussianPolicy
 from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_weights
-from policies.squashed import TanhGaussianPolicy
-from policies.tanh_gaussian import highest_entropy, tanh_draw
 from policies.threads import torch_threads
 
 
@@ -73,7 +73,7 @@ class SacConfig(OffPolicyConfig):
                 critic = self.critic_config().build(policy.encoder.cond_dim, actor.latent_dim)
             critic = critic.to(policy.device, policy.dtype)
             rules = self.rules(actor.latent_dim, actor.highest_entropy)
-            learner = SoftLearner(actor, critic, rules, of_chunks=True)
+            learner = SacUpdate(actor, critic, rules, of_chunks=True)
             return OffPolicyRun(self, setup, learner, offline_table(self, setup, policy))
 
     def _fresh(self, setup: Setup, algo: str) -> Policy:
@@ -95,13 +95,13 @@ class SacConfig(OffPolicyConfig):
 
 
 class SquashedActor:
-    """The executed rows of a squashed Gaussian policy; see `algos.soft_learner.LatentActor`.
+    """The executed rows of a squashed Gaussian policy; see `algos.offpolicy.sac_update.LatentActor`.
 
     Latents are chunks: L = A = Ta Da.
 
     Args:
         policy: Whose network is trained.
-        form: Of the squashed density, one of `policies.tanh_gaussian.FORMS`.
+        form: Of the squashed density, one of `policies.networks.distributions.FORMS`.
         is_fresh: Warm up by uniform chunks instead of the policy's own.
     """
 

@@ -12,20 +12,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from algos.actor import Actor
-from algos.base import Setup
-from algos.chunk_loss import ChunkLoss
-from algos.constrained_td3 import (
-    ConstrainedTd3Config,
-    Draws,
-    Quantities,
-    Regulariser,
-    mean_square,
-)
-from algos.offline_run import precision
+from algos.base import Draws, Quantities, Setup
+from algos.cloning.validation import masked_mean
+from algos.offline.actor import Actor
+from algos.offline.chunk_loss import ChunkLoss
+from algos.offline.loop import precision
+from algos.offline.td3_update import ConstrainedTd3Config, Regulariser, mean_square
 from algos.transitions import Batch, TransitionTable
-from algos.validation import masked_mean
-from policies.ensembles import Ensemble
+from policies.networks.critics import Ensemble
 from policies.policy import Policy
 from policies.registry import register
 

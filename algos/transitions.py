@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.memory import require_memory
+from envs.datasets.free_memory import require_memory
 from policies.errors import DatasetError
 from policies.normalizer import box_statistics
 from policies.policy import Policy
@@ -199,7 +199,7 @@ def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> T
 
 def _require_memory(dataset: EpisodeDataset, policy: Policy, num: int) -> None:
     """Refuse to make a table in memory of a dataset that is not there, if it does not fit, either."""
-    if not dataset.room.on_disk:
+    if not dataset.storage.on_disk:
         return
     chunk = policy.chunk
     conditions, actions = 2 * chunk.obs_steps * dataset.obs_dim, 2 * chunk.act_steps * dataset.action_dim

@@ -9,8 +9,8 @@ from typing import Any
 
 from numpy.typing import ArrayLike
 
-from algos.provenance import describe_environment
-from envs.statistics import Interval, success_rate
+from algos.training.provenance import describe_environment
+from envs.evaluation.intervals import Interval, success_rate
 
 RESULTS = Path("docs/results")
 

@@ -21,7 +21,7 @@ import importlib
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from burnish.own_packages import require_own_packages
+from burnish.name_clashes import require_own_packages
 
 if TYPE_CHECKING:
     from burnish.api import (
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
         train,
         train_seeds,
     )
-    from burnish.locate import load_policy
-    from policies.folder import save_policy
-    from policies.hub import from_pretrained, push_to_hub, save_pretrained
+    from burnish.runs.locate import load_policy
+    from policies.storage.hub import from_pretrained, push_to_hub, save_pretrained
+    from policies.storage.policy_folder import save_policy
 
 __all__ = [
     "__version__",
@@ -78,11 +78,11 @@ _HOMES = {
     "report": "burnish.api",
     "train": "burnish.api",
     "train_seeds": "burnish.api",
-    "load_policy": "burnish.locate",
-    "save_policy": "policies.folder",
-    "from_pretrained": "policies.hub",
-    "push_to_hub": "policies.hub",
-    "save_pretrained": "policies.hub",
+    "load_policy": "burnish.runs.locate",
+    "save_policy": "policies.storage.policy_folder",
+    "from_pretrained": "policies.storage.hub",
+    "push_to_hub": "policies.storage.hub",
+    "save_pretrained": "policies.storage.hub",
 }
 
 
@@ -90,7 +90,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name from its home on first use.
 
     Raises:
-        ImportError: If another project's package hides one of ours; see `burnish.own_packages`.
+        ImportError: If another project's package hides one of ours; see `burnish.name_clashes`.
     """
     if name not in _HOMES:
         raise AttributeError(f"module 'burnish' has no attribute '{name}'")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from algos.state import RunDirectory
+from algos.training.run_directory import RunDirectory
 from burnish.commands import collect as collect_command
 from burnish.commands import data_download as data_download_command
 from burnish.commands import data_inspect as data_inspect_command
@@ -17,15 +17,15 @@ from burnish.commands import importing as import_command
 from burnish.commands import report as report_command
 from burnish.commands import train as train_command
 from burnish.commands.evaluate import Result
-from burnish.composition import CompositionResult, compose_and_compare
-from burnish.config import compose_config
+from burnish.config.overrides import quoted, with_home
+from burnish.config.schema import compose_config
 from burnish.console import log_lines
-from burnish.job import Job, goes_on_in_place
-from burnish.locate import locate, place_now
-from burnish.overrides import quoted, with_home
+from burnish.runs.composition import CompositionResult, compose_and_compare
+from burnish.runs.context import RunContext, goes_on_in_place
+from burnish.runs.locate import locate, place_now
 from policies import registry
 from policies.errors import ConfigError
-from policies.export_folder import ExportReport
+from policies.export.folder import ExportReport
 from policies.policy import Policy
 
 
@@ -149,7 +149,7 @@ def train_seeds(
 
 def _composed(
     overrides: tuple[str, ...], directory: str | Path | None, values: dict[str, Any]
-) -> tuple[Any, Job]:
+) -> tuple[Any, RunContext]:
     """Return the configuration of a training, and where it is written."""
     if wrong := [text for text in overrides if not isinstance(text, str)]:
         raise ConfigError(
@@ -162,7 +162,7 @@ def _composed(
         raise goes_on_in_place(config.resume, f"directory={directory}")
     place = directory or config.resume or place_now(config.name or registry.name_of("algo", config.algo))
     is_proposed = directory is None and config.resume is None
-    return config, Job(Path(place).expanduser(), tuple(written), is_proposed)
+    return config, RunContext(Path(place).expanduser(), tuple(written), is_proposed)
 
 
 def clone(dataset: str | Path, *overrides: str, **values: Any) -> Run:

@@ -17,11 +17,11 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, flag_override
 
-from burnish.commands import COMMANDS
-from burnish.config import register_configs, to_command
-from burnish.explain import USER_ERRORS, explain
-from burnish.job import Job, goes_on_in_place
-from burnish.overrides import check_arguments, quoted, with_home
+from burnish.config.commands import COMMANDS
+from burnish.config.errors import USER_ERRORS, explain
+from burnish.config.overrides import check_arguments, quoted, with_home
+from burnish.config.schema import register_configs, to_command
+from burnish.runs.context import RunContext, goes_on_in_place
 
 EXIT_USER_ERROR = 2
 
@@ -35,7 +35,7 @@ class Task:
     def __call__(self, node: DictConfig) -> float | None:
         """Run the command on a composed configuration and return what a sweeper may maximise."""
         hydra_config = HydraConfig.get()
-        job = Job(Path(hydra_config.runtime.output_dir), tuple(hydra_config.overrides.task))
+        job = RunContext(Path(hydra_config.runtime.output_dir), tuple(hydra_config.overrides.task))
         try:
             result: float | None = COMMANDS[self.command].load().run(to_command(node), job)
         except USER_ERRORS as error:
@@ -117,7 +117,7 @@ def _numbered(config: DictConfig, kind: str) -> Path | None:
     is_typed = any(text.lstrip("+").startswith(f"{key}=") for text in config.hydra.overrides.hydra)
     if is_typed or folder == Path():
         return None
-    from algos.state import new_folder
+    from algos.training.run_directory import new_folder
 
     try:
         made = new_folder(folder)

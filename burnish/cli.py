@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from burnish.commands import COMMANDS
-from burnish.own_packages import require_own_packages
+from burnish.config.commands import COMMANDS
+from burnish.name_clashes import require_own_packages
 
 _THREAD_DEFAULTS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "OPENBLAS_NUM_THREADS": "1"}
 """Waiting threads cost far more than they bring on small networks; set before anything numeric loads.
@@ -67,7 +67,7 @@ def front_page() -> str:
 def _dispatch(name: str, arguments: list[str]) -> int:
     command = COMMANDS.get(name)
     if command is None:
-        from burnish.explain import closest, listed
+        from burnish.config.errors import closest, listed
 
         choices = f"choose one of: {', '.join(COMMANDS)}"
         problem = listed(f"unknown command '{name}'", closest(name, COMMANDS), choices)
@@ -79,7 +79,7 @@ def _dispatch(name: str, arguments: list[str]) -> int:
         sys.stderr.write(f"burnish: error: {error}\n")
         return 2
     from burnish.app import complain, run_app, wants_traceback
-    from burnish.explain import USER_ERRORS
+    from burnish.config.errors import USER_ERRORS
 
     try:
         if command.schema is None:

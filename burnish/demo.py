@@ -1,6 +1,6 @@
 """The whole path once, on a real MuJoCo task, from nothing: what `make demo` runs.
 
-Demonstrations are recorded, a policy is cloned from them and fine-tuned by DPPO; both are evaluated on the
+CloningBatch are recorded, a policy is cloned from them and fine-tuned by DPPO; both are evaluated on the
 same episodes; pictures, a report and an exported graph are written. Nothing is downloaded or pre-recorded.
 """
 
@@ -37,10 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     set_thread_defaults()
     import burnish
-    from algos.state import new_folder
+    from algos.training.run_directory import new_folder
     from burnish.console import output
-    from burnish.locate import place_now
-    from envs.comparison import format_interval
+    from burnish.runs.locate import place_now
+    from envs.evaluation.comparison import format_interval
 
     out, console = new_folder(place_now("demo")), output()
     workers = min(2, os.cpu_count() or 1)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, is_dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from envs.spec import EnvSpec
 
 if TYPE_CHECKING:
-    from envs.vector import VectorEnv
+    pass
+
+if TYPE_CHECKING:
+    from envs.spec import VectorEnv
 
 
 @dataclass(frozen=True)
@@ -70,3 +78,153 @@ def options_of(env: EnvConfig) -> dict[str, Any]:
 def named_options(env: EnvConfig) -> dict[str, Any]:
     """Return a task in plain values: its name and its options."""
     return {"name": env.spec.name, **options_of(env)}
+
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class ChunkStep:
+    """What the execution of one chunk led to.
+
+    Shapes:
+        obs: (N, To, Do) float64, history up to the last executed step; the true final one at an end.
+        rewards: (N, Ta) float64, per control step, zero past `length`.
+        length: (N,) executed control steps; 0 for environments that were not active.
+        terminated: (N,) the task ended the episode; values are zero from here.
+        truncated: (N,) a time limit cut the episode; values bootstrap from `obs`. Both flags can be true.
+        success: (N,) the success rule held after some executed step.
+        path: (N, Ta, Do) float64, newest observation after each executed step, zero past `length`.
+        metrics: task-specific quantities of the running episode, (N,) each.
+    """
+
+    obs: Array
+    rewards: Array
+    length: Array
+    terminated: Array
+    truncated: Array
+    success: Array
+    path: Array
+    metrics: dict[str, Array] = field(default_factory=dict)
+
+    @property
+    def done(self) -> Array:
+        """(N,) the episode is over, for either reason."""
+        return self.terminated | self.truncated
+
+
+class VectorEnv(Protocol):
+    """N environments of one task in this process."""
+
+    spec: EnvSpec
+    num_envs: int
+    obs_steps: int
+
+    @property
+    def can_save(self) -> bool:
+        """Whether `state_dict` continues bit-exactly."""
+        ...
+
+    def reset(self, seeds: Sequence[int], rows: Sequence[int] | Array | None = None) -> Array:
+        """Start episodes from seeds in the given rows (default: all); returns (n, To, Do)."""
+        ...
+
+    def step_chunk(self, actions: Array, active: Array | None = None) -> ChunkStep:
+        """Execute chunks (N, Ta, Da), clipped to the action box, where `active` (N,) is true."""
+        ...
+
+    def images(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
+        """Return what the cameras of some rows (default: all) saw, (n, To, H, W, 3) uint8 by name."""
+        ...
+
+    def goals(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
+        """Return `goal` (n, Dg) of some rows (default: all); nothing where the task hands out none."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything the next steps depend on."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        ...
+
+    def close(self) -> None:
+        """Release the simulators."""
+        ...
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One control step of M environments.
+
+    Shapes:
+        obs: (M, Do) float64. reward: (M,) float64. terminated, truncated, success: (M,) bool, where
+        `truncated` is a limit that the simulator itself applies.
+    """
+
+    obs: Array
+    reward: Array
+    terminated: Array
+    truncated: Array
+    success: Array
+
+    def at(self, j: int) -> StepResult:
+        """Return step j of a whole chunk (M, Ta, ...)."""
+        return StepResult(*(getattr(self, f.name)[:, j] for f in fields(self)))
+
+
+class Stepper(Protocol):
+    """One simulator: advances chosen environments by one control step."""
+
+    num_envs: int
+
+    @property
+    def can_save(self) -> bool:
+        """Whether `get_state` and `set_state` continue bit-exactly."""
+        ...
+
+    def reset(self, row: int, seed: int) -> Array:
+        """Start an episode in one row; returns the observation (Do,)."""
+        ...
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, Da), which lie in the action box."""
+        ...
+
+    def metrics(self) -> dict[str, Array]:
+        """Return the task's own quantities of the running episodes, (N,) each."""
+        ...
+
+    def get_state(self) -> Any:
+        """Return the simulators' state."""
+        ...
+
+    def set_state(self, state: Any) -> None:
+        """Continue from `get_state`."""
+        ...
+
+    def close(self) -> None:
+        """Release the simulators."""
+        ...
+
+
+@runtime_checkable
+class ChunkStepper(Protocol):
+    """A simulator that is faster over whole chunks and may run on past the end of an episode."""
+
+    def step_through(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by chunks (M, Ta, Da); every field of the result is (M, Ta, ...).
+
+        What follows the end of an episode is thrown away, and the row is reset before it is used again.
+        """
+        ...
+
+
+@runtime_checkable
+class GoalStepper(Protocol):
+    """A simulator whose episodes have goals that are told beside the observation."""
+
+    def goals(self) -> Array:
+        """Return where the running episodes shall lead, (N, Dg)."""
+        ...

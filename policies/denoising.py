@@ -12,11 +12,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
-from policies.fields import SwitchedField
+from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Kind, Reduction, SampleHook
-from policies.samplers import StepTable, denoise, gaussian_entropy, gaussian_log_prob, transition
+from policies.samplers.loop import denoise
+from policies.samplers.step_table import StepTable, transition
 
 
 class DenoisingPolicy(Policy):
@@ -109,9 +111,9 @@ class DenoisingPolicy(Policy):
 
     def bind(self, cond: Cond) -> BoundField:
         """Bind the network to a condition and to the steps of the sampler, guided as configured."""
-        times = [self.table.placed("net_time", cond.vec)]
+        times = [self.table.to_device("net_time", cond.vec)]
         if self.table.second_time is not None:
-            times.append(self.table.placed("second_time", cond.vec))
+            times.append(self.table.to_device("second_time", cond.vec))
         return self.bind_at(cond, *times)
 
     def bind_at(self, cond: Cond, *times: Tensor) -> BoundField:
@@ -217,8 +219,8 @@ class DenoisingPolicy(Policy):
         """Score single transitions under the fine-tuned network; see `ChainPolicy`."""
         self._require_density()
         first = self.table.num_steps - self.tuned_steps
-        times = self.table.placed("net_time", x)[first:]
-        second = None if self.table.second_time is None else self.table.placed("second_time", x)[first:]
+        times = self.table.to_device("net_time", x)[first:]
+        second = None if self.table.second_time is None else self.table.to_device("second_time", x)[first:]
         pred = self.scored_net(x, times, cond, cond_row=cond_row, time_row=step, second_time=second)
         mean = transition(self.table, step + first, x, pred)
         std = self._recorded_std(step, x)
@@ -227,7 +229,7 @@ class DenoisingPolicy(Policy):
     def _recorded_std(self, step: Tensor | None, like: Tensor) -> Tensor:
         """Deviation of the density of recorded steps, (S, 1, 1|Da), or of the given ones (M, 1, 1|Da)."""
         first = self.table.num_steps - self.tuned_steps
-        std = self.table.placed("schedule_std", like)[first:].clamp(min=self.log_prob_min_std).unsqueeze(1)
+        std = self.table.to_device("schedule_std", like)[first:].clamp(min=self.log_prob_min_std).unsqueeze(1)
         return std if step is None else std.index_select(0, step)
 
     def _require_density(self) -> None:

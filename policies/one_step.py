@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.mlp_blocks import TrunkConfig
 from policies.policy import Policy, PolicyConfig
+from policies.processes.base import incompatible
 from policies.protocols import TE, Cond, SampleHook
 from policies.registry import name_of
-from policies.steps import misfit
-from policies.trunk import TrunkConfig
 
 
 class OneStepSampler:
@@ -29,7 +29,7 @@ class OneStepSampler:
             ConfigError: Always; a policy of one step asks for no table.
         """
         instead = name_of("sampler", process.default_sampler())
-        raise misfit(self, process, needs=self.belongs_to, instead=instead)
+        raise incompatible(self, process, needs=self.belongs_to, instead=instead)
 
 
 class OneStepPolicy(Policy):

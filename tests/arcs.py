@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 
 ROWS, NOISE, NEAR = 4, 0.02, 0.25
 

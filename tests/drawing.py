@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from envs.rendering import require_gl
+from envs.engine.rendering import require_gl
 from policies.errors import MissingExtraError
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from policies.foreign import ForeignSource
-from policies.foreign.diffusion_policy import DiffusionPolicySource
-from policies.foreign.dppo import DppoSource
-from policies.foreign.reinflow import ReinflowSource
+from policies.importing.diffusion_policy import DiffusionPolicySource
+from policies.importing.dppo import DppoSource
+from policies.importing.formats import ForeignSource
+from policies.importing.reinflow import ReinflowSource
 
 GOLDEN = Path(__file__).resolve().parents[1] / "assets" / "golden"
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
+from policies.processes.schedules import time_of_level
 from policies.protocols import BoundField, Cond
-from policies.schedules import time_of_level
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from policies.processes.path import over_rows
+from policies.processes.base import over_rows
 
 MEAN, STD = 0.4, 0.3
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from policies.backbones.dp_transformer import DpTransformerConfig
-from policies.embeddings import sinusoid
+from policies.networks.embeddings import sinusoid
 
 
 class PlainTransformer(nn.Module):

@@ -8,13 +8,14 @@ import torch
 from point_env import PointEnv
 
 from algos.base import Setup
-from algos.buffers import Experience
 from algos.dppo import DppoConfig
-from algos.onpolicy import OnPolicy
-from algos.surrogate import GeneratorDraws
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.loop import OnPolicy
+from algos.onpolicy.ppo_update import GeneratorDraws
 from policies.backbones.mlp import MlpConfig
-from policies.heads import CriticConfig
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.networks.heads import CriticConfig
+from policies.policy import Policy, PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 
 SMALL = DppoConfig(

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from envs.spec import EnvSpec
-from envs.vector import Array, ChunkVector, StepResult
+from envs.engine.vector import ChunkVector
+from envs.spec import Array, EnvSpec, StepResult
 
 LIMIT = 1.6
 

@@ -9,15 +9,16 @@ from point_env import PointEnv
 
 from algos.base import Setup
 from algos.fpo import FpoConfig
-from algos.onpolicy import OnPolicy
+from algos.onpolicy.loop import OnPolicy
 from algos.policyflow import PolicyFlowConfig
 from algos.reinflow import ReinFlowConfig
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
-from policies.heads import CriticConfig
-from policies.policy import PolicyConfig, build_policy
+from policies.networks.heads import CriticConfig
+from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
-from policies.samplers import Euler
+from policies.samplers.ode import Euler
 
 SIZES: dict[str, Any] = {
     "num_envs": 4, "steps_per_iteration": 8, "iterations": 4, "batch_size": 16, "update_epochs": 2,

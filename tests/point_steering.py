@@ -10,14 +10,15 @@ from point_env import PointEnv
 
 from algos.base import Setup
 from algos.dsrl import DsrlConfig
-from algos.offpolicy import OffPolicyRun
+from algos.offpolicy.loop import OffPolicyRun
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
-from policies.compose import compose
-from policies.latent_steering import Steering
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.composition.policy import compose
+from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow, VPDiffusion
-from policies.samplers import DDIM
+from policies.samplers.ddpm import DDIM
+from policies.wrappers.noise_policy import Steering
 
 SMALL = DsrlConfig(
     total_steps=60, warmup_steps=0, num_envs=2, steps_per_iteration=3, block_steps=1, updates_per_step=0.5,

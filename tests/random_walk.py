@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from algos.plain import capture_generator, restore_generator
+from algos.training.serialization import capture_generator, restore_generator
 from policies.backbones.mlp import MlpConfig
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.policy import Policy, PolicyConfig
 
 
 def tiny_policy(seed: int = 0) -> Policy:

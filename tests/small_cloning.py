@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from algos.bc import Bc, BcConfig
-from policies.gaussian import GaussianProcess
-from policies.mixture import MixtureProcess
 from policies.processes import RectifiedFlow, VPDiffusion
+from policies.processes.gaussian import GaussianProcess
+from policies.processes.mixture import MixtureProcess
 
 PROCESSES = [
     pytest.param(VPDiffusion(num_levels=10), id="eps"),

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from policies.backbones.mlp import MlpConfig
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.policy import Policy, PolicyConfig
 
 OBS_DIM, ACTION_DIM, GOAL_DIM = 5, 2, 3
 

@@ -18,17 +18,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import burnish
-from algos import trainer
+from algos.training import trainer
 from burnish import cli
 from burnish.commands import train as train_command
 from envs.datasets import write_robomimic
 from envs.datasets.episodes import EpisodeDataset
 from envs.make import env
 from policies.backbones.mlp import MlpConfig
-from policies.folder import CONFIG, WEIGHTS, save_policy
-from policies.policy import PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
-from policies.samplers import DDIM
+from policies.samplers.ddpm import DDIM
+from policies.storage.policy_folder import CONFIG, WEIGHTS, save_policy
 
 TASK = env("avoid")
 OBS, ACT = TASK.spec.obs_dim, TASK.spec.action_dim

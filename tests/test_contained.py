@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.contained import best_of, first_successes
+from benchmarks.studies.contained import best_of, first_successes
 
 
 def test_a_start_is_played_up_to_its_first_success() -> None:

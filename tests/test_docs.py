@@ -19,20 +19,22 @@ from omegaconf import OmegaConf
 
 from burnish.app import with_main_key
 from burnish.cli import split_command
-from burnish.commands import COMMANDS
 from burnish.commands.list import KINDS
-from burnish.config import GROUPS, compose_config, scan_parts
+from burnish.config.commands import COMMANDS
+from burnish.config.schema import GROUPS, compose_config, scan_parts
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones import Backbone
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
-from policies.folder import load_policy, save_policy
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import Cond
-from policies.samplers import Euler, denoise
+from policies.samplers.loop import denoise
+from policies.samplers.ode import Euler
+from policies.storage.policy_folder import load_policy, save_policy
 from tests.small_policies import observations, statistics
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,18 +18,19 @@ from algos.base import Setup
 from algos.bc import BcConfig
 from algos.dppo import DppoConfig
 from algos.iql import IqlConfig
+from algos.offline.neighbor_autotune import Load, Rows, build_search
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
-from algos.search_choice import Load, Rows, build_search
 from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
-from envs.evaluation import evaluate
+from envs.evaluation.evaluate import evaluate
 from policies.backbones.mlp import MlpConfig
-from policies.gaussian import GaussianProcess
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
-from policies.samplers import DDIM
+from policies.processes.gaussian import GaussianProcess
+from policies.samplers.ddpm import DDIM
 
 pytestmark = [
     pytest.mark.gpu,

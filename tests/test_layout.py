@@ -150,7 +150,7 @@ def test_an_import_is_found_wherever_it_runs_with_its_module(code: str, runs: bo
     [
         "import policies",
         "import policies\nfrom policies.registry import scan\nscan(policies)",
-        "from policies.folder import load_policy",
+        "from policies.storage.policy_folder import load_policy",
     ],
     ids=["package", "every-module", "loading"],
 )
@@ -183,7 +183,7 @@ NUMPY_DRAWS = {"seed", "uniform", "choice", "shuffle", "permutation", "random", 
 SEEDED = {"default_rng", "RandomState", "SeedSequence"}
 """Of numpy: what they draw without a seed, nobody draws again."""
 
-INITIAL_WEIGHTS = {"policies/ensembles.py", "algos/rebrac.py"}
+INITIAL_WEIGHTS = {"policies/networks/critics.py", "algos/rebrac.py"}
 """Modules that draw initial weights in place, as layers of torch do; see `policies.seeds.seeded_weights`."""
 
 
@@ -434,7 +434,8 @@ def test_an_algorithm_or_process_says_where_its_equations_are_from(
     [
         path
         for path in MODULES
-        if path.parent.name == "processes" or name_of(path) in ("policies/samplers.py", "algos/functional.py")
+        if path.parent.name == "processes"
+        or name_of(path) in ("policies/samplers/loop.py", "algos/onpolicy/functional.py")
         if path.name != "__init__.py"
     ],
     ids=name_of,

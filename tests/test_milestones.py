@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.milestones import milestones, reached
+from benchmarks.studies.milestones import milestones, reached
 
 
 def curve(values: list[float], *, timed: bool = True) -> list[dict[str, float]]:

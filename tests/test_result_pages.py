@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import offline, pages
-from envs.statistics import conditional_value_at_risk, success_rate, wilson
+from benchmarks import pages
+from benchmarks.studies import offline
+from envs.evaluation.intervals import conditional_value_at_risk, success_rate, wilson
 
 
 def measured(*commits: str) -> list[dict[str, Any]]:

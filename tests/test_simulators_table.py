@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import pages, simulators
-from benchmarks.simulators import Case, Side, families, measure
+from benchmarks import pages
+from benchmarks.simulators import __main__ as simulators
+from benchmarks.simulators.__main__ import families, measure
+from benchmarks.simulators.case import Case, Side
 from envs.make import env, list_envs
 
 CASES = tuple(families())

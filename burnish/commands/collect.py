@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from burnish.console import Counting, output, table
-from burnish.job import Job
-from burnish.locate import check_file_to_write, check_folder_to_write
-from envs.collect import MAX_ATTEMPTS, collect
+from burnish.runs.context import RunContext
+from burnish.runs.locate import check_file_to_write, check_folder_to_write
 from envs.datasets import EpisodeDataset, write_dataset
-from envs.datasets.minari_writer import check_place
-from envs.datasets.writers import FOLDERS, format_to_write
-from envs.evaluation_protocol import check_seeds
+from envs.datasets.formats.minari_writer import check_place
+from envs.datasets.formats.writers import FOLDERS, format_to_write
+from envs.evaluation.protocol import check_seeds
+from envs.rollouts.collect import MAX_ATTEMPTS, collect
 from envs.spec import EnvSpec
 from policies import registry
 from policies.errors import CapabilityError, ConfigError, DatasetError
@@ -55,7 +55,7 @@ class CollectConfig:
             raise ConfigError(f"valid_fraction needs format=robomimic; got {self.valid_fraction}.")
 
 
-def run(config: CollectConfig, job: Job) -> float:
+def run(config: CollectConfig, job: RunContext) -> float:
     """Record, write the file, print what is in it; returns the expert's success rate or mean return."""
     return _tell(record(config), Path(config.out), config.env.spec)
 

@@ -12,8 +12,8 @@ from pathlib import Path, PurePosixPath
 from urllib.parse import urlsplit
 
 from burnish.console import Counting, output, table
-from burnish.job import Job
-from burnish.locate import check_folder_to_write
+from burnish.runs.context import RunContext
+from burnish.runs.locate import check_folder_to_write
 from envs.datasets.catalogue import Entry, RemoteFile, catalogue, download_folder, lookup
 from envs.datasets.download import fetch, file_sum
 from policies.errors import ConfigError, DatasetError
@@ -48,7 +48,7 @@ class DataDownloadConfig:
             raise ConfigError(f"attempts must be at least 1; got {self.attempts}.")
 
 
-def run(config: DataDownloadConfig, job: Job) -> None:
+def run(config: DataDownloadConfig, job: RunContext) -> None:
     """Fetch and say where it is, or list the names."""
     if config.name is None and config.url is None:
         output().print(table("", ("family", "names", "e.g."), _families()))

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from burnish.commands.data_picture import draw_dataset
 from burnish.console import Counting, output, table
-from burnish.job import Job
-from burnish.locate import check_folder_to_write
+from burnish.reports.dataset_figure import draw_dataset
+from burnish.runs.context import RunContext
+from burnish.runs.locate import check_folder_to_write
 from envs.datasets import EpisodeDataset, fitting_options, read_dataset
-from envs.datasets import measures as measure
+from envs.datasets import quality as measure
 from envs.datasets.catalogue import find_dataset
+from envs.datasets.inspect import KeyFacts, describe_file, size_of
 from envs.datasets.recorded_task import describe_task
-from envs.datasets.schema import KeyFacts, describe_file, size_of
 from envs.datasets.scores import normalized_score, reference
-from envs.evaluation_protocol import check_seeds
+from envs.evaluation.protocol import check_seeds
 from policies.errors import ConfigError, DatasetError
 from policies.paths import path_field
 
@@ -59,7 +59,7 @@ class DataInspectConfig:
         check_seeds("seed", self.seed, 1)
 
 
-def run(config: DataInspectConfig, job: Job) -> None:
+def run(config: DataInspectConfig, job: RunContext) -> None:
     """Write and print what was found."""
     facts = inspect(config)
     shown = output()

@@ -17,8 +17,8 @@ from packaging.requirements import Requirement
 
 import burnish
 from burnish.console import output, table
-from burnish.own_packages import found_packages
-from envs.rendering import gl_backends, has_library
+from burnish.name_clashes import found_packages
+from envs.engine.rendering import gl_backends, has_library
 from policies.errors import ConfigError
 from policies.extras import SECOND_STEP, second_command
 
@@ -99,7 +99,7 @@ def _ours() -> Iterator[Finding]:
 
 
 def _parts() -> Iterator[Finding]:
-    from burnish.config import GROUPS, scan_parts
+    from burnish.config.schema import GROUPS, scan_parts
     from policies import registry
 
     try:

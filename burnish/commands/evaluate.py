@@ -5,71 +5,29 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from algos.gpc import EstimateSettings, SearchSettings
-from algos.state import RunDirectory, eval_name
-from burnish.composition import CompositionResult, compose_and_compare
+from algos.training.run_directory import RunDirectory, eval_name
+from burnish.config.evaluate import OF_COMPOSE, EvalConfig
 from burnish.console import Counting, output, table
-from burnish.job import Job
-from burnish.locate import Located, check_file_to_write, locate_actor
-from burnish.tasks import say_what_differs, task_of
-from envs.comparison import Comparison, compare, format_interval
-from envs.evaluation import Evaluation
-from envs.evaluation import evaluate as run_episodes
-from envs.evaluation_protocol import EvaluationSettings
-from envs.player import NETWORK_CALLS
-from envs.statistics import Interval
+from burnish.runs.composition import CompositionResult, compose_and_compare
+from burnish.runs.context import RunContext
+from burnish.runs.evaluation import evaluate_with, headline
+from burnish.runs.locate import Located, check_file_to_write, locate_actor
+from burnish.runs.tasks import say_what_differs, task_of
+from envs.evaluation.comparison import Comparison, compare, format_interval
+from envs.evaluation.evaluate import Evaluation
+from envs.evaluation.intervals import Interval
+from envs.rollouts.player import NETWORK_CALLS
 from policies.errors import ConfigError
-from policies.paths import path_field
-from policies.policy import Policy
-from policies.replacing import write_text
+from policies.storage.atomic_write import write_text
 
 SUMMARISED = ("success", "d4rl_score", "return", "return_var", "return_cvar", "length")
 """What tables and reports show of an evaluation, where it is defined."""
-OF_COMPOSE = ("weights", "operator", "temperature", "sampler", "dataset", "data", "search", "estimate")
-"""Keys that a single policy has no use for."""
-
-
-@dataclass
-class EvalConfig(EvaluationSettings):
-    """What `burnish eval` does."""
-
-    policy: str | None = (
-        path_field()  # a run (its last checkpoint), a checkpoint, a policy directory, or an exported folder
-    )
-    versus: str | None = path_field()  # a second policy: same episodes, paired difference policy - versus
-    trust: bool = False  # open exported folders of format=torch, which can execute code of their maker
-    env: Any = None  # null: the task that the policy was made for
-    num_workers: int = 2  # rollout processes; 0: this process; never changes a number
-    out: str | None = (
-        path_field()  # JSON file; null: <run>/eval/ of the policy's run, else eval-<policy>.json;
-        # with compose a folder; null: runs/<date>/<time>-compose
-    )
-    compose: Any = path_field()  # instead of policy: a list of policies that act as one, the lead first
-    weights: Any = (
-        None  # of compose, one per member: numbers, or knots [[t, w], …] over sampling time;
-        # estimate: those that `dataset` suggests; null: searched by rollouts
-    )
-    operator: str = "convex"  # of compose: convex | product | cfg_sum | or
-    temperature: float = 1.0  # of operator=or: above 1 the choice between members is less sharp
-    sampler: Any = None  # of compose; null: the lead's own
-    dataset: str | None = path_field()  # of compose: held-out demonstrations, which suggest weights
-    data: dict[str, Any] = field(default_factory=dict)  # options of the dataset's reader: see Data
-    search: SearchSettings = field(default_factory=SearchSettings)
-    estimate: EstimateSettings = field(default_factory=EstimateSettings)
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        if self.episodes < 1:
-            raise ConfigError(f"episodes must be at least 1; got {self.episodes}.")
-        if self.num_workers < 0:
-            raise ConfigError(f"num_workers must be 0 or more; got {self.num_workers}.")
 
 
 @dataclass(frozen=True)
@@ -83,7 +41,7 @@ class Result:
     path: Path  # JSON
 
 
-def run(config: EvalConfig, job: Job) -> float:
+def run(config: EvalConfig, job: RunContext) -> float:
     """Evaluate, write, print; returns the success rate, or the mean return of a task without success."""
     if config.compose is not None:
         composed = compose_and_compare(config)
@@ -142,21 +100,6 @@ def evaluate(config: EvalConfig) -> Result:
     comparison = None if versus is None else compare(versus, evaluation)
     path = _write(config, mine, other, evaluation, comparison)
     return Result(mine.label, evaluation, versus, comparison, path)
-
-
-def evaluate_with(
-    policy: Policy, env: Any, settings: EvaluationSettings, num_workers: int, **options: Any
-) -> Evaluation:
-    """Evaluate by a protocol; options go to `envs.evaluation.evaluate`."""
-    protocol = {f.name: getattr(settings, f.name) for f in fields(EvaluationSettings)}
-    return run_episodes(policy, env, num_workers=num_workers, **protocol, **options)
-
-
-def headline(evaluation: Evaluation) -> dict[str, float]:
-    """Return the means of an evaluation by name, where defined, and how bad its worst episodes are."""
-    summary = evaluation.summary()
-    names = ("success", "return", "length", "d4rl_score", "return_var", "return_cvar")
-    return {name: float(summary[name]["value"]) for name in names if name in summary}
 
 
 def summary_table(evaluations: Iterable[tuple[str, Evaluation]]) -> Table:

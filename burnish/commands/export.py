@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import cast
 
 from burnish.console import output, table
-from burnish.job import Job
-from burnish.locate import Located, check_folder_to_write, locate
-from burnish.tasks import task_of
-from envs.evaluation_protocol import check_seeds, with_steps
+from burnish.runs.context import RunContext
+from burnish.runs.locate import Located, check_folder_to_write, locate
+from burnish.runs.tasks import task_of
+from envs.evaluation.protocol import check_seeds, with_steps
 from policies.errors import ConfigError
-from policies.export import FORMATS, export_policy
-from policies.export_card import latency_table
-from policies.export_folder import ExportReport, Surroundings, refuse_to_replace
-from policies.export_signature import KINDS
+from policies.export.card import latency_table
+from policies.export.export import FORMATS, export_policy
+from policies.export.folder import ExportReport, Surroundings, refuse_to_replace
+from policies.export.signature import KINDS
 from policies.paths import path_field
 from policies.policy import Policy
 
@@ -52,7 +52,7 @@ class ExportConfig:
         check_seeds("seed", self.seed)
 
 
-def run(config: ExportConfig, job: Job) -> float:
+def run(config: ExportConfig, job: RunContext) -> float:
     """Export, print parity and latency, and return the largest difference."""
     report = export(config)
     _tell(report)

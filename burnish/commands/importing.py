@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from burnish.console import output, table
-from burnish.job import Job
-from burnish.locate import check_folder_to_write
+from burnish.runs.context import RunContext
+from burnish.runs.locate import check_folder_to_write
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
-from policies.folder import save_policy
-from policies.importing import Conversion, import_policy
+from policies.importing.importing import Conversion, import_policy
 from policies.paths import path_field
+from policies.storage.policy_folder import save_policy
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Imported:
     conversion: Conversion
 
 
-def run(config: ImportConfig, job: Job) -> float:
+def run(config: ImportConfig, job: RunContext) -> float:
     """Import, print what was done, and return the number of tensors that have a place."""
     imported = convert(config)
     _tell(imported)

@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
-from burnish.config import scan_parts
+from burnish.config.overrides import default_options, experiments
+from burnish.config.schema import scan_parts
 from burnish.console import output, table
-from burnish.overrides import default_options, experiments
 from policies import registry
 from policies.errors import MissingExtraError
 

@@ -12,22 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from algos.metrics import read_jsonl
-from algos.state import RunDirectory
-from burnish.behaviour import Stage, describe_ways, draw_behaviour
+from algos.training.metrics import read_jsonl
+from algos.training.run_directory import RunDirectory
 from burnish.commands.evaluate import SUMMARISED, describe_comparison
 from burnish.console import output
-from burnish.job import Job
-from burnish.last_and_best import last_and_best
-from burnish.locate import check_folder_to_write, locate, name_of_run, seed_folders
-from burnish.page import Page
-from burnish.pictures import learning_curves, run_colours
-from burnish.seeds import require_complete
-from burnish.tasks import description_of, options_that_differ
-from envs.comparison import format_interval
-from envs.evaluation import Evaluation
-from envs.evaluation_protocol import check_seeds
-from envs.statistics import bootstrap_iqm, conditional_value_at_risk, success_rate, value_at_risk
+from burnish.reports.figures import learning_curves, run_colours
+from burnish.reports.html import Page
+from burnish.reports.rollouts import ReportRollouts, describe_ways, draw_behaviour
+from burnish.runs.best_evaluation import best_evaluation
+from burnish.runs.context import RunContext
+from burnish.runs.locate import check_folder_to_write, locate, name_of_run, seed_folders
+from burnish.runs.seeds import require_complete
+from burnish.runs.tasks import description_of, options_that_differ
+from envs.evaluation.comparison import format_interval
+from envs.evaluation.evaluate import Evaluation
+from envs.evaluation.intervals import bootstrap_iqm, conditional_value_at_risk, success_rate, value_at_risk
+from envs.evaluation.protocol import check_seeds
 from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
 from policies.paths import path_field
 
@@ -78,7 +78,7 @@ class ReportConfig:
         return (Path(str(self.run)) if len(runs) > 1 else runs[0].path) / "report"
 
 
-def run(config: ReportConfig, job: Job) -> None:
+def run(config: ReportConfig, job: RunContext) -> None:
     """Write the page and say where it is."""
     output().print(f"written: {report(config)}", markup=False, soft_wrap=True)
 
@@ -243,7 +243,7 @@ def _numbers(page: Page, groups: Sequence[Group]) -> None:
 def _say_last_and_best(page: Page, runs: Sequence[tuple[str, RunDirectory]]) -> None:
     """Say what the last evaluation while training found, and what the best one."""
     for name, directory in runs:
-        if (both := last_and_best(directory)) is not None and both.count > 1:
+        if (both := best_evaluation(directory)) is not None and both.count > 1:
             page.text(f"{name}, {both.last.quantity} while training: {both}.")
 
 
@@ -306,7 +306,7 @@ def _pooled(evaluations: Sequence[Evaluation]) -> Iterator[tuple[object, ...]]:
 def _behaviour(page: Page, config: ReportConfig, named: Mapping[str, RunDirectory]) -> dict[str, bytes]:
     """Play a few episodes of every run and draw them; says why where it cannot."""
     page.heading("Behaviour")
-    stage = Stage(config.episodes, config.first_seed, config.num_workers)
+    stage = ReportRollouts(config.episodes, config.first_seed, config.num_workers)
     pictures: dict[str, bytes] = {}
     for number, (name, directory) in enumerate(named.items(), 1):
         subject = f"{name}: " if len(named) > 1 else ""

@@ -12,20 +12,20 @@ from typing import Any, cast
 
 from burnish.commands.export import surroundings_of
 from burnish.console import output
-from burnish.device import device_of
-from burnish.job import Job
-from burnish.locate import locate
-from envs.evaluation_protocol import with_steps
-from policies.checksums import sha256
-from policies.curve import make_keys
+from burnish.runs.context import RunContext
+from burnish.runs.device import device_of
+from burnish.runs.locate import locate
+from envs.evaluation.protocol import with_steps
 from policies.errors import ConfigError
-from policies.export_signature import is_exported
-from policies.folder import WEIGHTS
+from policies.export.signature import is_exported
 from policies.paths import path_field
 from policies.policy import Policy
-from policies.serve import ServedFolder, ServedPolicy
-from policies.serve_metrics import metrics_page
-from policies.server import LOOPBACK, Served, Server, ServerSettings
+from policies.serving.encryption import make_keys
+from policies.serving.metrics import metrics_page
+from policies.serving.served_policy import ServedFolder, ServedPolicy
+from policies.serving.server import LOOPBACK, Served, Server, ServerSettings
+from policies.storage.checksums import sha256
+from policies.storage.policy_folder import WEIGHTS
 
 _log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class ServeConfig(ServerSettings):
             raise ConfigError(f"metrics_port must lie in 0 to 65535, or null; got {self.metrics_port}.")
 
 
-def run(config: ServeConfig, job: Job) -> None:
+def run(config: ServeConfig, job: RunContext) -> None:
     """Serve until a signal comes."""
     if config.new_client is not None:
         path = make_keys(str(config.keys), config.new_client)

@@ -7,32 +7,32 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import MISSING
 
 from algos.base import Algorithm, Metrics, Setup
-from algos.signals import Interrupted
-from algos.state import RunDirectory, eval_name, new_folder
-from algos.trainer import Member, TrainerSettings, train_together
-from burnish.commands.evaluate import evaluate_with, headline
-from burnish.config import GROUPS, describe, describe_part, restore
-from burnish.console import output, table
-from burnish.device import device_of
-from burnish.job import Job
-from burnish.last_and_best import last_and_best
-from burnish.locate import (
-    RUN_CONFIG,
-    Located,
-    check_folder_to_write,
-    folder_of,
-    locate,
-    seed_folders,
+from algos.training.run_directory import RunDirectory, eval_name, new_folder
+from algos.training.signals import Interrupted
+from algos.training.trainer import Member, train_together
+from burnish.config.schema import GROUPS, describe, describe_part, restore
+from burnish.config.train import TrainConfig
+from burnish.config.unused_keys import (
+    keys_of,
+    refuse_a_new_policy_beside_init,
+    refuse_a_new_policy_where_algo_makes_it,
+    say_what_init_replaces,
+    say_where_nothing_is_evaluated,
 )
-from burnish.seeds import (
+from burnish.console import output, table
+from burnish.runs.best_evaluation import best_evaluation
+from burnish.runs.context import RunContext
+from burnish.runs.device import device_of
+from burnish.runs.evaluation import evaluate_with, headline
+from burnish.runs.locate import RUN_CONFIG, Located, check_folder_to_write, folder_of, locate, seed_folders
+from burnish.runs.seeds import (
     forget_seeds,
     has_seeds,
     note_seeds,
@@ -43,83 +43,22 @@ from burnish.seeds import (
     require_room,
     require_together,
 )
-from burnish.without_effect import (
-    keys_of,
-    refuse_a_new_policy_beside_init,
-    refuse_a_new_policy_where_algo_makes_it,
-    say_what_init_replaces,
-    say_where_nothing_is_evaluated,
-)
 from envs.datasets import EpisodeDataset, lasting_options, read_dataset
 from envs.datasets.catalogue import find_dataset
-from envs.envpool import ENGINES
-from envs.evaluation_protocol import EvaluationSettings, as_evaluated, check_seeds, staged
+from envs.engine.envpool import ENGINES
+from envs.evaluation.protocol import as_evaluated, check_seeds, prepare_eval
 from envs.fit import as_shown
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
-from policies.hub import is_on_hub
-from policies.paths import at_home, lasting, path_field
-from policies.policy import PART_GROUPS, Policy, PolicyConfig
+from policies.paths import at_home, lasting
+from policies.policy import Policy
+from policies.storage.hub import is_on_hub
 
 _log = logging.getLogger(__name__)
 
 
-def _shape_schema() -> type:
-    """Return PolicyConfig without its parts, which stand at the top of the configuration."""
-    hints, kept = get_type_hints(PolicyConfig), []
-    for f in fields(PolicyConfig):
-        if f.name not in PART_GROUPS:
-            own = {k: getattr(f, k) for k in ("default", "default_factory")}
-            kept.append(
-                (
-                    f.name,
-                    hints[f.name],
-                    field(**{k: v for k, v in own.items() if v is not dataclasses.MISSING}),
-                )
-            )
-    schema = make_dataclass("PolicyShape", kept)
-    schema.__module__ = __name__
-    return schema
-
-
-PolicyShape = _shape_schema()
-
-
-@dataclass
-class TrainConfig:
-    """What `burnish train` does."""
-
-    algo: Any = None  # what learns
-    env: Any = None  # the task; null: no rollouts (cloning from a file)
-    dataset: str | None = path_field()  # file of demonstrations or transitions, or name of a downloaded one
-    data: dict[str, Any] = field(default_factory=dict)  # options of its format's reader: see Data
-    init: str | None = path_field()  # policy to start from: a run or a policy directory
-    tunes: bool = False  # of an experiment: its settings are for a policy that is given; warns without init
-    resume: str | None = path_field()  # run to continue, with the configuration it was last run with
-    name: str | None = MISSING  # end of the run directory's name; the algorithm's name when left out
-    seed: int = 0  # root of every random stream of the run
-    seeds: list[int] | None = None  # several runs at once, each in <run directory>/seed-<n>; see Offline
-    process: Any = None  # what the output of a new policy's network means
-    encoder: Any = None  # what a new policy sees of an observation
-    backbone: Any = None  # network of a new policy
-    sampler: Any = None  # how a new policy is integrated; null: the process's own
-    policy: Any = field(default_factory=PolicyShape)  # horizons and normalisation of a new policy
-    trainer: TrainerSettings = field(default_factory=TrainerSettings)
-    evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(episodes=50))
-    num_workers: int = Setup.num_workers  # rollout processes, each with its own noise; 0: this one, as if 1
-    engine: str = Setup.engine  # exact | envpool, which only collects: see Environments; evaluation is exact
-    num_threads: int | None = Setup.num_threads  # null: 2 on-policy (sharing gradients), else 1 (of torch)
-    device: str = "cpu"  # cpu, cuda or cuda:<n>: where gradients are computed; rollouts stay on the CPU
-    progress: bool | None = None  # null: a bar on a terminal, lines elsewhere
-
-    def policy_config(self) -> PolicyConfig:
-        """Return what a new policy is made of."""
-        shape = {f.name: getattr(self.policy, f.name) for f in fields(self.policy)}
-        return PolicyConfig(**{name: getattr(self, name) for name in PART_GROUPS}, **shape)
-
-
 @dataclass(frozen=True)
-class Outcome:
+class TrainResult:
     """What a training run leaves behind."""
 
     directory: RunDirectory
@@ -128,7 +67,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Undertaking:
+class PendingRun:
     """A run that is about to be started or continued.
 
     Attributes:
@@ -144,7 +83,7 @@ class Undertaking:
     is_new: bool = True
 
 
-def run(config: TrainConfig, job: Job) -> float | None:
+def run(config: TrainConfig, job: RunContext) -> float | None:
     """Train or continue, print where it is; returns the last success rate or return, a mean over seeds."""
     if has_seeds(config):
         return _run_seeds(config, job)
@@ -152,13 +91,13 @@ def run(config: TrainConfig, job: Job) -> float | None:
     last, directory = outcome.last_evaluation, outcome.directory
     rows: list[tuple[str, object]] = [("run", directory.path), ("policy", directory.policy_path())]
     rows += [(name, f"{value:.4g}") for name, value in last.items()]
-    if (both := last_and_best(directory)) is not None and both.count > 1:
+    if (both := best_evaluation(directory)) is not None and both.count > 1:
         rows.append((both.last.quantity, both))
     output().print(table("", ("", ""), rows), "")
     return last.get(outcome.quantity)
 
 
-def _run_seeds(config: TrainConfig, job: Job) -> float | None:
+def _run_seeds(config: TrainConfig, job: RunContext) -> float | None:
     """Train or continue several seeds, print where they are; returns the mean of what they are judged by."""
     outcomes = train_seeds(config, job)
     names = list(dict.fromkeys(name for one in outcomes for name in one.last_evaluation))
@@ -172,7 +111,7 @@ def _run_seeds(config: TrainConfig, job: Job) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def train(config: TrainConfig, job: Job) -> Outcome:
+def train(config: TrainConfig, job: RunContext) -> TrainResult:
     """Train, or continue the run that `config.resume` names.
 
     Raises:
@@ -186,11 +125,11 @@ def train(config: TrainConfig, job: Job) -> Outcome:
         refuse_a_new_policy_where_algo_makes_it(config, job.overrides)
         check_folder_to_write(job.directory, "hydra.run.dir")
         config = _with_lasting_paths(config)
-        return _train([Undertaking(config, lambda: _new_run(config, job), job.overrides)])[0]
+        return _train([PendingRun(config, lambda: _new_run(config, job), job.overrides)])[0]
     return _train([_continuation(RunDirectory.open(config.resume), job)])[0]
 
 
-def train_seeds(config: TrainConfig, job: Job) -> list[Outcome]:
+def train_seeds(config: TrainConfig, job: RunContext) -> list[TrainResult]:
     """Train runs of several seeds at once, or continue those in the folder that `config.resume` names.
 
     Each is a run like any other, in the folder `seed-<n>` of the job's, and can be continued alone.
@@ -211,7 +150,7 @@ def train_seeds(config: TrainConfig, job: Job) -> list[Outcome]:
     config = _with_lasting_paths(config)
     place: list[Path] = []
 
-    def undertaking(seed: int) -> Undertaking:
+    def undertaking(seed: int) -> PendingRun:
         own, typed = of_one_seed(config, job.overrides, seed)
 
         def open_directory() -> RunDirectory:
@@ -220,7 +159,7 @@ def train_seeds(config: TrainConfig, job: Job) -> list[Outcome]:
                 note_seeds(place[0], seeds)
             return RunDirectory.create_at(folder_of(place[0], seed), describe(own), typed)
 
-        return Undertaking(own, open_directory, typed)
+        return PendingRun(own, open_directory, typed)
 
     try:
         outcomes = _train([undertaking(seed) for seed in seeds])
@@ -231,13 +170,13 @@ def train_seeds(config: TrainConfig, job: Job) -> list[Outcome]:
     return [outcomes[seeds.index(seed)] for seed in config.seeds or []]
 
 
-def _continuation(directory: RunDirectory, job: Job) -> Undertaking:
+def _continuation(directory: RunDirectory, job: RunContext) -> PendingRun:
     """Return what it is to continue a run, with what was typed."""
     known = parts_of(directory)
     changes = [text for text in job.overrides if not text.startswith("resume=") and text not in known]
     config = at_home(restore(TrainConfig, directory.config, changes))
     _require_its_policies(config, directory)
-    return Undertaking(_with_lasting_paths(config), lambda: directory, changes, is_new=False)
+    return PendingRun(_with_lasting_paths(config), lambda: directory, changes, is_new=False)
 
 
 def _runs_below(config: TrainConfig) -> list[RunDirectory]:
@@ -281,7 +220,7 @@ def _require_its_policies(config: TrainConfig, run: RunDirectory) -> None:
             ) from None
 
 
-def _new_run(config: TrainConfig, job: Job) -> RunDirectory:
+def _new_run(config: TrainConfig, job: RunContext) -> RunDirectory:
     """Make the directory of a new run."""
     place = new_folder(job.directory) if job.is_proposed else job.directory
     return RunDirectory.create_at(place, describe(config), job.overrides)
@@ -325,7 +264,7 @@ def _teacher(config: TrainConfig) -> Located | None:
     return None if teacher is None else locate(teacher, "algo.teacher")
 
 
-def _train(undertakings: Sequence[Undertaking]) -> list[Outcome]:
+def _train(undertakings: Sequence[PendingRun]) -> list[TrainResult]:
     """Build everything that can be refused, then make the directories, then train."""
     first = undertakings[0].config
     if first.algo is None:
@@ -359,7 +298,7 @@ def _train(undertakings: Sequence[Undertaking]) -> list[Outcome]:
         for algorithm in algorithms:
             algorithm.close()
     quantity = "" if first.env is None else first.env.spec.quantity
-    return [Outcome(run, last, quantity) for run, last in zip(directories, found, strict=True)]
+    return [TrainResult(run, last, quantity) for run, last in zip(directories, found, strict=True)]
 
 
 def _built(configs: Sequence[TrainConfig]) -> tuple[list[Algorithm], Callable[[], Sequence[Metrics]]]:
@@ -400,7 +339,7 @@ def _try_evaluation(config: TrainConfig, algorithm: Algorithm) -> None:
     """
     if config.env is not None and config.evaluation.episodes:
         policy = algorithm.snapshot()
-        staged(config.env, policy)
+        prepare_eval(config.env, policy)
         as_evaluated(policy, config.evaluation)
 
 

@@ -14,18 +14,19 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from envs.datasets.catalogue import find_dataset
-from envs.datasets.d4rl import read as read_d4rl
-from envs.datasets.d4rl_writer import write_d4rl
-from envs.datasets.episodes import Episode, EpisodeDataset, Transitions
-from envs.datasets.hdf5 import read_hdf5
-from envs.datasets.minari_writer import write_minari
-from envs.datasets.npz import peek_npz
+from envs.datasets.episode import Episode, Transitions
+from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.formats.d4rl import read as read_d4rl
+from envs.datasets.formats.d4rl_writer import write_d4rl
+from envs.datasets.formats.hdf5 import read_hdf5
+from envs.datasets.formats.minari_writer import write_minari
+from envs.datasets.formats.npz import peek_npz
+from envs.datasets.formats.robomimic import read as read_robomimic
+from envs.datasets.formats.robomimic_writer import write_robomimic
+from envs.datasets.formats.writers import write_dataset
 from envs.datasets.options import Option, fitting, lasting, options_of
-from envs.datasets.robomimic import read as read_robomimic
-from envs.datasets.robomimic_writer import write_robomimic
 from envs.datasets.scores import normalized_score
 from envs.datasets.windows import Batch, Windows
-from envs.datasets.writers import write_dataset
 from policies.errors import DatasetError
 
 

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from envs.datasets.room import pieces
+from envs.datasets.array_storage import pieces
 from policies.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
-    from envs.datasets.episodes import Episode, EpisodeDataset
+    from envs.datasets.episode import Episode
+    from envs.datasets.episodes import EpisodeDataset
 
 
 def check_dataset(dataset: EpisodeDataset) -> None:

@@ -1,4 +1,4 @@
-"""Demonstrations and logged experience as flat tensors with an episode index.
+"""CloningBatch and logged experience as flat tensors with an episode index.
 
 Legend: N frames of E episodes, Do and Da observation and action widths, T frames of one episode. A frame is
 (observation, action, reward, end flags); the observation after its action is the next frame's observation,
@@ -18,10 +18,11 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
+from envs.datasets.array_storage import MEMORY, ArrayStorage, Frames
 from envs.datasets.checks import check_dataset, check_episode
+from envs.datasets.episode import Episode, Transitions
+from envs.datasets.free_memory import require_memory
 from envs.datasets.images import Images
-from envs.datasets.memory import require_memory
-from envs.datasets.room import MEMORY, Frames, Room
 from envs.datasets.statistics_cache import statistics_of
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
@@ -31,52 +32,6 @@ if TYPE_CHECKING:
     from envs.datasets.windows import Windows
 
 _NUMPY = {torch.float32: np.float32, torch.int64: np.int64, torch.bool: np.bool_}
-
-
-@dataclass(frozen=True)
-class Episode:
-    """One recorded episode, as demonstrators and rollouts hand it over.
-
-    Shapes:
-        observations: (T+1, Do), the last row being the observation after the last action.
-        actions: (T, Da).
-        rewards: (T,).
-        extras: every value (T, ...), e.g. simulator states.
-        images: by camera, (T, H, W, 3) uint8, what was seen before each action.
-    """
-
-    observations: np.ndarray
-    actions: np.ndarray
-    rewards: np.ndarray
-    terminated: bool
-    truncated: bool
-    success: bool = False
-    seed: int = 0
-    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
-    images: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        """Return the number of actions."""
-        return len(self.actions)
-
-
-@dataclass(frozen=True, eq=False)
-class Transitions:
-    """Single steps for offline reinforcement learning.
-
-    Shapes:
-        observations, next_observations: (M, Do).
-        actions: (M, Da).
-        rewards, terminated: (M,); values bootstrap from `next_observations` unless `terminated`.
-        frames: (M,) int64, the frame of the dataset each transition comes from.
-    """
-
-    observations: Tensor
-    actions: Tensor
-    rewards: Tensor
-    next_observations: Tensor
-    terminated: Tensor
-    frames: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +74,7 @@ class EpisodeDataset:
     meta: dict[str, Any] = field(default_factory=dict)
     episode_extras: dict[str, Tensor] = field(default_factory=dict)
     images: dict[str, Images] = field(default_factory=dict)
-    room: Room = field(default=MEMORY, repr=False)
+    storage: ArrayStorage = field(default=MEMORY, repr=False)
 
     def __post_init__(self) -> None:
         """Check everything once, before anything is trained."""
@@ -140,24 +95,24 @@ class EpisodeDataset:
         episode_extras: Mapping[str, ArrayLike] | None = None,
         images: Mapping[str, ArrayLike | Images] | None = None,
         meta: Mapping[str, Any] | None = None,
-        room: Room = MEMORY,
+        storage: ArrayStorage = MEMORY,
     ) -> EpisodeDataset:
         """Build a dataset from arrays, converting the main keys to float32 and bool (see the class)."""
         return cls(
-            observations=_tensor(observations, torch.float32, room),
-            actions=_tensor(actions, torch.float32, room),
+            observations=_tensor(observations, torch.float32, storage),
+            actions=_tensor(actions, torch.float32, storage),
             rewards=_tensor(rewards, torch.float32),
             terminated=_tensor(terminated, torch.bool),
             truncated=_tensor(truncated, torch.bool),
             episode_start=_tensor(episode_start, torch.int64),
             next_observations=None
             if next_observations is None
-            else _tensor(next_observations, torch.float32, room),
+            else _tensor(next_observations, torch.float32, storage),
             extras={key: _tensor(value) for key, value in (extras or {}).items()},
             meta=dict(meta or {}),
             episode_extras={key: _tensor(value) for key, value in (episode_extras or {}).items()},
             images={camera: Images.of(value) for camera, value in (images or {}).items()},
-            room=room,
+            storage=storage,
         )
 
     @classmethod
@@ -205,7 +160,7 @@ class EpisodeDataset:
             },
             images={key: rows[f"images/{key}"] for key in facts.first.images},
             meta=meta,
-            room=frames.room,
+            storage=frames.storage,
         )
 
     @property
@@ -307,7 +262,7 @@ class EpisodeDataset:
             lambda value: value.to(device),
             lambda value: value.to(device),
             self.episode_start.to(device),
-            room=MEMORY,
+            storage=MEMORY,
         )
 
     def select(self, episodes: Sequence[int] | Tensor) -> EpisodeDataset:
@@ -327,7 +282,7 @@ class EpisodeDataset:
         frames = torch.arange(int(start[-1]), device=rows.device) + offset
         images = {camera: one.select(frames) for camera, one in self.images.items()}
         return self._apply(
-            lambda value: self.room.take(value, frames), lambda value: value[rows], start, images=images
+            lambda value: self.storage.take(value, frames), lambda value: value[rows], start, images=images
         )
 
     def split(self, valid_fraction: float = 0.1, *, seed: int = 0) -> tuple[EpisodeDataset, EpisodeDataset]:
@@ -402,7 +357,7 @@ class EpisodeDataset:
                 f"{self.source}: expected frames with a known successor or a real end; got {self.num_frames} "
                 "that are the last of cut episodes, so there is no transition. Record successors."
             )
-        if self.room.on_disk:
+        if self.storage.on_disk:
             width = 2 * self.obs_dim + self.action_dim + 4
             require_memory(4 * len(frames) * width, f"{self.source}, as transitions")
         if self.next_observations is not None:
@@ -502,11 +457,11 @@ def _rows_of(episode: Episode) -> dict[str, np.ndarray]:
     return rows | {f"images/{camera}": value for camera, value in episode.images.items()}
 
 
-def _tensor(values: ArrayLike, dtype: torch.dtype | None = None, room: Room = MEMORY) -> Tensor:
+def _tensor(values: ArrayLike, dtype: torch.dtype | None = None, storage: ArrayStorage = MEMORY) -> Tensor:
     """Copy-free where possible; arrays that torch cannot share are copied."""
     if isinstance(values, Tensor):
         return values.to(dtype) if dtype is not None else values
     array = np.ascontiguousarray(values)
     if dtype is not None:
-        array = room.converted(array, _NUMPY[dtype])
+        array = storage.converted(array, _NUMPY[dtype])
     return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from envs.datasets.array_storage import pieces
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.memory import require_memory
-from envs.datasets.room import pieces
+from envs.datasets.free_memory import require_memory
 
 
 def with_goals_in_states(dataset: EpisodeDataset) -> EpisodeDataset:
@@ -29,7 +29,7 @@ def with_goals_in_states(dataset: EpisodeDataset) -> EpisodeDataset:
         DatasetError: If there is no room for the wider states (N, Do + Dg).
     """
     goals, successors = dataset.extras["goal"], dataset.next_observations
-    if not dataset.room.on_disk:
+    if not dataset.storage.on_disk:
         size = 4 * dataset.num_frames * (dataset.obs_dim + goals.shape[1]) * (1 if successors is None else 2)
         require_memory(size, f"{dataset.source}, with goals in its states")
     following = None
@@ -47,7 +47,7 @@ def with_goals_in_states(dataset: EpisodeDataset) -> EpisodeDataset:
 def _joined(dataset: EpisodeDataset, states: Tensor, rows: Tensor) -> Tensor:
     """Return states (N, Do) and behind them the goals of rows (N,), (N, Do + Dg) float32."""
     goals, width = dataset.extras["goal"], states.shape[1]
-    out = dataset.room.empty((len(states), width + goals.shape[1]), np.float32)
+    out = dataset.storage.empty((len(states), width + goals.shape[1]), np.float32)
     for part in pieces(out):
         out[part, :width] = states[part]
         out[part, width:] = goals[rows[part]]

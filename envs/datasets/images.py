@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from envs.datasets import memory
-from envs.datasets.hdf5 import read_hdf5
-from envs.datasets.room import Column, Room
+from envs.datasets import free_memory
+from envs.datasets.array_storage import ArrayStorage, Column
+from envs.datasets.formats.hdf5 import read_hdf5
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
 
@@ -137,8 +137,8 @@ class Blobs(Sequence[bytes]):
 class BlobColumn:
     """Files that come one after another."""
 
-    def __init__(self, room: Room) -> None:
-        self._bytes, self._sizes = Column(room), list[int]()
+    def __init__(self, storage: ArrayStorage) -> None:
+        self._bytes, self._sizes = Column(storage), list[int]()
 
     def add(self, files: Iterable[bytes]) -> None:
         """Append files."""
@@ -256,7 +256,7 @@ class Images:
         size = int(np.prod(self.shape))
         if isinstance(self.store, InMemory) and self.frames is None:
             return self
-        if size > MEMORY_BYTES or not memory.fits(size):
+        if size > MEMORY_BYTES or not free_memory.fits(size):
             return self
         pixels = np.empty(self.shape, np.uint8)
         first = 0

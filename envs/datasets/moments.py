@@ -7,7 +7,7 @@ from functools import reduce
 
 from torch import Tensor
 
-from envs.datasets.room import pieces
+from envs.datasets.array_storage import pieces
 
 _AT_ONCE = 2**22  # bytes whose statistics are taken in one go; larger pieces take three times as long
 

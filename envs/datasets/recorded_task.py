@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from envs.datasets.minari_tasks import named_task, typed_task
+from envs.datasets.formats.minari_tasks import named_task, typed_task
 from policies.errors import ConfigError
 
 _ROBOSUITE = {

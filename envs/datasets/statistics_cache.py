@@ -19,9 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from envs.datasets.array_storage import pieces
 from envs.datasets.catalogue import download_folder
 from envs.datasets.moments import moments
-from envs.datasets.room import pieces
 
 LARGE = 2**26
 """Bytes of all arrays from which on their statistics are kept."""

@@ -9,7 +9,7 @@ from pathlib import Path
 _log = logging.getLogger(__name__)
 
 
-def tell_unread(path: str | Path, left_out: Mapping[str, str]) -> list[str]:
+def log_skipped_fields(path: str | Path, left_out: Mapping[str, str]) -> list[str]:
     """Log what is left out and why; returns the keys, for `meta["not_read"]`.
 
     Args:

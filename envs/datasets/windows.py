@@ -8,7 +8,7 @@ begin at the newest observation (DPPO), To-1 for chunks that begin at the oldest
 Every episode is stored with copies of its first and last rows around it where windows reach beyond it, so
 that each window is one contiguous stretch of memory: row r of `as_strided(x, (M-T+1, T*d), (d, 1))` is the
 window starting at r, without any copy until a batch is gathered (`_Laid`). Arrays that are mapped from files
-(`envs.datasets.room`), or too large for a second one in memory, are not copied: their rows are looked up one
+(`envs.datasets.array_storage`), or too large for a second one in memory, are not copied: their rows are looked up one
 by one (`_Looked`), with the same numbers.
 """
 
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from envs.datasets import memory
+from envs.datasets import free_memory
 from envs.datasets.episodes import EpisodeDataset
 from policies.errors import DatasetError
 from policies.protocols import ChunkSpec
@@ -236,7 +236,7 @@ def _rows_of(wanted: _Wanted) -> _Laid | _Looked:
     num = (len(values) + dataset.num_episodes * copies) if copies else 0
     needed = num * (values.shape[1] * values.element_size() + _INDEX_BYTES)
     in_memory = values.device.type == "cpu"
-    is_looked_up = dataset.room.on_disk or (in_memory and not memory.fits(needed))
+    is_looked_up = dataset.storage.on_disk or (in_memory and not free_memory.fits(needed))
     return _Looked(wanted) if is_looked_up else _Laid(wanted)
 
 

@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from policies.activations import mish
-from policies.attention import Attention, FeedForward, LayerNorm, causal_mask, check_attention
-from policies.embeddings import TimeEmbedding, embed_times, sinusoid
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.activations import mish
+from policies.networks.attention import Attention, FeedForward, LayerNorm, causal_mask, check_attention
+from policies.networks.embeddings import TimeEmbedding, embed_times, sinusoid
+from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond
 from policies.registry import register
-from policies.weight_cache import WeightCache
 
 _FFN_RATIO = 4
 

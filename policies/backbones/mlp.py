@@ -1,7 +1,7 @@
 """The multilayer perceptron of DPPO as a denoising backbone, evaluated without repeating known work.
 
 Its input is [flattened chunk, time embedding, condition or encoded condition], its body a trunk
-(`policies/trunk.py`). The first layer is linear in its three parts, z = Wx x + (We e + b) + Ws s: `forward`
+(`policies/networks/mlp_blocks.py`). The first layer is linear in its three parts, z = Wx x + (We e + b) + Ws s: `forward`
 projects a part once per distinct row where rows are shared, and `bind` makes the bracket a table over
 denoising steps (kept until a weight changes) and Ws s once per action. Both are exact.
 
@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from policies.embeddings import OctaveEmbedding, TimeEmbedding, embed_times
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.embeddings import OctaveEmbedding, TimeEmbedding, embed_times
+from policies.networks.mlp_blocks import Fold, PlainTrunk, TrunkConfig, official_plain_keys
+from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond
 from policies.registry import register
-from policies.trunk import Fold, PlainTrunk, TrunkConfig, official_plain_keys
-from policies.weight_cache import WeightCache
 
 TIMES = ("learned", "octaves")
 

@@ -28,12 +28,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from policies.attention import Attention, FeedForward, LayerNorm, causal_mask, check_attention
-from policies.embeddings import TimeEmbedding, embed_times
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.attention import Attention, FeedForward, LayerNorm, causal_mask, check_attention
+from policies.networks.embeddings import TimeEmbedding, embed_times
+from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond
 from policies.registry import register
-from policies.weight_cache import WeightCache
 
 
 @register("backbone", "transformer")

@@ -1,6 +1,6 @@
 """The temporal U-Net of Diffusion Policy and DPPO as a denoising backbone.
 
-What modulates a block of the network (`policies/unet.py`) begins with a sum of a part of the time and a part
+What modulates a block of the network (`policies/networks/unet.py`) begins with a sum of a part of the time and a part
 of the condition: `forward` computes either once per distinct row where rows are shared, and `bind` makes the
 first a table over denoising steps (kept until a weight changes) and the second once per action. Both are
 exact.
@@ -18,14 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from policies.embeddings import TimeEmbedding, embed_times
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.embeddings import TimeEmbedding, embed_times
+from policies.networks.mlp_blocks import TrunkConfig
+from policies.networks.unet import Evaluate, Modulation, UnetConfig
+from policies.networks.unet_keys import official_unet_keys
+from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond
 from policies.registry import register
-from policies.trunk import TrunkConfig
-from policies.unet import Evaluate, Modulation, UnetConfig
-from policies.unet_keys import official_unet_keys
-from policies.weight_cache import WeightCache
 
 _FEW_NUMBERS = 1 << 20
 """Up to this many numbers the modulations of all steps are laid out before the loop."""

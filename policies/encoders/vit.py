@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from policies.attention import Attention, FeedForward, LayerNorm, check_attention
 from policies.encoders import ObservationSizes
 from policies.encoders.images import chosen, in_unit_range, pixels, random_shift
 from policies.encoders.state import encoded_state, with_goal
 from policies.errors import ConfigError
+from policies.networks.attention import Attention, FeedForward, LayerNorm, check_attention
 from policies.normalizer import Normalizer
 from policies.protocols import Cond, Observation
 from policies.registry import register

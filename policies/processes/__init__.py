@@ -1,11 +1,11 @@
 """Processes: what a denoiser's output means, and how training data is corrupted."""
 
+from policies.processes.base import GaussianPath, Process
 from policies.processes.consistency import Consistency
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.edm import Edm
 from policies.processes.flow import RectifiedFlow
 from policies.processes.flow_map import FlowMap, MeanFlow
-from policies.processes.path import GaussianPath, Process
 from policies.processes.regression import Mip, Regression
 from policies.processes.shortcut import Shortcut
 

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from policies.attention import set_attention
 from policies.errors import CapabilityError
+from policies.networks.attention import set_attention
 from policies.processes.flow import RectifiedFlow
 
 if TYPE_CHECKING:
     from policies.backbones import Backbone
-    from policies.samplers import Euler
+    from policies.samplers.ode import Euler
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class AveragePath(RectifiedFlow):
 
     def default_sampler(self) -> Euler:
         """Return two steps: one is the method's promise, and two are what it mostly takes to keep it."""
-        from policies.samplers import Euler
+        from policies.samplers.ode import Euler
 
         return Euler(steps=2)
 
@@ -55,7 +55,7 @@ def allow_derivatives(backbone: Backbone, *, trained: bool) -> Backbone:
         trained: Whether a loss sends gradients through such a derivative.
 
     Raises:
-        CapabilityError: If it holds `nn.LayerNorm` and `trained`: see `policies.attention`.
+        CapabilityError: If it holds `nn.LayerNorm` and `trained`: see `policies.networks.attention`.
     """
     assert isinstance(backbone, nn.Module)
     set_attention(backbone, "math")
@@ -64,7 +64,7 @@ def allow_derivatives(backbone: Backbone, *, trained: bool) -> Backbone:
         raise CapabilityError(
             "this objective sends gradients through a derivative of the network, which PyTorch's LayerNorm "
             f"gets wrong; {type(backbone).__name__} has it in {', '.join(fused)}. Use "
-            "policies.attention.LayerNorm there, process=meanflow, or process.objective=psd."
+            "policies.networks.attention.LayerNorm there, process=meanflow, or process.objective=psd."
         )
     return backbone
 

@@ -36,13 +36,13 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
+from policies.processes.base import over_rows
 from policies.processes.edm import Edm
-from policies.processes.path import over_rows
 from policies.protocols import TE, Evaluate, Kind
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.consistency_sampler import Renoise
+    from policies.samplers.consistency import Renoise
 
 SMALLEST_GAP = 1e-6  # between two levels; keeps the weight finite where both are noise_min
 
@@ -126,7 +126,7 @@ class Consistency(Edm):
 
     def grid(self, steps: int) -> list[float]:
         """Return the times of noise levels that part the karras scale evenly, noise_max the first, then 1."""
-        from policies.path_samplers import noise_grid
+        from policies.processes.schedules import noise_grid
 
         noise = noise_grid("karras", steps + 1, self.noise_max, self.noise_min, self.rho)[:-1]
         return [*(1.0 / (1.0 + noise)).tolist(), 1.0]
@@ -162,7 +162,7 @@ class Consistency(Edm):
 
     def default_sampler(self) -> Renoise:  # type: ignore[override]
         """Return jumps to the clean end with fresh noise between them."""
-        from policies.consistency_sampler import Renoise
+        from policies.samplers.consistency import Renoise
 
         return Renoise()
 

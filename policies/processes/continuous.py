@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from policies.errors import ConfigError
+from policies.processes.base import GaussianPath
 from policies.processes.diffusion import PREDICTIONS
-from policies.processes.path import GaussianPath
 from policies.protocols import Kind
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.path_samplers import DPMpp2M
+    from policies.samplers.ode import DPMpp2M
 
 SCHEDULES = ("cosine", "linear")
 LAST_ANGLE = 0.995 * math.pi / 2
@@ -115,7 +115,7 @@ class VPContinuous(GaussianPath):
 
     def default_sampler(self) -> DPMpp2M:
         """Return ten second-order steps."""
-        from policies.path_samplers import DPMpp2M
+        from policies.samplers.ode import DPMpp2M
 
         return DPMpp2M()
 

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes.path import GaussianPath
-from policies.protocols import Kind
-from policies.registry import register
-from policies.schedules import (
+from policies.processes.base import GaussianPath
+from policies.processes.schedules import (
     SCHEDULES,
     cumulative_alphas,
     level_of_time,
@@ -27,9 +25,11 @@ from policies.schedules import (
     time_of_level,
     wide_dtype,
 )
+from policies.protocols import Kind
+from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.samplers import DDPM
+    from policies.samplers.ddpm import DDPM
 
 PREDICTIONS: tuple[Kind, ...] = ("eps", "x0", "v")
 _ANGLES: dict[tuple[int | float | str, ...], Tensor] = {}
@@ -141,7 +141,7 @@ class VPDiffusion(GaussianPath):
 
     def default_sampler(self) -> DDPM:
         """Return ancestral sampling over all levels, as evaluation uses it."""
-        from policies.samplers import DDPM
+        from policies.samplers.ddpm import DDPM
 
         return DDPM()
 

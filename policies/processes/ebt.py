@@ -30,13 +30,13 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes.path import over_rows
+from policies.processes.base import over_rows
 from policies.protocols import TE
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.descent import Descent, DescentPolicy
-    from policies.energy import BoundEnergy
+    from policies.energy_policies import Descent, DescentPolicy
+    from policies.networks.energy import BoundEnergy
 
 _EPS = 1.19e-7
 """Added to the mean square that a chunk is divided by: the spacing of float32 at one."""
@@ -100,13 +100,13 @@ class EnergyDescent:
 
     def default_sampler(self) -> Descent:
         """Return the descent until it is flat."""
-        from policies.descent import Descent
+        from policies.energy_policies import Descent
 
         return Descent()
 
     def policy_class(self) -> type[DescentPolicy]:
         """Return the class of policies that run this process."""
-        from policies.descent import DescentPolicy
+        from policies.energy_policies import DescentPolicy
 
         return DescentPolicy
 

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes.path import KINDS, GaussianPath, over_rows, unknown_kind
+from policies.processes.base import KINDS, GaussianPath, over_rows, unknown_kind
 from policies.protocols import Kind
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.path_samplers import Euler
+    from policies.samplers.ode import Euler
 
 NOISE_DENSITIES = ("log_logistic", "log_normal", "log_uniform")
 
@@ -127,7 +127,7 @@ class Edm(GaussianPath):
 
     def grid(self, steps: int) -> list[float]:
         """Return the times of noise levels from noise_max to noise_min (karras), then 1."""
-        from policies.path_samplers import noise_grid
+        from policies.processes.schedules import noise_grid
 
         noise = noise_grid("karras", steps, self.noise_max, self.noise_min, self.rho)
         return [*(1.0 / (1.0 + noise)).tolist(), 1.0]
@@ -162,6 +162,6 @@ class Edm(GaussianPath):
 
     def default_sampler(self) -> Euler:
         """Return first-order steps on the process's own grid."""
-        from policies.samplers import Euler
+        from policies.samplers.ode import Euler
 
         return Euler()

@@ -23,7 +23,7 @@ from policies.processes.diffusion import VPDiffusion
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.energy import EnergyPolicy
+    from policies.energy_policies import EnergyPolicy
 
 FORMS = ("dot", "dae")
 
@@ -63,12 +63,12 @@ class ScoreEnergy(VPDiffusion):
 
     def field_of(self, backbone: Any) -> Any:
         """Return the gradient of the energy that is read from the backbone."""
-        from policies.energy import EnergyField
+        from policies.networks.energy import EnergyField
 
         return EnergyField(backbone, self.form)
 
     def policy_class(self) -> type[EnergyPolicy]:
         """Return the class of policies that know the energy of a chunk."""
-        from policies.energy import EnergyPolicy
+        from policies.energy_policies import EnergyPolicy
 
         return EnergyPolicy

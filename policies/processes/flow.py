@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes.path import GaussianPath
+from policies.processes.base import GaussianPath
 from policies.protocols import Kind
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.samplers import Euler
+    from policies.samplers.ode import Euler
 
 TIME_DENSITIES = ("uniform", "logit_normal", "beta")
 BETA_SHAPE = 1.5
@@ -51,7 +51,7 @@ class LinearPath(GaussianPath):
 
     def default_sampler(self) -> Euler:
         """Return Euler steps."""
-        from policies.samplers import Euler
+        from policies.samplers.ode import Euler
 
         return Euler()
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from policies.backbones import Backbone
 from policies.errors import ConfigError
 from policies.processes.average import AveragePath, allow_derivatives, derivative
-from policies.processes.path import over_rows
+from policies.processes.base import over_rows
 from policies.protocols import TE, Evaluate
 from policies.registry import register
 

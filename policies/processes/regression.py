@@ -31,12 +31,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.processes.path import GaussianPath
+from policies.processes.base import GaussianPath
 from policies.protocols import TE, Evaluate, Kind
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.direct_sampler import Direct
+    from policies.samplers.direct import Direct
 
 ERRORS: dict[str, Callable[[Tensor], Tensor]] = {
     "l2": torch.square,
@@ -101,7 +101,7 @@ class RegressionPath(GaussianPath):
 
     def default_sampler(self) -> Direct:
         """Return the evaluations that the network was trained for."""
-        from policies.direct_sampler import Direct
+        from policies.samplers.direct import Direct
 
         return Direct()
 

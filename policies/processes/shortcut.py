@@ -25,12 +25,12 @@ from torch import Tensor
 
 from policies.errors import ConfigError
 from policies.processes.average import AveragePath
-from policies.processes.path import over_rows
+from policies.processes.base import over_rows
 from policies.protocols import TE, Evaluate
 from policies.registry import register
 
 if TYPE_CHECKING:
-    from policies.samplers import Euler
+    from policies.samplers.ode import Euler
 
 _CLOSE = 1e-9
 
@@ -97,7 +97,7 @@ class Shortcut(AveragePath):
 
     def default_sampler(self) -> Euler:
         """Return four steps, or as many as there are."""
-        from policies.samplers import Euler
+        from policies.samplers.ode import Euler
 
         return Euler(steps=min(4, self.max_steps))
 

@@ -11,8 +11,8 @@ from small_cloning import PROCESSES, finish, tiny, weights
 from two_modes import LEVEL, two_mode_dataset, two_mode_setup
 
 from algos.bc import BcConfig
-from policies.gaussian import GaussianProcess
 from policies.processes import RectifiedFlow, VPDiffusion
+from policies.processes.gaussian import GaussianProcess
 from policies.threads import torch_threads
 
 

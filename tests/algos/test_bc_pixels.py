@@ -18,9 +18,9 @@ from policies.backbones.mlp import MlpConfig
 from policies.encoders.resnet import ResNetEncoderConfig
 from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, ConfigError
-from policies.gaussian import GaussianProcess
 from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
+from policies.processes.gaussian import GaussianProcess
 
 VIT = VitEncoderConfig(width=16, heads=2, features=16, shift=1)
 SIDES = (-0.8, 0.8)
@@ -122,7 +122,7 @@ def test_learning_by_rollouts_refuses_a_policy_that_looks() -> None:
 
 def test_a_cloned_policy_that_looks_is_exported_and_agrees(tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime", reason="needs the extra 'export'")
-    from policies.export import export_onnx
+    from policies.export.export import export_onnx
 
     policy = tiny().build(setup(told_by_pictures())).snapshot()
     report = export_onnx(policy, tmp_path / "exported")

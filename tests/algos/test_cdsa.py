@@ -15,12 +15,13 @@ from torch import Tensor
 
 from algos.base import Setup
 from algos.cdsa import CdsaConfig
-from algos.offline_run import OfflineRun
+from algos.offline.loop import OfflineRun
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
-from policies.correction import CorrectedPolicy, Correction, corrected_path
-from policies.deterministic import DeterministicProcess
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.policy import Policy, PolicyConfig
+from policies.processes.deterministic import DeterministicProcess
+from policies.wrappers.score_correction import CorrectedPolicy, Correction, corrected_path
 
 SPREAD = 0.05  # of the actions around the rule
 
@@ -54,7 +55,7 @@ def base() -> Policy:
 
 
 @functools.cache
-def trained() -> OfflineRun:
+def trainable() -> OfflineRun:
     correction = Correction(
         hidden_dims=(64, 64), dynamics_dims=(64,), sigmas=(0.1,), steps=10, eta=0.3, gate_quantile=0.9
     )
@@ -66,7 +67,7 @@ def trained() -> OfflineRun:
 
 
 def corrected(state: Tensor, action: Tensor, **changes: Any) -> Tensor:
-    policy = trained().snapshot()
+    policy = trainable().snapshot()
     assert isinstance(policy, CorrectedPolicy)
     if changes:
         policy.wrapper = replace(policy.wrapper, **changes)
@@ -142,7 +143,7 @@ def test_every_step_has_its_noise_and_the_last_one_is_repeated() -> None:
 
 
 def test_inverse_dynamics_find_the_action_between_two_states() -> None:
-    known, policy = data(), trained().snapshot()
+    known, policy = data(), trainable().snapshot()
     assert isinstance(policy, CorrectedPolicy) and known.next_observations is not None
     states = [policy.standardized(one) for one in (known.observations, known.next_observations)]
     with torch.no_grad():

@@ -14,21 +14,22 @@ from point_steering import AS_IT_IS, composed
 from torch import Tensor
 
 from algos.a2pr import A2prConfig, ActionVae
-from algos.actor import Actor
 from algos.base import Setup
-from algos.constrained_td3 import ConstrainedTd3Config, Td3Learner
 from algos.iql import IqlConfig, expectile_loss
-from algos.offline_run import OfflineRun
+from algos.offline.actor import Actor
+from algos.offline.loop import OfflineRun
+from algos.offline.td3_update import ConstrainedTd3Config, Td3Learner
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
-from policies.ensembles import EnsembleConfig, aggregate
+from policies.build import build_policy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.networks.critics import EnsembleConfig, aggregate
+from policies.policy import Policy, PolicyConfig
 from policies.processes.flow import RectifiedFlow
-from policies.samplers import Euler
+from policies.samplers.ode import Euler
 
 SIZES: dict[str, Any] = {
     "hidden_dims": (32, 32),

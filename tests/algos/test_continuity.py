@@ -12,23 +12,24 @@ from two_modes import two_mode_dataset
 
 from algos.base import Setup
 from algos.bc import BcConfig
-from algos.continuity import digest_of, facts_of
 from algos.dppo import DppoConfig
-from algos.onpolicy import OnPolicy
-from algos.plain import from_plain, to_plain
+from algos.onpolicy.loop import OnPolicy
 from algos.ppo import PpoConfig
 from algos.sac import SacConfig
+from algos.training.resume_checks import digest_of, facts_of
+from algos.training.serialization import from_plain, to_plain
 from policies.backbones.mlp import MlpConfig
-from policies.compose import compose
+from policies.build import build_policy
+from policies.composition.policy import compose
 from policies.errors import CheckpointError
-from policies.folder import load_policy, save_policy
-from policies.gaussian import GaussianProcess
-from policies.heads import CriticConfig
-from policies.latent_steering import Steering
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.networks.heads import CriticConfig
+from policies.policy import Policy, PolicyConfig
 from policies.processes.diffusion import VPDiffusion
-from policies.samplers import DDIM
-from policies.squashed import TanhGaussianProcess
+from policies.processes.gaussian import GaussianProcess
+from policies.processes.squashed import TanhGaussianProcess
+from policies.samplers.ddpm import DDIM
+from policies.storage.policy_folder import load_policy, save_policy
+from policies.wrappers.noise_policy import Steering
 
 
 def make_init(levels: int = 5, seed: int = 3) -> Policy:

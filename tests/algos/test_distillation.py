@@ -17,14 +17,14 @@ from two_modes import two_mode_setup
 import burnish
 from algos.base import Setup
 from algos.bc import BcConfig
-from algos.distillation import Teacher
-from policies.consistency_sampler import Renoise
+from algos.cloning.distillation import Teacher
 from policies.errors import CheckpointError, ConfigError
-from policies.gaussian import GaussianProcess
-from policies.path_samplers import Heun
 from policies.policy import Policy
 from policies.processes import Consistency, Edm, RectifiedFlow, Regression, VPDiffusion
+from policies.processes.gaussian import GaussianProcess
 from policies.protocols import TE, Cond
+from policies.samplers.consistency import Renoise
+from policies.samplers.ode import Heun
 
 MODE, SPREAD = (
     0.7,
@@ -108,8 +108,8 @@ def test_a_teacher_is_asked_at_the_state_that_means_the_same(process: Any) -> No
     action, eps = (torch.randn(5, 2, 1, generator=generator) for _ in range(2))
     te = TE(1.0 / (1.0 + torch.tensor([0.05, 0.3, 1.0, 3.0, 9.0])), eps)
     obs = {"state": torch.randn(5, 1, 2, generator=generator)}
-    near = wise.instruct(obs, action, te).more["near"]
-    assert near.isfinite().all() and not near.requires_grad and len(asked) == 2
+    bc_term = wise.instruct(obs, action, te).more["near"]
+    assert bc_term.isfinite().all() and not bc_term.requires_grad and len(asked) == 2
     state, t = asked[0]
     torch.testing.assert_close(state, process.corrupt(action, eps, t), rtol=1e-3, atol=1e-3)
     noise = torch.tensor([0.05, 0.3, 1.0, 3.0, 9.0])

@@ -11,11 +11,11 @@ import torch
 from point_dppo import SMALL, draws, make_init, make_run
 from point_env import PointEnv
 
-from algos.buffers import encode, evaluate_rows
+from algos.onpolicy.advantages import encode, evaluate_rows
+from policies.backbones.switched import SwitchedField
 from policies.errors import ConfigError
-from policies.fields import SwitchedField
-from policies.folder import load_policy, save_policy
-from policies.samplers import DDIM
+from policies.samplers.ddpm import DDIM
+from policies.storage.policy_folder import load_policy, save_policy
 
 
 def test_advance_counts_executed_steps_and_keeps_the_frozen_network() -> None:

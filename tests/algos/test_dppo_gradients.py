@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from point_dppo import SMALL, draws, experience_of, make_init, make_run, shift_weights
 from torch import Tensor
 
-from algos.buffers import Experience
-from algos.onpolicy import OnPolicy
-from algos.ratios import Rows
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.loop import OnPolicy
+from algos.onpolicy.ratios import Rows
 from policies.backbones.mlp import MlpConfig
-from policies.fields import SwitchedField
+from policies.backbones.switched import SwitchedField
 from policies.threads import torch_threads
 
 NETS = {

@@ -15,8 +15,9 @@ from point_env import PointEnv
 from algos.base import Setup
 from algos.dppo import DppoConfig
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
 
 

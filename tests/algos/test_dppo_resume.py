@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from point_dppo import SMALL, make_run
 
-from algos.plain import from_plain, to_plain
+from algos.training.serialization import from_plain, to_plain
 
 
 def test_resumed_run_continues_bit_for_bit(tmp_path: Path) -> None:

@@ -18,20 +18,21 @@ from point_env import PointEnv, PointStepper
 from point_steering import AS_IT_IS, changed, composed, dataset, flow, start
 from torch import Tensor
 
-from algos.offline_run import Means
-from algos.offpolicy import OffPolicyRun
-from algos.plain import from_plain, to_plain
-from algos.replay import ChunkBatch
-from algos.soft_learner import SoftLearner
-from envs.evaluation import evaluate
-from envs.spec import EnvSpec
-from envs.vector import Array, ChunkVector, StepResult
+from algos.offpolicy.loop import OffPolicyRun
+from algos.offpolicy.replay_buffer import ChunkBatch
+from algos.offpolicy.sac_update import SacUpdate
+from algos.training.metrics import Means
+from algos.training.serialization import from_plain, to_plain
+from envs.engine.vector import ChunkVector
+from envs.evaluation.evaluate import evaluate
+from envs.spec import Array, EnvSpec, StepResult
 from policies.backbones.dp_transformer import DpTransformerConfig
+from policies.build import build_policy
 from policies.errors import CheckpointError
-from policies.folder import load_policy, save_policy
-from policies.latent_steering import ADAPTERS, DENSITIES, SteeredPolicy, Steering
-from policies.policy import Policy, build_policy
+from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
+from policies.storage.policy_folder import load_policy, save_policy
+from policies.wrappers.noise_policy import ADAPTERS, DENSITIES, SteeredPolicy, Steering
 
 VARIANTS = ("na", "sac")
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -62,14 +63,14 @@ def rows_of(run: OffPolicyRun) -> ChunkBatch:
 def test_the_base_policy_behaves_bit_by_bit_as_before(variant: str, make: Any, tmp_path: Path) -> None:
     given = make()
     before, flags = acts(given), [p.requires_grad for p in given.parameters()]
-    shipped = until_the_end(start(changed(variant=variant), init=given)).snapshot()
-    assert isinstance(shipped, SteeredPolicy)
-    loaded = load_policy(save_policy(shipped, tmp_path / "policy"))
-    assert isinstance(loaded, SteeredPolicy) and torch.equal(acts(loaded), acts(shipped))
-    for policy in (given, shipped.base, loaded.base):
+    export_policy = until_the_end(start(changed(variant=variant), init=given)).snapshot()
+    assert isinstance(export_policy, SteeredPolicy)
+    loaded = load_policy(save_policy(export_policy, tmp_path / "policy"))
+    assert isinstance(loaded, SteeredPolicy) and torch.equal(acts(loaded), acts(export_policy))
+    for policy in (given, export_policy.base, loaded.base):
         assert torch.equal(acts(policy), before)
     assert [p.requires_grad for p in given.parameters()] == flags
-    assert not torch.equal(acts(shipped), acts(start(changed(variant=variant), init=given).snapshot()))
+    assert not torch.equal(acts(export_policy), acts(start(changed(variant=variant), init=given).snapshot()))
 
 
 @every_variant
@@ -293,7 +294,7 @@ def test_targets_and_actors_aggregate_as_configured(how: str) -> None:
     config = changed(critics=5, aggregate=how, actor_aggregate=how, subset=3, pessimism=0.7)
     run = start(config)
     learner, (batch, draws) = run.learner, _batch_and_draws(run)
-    assert isinstance(learner, SoftLearner)
+    assert isinstance(learner, SacUpdate)
     alpha = torch.tensor(0.3)
     with torch.no_grad():
         latent, log_prob = learner.actor.draw(batch.next_cond, draws["next_eps"])

@@ -10,21 +10,21 @@ import pytest
 import torch
 from point_steering import AS_IT_IS, SMALL, changed, composed, flow, start
 
-from algos.dsrl_learner import SteeredActor
-from algos.plain import from_plain, to_plain
-from algos.replay import ChunkBatch
-from algos.soft_learner import SoftLearner, SoftRules
-from policies.compose import compose
+from algos.offpolicy.dsrl_update import SteeredActor
+from algos.offpolicy.replay_buffer import ChunkBatch
+from algos.offpolicy.sac_update import SacUpdate, SoftRules
+from algos.training.serialization import from_plain, to_plain
+from policies.composition.policy import compose
 from policies.denoising import DenoisingPolicy
-from policies.ensembles import EnsembleConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.latent_steering import SteeredPolicy, Steering
-from policies.path_samplers import Ancestral
+from policies.networks.critics import EnsembleConfig
+from policies.networks.distributions import highest_entropy
 from policies.policy import Policy
 from policies.processes import Consistency, Edm, Mip, Regression, VPDiffusion
-from policies.samplers import DDIM, DDPM, Euler
-from policies.squashed import TanhGaussianProcess
-from policies.tanh_gaussian import highest_entropy
+from policies.processes.squashed import TanhGaussianProcess
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.ode import Ancestral, Euler
+from policies.wrappers.noise_policy import SteeredPolicy, Steering
 
 every_variant = pytest.mark.parametrize("variant", ["na", "sac"])
 
@@ -87,7 +87,7 @@ def test_the_temperature_settles_at_a_target_that_can_be_reached() -> None:
     target = 0.9 * actor.highest_entropy
     rules = SoftRules(target_entropy=target, init_alpha=0.2, actor_lr=1e-2, alpha_lr=1e-2)
     critic = EnsembleConfig(2, (16,)).build(2, actor.latent_dim)
-    learner, generator = SoftLearner(actor, critic, rules), torch.Generator().manual_seed(0)
+    learner, generator = SacUpdate(actor, critic, rules), torch.Generator().manual_seed(0)
     cond = torch.zeros(128, 2)
     entropy = []
     for _ in range(400):
@@ -119,12 +119,12 @@ def test_a_composition_of_random_steps_is_steered_by_as_many_steps_without_noise
     members = [flow(VPDiffusion(num_levels=4), seed=seed, scale=seed) for seed in (1, 2)]
     run = start(changed(denoising_steps=3), init=compose(members, (0.5, 0.5)))
     run.advance()
-    shipped = run.snapshot()
-    assert isinstance(shipped, SteeredPolicy) and shipped.base.sampler == DDIM(steps=3)  # type: ignore[attr-defined]
+    export_policy = run.snapshot()
+    assert isinstance(export_policy, SteeredPolicy) and export_policy.base.sampler == DDIM(steps=3)  # type: ignore[attr-defined]
     quiet = compose(members, (0.5, 0.5)).with_sampler(DDIM(steps=3))
-    cond, latent = _at(shipped)
-    expected = quiet.decode(quiet.encode(quiet.observation({"state": OBS})), shipped.noise_of(latent))
-    assert torch.equal(shipped.chunk_of(cond, latent), expected)
+    cond, latent = _at(export_policy)
+    expected = quiet.decode(quiet.encode(quiet.observation({"state": OBS})), export_policy.noise_of(latent))
+    assert torch.equal(export_policy.chunk_of(cond, latent), expected)
     run.close()
 
 
@@ -191,11 +191,11 @@ def test_latents_without_a_box_are_not_compared_in_one(latents: str) -> None:
 
 
 def test_settings_that_a_steered_policy_does_not_take_over_are_told(caplog: Any) -> None:
-    shipped = start().snapshot()
-    start(init=shipped).close()
+    export_policy = start().snapshot()
+    start(init=export_policy).close()
     assert "steered already" not in caplog.text
     asked = changed(steering=Steering(hidden_dims=(8,), bound=2.5), denoising_steps=7)
-    start(asked, init=shipped).close()
+    start(asked, init=export_policy).close()
     assert "steering.bound=2.5, it has 1.5" in caplog.text and "denoising_steps=7, it has" in caplog.text
 
 

@@ -12,22 +12,22 @@ from point_env import PointEnv
 from point_flows import FPO, RATES, SIZES, make_flow, make_run
 
 from algos.base import Setup
-from algos.buffers import Experience, encode
 from algos.fpo import AwmConfig, FpoConfig
-from algos.matching_ratio import AdvantageWeighted, Matching, MatchingRatio
-from algos.ratios import Rows
+from algos.onpolicy.advantages import Experience, encode
+from algos.onpolicy.fpo_ratio import AwmRatio, FpoRatio, Matching
+from algos.onpolicy.ratios import Rows
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
 from policies.processes.shortcut import Shortcut
-from policies.samplers import Euler
+from policies.samplers.ode import Euler
 
 AWM = AwmConfig(**SIZES, **RATES)
 ROWS = 16
 
 
-def acted(config: FpoConfig, policy: DenoisingPolicy | None = None) -> tuple[MatchingRatio, Experience, Rows]:
+def acted(config: FpoConfig, policy: DenoisingPolicy | None = None) -> tuple[FpoRatio, Experience, Rows]:
     policy = (policy or make_flow()).with_sampler(Euler(steps=4, clip_action=None))
     ratio = config.estimator(policy)
     obs = torch.rand(ROWS, 1, 2, generator=torch.Generator().manual_seed(0))
@@ -49,7 +49,7 @@ def test_draws_lie_on_the_grid_of_the_sampler_where_the_loss_has_weight() -> Non
 
 def test_the_eps_loss_is_the_velocity_loss_times_the_square_of_the_time() -> None:
     policy = make_flow()
-    ratios = [MatchingRatio(policy, Matching(prediction=kind)) for kind in ("eps", "velocity", "x0")]
+    ratios = [FpoRatio(policy, Matching(prediction=kind)) for kind in ("eps", "velocity", "x0")]
     generator = torch.Generator().manual_seed(0)
     cond = encode(policy, torch.rand(9, 1, 2, generator=generator))
     action, eps = torch.randn(2, 9, 3, 2, generator=generator)
@@ -61,7 +61,7 @@ def test_the_eps_loss_is_the_velocity_loss_times_the_square_of_the_time() -> Non
 
 def test_only_executed_rows_count() -> None:
     policy = make_flow()
-    ratio = MatchingRatio(policy, Matching())
+    ratio = FpoRatio(policy, Matching())
     cond, t = encode(policy, torch.rand(2, 1, 2)), torch.tensor([0.3, 0.6])
     action, eps = torch.randn(2, 2, 3, 2)
     with torch.no_grad():
@@ -90,7 +90,7 @@ def test_a_step_makes_good_actions_likelier_and_bad_ones_less_likely(config: Fpo
     assert float(change[good > 0].mean()) < 0 < float(change[good < 0].mean())
 
 
-def ratio_losses(ratio: MatchingRatio, experience: Experience) -> torch.Tensor:
+def ratio_losses(ratio: FpoRatio, experience: Experience) -> torch.Tensor:
     """Return the present mean loss of every action (M,)."""
     record, n = experience.record, ratio.num_draws
     with torch.no_grad():
@@ -128,8 +128,8 @@ def test_draws_are_counted_as_saturated_exactly_where_no_gradient_reaches_them(
     bounds: dict[str, Any], weight: str | None
 ) -> None:
     policy, matching = make_flow(), Matching(**bounds)
-    ratio = MatchingRatio(policy, matching) if weight is None else None
-    ratio = ratio or AdvantageWeighted(policy, matching, weight=str(weight))
+    ratio = FpoRatio(policy, matching) if weight is None else None
+    ratio = ratio or AwmRatio(policy, matching, weight=str(weight))
     draws = torch.rand(4, 200, generator=torch.Generator().manual_seed(0))
     old, new, advantage, t = draws[0], draws[1].requires_grad_(), draws[2] - 0.5, draws[3]
     pairs = ratio.compare(old, new, advantage, t)
@@ -162,9 +162,9 @@ WEIGHTS: dict[str, tuple[Any, Any]] = {
 """Of a noise amplitude and a loss: the weighted loss and its derivative."""
 
 
-@pytest.mark.parametrize("weight", AdvantageWeighted.WEIGHTS)
+@pytest.mark.parametrize("weight", AwmRatio.WEIGHTS)
 def test_losses_are_weighted_by_the_noise_that_the_times_leave(weight: str) -> None:
-    ratio = AdvantageWeighted(make_flow(), Matching(), weight=weight)
+    ratio = AwmRatio(make_flow(), Matching(), weight=weight)
     loss, t = torch.rand(2, 20, generator=torch.Generator().manual_seed(0))
     weighted = ratio.weighted(loss.requires_grad_(), t)
     (gradient,) = torch.autograd.grad(weighted.sum(), loss)

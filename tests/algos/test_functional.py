@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from algos.functional import (
+from algos.onpolicy.functional import (
     RewardScaler,
     approx_kl,
     clip_ranges,

@@ -20,13 +20,13 @@ from algos.gpc import (
     simplex,
 )
 from envs.datasets.episodes import EpisodeDataset
-from envs.episodes import EpisodeRow
-from envs.evaluation import Evaluation
-from policies.compose import ComposedPolicy, compose
+from envs.evaluation.evaluate import Evaluation
+from envs.rollouts.episodes import EpisodeRow
+from policies.composition.policy import ComposedPolicy, compose
 from policies.errors import CapabilityError, ConfigError
-from policies.path_samplers import Euler
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
+from policies.samplers.ode import Euler
 from tests.gaussian_field import gaussian_policy
 
 STD = 0.4

@@ -25,10 +25,10 @@ from torch import nn
 
 from algos.base import Setup
 from algos.iql import IqlConfig
-from burnish.config import compose_config
-from policies.deterministic import DeterministicPolicy
+from burnish.config.schema import compose_config
 from policies.errors import ConfigError
 from policies.processes import RectifiedFlow
+from policies.processes.deterministic import DeterministicPolicy
 
 
 def plain_of(policy: Any) -> nn.Sequential:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from algos import listing
-from algos.listing import Listing
+from algos.offline import neighbor_lists
+from algos.offline.neighbor_lists import NeighborLists
 
 
 def states(m: int, width: int, *, copies: int = 0) -> Tensor:
@@ -25,7 +25,7 @@ def states(m: int, width: int, *, copies: int = 0) -> Tensor:
 def test_both_ways_find_the_nearest_states(m: int, width: int, copies: int, length: int) -> None:
     state, length, rows = states(m, width, copies=min(copies, m - 1)), min(length, m), torch.arange(m)
     every = (state.double()[:, None] - state.double()).square().sum(2)
-    made = Listing(state, length)
+    made = NeighborLists(state, length)
     for square, index in (made.by_tree(rows), made.by_product(rows)):
         torch.testing.assert_close(square, every.sort(dim=1).values[:, :length], rtol=1e-9, atol=1e-12)
         torch.testing.assert_close(square, every.gather(1, index), rtol=1e-9, atol=1e-12)
@@ -35,7 +35,7 @@ def test_both_ways_find_the_nearest_states(m: int, width: int, copies: int, leng
 def test_lists_do_not_depend_on_the_way() -> None:
     """Copies included: a run that is continued may list by the other way, and goes on to the last bit."""
     state, rows = states(400, 6, copies=20), torch.arange(400)
-    made = Listing(state, 64)
+    made = NeighborLists(state, 64)
     (square, index), (other_square, other_index) = made.by_tree(rows), made.by_product(rows)
     assert torch.equal(square, other_square)
     every = (state.double()[:, None] - state.double()).square().sum(2).sort(dim=1).values
@@ -46,14 +46,14 @@ def test_lists_do_not_depend_on_the_way() -> None:
 def test_far_from_zero_nothing_is_lost() -> None:
     """Squares are expanded, whose rounding grows with the states; those returned are of differences."""
     state = states(200, 3) * 1e-3 + 1e3
-    made, rows = Listing(state, 8), torch.arange(200)
+    made, rows = NeighborLists(state, 8), torch.arange(200)
     torch.testing.assert_close(made.by_product(rows)[0], made.by_tree(rows)[0], rtol=1e-3, atol=1e-12)
 
 
 @pytest.mark.parametrize(("ticks", "kept"), [((0.0, 1.0, 3.0), "tree"), ((0.0, 2.0, 3.0), "product")])
 def test_the_faster_way_is_kept_after_one_trial(ticks: tuple[float, ...], kept: str) -> None:
     clock: Iterator[float] = iter(ticks)
-    made, rows = Listing(states(100, 4), 5, lambda: next(clock)), torch.arange(100)
+    made, rows = NeighborLists(states(100, 4), 5, lambda: next(clock)), torch.arange(100)
     few = made.nearest(rows[:3])  # too few to try
     square, index = made.nearest(rows)
     assert made.way == kept
@@ -63,8 +63,8 @@ def test_the_faster_way_is_kept_after_one_trial(ticks: tuple[float, ...], kept: 
 
 
 def test_all_rows_are_compared_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, rows = Listing(states(50, 3), 4), torch.arange(50)
+    made, rows = NeighborLists(states(50, 3), 4), torch.arange(50)
     whole = made.by_product(rows)
-    monkeypatch.setattr(listing, "_TILE", 120)
+    monkeypatch.setattr(neighbor_lists, "_TILE", 120)
     pieces = made.by_product(rows)
     assert torch.equal(pieces[1], whole[1])

@@ -12,7 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algos.metrics import TensorBoardWriter, append_jsonl, broken, read_jsonl, read_out, truncate_jsonl
+from algos.training.metrics import (
+    TensorBoardWriter,
+    append_jsonl,
+    broken,
+    read_jsonl,
+    read_out,
+    truncate_jsonl,
+)
 from policies.errors import ConfigError, MissingExtraError
 
 

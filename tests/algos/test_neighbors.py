@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from algos.boxes import BoxTree
-from algos.neighbors import BruteSearch, ListSearch, Search, TreeSearch, list_bytes
+from algos.offline.neighbor_autotune import Rows
+from algos.offline.neighbor_tree import NeighborTree
+from algos.offline.neighbors import BruteSearch, ListSearch, Search, TreeSearch, list_bytes
 from algos.prdc import NearestRow
-from algos.search_choice import Rows
 from algos.transitions import Batch
-from policies.ensembles import EnsembleConfig
+from policies.networks.critics import EnsembleConfig
 
 
 def table(m: int, seed: int, *, copies: int = 0, spread: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -32,8 +32,8 @@ def table(m: int, seed: int, *, copies: int = 0, spread: float = 1.0) -> tuple[T
 def costs(state: Tensor, action: Tensor, row: Tensor, query: Tensor, beta: float) -> Tensor:
     """Return all squared distances (B, M) in float64."""
     s, a = state.double(), action.double()
-    near = (s[row][:, None] - s).square().sum(2) * beta**2
-    return near + (query.double()[:, None] - a).square().sum(2)
+    bc_term = (s[row][:, None] - s).square().sum(2) * beta**2
+    return bc_term + (query.double()[:, None] - a).square().sum(2)
 
 
 def assert_exact(
@@ -117,7 +117,7 @@ def test_looking_at_a_few_listed_rows_first_changes_nothing(
     search = ListSearch(state, action, 2.0, length=32)
     found = {}
     for prefix in (4, 32):
-        monkeypatch.setattr("algos.neighbors._PREFIX", prefix)
+        monkeypatch.setattr("algos.offline.neighbors._PREFIX", prefix)
         found[prefix] = search.nearest(row, state[row], query)
     assert torch.equal(found[4].row, found[32].row)
     assert torch.equal(found[4].certified, found[32].certified)
@@ -131,7 +131,7 @@ def test_boxes_need_not_look_beyond_what_tails_allow() -> None:
     start = (query[:, None] - rows).square().sum(2).topk(20, largest=False).indices[:, -1]
     square = (query - rows[start]).square().sum(1)
     heads = (query[:, None, :3] - rows[:, :3]).square().sum(2).amin(1)
-    tree, limits = BoxTree(rows, 2), (square, square - heads)
+    tree, limits = NeighborTree(rows, 2), (square, square - heads)
     found, distance = tree.nearest(query, start, *limits)
     torch.testing.assert_close(distance, (query[:, None] - rows).square().sum(2).amin(1))
     torch.testing.assert_close((query - rows[found]).square().sum(1), distance)
@@ -150,7 +150,7 @@ def test_boxes_find_the_nearest_row_whatever_row_they_start_from(m: int, spread:
     )
     start = torch.randint(m, (40,), generator=generator)
     square = (query - rows[start]).square().sum(1)
-    found, distance = BoxTree(rows).nearest(query, start, square)
+    found, distance = NeighborTree(rows).nearest(query, start, square)
     every = (query.double()[:, None] - rows.double()).square().sum(2)
     chosen = every.gather(1, found[:, None]).squeeze(1)
     torch.testing.assert_close(chosen, every.amin(1), rtol=1e-5, atol=1e-9)
@@ -160,9 +160,9 @@ def test_boxes_find_the_nearest_row_whatever_row_they_start_from(m: int, spread:
 def test_boxes_compare_leaves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.randn(1000, 4, generator=torch.Generator().manual_seed(0))
     query, start = rows[:200].flip(0) + 0.1, torch.full((200,), 999)
-    tree, square = BoxTree(rows), (rows[:200].flip(0) + 0.1 - rows[999]).square().sum(1)
+    tree, square = NeighborTree(rows), (rows[:200].flip(0) + 0.1 - rows[999]).square().sum(1)
     whole = tree.nearest(query, start, square)
-    monkeypatch.setattr("algos.boxes._AT_ONCE", 3)
+    monkeypatch.setattr("algos.offline.neighbor_tree._AT_ONCE", 3)
     for one, other in zip(tree.nearest(query, start, square), whole, strict=True):
         assert torch.equal(one, other)
 
@@ -170,7 +170,7 @@ def test_boxes_compare_leaves_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_start_that_cannot_be_beaten_is_kept() -> None:
     rows = torch.randn(1, 4).expand(70, 4).contiguous()  # copies of one row
     start = torch.arange(70)
-    found, square = BoxTree(rows).nearest(rows, start, torch.zeros(70))
+    found, square = NeighborTree(rows).nearest(rows, start, torch.zeros(70))
     assert torch.equal(found, start) and not square.any()
 
 
@@ -183,7 +183,7 @@ def test_lists_are_made_for_the_rows_that_are_asked_only() -> None:
 
 
 def test_brute_force_goes_over_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("algos.neighbors._TILE", 7)
+    monkeypatch.setattr("algos.offline.neighbors._TILE", 7)
     state, action = table(50, 5)
     row = torch.arange(50)
     assert torch.equal(BruteSearch(state, action, 1.0).nearest(row, state, action).row, row)

@@ -15,11 +15,12 @@ from point_env import PointEnv
 from algos.base import Setup
 from algos.cdsa import CdsaConfig
 from algos.iql import IqlConfig
-from algos.offline_run import OfflineRun
+from algos.offline.loop import OfflineRun
 from algos.prdc import PrdcConfig
 from envs.datasets import read_dataset
+from policies.build import build_policy
 from policies.errors import ConfigError, DatasetError
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes import RectifiedFlow
 
 FRAMES = 60

@@ -17,17 +17,18 @@ from torch import Tensor
 from algos.a2pr import A2prConfig, AdvantageGuide
 from algos.base import Setup
 from algos.iql import IqlConfig, IqlLearner
-from algos.offline_run import OfflineRun
+from algos.offline.loop import OfflineRun
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import ConfigError
-from policies.folder import load_policy, save_policy
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.protocols import Cond
+from policies.storage.policy_folder import load_policy, save_policy
 
 STATE, ACTION = 11, 3
 
@@ -361,8 +362,8 @@ def test_what_ships_is_the_average_of_the_weights(config: Any) -> None:
         ]
     for ours, theirs in zip(run.learner.policy.parameters(), plain.learner.policy.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-    for shipped, expected in zip(run.snapshot().parameters(), average, strict=True):
-        torch.testing.assert_close(shipped, expected)
+    for export_policy, expected in zip(run.snapshot().parameters(), average, strict=True):
+        torch.testing.assert_close(export_policy, expected)
 
 
 def test_an_average_asked_for_on_resuming_begins_there() -> None:
@@ -370,5 +371,7 @@ def test_an_average_asked_for_on_resuming_begins_there() -> None:
     begun, continued = run_of(Td3BcConfig(**options)), run_of(Td3BcConfig(ema_decay=0.9, **options))
     begun.advance()
     continued.load_state_dict(begun.state_dict())
-    for shipped, weight in zip(continued.snapshot().parameters(), begun.snapshot().parameters(), strict=True):
-        assert torch.equal(shipped, weight)
+    for export_policy, weight in zip(
+        continued.snapshot().parameters(), begun.snapshot().parameters(), strict=True
+    ):
+        assert torch.equal(export_policy, weight)

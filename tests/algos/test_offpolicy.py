@@ -15,17 +15,17 @@ from point_env import PointEnv
 from point_steering import changed, dataset, flow, start
 from torch import Tensor, nn
 
-from algos.dsrl_learner import NoiseAliasedLearner, SteeredActor
-from algos.offpolicy import Explorer, OffPolicyRun, transitions_of
-from algos.plain import from_plain, to_plain
-from algos.soft_learner import SoftLearner, SoftRules, Temperature
+from algos.offpolicy.dsrl_update import NoiseAliasedUpdate, SteeredActor
+from algos.offpolicy.loop import Explorer, OffPolicyRun, transitions_of
+from algos.offpolicy.sac_update import SacUpdate, SoftRules, Temperature
+from algos.training.serialization import from_plain, to_plain
 from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError
-from policies.folder import load_policy, save_policy
-from policies.latent_steering import SteeredPolicy, Steering
-from policies.mixture import MixtureProcess
 from policies.processes.diffusion import VPDiffusion
-from policies.samplers import DDIM
+from policies.processes.mixture import MixtureProcess
+from policies.samplers.ddpm import DDIM
+from policies.storage.policy_folder import load_policy, save_policy
+from policies.wrappers.noise_policy import SteeredPolicy, Steering
 
 
 def everything(run: OffPolicyRun) -> Any:
@@ -114,7 +114,7 @@ def test_what_a_device_still_computes_counts_as_time_of_updates(monkeypatch: pyt
     def wait() -> None:
         clock[0] += 1.0
 
-    monkeypatch.setattr("algos.offpolicy.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr("algos.offpolicy.loop.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(run, "_wait", wait)
     found = run.advance()
     assert found["time/rollout_s"] == 0.0 and found["time/update_s"] == clock[0] >= 2.0
@@ -181,14 +181,14 @@ def test_what_ships_is_the_average_of_the_actor_where_that_is_asked_for() -> Non
     for one in (plain, run):
         one.advance()
     assert _equal(plain.learner.policy, run.learner.policy)
-    shipped, last = run.snapshot(), plain.snapshot()
-    assert isinstance(shipped, SteeredPolicy) and isinstance(last, SteeredPolicy)
-    for mine, weight in zip(shipped.actor.parameters(), average, strict=True):
+    export_policy, last = run.snapshot(), plain.snapshot()
+    assert isinstance(export_policy, SteeredPolicy) and isinstance(last, SteeredPolicy)
+    for mine, weight in zip(export_policy.actor.parameters(), average, strict=True):
         torch.testing.assert_close(mine, weight)
-    assert not _equal(shipped.actor, last.actor) and _equal(shipped.base, last.base)
+    assert not _equal(export_policy.actor, last.actor) and _equal(export_policy.base, last.base)
     other = start(changed(ema_decay=0.5))
     other.load_state_dict(from_plain(to_plain(run.state_dict())))
-    assert _equal(shipped, other.snapshot())
+    assert _equal(export_policy, other.snapshot())
     for one in (plain, run, other):
         one.close()
 
@@ -206,7 +206,7 @@ def test_the_warm_up_is_the_frozen_policy() -> None:
 
 def test_the_warm_up_stays_in_the_box_where_values_are_of_latents() -> None:
     run = start(changed(variant="sac", steering=Steering(bound=0.3, hidden_dims=(8,))))
-    assert type(run.learner) is SoftLearner
+    assert type(run.learner) is SacUpdate
     latent = run.learner.actor.warmup_latent(torch.zeros(1, 2), torch.tensor([[0.1, 5.0]]))
     torch.testing.assert_close(latent, torch.tensor([[0.1 / 0.3, 1.0]]))
     run.close()
@@ -231,7 +231,7 @@ def test_only_the_actor_of_the_policy_changes() -> None:
 @pytest.mark.parametrize(("latents", "inside"), [("gaussian", 0.0), ("box", 1.0), ("mixture", 0.5)])
 def test_latents_of_the_distillation_are_where_they_were_asked_for(latents: str, inside: float) -> None:
     run = start(changed(distillation_latents=latents, steering=Steering(bound=0.01, hidden_dims=(8,))))
-    assert isinstance(run.learner, NoiseAliasedLearner)
+    assert isinstance(run.learner, NoiseAliasedUpdate)
     drawn = run.learner.draw_latents(1000, torch.Generator().manual_seed(0))
     assert float((drawn.abs() <= 1).all(dim=1).float().mean()) == pytest.approx(inside, abs=0.01)
     run.close()
@@ -239,7 +239,7 @@ def test_latents_of_the_distillation_are_where_they_were_asked_for(latents: str,
 
 def test_latents_of_a_box_fill_it_from_edge_to_edge() -> None:
     run = start(changed(distillation_latents="box"))
-    assert isinstance(run.learner, NoiseAliasedLearner)
+    assert isinstance(run.learner, NoiseAliasedUpdate)
     drawn = run.learner.draw_latents(1000, torch.Generator().manual_seed(0))
     assert float(drawn.mean()) == pytest.approx(0.0, abs=0.05)
     assert float(drawn.min()) < -0.9 and float(drawn.max()) > 0.9
@@ -249,7 +249,7 @@ def test_latents_of_a_box_fill_it_from_edge_to_edge() -> None:
 def test_so_many_steps_are_distilled_as_the_share_says_and_what_is_left_over_counts_later() -> None:
     run = start(changed(distillation_share=0.3))
     learner = run.learner
-    assert isinstance(learner, NoiseAliasedLearner)
+    assert isinstance(learner, NoiseAliasedUpdate)
     run._collect()
     generator = torch.Generator().manual_seed(0)
     assert [len(learner.finish_round(n, 8, run.source, generator)) for n in (10, 5, 5)] == [3, 1, 2]
@@ -290,15 +290,15 @@ def test_a_dataset_has_to_end_as_the_task_does(caplog: pytest.LogCaptureFixture)
 def test_steering_goes_on_from_a_steered_policy() -> None:
     first = start()
     first.advance()
-    shipped = first.snapshot()
-    second = start(init=shipped)
-    for name, value in shipped.state_dict().items():
+    export_policy = first.snapshot()
+    second = start(init=export_policy)
+    for name, value in export_policy.state_dict().items():
         assert torch.equal(second.learner.policy.state_dict()[name], value)
     cond, eps = torch.rand(4, 2), torch.full((4, 6), 3.0)
     actor = second.learner.actor  # which warms up as it is, not as the frozen policy alone
     assert torch.equal(actor.warmup_latent(cond, eps), actor.draw(cond, eps)[0])
     second.advance()
-    assert isinstance(second.snapshot(), SteeredPolicy) and isinstance(shipped, SteeredPolicy)
+    assert isinstance(second.snapshot(), SteeredPolicy) and isinstance(export_policy, SteeredPolicy)
     assert not isinstance(second.snapshot().base, SteeredPolicy)
     first.close()
     second.close()
@@ -364,16 +364,16 @@ def test_a_diffusion_of_random_steps_is_steered_by_as_many_steps_without_noise_a
     noisy = flow(VPDiffusion(num_levels=4))
     run = start(changed(denoising_steps=2), init=noisy)
     run.advance()
-    shipped = run.snapshot()
-    assert isinstance(shipped, SteeredPolicy) and shipped.base.sampler == DDIM(steps=2)
+    export_policy = run.snapshot()
+    assert isinstance(export_policy, SteeredPolicy) and export_policy.base.sampler == DDIM(steps=2)
     still = noisy.with_sampler(DDIM(steps=2))  # type: ignore[attr-defined]
     obs, latent = torch.rand(3, 1, 2), torch.rand(3, 6) * 2 - 1
     cond = still.encode({"state": obs})
-    alone = still.decode(cond, shipped.noise_of(latent))
-    torch.testing.assert_close(shipped.chunk_of(cond.vec, latent), alone)
-    loaded = load_policy(save_policy(shipped, tmp_path / "policy"))
-    noise = shipped.sample_noise(3, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(loaded.act(obs, noise=noise), shipped.act(obs, noise=noise))
+    alone = still.decode(cond, export_policy.noise_of(latent))
+    torch.testing.assert_close(export_policy.chunk_of(cond.vec, latent), alone)
+    loaded = load_policy(save_policy(export_policy, tmp_path / "policy"))
+    noise = export_policy.sample_noise(3, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded.act(obs, noise=noise), export_policy.act(obs, noise=noise))
     assert start(changed(denoising_steps=3)).learner.policy.base.sampler.steps == 3  # type: ignore[attr-defined]
     run.close()
 

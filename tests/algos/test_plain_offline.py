@@ -10,8 +10,8 @@ import torch
 from algos.base import Setup
 from algos.prdc import PrdcConfig
 from algos.td3_bc import Td3BcConfig
-from benchmarks.cases_offline import arrays_of, require_equal_steps, same_weights, synthetic_dataset
-from benchmarks.peers_offline import PlainPrdc, PlainTd3Bc
+from benchmarks.speed.cases_offline import arrays_of, require_equal_steps, same_weights, synthetic_dataset
+from benchmarks.speed.peers_offline import PlainPrdc, PlainTd3Bc
 
 
 @pytest.mark.parametrize(("config", "program"), [(Td3BcConfig, PlainTd3Bc), (PrdcConfig, PlainPrdc)])

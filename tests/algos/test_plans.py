@@ -11,16 +11,17 @@ from test_offline_specified import ACTION, STATE, dataset
 from torch import Tensor
 
 from algos.base import Setup
-from algos.chunk_loss import ChunkLoss
 from algos.iql import IqlConfig, IqlLearner
-from algos.offline_run import OfflineRun
+from algos.offline.chunk_loss import ChunkLoss
+from algos.offline.loop import OfflineRun
 from algos.td3_bc import OwnLikelihood, Td3BcConfig
 from algos.transitions import Batch
 from policies.backbones.mlp import MlpConfig
-from policies.deterministic import DeterministicProcess
-from policies.gaussian import GaussianProcess
-from policies.policy import PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.policy import PolicyConfig
 from policies.processes import RectifiedFlow
+from policies.processes.deterministic import DeterministicProcess
+from policies.processes.gaussian import GaussianProcess
 
 HORIZON = 4
 

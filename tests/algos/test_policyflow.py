@@ -13,22 +13,22 @@ from point_dppo import make_init
 from point_flows import POLICYFLOW, make_flow, make_run
 from torch.distributions import Normal
 
-from algos.buffers import Experience, encode
-from algos.plain import from_plain, to_plain
+from algos.onpolicy.advantages import Experience, encode
+from algos.onpolicy.policyflow_ratio import EndNoise, EndNoiseConfig, PolicyflowRatio
+from algos.onpolicy.ratios import Rows, Score
 from algos.policyflow import PolicyFlowConfig
-from algos.ratios import Rows, Score
-from algos.straight_path import EndNoise, EndNoiseConfig, StraightPath
+from algos.training.serialization import from_plain, to_plain
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.processes.shortcut import Shortcut
-from policies.samplers import Euler
+from policies.samplers.ode import Euler
 
 ROWS = 16
 
 
 def acted(
     config: PolicyFlowConfig = POLICYFLOW, policy: DenoisingPolicy | None = None
-) -> tuple[StraightPath, Experience, Rows]:
+) -> tuple[PolicyflowRatio, Experience, Rows]:
     policy = (policy or make_flow()).with_sampler(Euler(steps=4, clip_action=None)).to(torch.float64)
     ratio = config.estimator(policy)
     obs = torch.rand(ROWS, 1, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -38,7 +38,7 @@ def acted(
     return ratio, experience, Rows.sorted_from(torch.arange(ROWS * ratio.inner_steps), ratio.inner_steps)
 
 
-def pushed(ratio: StraightPath, push: torch.Tensor) -> None:
+def pushed(ratio: PolicyflowRatio, push: torch.Tensor) -> None:
     """Add a constant (Da,) to the velocity everywhere."""
     with torch.no_grad():
         ratio.policy.field.trunk.outlet.bias.view(3, 2).add_(push)
@@ -113,7 +113,7 @@ def test_the_shift_of_the_velocity_stands_for_the_shift_of_the_end() -> None:
 # -- the regulariser ------------------------------------------------------------------------------------
 
 
-def scored(ratio: StraightPath, experience: Experience, rows: Rows) -> Score:
+def scored(ratio: PolicyflowRatio, experience: Experience, rows: Rows) -> Score:
     return ratio.score(experience, rows)
 
 
@@ -158,16 +158,16 @@ def test_without_its_weight_there_is_no_penalty() -> None:
 @pytest.mark.parametrize("brownian_coef", [0.0, 0.01])
 def test_a_run_trains_velocity_and_noise_and_ships_the_policy_alone(brownian_coef: float) -> None:
     run = make_run(replace(POLICYFLOW, brownian_coef=brownian_coef))
-    trained = run.ratio.trained  # type: ignore[attr-defined]
-    before = {name: value.clone() for name, value in trained.named_parameters()}
+    trainable = run.ratio.trainable  # type: ignore[attr-defined]
+    before = {name: value.clone() for name, value in trainable.named_parameters()}
     metrics = run.advance()
-    moved = {name for name, value in trained.named_parameters() if not torch.equal(before[name], value)}
+    moved = {name for name, value in trainable.named_parameters() if not torch.equal(before[name], value)}
     assert {name.split(".")[0] for name in moved} == {"0", "1"}
     assert (float(metrics["policy/penalty"]) > 0) is (brownian_coef > 0)
     assert float(metrics["policy/joint_clip"]) == pytest.approx(0.2)
-    shipped = run.snapshot()
-    assert shipped.sampler == Euler(steps=4) and shipped.is_deterministic  # type: ignore[attr-defined]
-    assert set(shipped.state_dict()) == set(make_flow().state_dict())
+    export_policy = run.snapshot()
+    assert export_policy.sampler == Euler(steps=4) and export_policy.is_deterministic  # type: ignore[attr-defined]
+    assert set(export_policy.state_dict()) == set(make_flow().state_dict())
     run.close()
 
 
@@ -198,7 +198,7 @@ def test_a_resumed_run_continues_bit_for_bit_with_its_noise(tmp_path: Path) -> N
     for run in (straight, resumed):
         run.advance()
         run.close()
-    ours, theirs = (run.ratio.trained.state_dict() for run in (resumed, straight))  # type: ignore[attr-defined]
+    ours, theirs = (run.ratio.trainable.state_dict() for run in (resumed, straight))  # type: ignore[attr-defined]
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 

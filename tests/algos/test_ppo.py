@@ -11,21 +11,22 @@ import torch
 from point_env import PointEnv
 
 from algos.base import Setup
-from algos.buffers import Appraisal
-from algos.offpolicy import _summary
-from algos.onpolicy import OnPolicy
-from algos.plain import from_plain, to_plain
+from algos.offpolicy.loop import _summary
+from algos.onpolicy.advantages import AdvantageEstimator
+from algos.onpolicy.loop import OnPolicy
+from algos.onpolicy.ppo_update import GeneratorDraws
+from algos.onpolicy.ratios import Rows, reduce_log_prob
 from algos.ppo import PpoConfig
-from algos.ratios import Rows, reduce_log_prob
-from algos.surrogate import GeneratorDraws
-from envs.rollout import Rollout
+from algos.training.serialization import from_plain, to_plain
+from envs.rollouts.rollout import Rollout
 from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError
-from policies.gaussian import GaussianProcess
-from policies.heads import CriticConfig
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.networks.heads import CriticConfig
+from policies.policy import Policy, PolicyConfig
 from policies.processes.diffusion import VPDiffusion
+from policies.processes.gaussian import GaussianProcess
 
 SMALL = PpoConfig(
     num_envs=4,
@@ -198,10 +199,10 @@ def test_values_bootstrap_through_truncation_from_the_true_final_observation() -
         record={},
         episodes=[],
     )
-    correct = Appraisal(0.5, 0.9, 1.0, False)(rollout, init, critic, None)
+    correct = AdvantageEstimator(0.5, 0.9, 1.0, False)(rollout, init, critic, None)
     second = 30.0 + 0.5 * 5.0 - 2.0
     assert correct.advantage.tolist() == pytest.approx([30.0 + 0.5 * 7.0 - 1.0, second])
-    compat = Appraisal(0.5, 0.9, 1.0, True)(rollout, init, critic, None)
+    compat = AdvantageEstimator(0.5, 0.9, 1.0, True)(rollout, init, critic, None)
     assert compat.advantage.tolist() == pytest.approx([30.0 + 0.5 * 2.0 - 1.0 + 0.45 * second, second])
 
 

@@ -9,8 +9,8 @@ import logging
 import pytest
 from rich.console import Console
 
-from algos import progress
-from algos.progress import Bar, Lines
+from algos.training import progress
+from algos.training.progress import Bar, Lines
 
 NUMBERS = {"eval/success": 0.5, "policy/loss": 0.0123, "value/explained_variance": 0.9}
 

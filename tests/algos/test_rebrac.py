@@ -26,10 +26,11 @@ from torch import Tensor, nn
 from algos.base import Setup
 from algos.rebrac import RebracConfig
 from policies.backbones.mlp import MlpConfig
-from policies.deterministic import DeterministicProcess
+from policies.build import build_policy
 from policies.errors import CheckpointError
-from policies.folder import load_policy, save_policy
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
+from policies.processes.deterministic import DeterministicProcess
+from policies.storage.policy_folder import load_policy, save_policy
 
 WIDTH, DEPTH = 256, 3
 

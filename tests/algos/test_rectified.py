@@ -9,8 +9,8 @@ import torch
 from point_flows import FPO, POLICYFLOW, RATES, REINFLOW, SIZES, make_flow, make_run
 
 from algos.fpo import AwmConfig
-from algos.rectified import on_even_times
-from policies.path_samplers import Euler, Heun
+from algos.onpolicy.flow_setup import on_even_times
+from policies.samplers.ode import Euler, Heun
 
 AWM = AwmConfig(**SIZES, **RATES)
 
@@ -21,9 +21,9 @@ def test_fine_tuning_leaves_the_times_that_released_flows_were_sampled_at(config
     even = make_flow().with_sampler(Euler(steps=4)).table.net_time
     assert not torch.equal(init.table.net_time, even)
     run = make_run(config, init)
-    shipped: Any = run.snapshot()
+    export_policy: Any = run.snapshot()
     assert torch.equal(run.policy.table.net_time, even)  # type: ignore[attr-defined]
-    assert torch.equal(shipped.table.net_time, even) and not shipped.sampler.released_times
+    assert torch.equal(export_policy.table.net_time, even) and not export_policy.sampler.released_times
     assert init.sampler == Euler(steps=4, released_times=True)
     run.close()
 

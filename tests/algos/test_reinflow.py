@@ -14,16 +14,17 @@ from hypothesis import strategies as st
 from point_dppo import make_init
 from point_flows import REINFLOW, make_flow, make_run
 
-from algos.exploration import NoiseConfig
-from algos.noisy_chain import NoisyChain, PathTerm
-from algos.plain import from_plain, to_plain
+from algos.onpolicy.exploration_noise import NoiseConfig
+from algos.onpolicy.reinflow_ratio import PathTerm, ReinflowRatio
 from algos.reinflow import ReinFlowConfig
+from algos.training.serialization import from_plain, to_plain
+from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
-from policies.fields import SwitchedField
-from policies.folder import load_policy, save_policy
+from policies.networks.distributions import gaussian_log_prob
 from policies.processes.shortcut import Shortcut
 from policies.protocols import Cond
-from policies.samplers import Euler, gaussian_log_prob
+from policies.samplers.ode import Euler
+from policies.storage.policy_folder import load_policy, save_policy
 
 
 @torch.no_grad()
@@ -99,14 +100,14 @@ def test_noise_that_cannot_be_meant_is_refused(options: dict[str, Any], message:
 # -- chains ---------------------------------------------------------------------------------------------
 
 
-def chain_of(reduction: str = "mean", *, count_start: bool = True, **chunk: Any) -> NoisyChain:
+def chain_of(reduction: str = "mean", *, count_start: bool = True, **chunk: Any) -> ReinflowRatio:
     config = replace(REINFLOW, log_prob_reduction=reduction, count_start=count_start)
     policy = make_flow(**chunk)
     policy = policy.with_sampler(config.samplers(policy)[0])
     return config.noisy_chain(policy, seed=0)
 
 
-def walked(ratio: NoisyChain, rows: int = 6) -> tuple[Cond, torch.Tensor, torch.Tensor]:
+def walked(ratio: ReinflowRatio, rows: int = 6) -> tuple[Cond, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     cond = Cond(torch.randn(rows, 2, generator=generator))
     steps, shape = ratio.policy.table.num_steps, ratio.policy.chunk.shape
@@ -174,15 +175,15 @@ def test_the_distance_from_itself_is_zero_and_grows_with_the_weights() -> None:
 
 def test_a_run_trains_velocity_and_noise_and_ships_the_policy_alone() -> None:
     run = make_run(REINFLOW)
-    trained = run.ratio.trained  # type: ignore[attr-defined]
-    before = {name: value.clone() for name, value in trained.named_parameters()}
+    trainable = run.ratio.trainable  # type: ignore[attr-defined]
+    before = {name: value.clone() for name, value in trainable.named_parameters()}
     metrics = run.advance()
-    moved = {name for name, value in trained.named_parameters() if not torch.equal(before[name], value)}
+    moved = {name for name, value in trainable.named_parameters() if not torch.equal(before[name], value)}
     assert {name.split(".")[0] for name in moved} == {"0", "1"}
     assert float(metrics["policy/joint_clip"]) == pytest.approx(0.01 * 28)
-    shipped = run.snapshot()
-    assert not any("noise" in name for name in shipped.state_dict())
-    assert shipped.sampler == Euler(steps=4) and shipped.is_deterministic  # type: ignore[attr-defined]
+    export_policy = run.snapshot()
+    assert not any("noise" in name for name in export_policy.state_dict())
+    assert export_policy.sampler == Euler(steps=4) and export_policy.is_deterministic  # type: ignore[attr-defined]
     run.close()
 
 
@@ -222,7 +223,7 @@ def test_a_resumed_run_continues_bit_for_bit_with_its_noise(tmp_path: Path) -> N
     for run in (straight, resumed):
         run.advance()
         run.close()
-    ours, theirs = (run.ratio.trained.state_dict() for run in (resumed, straight))  # type: ignore[attr-defined]
+    ours, theirs = (run.ratio.trainable.state_dict() for run in (resumed, straight))  # type: ignore[attr-defined]
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -234,16 +235,18 @@ def test_frozen_steps_and_their_weights_stay_bit_for_bit_and_the_last_ones_move(
     run = make_run(TAIL, init)
     for _ in range(2):
         run.advance()
-    shipped = run.snapshot()
+    export_policy = run.snapshot()
     run.close()
-    assert isinstance(shipped.field, SwitchedField)  # type: ignore[attr-defined]
-    before, base, tuned = (net.state_dict() for net in (init.field, shipped.field.base, shipped.field.tuned))  # type: ignore[attr-defined]
+    assert isinstance(export_policy.field, SwitchedField)  # type: ignore[attr-defined]
+    before, base, tuned = (
+        net.state_dict() for net in (init.field, export_policy.field.base, export_policy.field.tuned)
+    )  # type: ignore[attr-defined]
     assert all(torch.equal(base[name], before[name]) for name in before)
     assert not any(torch.equal(tuned[name], before[name]) for name in before if "weight" in name)
     cond = Cond(torch.randn(5, 2, generator=torch.Generator().manual_seed(0)))
     x = torch.randn(5, 3, 2, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        ours, theirs = (policy.bind(cond) for policy in (shipped, init))  # type: ignore[attr-defined]
+        ours, theirs = (policy.bind(cond) for policy in (export_policy, init))  # type: ignore[attr-defined]
         same = [torch.equal(ours(k, x), theirs(k, x)) for k in range(3)]
     assert same == [True, True, False]
 
@@ -268,17 +271,19 @@ def test_frozen_steps_add_no_noise_and_count_nothing() -> None:
 def test_a_policy_whose_last_steps_were_tuned_is_saved_and_tuned_again_alike(tmp_path: Path) -> None:
     run = make_run(TAIL)
     run.advance()
-    shipped: Any = run.snapshot()
+    export_policy: Any = run.snapshot()
     run.close()
-    loaded: Any = load_policy(save_policy(shipped, tmp_path / "policy"))
+    loaded: Any = load_policy(save_policy(export_policy, tmp_path / "policy"))
     noise = torch.randn(4, 3, 2, generator=torch.Generator().manual_seed(0))
     obs = torch.zeros(4, 1, 2)
-    assert torch.equal(loaded.act(obs, noise=noise), shipped.act(obs, noise=noise))
+    assert torch.equal(loaded.act(obs, noise=noise), export_policy.act(obs, noise=noise))
     again = make_run(TAIL, loaded)
     again.advance()
     first = again.snapshot().field.base.state_dict()  # type: ignore[attr-defined]
     again.close()
-    assert all(torch.equal(first[name], value) for name, value in shipped.field.base.state_dict().items())
+    assert all(
+        torch.equal(first[name], value) for name, value in export_policy.field.base.state_dict().items()
+    )
     for other in (replace(TAIL, tuned_steps=2), replace(TAIL, tuned_steps=None)):
         with pytest.raises(ConfigError, match="tuned before"):
             make_run(other, loaded)

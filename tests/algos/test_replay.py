@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from algos.replay import Discounting, Mixture, Replay
+from algos.offpolicy.replay_buffer import Discounting, Mixture, Replay
 from algos.transitions import TransitionTable
 from policies.errors import CheckpointError
 

@@ -15,17 +15,18 @@ from torch import Tensor, nn
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
 from algos.base import Setup
-from algos.offpolicy import Explorer, OffPolicyRun
-from algos.replay import ChunkBatch
+from algos.offpolicy.loop import Explorer, OffPolicyRun
+from algos.offpolicy.replay_buffer import ChunkBatch
+from algos.offpolicy.sac_update import SacUpdate, SoftRules
 from algos.rlpd import RlpdConfig
 from algos.sac import SacConfig, SquashedActor
-from algos.soft_learner import SoftLearner, SoftRules
 from policies.backbones.mlp import MlpConfig
-from policies.ensembles import EnsembleConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.gaussian import GaussianProcess
-from policies.policy import PolicyConfig, build_policy
-from policies.squashed import TanhGaussianPolicy, TanhGaussianProcess
+from policies.networks.critics import EnsembleConfig
+from policies.policy import PolicyConfig
+from policies.processes.gaussian import GaussianProcess
+from policies.processes.squashed import TanhGaussianPolicy, TanhGaussianProcess
 
 ROWS, COND, ACTION = 16, 3, 2
 NET = MlpConfig(residual=False, hidden_dims=(8,), time_dim=4)
@@ -54,11 +55,11 @@ def policy(obs_dim: int = COND, **config: Any) -> TanhGaussianPolicy:
     return made
 
 
-def learner(rules: SoftRules, critics: EnsembleConfig, actor: SquashedActor | None = None) -> SoftLearner:
+def learner(rules: SoftRules, critics: EnsembleConfig, actor: SquashedActor | None = None) -> SacUpdate:
     torch.manual_seed(0)
     actor = actor or SquashedActor(policy())
     cond_dim = actor.policy.encoder.cond_dim
-    return SoftLearner(actor, critics.build(cond_dim, actor.latent_dim), rules, of_chunks=True)
+    return SacUpdate(actor, critics.build(cond_dim, actor.latent_dim), rules, of_chunks=True)
 
 
 def batch(generator: torch.Generator) -> ChunkBatch:
@@ -225,8 +226,8 @@ def test_only_executed_rows_are_drawn_judged_and_remembered() -> None:
     )
     assert physical.shape == (4, 2, ACTION) and torch.equal(record["latent"], record["action"])
     mean = torch.tanh(made.head(made.encode({"state": torch.zeros(4, 1, 2)}).vec)[0]).view(4, 3, ACTION)
-    shipped = run.snapshot().act(torch.zeros(4, 1, 2))
-    torch.testing.assert_close(shipped, mean[:, 1:].detach())
+    export_policy = run.snapshot().act(torch.zeros(4, 1, 2))
+    torch.testing.assert_close(export_policy, mean[:, 1:].detach())
     run.close()
 
 

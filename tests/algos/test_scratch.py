@@ -14,20 +14,20 @@ from point_env import PointEnv
 
 from algos.base import Setup
 from algos.fpo import FpoConfig
-from algos.onpolicy import OnPolicy
-from algos.plain import from_plain, to_plain
+from algos.onpolicy.loop import OnPolicy
+from algos.onpolicy.ratios import Rows
+from algos.onpolicy.running_normalizer import RunningMeanStd
 from algos.policyflow import PolicyFlowConfig
 from algos.ppo import PpoConfig
-from algos.ratios import Rows
-from algos.scratch import RunningMoments
+from algos.training.serialization import from_plain, to_plain
 from policies.backbones.mlp import MlpConfig
 from policies.errors import CapabilityError, ConfigError
-from policies.gaussian import GaussianProcess
-from policies.heads import CriticConfig
+from policies.networks.heads import CriticConfig
 from policies.normalizer import Normalizer
 from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
+from policies.processes.gaussian import GaussianProcess
 
 SMALL = PpoConfig(
     num_envs=8, steps_per_iteration=16, batch_size=64, critic=CriticConfig(width=8), clip_range=0.2
@@ -50,7 +50,7 @@ def make_run(config: Any = SMALL, policy: PolicyConfig | None = None) -> OnPolic
 @settings(deadline=None, max_examples=30)
 def test_moments_do_not_depend_on_how_the_data_arrive(cuts: list[int], seed: int) -> None:
     data = 1e4 + torch.randn(40, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    moments, edges = RunningMoments(3), [0, *sorted(cuts), 40]
+    moments, edges = RunningMeanStd(3), [0, *sorted(cuts), 40]
     for start, end in pairwise(edges):
         moments.see(data[start:end].view(-1, 1, 3))
     torch.testing.assert_close(moments.mean, data.mean(0), rtol=1e-12, atol=0)
@@ -59,7 +59,7 @@ def test_moments_do_not_depend_on_how_the_data_arrive(cuts: list[int], seed: int
 
 def test_moments_become_mean_zero_and_deviation_one() -> None:
     data = torch.randn(500, 2) * torch.tensor([3.0, 0.1]) + 7
-    normalizer, moments = Normalizer({"state": "gaussian"}, {"state": 2}), RunningMoments(2)
+    normalizer, moments = Normalizer({"state": "gaussian"}, {"state": 2}), RunningMeanStd(2)
     moments.apply(normalizer)  # nothing was seen: stays as it is
     assert torch.equal(normalizer.encode("state", data), data)
     moments.see(data)
@@ -111,9 +111,11 @@ def test_a_fresh_policy_learns_and_ships_its_scale() -> None:
     run = make_run(replace(SMALL, num_envs=16, actor_lr=3e-3, log_prob_reduction="joint"))
     returns = [float(run.advance()["rollout/return"]) for _ in range(25)]
     assert sum(returns[-3:]) / 3 > sum(returns[:3]) / 3 + 2.0
-    shipped = run.snapshot()
-    assert torch.equal(shipped.normalizer.state_scale, run.policy.normalizer.state_scale)
-    assert (shipped.normalizer.state_scale != 1).all() and (shipped.normalizer.action_scale == 1).all()
+    export_policy = run.snapshot()
+    assert torch.equal(export_policy.normalizer.state_scale, run.policy.normalizer.state_scale)
+    assert (export_policy.normalizer.state_scale != 1).all() and (
+        export_policy.normalizer.action_scale == 1
+    ).all()
 
 
 def test_a_resumed_run_continues_bit_for_bit() -> None:

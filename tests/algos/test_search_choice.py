@@ -12,10 +12,10 @@ import pytest
 import torch
 from test_neighbors import costs, table
 
-from algos import search_choice
-from algos.listing import _TILE
-from algos.neighbors import BruteSearch, ListSearch, TreeSearch
-from algos.search_choice import Load, Rows, build_search, expected_seconds
+from algos.offline import neighbor_autotune
+from algos.offline.neighbor_autotune import Load, Rows, build_search, expected_seconds
+from algos.offline.neighbor_lists import _TILE
+from algos.offline.neighbors import BruteSearch, ListSearch, TreeSearch
 from policies.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, tree: float) -> None:
         self.now = 0.0
-        monkeypatch.setattr(search_choice, "TIMED_FROM", 10)
+        monkeypatch.setattr(neighbor_autotune, "TIMED_FROM", 10)
         self._slow_down(monkeypatch, ListSearch, "make_lists", lambda rows: 5.0 * len(rows.unique()))
         self._slow_down(monkeypatch, ListSearch, "nearest", lambda row, *_: 1.0)
         self._slow_down(monkeypatch, TreeSearch, "nearest", lambda row, *_: tree)
@@ -85,8 +85,8 @@ def test_actions_that_are_tried_are_near_the_data_and_far(monkeypatch: pytest.Mo
         asked.append((row, action))
         return 1.0
 
-    monkeypatch.setattr(search_choice, "TIMED_FROM", 10)
-    monkeypatch.setattr(search_choice, "expected_seconds", noted)
+    monkeypatch.setattr(neighbor_autotune, "TIMED_FROM", 10)
+    monkeypatch.setattr(neighbor_autotune, "expected_seconds", noted)
     build_search("auto", rows, load=Load(10, 200), generator=torch.Generator().manual_seed(0))
     row, action = asked[0]
     off = (action - rows.action[row]).abs().mean(1)
@@ -100,7 +100,7 @@ def test_so_many_rows_are_asked_for() -> None:
 
 
 def test_few_rows_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_choice, "expected_seconds", None)
+    monkeypatch.setattr(neighbor_autotune, "expected_seconds", None)
     assert chosen("auto", rows_of()).name == "lists"
 
 
@@ -148,7 +148,7 @@ def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_memory_is_stated_before_it_is_taken(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     rows, said = rows_of(2**15), []
     monkeypatch.setattr(
-        search_choice._log, "info", lambda text, *facts: said.append((text % facts, list(built)))
+        neighbor_autotune._log, "info", lambda text, *facts: said.append((text % facts, list(built)))
     )
     chosen("lists", rows)
     megabytes = rows.bytes_of("lists") / 2**20
@@ -162,12 +162,12 @@ def test_what_has_no_room_is_refused_before_it_is_made(
     built: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = rows_of(1000)
-    monkeypatch.setattr("envs.datasets.memory.free_memory", lambda: rows.bytes_of("tree") * 2)
+    monkeypatch.setattr("envs.datasets.free_memory.free_memory", lambda: rows.bytes_of("tree") * 2)
     with pytest.raises(ConfigError, match=r"algo\.search=lists takes up to .* algo\.list_length"):
         chosen("lists", rows)
     assert built == []
     assert chosen("auto", rows).name == "tree"
-    for function in ("envs.datasets.memory.free_memory", "algos.search_choice.free_memory"):
+    for function in ("envs.datasets.free_memory.free_memory", "algos.offline.neighbor_autotune.free_memory"):
         monkeypatch.setattr(function, lambda: 0)
     for how, instead in (("auto", "fewer transitions"), ("brute", r"algo\.search=tree\.")):
         with pytest.raises(ConfigError, match=rf"0\.00 GiB are free\. Take {instead}"):
@@ -177,16 +177,16 @@ def test_what_has_no_room_is_refused_before_it_is_made(
 def test_brute_force_asks_its_own_device_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows on an accelerator are compared there; a tree of them is in the memory of the machine."""
     rows = rows_of(1000)
-    monkeypatch.setattr("envs.datasets.memory.free_memory", lambda: 0)
+    monkeypatch.setattr("envs.datasets.free_memory.free_memory", lambda: 0)
     monkeypatch.setattr(Rows, "_is_there", lambda self, how: how == "brute")
     for free, fits in ((10 * rows.bytes_of("brute"), True), (rows.bytes_of("brute"), False)):
-        monkeypatch.setattr(search_choice, "_free_of", lambda device, free=free: free)
+        monkeypatch.setattr(neighbor_autotune, "_free_of", lambda device, free=free: free)
         assert rows.has_room("brute") == fits and not rows.has_room("tree")
 
 
 def test_brute_force_states_the_tile_of_the_batches_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, asked = rows_of(1000), []
-    monkeypatch.setattr(search_choice, "fits", lambda size: asked.append(size) or True)
+    monkeypatch.setattr(neighbor_autotune, "fits", lambda size: asked.append(size) or True)
     for queries in (16, 256):
         build_search("brute", rows, load=Load(1, queries), generator=torch.Generator())
     assert asked[1] - asked[0] == 8 * (256 - 16) * 1000
@@ -237,9 +237,9 @@ def test_the_stated_memory_is_what_a_search_takes() -> None:
 
 def test_a_second_way_without_room_is_not_tried(built: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(1000)
-    monkeypatch.setattr(search_choice, "TIMED_FROM", 0)
-    room = iter([True, True, True, False])  # before the lists are made, while, and once they are there
-    monkeypatch.setattr(search_choice, "fits", lambda size: next(room))
+    monkeypatch.setattr(neighbor_autotune, "TIMED_FROM", 0)
+    storage = iter([True, True, True, False])  # before the lists are made, while, and once they are there
+    monkeypatch.setattr(neighbor_autotune, "fits", lambda size: next(storage))
     assert chosen("auto", rows).name == "lists"
     assert built == ["ListSearch"]
 

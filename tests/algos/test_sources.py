@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from algos.sources import Shuffle
+from algos.cloning.batches import Shuffle
 
 
 def test_every_index_is_used_once_per_pass() -> None:

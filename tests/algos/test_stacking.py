@@ -13,26 +13,27 @@ import torch
 from test_constrained_td3 import bandit, flow, small
 from torch import Tensor, nn
 
-from algos import trainer
 from algos.a2pr import A2prConfig
 from algos.base import Setup
 from algos.iql import IqlConfig
-from algos.metrics import read_jsonl
-from algos.offline_run import OfflineRun, SeedsTogether
-from algos.plain import to_plain
+from algos.offline.batched_seeds import StackedEnsemble, StackedLinear, stack_parameters, stacked
+from algos.offline.loop import OfflineRun, SeedBatch
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
-from algos.stacking import StackedEnsemble, StackedLinear, stacked, tied
-from algos.state import RunDirectory
 from algos.td3_bc import Td3BcConfig
-from algos.trainer import Member, TrainerSettings, train, train_together
-from burnish.config import scan_parts
+from algos.training import trainer
+from algos.training.metrics import read_jsonl
+from algos.training.run_directory import RunDirectory
+from algos.training.serialization import to_plain
+from algos.training.trainer import Member, TrainerSettings, train, train_together
+from burnish.config.schema import scan_parts
 from policies import registry
 from policies.backbones.mlp import MlpConfig
-from policies.deterministic import DeterministicProcess
-from policies.ensembles import EnsembleConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.networks.critics import EnsembleConfig
+from policies.policy import Policy, PolicyConfig
+from policies.processes.deterministic import DeterministicProcess
 
 SEEDS = (0, 1, 5)
 ABLE: list[Any] = [
@@ -58,7 +59,7 @@ def setup(seed: int = 0) -> Setup:
     return Setup(dataset=bandit(), seed=seed, num_threads=1)
 
 
-def together(config: Any, seeds: Sequence[int] = SEEDS) -> tuple[list[OfflineRun], SeedsTogether]:
+def together(config: Any, seeds: Sequence[int] = SEEDS) -> tuple[list[OfflineRun], SeedBatch]:
     runs = config.build_seeds(setup(), seeds)
     return runs, config.together(runs)
 
@@ -381,7 +382,7 @@ def test_old_checkpoints_go_when_all_seeds_have_the_new_one(tmp_path: Path) -> N
 
 def test_parameters_become_views_of_their_stack() -> None:
     parts = [nn.Parameter(torch.full((2,), float(i))) for i in range(3)]
-    whole = tied(parts)
+    whole = stack_parameters(parts)
     with torch.no_grad():
         whole[1] = 7.0
     assert parts[1].tolist() == [7.0, 7.0] and parts[2].tolist() == [2.0, 2.0]

@@ -15,8 +15,9 @@ import pytest
 import torch
 from random_walk import tiny_policy
 
-import algos.provenance
-from algos.plain import (
+import algos.training.provenance
+from algos.training.run_directory import RunDirectory, eval_name, new_folder
+from algos.training.serialization import (
     capture_generator,
     capture_global_rng,
     from_plain,
@@ -24,9 +25,8 @@ from algos.plain import (
     restore_global_rng,
     to_plain,
 )
-from algos.state import RunDirectory, eval_name, new_folder
 from policies.errors import CheckpointError
-from policies.folder import load_policy
+from policies.storage.policy_folder import load_policy
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def test_checkpoint_returns_what_was_saved(run: RunDirectory) -> None:
     assert state["algorithm"]["pair"] == (1, None)
     np.testing.assert_array_equal(state["algorithm"]["x"], np.arange(2.0))
     assert os.readlink(run.path / "checkpoints" / "last") == "7"
-    shipped = load_policy(run.policy_path())
-    torch.testing.assert_close(shipped.state_dict(), policy.state_dict(), rtol=0, atol=0)
+    export_policy = load_policy(run.policy_path())
+    torch.testing.assert_close(export_policy.state_dict(), policy.state_dict(), rtol=0, atol=0)
 
 
 def test_training_state_loads_without_running_code(run: RunDirectory) -> None:
@@ -291,8 +291,8 @@ def test_evaluations_are_written_and_replaced(run: RunDirectory) -> None:
 
 
 def test_commit_is_absent_outside_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(algos.provenance, "__file__", str(tmp_path / "algos" / "provenance.py"))
-    assert algos.provenance.describe_environment()["commit"] is None
+    monkeypatch.setattr(algos.training.provenance, "__file__", str(tmp_path / "algos" / "provenance.py"))
+    assert algos.training.provenance.describe_environment()["commit"] is None
 
 
 @pytest.mark.parametrize("bits", [np.random.PCG64, np.random.Philox, np.random.MT19937, np.random.SFC64])

@@ -10,12 +10,12 @@ import pytest
 import torch
 from random_walk import RandomWalk
 
-from algos.metrics import TensorBoardWriter, read_jsonl
-from algos.signals import Interrupted
-from algos.state import RunDirectory
-from algos.trainer import TrainerSettings, train
+from algos.training.metrics import TensorBoardWriter, read_jsonl
+from algos.training.run_directory import RunDirectory
+from algos.training.signals import Interrupted
+from algos.training.trainer import TrainerSettings, train
 from policies.errors import CheckpointError, ConfigError, TrainingError, WorkerError
-from policies.folder import load_policy
+from policies.storage.policy_folder import load_policy
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ def test_last_checkpoint_holds_the_final_weights(run: RunDirectory) -> None:
     walk = RandomWalk(5)
     train(walk, run, TrainerSettings(checkpoint_every=0), progress=False)
     assert run.checkpoints() == [5]
-    shipped = load_policy(run.path / "checkpoints" / "last" / "policy")
+    export_policy = load_policy(run.path / "checkpoints" / "last" / "policy")
     torch.testing.assert_close(
-        dict(shipped.named_parameters()), dict(walk.policy.named_parameters()), rtol=0, atol=0
+        dict(export_policy.named_parameters()), dict(walk.policy.named_parameters()), rtol=0, atol=0
     )
 
 

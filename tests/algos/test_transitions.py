@@ -15,9 +15,10 @@ from algos.iql import IqlConfig
 from algos.td3_bc import Td3BcConfig
 from algos.transitions import Rewarding, TransitionTable, actions_for, box_of, clipped_actions, tabulate
 from envs.datasets.episodes import EpisodeDataset
-from policies.deterministic import DeterministicProcess
+from policies.build import build_policy
 from policies.errors import CapabilityError, DatasetError
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
+from policies.processes.deterministic import DeterministicProcess
 
 LENGTHS, ENDS = (5, 1, 7, 3), (True, True, False, True)
 

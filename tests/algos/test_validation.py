@@ -6,14 +6,14 @@ import pytest
 from small_cloning import tiny
 from two_modes import two_mode_setup
 
-from algos.sources import Source
-from algos.validation import Validation
+from algos.cloning.batches import WindowSampler
+from algos.cloning.validation import Validation
 
 
 def test_validation_is_in_physical_units_and_best_is_not_above_mean() -> None:
     setup = two_mode_setup()
     policy = tiny().build(setup).snapshot()
-    source = Source(setup.dataset, policy.chunk, pad_end=True)
+    source = WindowSampler(setup.dataset, policy.chunk, pad_end=True)
     found = Validation(source, num_windows=50, num_samples=3, seed=0).measure(policy)
     assert 0.0 < found["validation/action_mse_best"] <= found["validation/action_mse"]
     again = Validation(source, num_windows=50, num_samples=3, seed=0).measure(policy)
@@ -24,7 +24,7 @@ def test_validation_of_the_demonstrator_itself_is_zero(monkeypatch: pytest.Monke
     setup = two_mode_setup()
     policy = tiny().build(setup).snapshot()
     validation = Validation(
-        Source(setup.dataset, policy.chunk, pad_end=True), num_windows=9, num_samples=2, seed=0
+        WindowSampler(setup.dataset, policy.chunk, pad_end=True), num_windows=9, num_samples=2, seed=0
     )
     truth = policy.normalize_action(validation._data.action).repeat_interleave(2, dim=0)
     truth[1::2] += 1.0  # the second sample of every window is one normalised unit off

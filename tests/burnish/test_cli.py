@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import pytest
 
 from burnish import cli, demo
-from burnish.commands import COMMANDS
 from burnish.commands import doctor as doctor_command
 from burnish.commands.doctor import main as doctor
 from burnish.commands.list import availability
 from burnish.commands.list import main as list_command
-from burnish.config import GROUPS
-from burnish.overrides import groups_of, keys_of, with_home
-from envs import rendering
+from burnish.config.commands import COMMANDS
+from burnish.config.overrides import groups_of, keys_of, with_home
+from burnish.config.schema import GROUPS
+from envs.engine import rendering
 
 
 def _run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -12,18 +12,19 @@ import torch
 
 import burnish
 from burnish import cli
-from burnish.config import describe_part
-from envs.collect import collect
+from burnish.config.schema import describe_part
 from envs.datasets import write_robomimic
 from envs.make import env
+from envs.rollouts.collect import collect
 from policies.backbones.mlp import MlpConfig
-from policies.compose import ComposedPolicy
+from policies.build import build_policy
+from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.folder import save_policy
-from policies.gaussian import GaussianProcess
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow, VPDiffusion
-from policies.samplers import DDIM
+from policies.processes.gaussian import GaussianProcess
+from policies.samplers.ddpm import DDIM
+from policies.storage.policy_folder import save_policy
 
 TASK = env("avoid", max_episode_steps=16)
 SHORT: dict[str, Any] = {"episodes": 3, "num_workers": 0, "num_envs": 4}

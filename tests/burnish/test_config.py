@@ -8,8 +8,16 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from burnish.commands.train import PolicyShape, TrainConfig
-from burnish.config import GROUPS, compose_config, describe, register_configs, restore, scan_parts, to_object
+from burnish.config.schema import (
+    GROUPS,
+    compose_config,
+    describe,
+    register_configs,
+    restore,
+    scan_parts,
+    to_object,
+)
+from burnish.config.train import PolicyShape, TrainConfig
 from policies import registry
 from policies.errors import ConfigError
 from policies.policy import PART_GROUPS, PolicyConfig

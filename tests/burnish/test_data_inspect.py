@@ -17,7 +17,8 @@ import torch
 import burnish
 from burnish import cli
 from envs.datasets import Episode, EpisodeDataset, write_d4rl, write_minari, write_robomimic
-from envs.datasets.measures import (
+from envs.datasets.inspect import describe_file
+from envs.datasets.quality import (
     action_divergence,
     cluster_variance,
     coverage,
@@ -26,7 +27,6 @@ from envs.datasets.measures import (
     own_row_rate,
     trajectory_quality,
 )
-from envs.datasets.schema import describe_file
 from policies.errors import ConfigError, DatasetError
 
 
@@ -156,7 +156,7 @@ def test_every_key_is_described_with_what_is_wrong_in_it(tmp_path: Path) -> None
 def test_pieces_of_a_large_array_give_what_the_whole_gives(
     tmp_path: Path, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envs.datasets.schema._PIECE", 1000)
+    monkeypatch.setattr("envs.datasets.inspect._PIECE", 1000)
     values = rng.normal(size=(1000, 3))
     with h5py.File(tmp_path / "x.hdf5", "w") as file:
         file["x"] = values
@@ -227,7 +227,7 @@ def test_a_reference_is_read_with_the_options_that_fit_it(tmp_path: Path, noisy:
 def test_an_unusable_reference_is_refused_before_measuring(
     tmp_path: Path, noisy: EpisodeDataset, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("envs.datasets.measures.own_row_rate", lambda *_: pytest.fail("measuring began"))
+    monkeypatch.setattr("envs.datasets.quality.own_row_rate", lambda *_: pytest.fail("measuring began"))
     write_d4rl(tmp_path / "toy.hdf5", noisy)
     if kind != "missing":
         wide = replace(noisy, observations=torch.zeros(400, 5), next_observations=None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from burnish.commands.serve import ServeConfig, served_by
-from burnish.device import device_of
+from burnish.runs.device import device_of
 from policies.errors import ConfigError
 
 

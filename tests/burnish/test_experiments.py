@@ -14,15 +14,15 @@ from omegaconf import OmegaConf
 
 import configs
 from burnish.commands import train as train_command
-from burnish.commands.train import TrainConfig
-from burnish.config import GROUPS, compose_config, scan_parts
-from burnish.job import Job
-from burnish.overrides import experiments
+from burnish.config.overrides import experiments
+from burnish.config.schema import GROUPS, compose_config, scan_parts
+from burnish.config.train import TrainConfig
+from burnish.runs.context import RunContext
 from envs.datasets import EpisodeDataset, write_robomimic
-from envs.datasets.episodes import Episode
+from envs.datasets.episode import Episode
 from policies import registry
 from policies.errors import MissingExtraError
-from policies.folder import load_policy
+from policies.storage.policy_folder import load_policy
 
 scan_parts()
 FOLDER = Path(configs.__file__).parent / "experiment"
@@ -125,7 +125,7 @@ def test_every_experiment_says_what_it_is(name: str) -> None:
 def test_one_tiny_iteration_from_nothing(name: str, tmp_path: Path) -> None:
     few = ["algo.num_envs=2", "algo.steps_per_iteration=4", "algo.env_steps=8", "algo.batch_size=4"]
     tiny = [f"experiment={name}", *few, "evaluation.episodes=0", "progress=false"]
-    outcome = train_command.train(compose_config("train", tiny), Job(tmp_path / "run"))
+    outcome = train_command.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
     assert outcome.directory.latest() == 8
 
 
@@ -137,7 +137,7 @@ def test_two_tiny_steps_on_a_fixed_dataset(name: str, tmp_path: Path) -> None:
     few = ["algo.steps=2", "algo.batch_size=8", "evaluation.episodes=0", "progress=false"]
     few += ["algo.warmup_steps=0"] if getattr(config.algo, "warmup_steps", 0) else []
     tiny = [f"experiment={name}", f"dataset={dataset}", *narrow, *few]
-    outcome = train_command.train(compose_config("train", tiny), Job(tmp_path / "run"))
+    outcome = train_command.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
     assert outcome.directory.latest() == 2
 
 
@@ -159,7 +159,7 @@ def test_mazes_train_on_files_of_d4rl_and_are_judged(
     few += [f"data.d4rl_compat={compat}", f"env={env}", "env.max_episode_steps=4", "evaluation.episodes=2"]
     tiny = [f"experiment={name}", f"dataset={file}", *few, "progress=false", "trainer.eval_every=0"]
     try:
-        outcome = train_command.train(compose_config("train", tiny), Job(tmp_path / "run"))
+        outcome = train_command.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
     except MissingExtraError as error:
         pytest.skip(str(error))
     assert load_policy(outcome.directory.policy_path()).obs_dim == state
@@ -181,7 +181,7 @@ def test_a_few_tiny_steps_from_a_replay(name: str, tmp_path: Path) -> None:
     rest = [*(data if config.algo.offline_ratio else []), "evaluation.episodes=0", "progress=false"]
     tiny = [f"experiment={name}", *few, *narrow, *rest]
     try:
-        outcome = train_command.train(compose_config("train", tiny), Job(tmp_path / "run"))
+        outcome = train_command.train(compose_config("train", tiny), RunContext(tmp_path / "run"))
     except MissingExtraError as error:
         pytest.skip(str(error))
     assert outcome.directory.latest() is not None
@@ -209,7 +209,7 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path
         "backbone.width=16",
     ]
     cloning = [f"experiment={base}", *process, f"dataset={dataset}", *tiny, *common]
-    train_command.train(compose_config("train", cloning), Job(tmp_path / "base"))
+    train_command.train(compose_config("train", cloning), RunContext(tmp_path / "base"))
     few = ["algo.num_envs=2", "algo.steps_per_iteration=2", "algo.batch_size=8"]
     if algo in FROM_REPLAY:
         few += ["algo.total_steps=16", "algo.warmup_steps=0", "algo.critic_dims=[16]"]
@@ -217,7 +217,7 @@ def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path
         few += ["algo.iterations=1", "algo.env_steps=null", "algo.update_epochs=1", "algo.critic.width=16"]
     tuning = [f"experiment={name}", f"init={tmp_path / 'base'}", *few, *common]
     try:
-        outcome = train_command.train(compose_config("train", tuning), Job(tmp_path / "tuned"))
+        outcome = train_command.train(compose_config("train", tuning), RunContext(tmp_path / "tuned"))
     except MissingExtraError as error:
         pytest.skip(str(error))
     assert outcome.directory.latest() is not None

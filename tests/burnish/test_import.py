@@ -10,11 +10,11 @@ from foreign_checkpoints import TOLERANCE, example, write
 
 import burnish
 from burnish.commands import importing as command
-from burnish.config import compose_config
-from burnish.job import Job
+from burnish.config.schema import compose_config
+from burnish.runs.context import RunContext
 from policies.errors import CheckpointError, ConfigError
-from policies.folder import read_config
 from policies.protocols import Cond
+from policies.storage.policy_folder import read_config
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def test_an_imported_policy_loads_and_acts(given: list[str], tmp_path: Path) -> 
 def test_the_command_says_what_it_did(
     given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    count = command.run(compose_config("import", given), Job(tmp_path, ()))
+    count = command.run(compose_config("import", given), RunContext(tmp_path, ()))
     shown = capsys.readouterr().out
     assert f"written: {tmp_path / 'policy'}" in shown
     for fact in ("state_3.pt", "ema", "num_levels=20", "state=file of statistics", "left_out"):

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from burnish import keys
-from burnish.commands import COMMANDS
+from burnish.commands import keys
+from burnish.config.commands import COMMANDS
 from policies.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_committed_page_is_the_one_that_is_generated(tmp_path: Path) -> None:
     assert keys.main([str(tmp_path / "keys.md")]) == 0
     made, committed = (tmp_path / "keys.md").read_text(), (ROOT / keys.PAGE).read_text()
-    assert made == committed, "run python -m burnish.keys"
+    assert made == committed, "run python -m burnish.commands.keys"
 
 
 def test_every_key_is_explained() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from algos.state import RunDirectory
+from algos.training.run_directory import RunDirectory
 from burnish.commands.report import _numbers, grouped
-from burnish.last_and_best import last_and_best
-from burnish.page import Page
-from envs.episodes import EpisodeRow
-from envs.evaluation import Evaluation
+from burnish.reports.html import Page
+from burnish.runs.best_evaluation import best_evaluation
+from envs.evaluation.evaluate import Evaluation
+from envs.rollouts.episodes import EpisodeRow
 
 
 def evaluation(value: float, *, rule: str = "", scores: Any = (0.0, 200.0), episodes: int = 20) -> Evaluation:
@@ -34,7 +34,7 @@ def run_of(path: Path, values: dict[str, Evaluation]) -> RunDirectory:
 
 def test_both_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
     values = {"step-5": evaluation(10), "step-1000": evaluation(50), "step-20": evaluation(70)}
-    found = last_and_best(run_of(tmp_path / "run", values))
+    found = best_evaluation(run_of(tmp_path / "run", values))
     assert found is not None and (found.last.step, found.best.step, found.count) == (1000, 20, 3)
     assert (found.last.value, found.best.value) == (50.0, 70.0)
     assert str(found) == "last 50 at step 1000; best of 3 on the way 70 at step 20 (20 episodes each)"
@@ -42,7 +42,7 @@ def test_both_are_found_in_the_order_of_steps(tmp_path: Path) -> None:
 
 def test_success_decides_where_the_task_has_it(tmp_path: Path) -> None:
     values = {f"step-{k}": evaluation(k, rule="there", scores=None) for k in (4, 12, 9)}
-    found = last_and_best(run_of(tmp_path / "run", values))
+    found = best_evaluation(run_of(tmp_path / "run", values))
     assert found is not None and found.last.quantity == "success" and found.best.step == 12
     assert "best of 3 on the way 60 % at step 12" in str(found)
 
@@ -53,9 +53,9 @@ def test_evaluations_by_hand_and_by_other_protocols_do_not_count(tmp_path: Path)
         "step-7": evaluation(30),
         "step-7-abcdef012345": evaluation(80),
     }
-    found = last_and_best(run_of(tmp_path / "run", values))
+    found = best_evaluation(run_of(tmp_path / "run", values))
     assert found is not None and (found.best.value, found.count) == (30.0, 1)
-    assert last_and_best(run_of(tmp_path / "bare", {})) is None
+    assert best_evaluation(run_of(tmp_path / "bare", {})) is None
 
 
 def test_a_report_has_both_the_score_and_the_worst_tenth_of_every_run_and_of_all(tmp_path: Path) -> None:

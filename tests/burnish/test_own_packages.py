@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from burnish.own_packages import found_packages, require_own_packages
+from burnish.name_clashes import found_packages, require_own_packages
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = "import burnish; print(burnish.collect)"
@@ -40,7 +40,7 @@ def test_a_foreign_package_is_named_at_the_start(program: str, file: str, tmp_pa
 def test_a_folder_without_code_hides_nothing(tmp_path: Path) -> None:
     (tmp_path / "assets").mkdir()
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
-    program = "from burnish.own_packages import require_own_packages as check; check()"
+    program = "from burnish.name_clashes import require_own_packages as check; check()"
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, cwd=tmp_path, capture_output=True, text=True
     )

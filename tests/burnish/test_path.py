@@ -18,20 +18,20 @@ from safetensors.torch import load_file
 
 import burnish
 from algos.bc import Bc
-from algos.signals import Interrupted
+from algos.training.signals import Interrupted
 from burnish.api import Run, overrides_of
 from burnish.commands import evaluate as evaluate_command
 from burnish.commands import train as train_command
 from burnish.commands.evaluate import describe_comparison
 from burnish.commands.export import surroundings_of
 from burnish.commands.train import prepare
-from burnish.config import compose_config
+from burnish.config.schema import compose_config
 from burnish.console import log_lines
-from burnish.job import Job
-from burnish.locate import locate
-from burnish.tasks import task_of
-from envs.avoid import Avoid
+from burnish.runs.context import RunContext
+from burnish.runs.locate import locate
+from burnish.runs.tasks import task_of
 from envs.datasets import read_dataset
+from envs.tasks.avoid.task import Avoid
 from policies.errors import CheckpointError, ConfigError, DatasetError, ExportError
 from policies.paths import lasting
 
@@ -145,7 +145,7 @@ def test_policies_with_one_name_keep_their_own_numbers(
     monkeypatch.setattr(evaluate_command, "summary_table", lambda rows: tables.append(list(rows)) or "")
     for policy, versus in (("a/p", "p"), ("p", "p")):
         written = overrides_of((), {"policy": policy, "versus": versus, "episodes": 2, "num_workers": 0})
-        evaluate_command.run(compose_config("eval", written), Job(tmp_path))
+        evaluate_command.run(compose_config("eval", written), RunContext(tmp_path))
     assert [[name for name, _ in rows] for rows in tables] == [
         ["a/p", "p"],
         ["p (policy)", "p (versus)"],
@@ -512,7 +512,7 @@ def test_python_shows_the_lines_of_the_command_line(
     with no_logging_set_up():
         burnish.train(resume=tmp_path / "copy")
     shown = capsys.readouterr()
-    assert "algos.progress INFO: copy: 12/12 gradient steps" in shown.err and shown.out == ""
+    assert "algos.training.progress INFO: copy: 12/12 gradient steps" in shown.err and shown.out == ""
     assert logging.getLogger("algos").handlers == [] and logging.getLogger("algos").level == level
 
 
@@ -609,4 +609,4 @@ def test_a_file_of_an_evaluation_is_written_whole_or_not_at_all(
 def test_an_algorithm_that_learns_in_an_environment_takes_no_dataset(tmp_path: Path) -> None:
     config = compose_config("train", ["algo=ppo", "env=avoid", "process=gaussian", "dataset=some.hdf5"])
     with pytest.raises(ConfigError, match=r"algo=ppo learns in an environment and takes no dataset"):
-        train_command.train(config, Job(tmp_path / "run"))
+        train_command.train(config, RunContext(tmp_path / "run"))

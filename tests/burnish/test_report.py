@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from algos.state import RunDirectory
-from burnish import behaviour, pictures
-from burnish.behaviour import Stage, describe_ways, draw_behaviour
+from algos.training.run_directory import RunDirectory
 from burnish.commands.report import ReportConfig, _is_same, grouped, report
-from envs.episodes import EpisodeRow
-from envs.evaluation import Evaluation
-from envs.statistics import success_rate
+from burnish.reports import figures, rollouts
+from burnish.reports.rollouts import ReportRollouts, describe_ways, draw_behaviour
+from envs.evaluation.evaluate import Evaluation
+from envs.evaluation.intervals import success_rate
+from envs.rollouts.episodes import EpisodeRow
 from policies.errors import CapabilityError
 
 
@@ -52,14 +52,14 @@ def rows(*values: float, name: str = "eval/success") -> list[dict[str, float]]:
 
 def test_a_run_has_one_colour_and_only_its_group_is_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(pictures, "to_png", lambda figure: drawn.append(figure) or b"")
+    monkeypatch.setattr(figures, "to_png", lambda figure: drawn.append(figure) or b"")
     metrics = {
         "a": rows(0.0, 0.2),
         "b": rows(0.4, 0.6) + rows(0.1, 0.2, name="rollout/success"),
         "c": rows(0.8, 1.0) + rows(0.3, 0.4, name="rollout/success"),
     }
-    colours = pictures.run_colours(["z", *metrics])
-    pictures.learning_curves(metrics, "env_steps", colours=colours, means={"one": ["a"], "two": ["b", "c"]})
+    colours = figures.run_colours(["z", *metrics])
+    figures.learning_curves(metrics, "env_steps", colours=colours, means={"one": ["a"], "two": ["b", "c"]})
     evaluation, training = drawn[0].axes
     lines = {line.get_label(): line for line in evaluation.lines}
     assert list(lines) == ["a", "b", "c", "mean, two"]
@@ -81,9 +81,9 @@ def test_losses_are_drawn_where_nothing_is_explored(
     logged: list[str], titles: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[Any] = []
-    monkeypatch.setattr(pictures, "to_png", lambda figure: drawn.append(figure) or b"")
+    monkeypatch.setattr(figures, "to_png", lambda figure: drawn.append(figure) or b"")
     metrics = {"a": [row for name in logged for row in rows(1.0, 0.5, name=name)]}
-    pictures.learning_curves(metrics, "gradient_steps")
+    figures.learning_curves(metrics, "gradient_steps")
     assert [axes.get_title() for axes in drawn[0].axes] == titles
 
 
@@ -97,7 +97,7 @@ def test_a_page_without_curves_says_what_was_not_logged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [3, 10, 25])
 def test_colours_of_runs_differ(number: int) -> None:
-    colours = pictures.run_colours([f"run {index}" for index in range(number)])
+    colours = figures.run_colours([f"run {index}" for index in range(number)])
     assert len({str(colour) for colour in colours.values()}) == number
 
 
@@ -136,7 +136,9 @@ def test_a_task_that_draws_nothing_is_reported_without_pictures(
     plain = SimpleNamespace(spec=SimpleNamespace(name="pendulum"))
     with pytest.raises(CapabilityError, match="env=pendulum draws nothing; give it figure"):
         draw_behaviour(plain, {"after": [SimpleNamespace()]})
-    monkeypatch.setattr(Stage, "play", lambda stage, directory: (plain, {"after": [SimpleNamespace()]}))
+    monkeypatch.setattr(
+        ReportRollouts, "play", lambda stage, directory: (plain, {"after": [SimpleNamespace()]})
+    )
     run = made(tmp_path / "run", "bc", {"name": "avoid"})
     page = report(ReportConfig(run=str(run.path)))
     assert "No pictures: env=pendulum draws nothing" in page.read_text()
@@ -154,10 +156,10 @@ def test_policies_are_drawn_as_their_run_evaluates_them(
         return SimpleNamespace(rows=())
 
     found = SimpleNamespace(path=tmp_path, label="run", load=lambda: None)
-    monkeypatch.setattr(behaviour, "locate", lambda path, key: found)
-    monkeypatch.setattr(behaviour, "task_of", lambda found: SimpleNamespace(figure=None))
-    monkeypatch.setattr(behaviour, "evaluate_with", play)
-    stage = Stage(7, 100, 0)
+    monkeypatch.setattr(rollouts, "locate", lambda path, key: found)
+    monkeypatch.setattr(rollouts, "task_of", lambda found: SimpleNamespace(figure=None))
+    monkeypatch.setattr(rollouts, "evaluate_with", play)
+    stage = ReportRollouts(7, 100, 0)
     for _ in range(2):  # of which the second is not played again
         stage.play(run)
     (settings,) = used

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from algos.offline import plain_actor
+from algos.offline.config import plain_actor
 from algos.rebrac import RebracConfig
-from benchmarks.offline import correction_of, rows_of, scores, settings_of
-from benchmarks.once import _compared, demonstrations, first_seed, trained
-from policies.deterministic import DeterministicProcess
+from benchmarks.studies.offline import correction_of, rows_of, scores, settings_of
+from benchmarks.studies.once import _compared, demonstrations, first_seed, trained
+from policies.build import build_policy
 from policies.normalizer import box_statistics
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
+from policies.processes.deterministic import DeterministicProcess
 
 TINY = (
     "algo=bc", "env=avoid", "backbone.width=8", "algo.steps=8", "algo.warmup_steps=0", "algo.batch_size=4",

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import burnish
-from algos.metrics import read_jsonl
-from algos.offline_run import SeedsTogether
-from algos.state import RunDirectory
+from algos.offline.loop import SeedBatch
+from algos.training.metrics import read_jsonl
+from algos.training.run_directory import RunDirectory
 from burnish import cli
 from burnish.api import Run
-from burnish.locate import seed_folders
+from burnish.runs.locate import seed_folders
 from envs.datasets import Episode, EpisodeDataset, write_d4rl
 from policies.errors import CheckpointError, ConfigError, TrainingError
 
@@ -100,15 +100,15 @@ def test_a_stopped_folder_says_how_it_is_continued(
 ) -> None:
     """In whatever order the seeds are given, and with widths at which places in memory matter."""
     odd = {"algo": TINY["algo"] | {"hidden_dims": [13], "critic_dims": [13]}}
-    advance = SeedsTogether.advance
+    advance = SeedBatch.advance
 
-    def stopping(self: SeedsTogether) -> Any:
+    def stopping(self: SeedBatch) -> Any:
         if self.runs[0].progress == 4:
             raise KeyboardInterrupt
         return advance(self)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(SeedsTogether, "advance", stopping)
+        patch.setattr(SeedBatch, "advance", stopping)
         train(transitions, tmp_path / "cut", seeds=[4, 1], **odd)
     assert f"its last checkpoint is 4. Continue with: burnish train resume={tmp_path / 'cut'}" in caplog.text
     train(transitions, tmp_path / "whole", seeds=[4, 1], **odd)
@@ -123,10 +123,10 @@ def test_a_stopped_folder_says_how_it_is_continued(
 def test_what_cannot_be_trained_leaves_nothing(
     transitions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(self: SeedsTogether) -> Any:
+    def broken(self: SeedBatch) -> Any:
         raise ConfigError("no")
 
-    monkeypatch.setattr(SeedsTogether, "advance", broken)
+    monkeypatch.setattr(SeedBatch, "advance", broken)
     with pytest.raises(ConfigError, match="no"):
         train(transitions, tmp_path / "none", seeds=[0, 1])
     assert not (tmp_path / "none").exists()
@@ -181,13 +181,13 @@ def test_a_seed_that_is_missing_is_missed(transitions: Path, three: Path, tmp_pa
 def test_a_group_that_is_stopped_at_its_first_evaluation_keeps_all_seeds(
     transitions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopping(self: SeedsTogether) -> Any:
+    def stopping(self: SeedBatch) -> Any:
         raise KeyboardInterrupt
 
     place = tmp_path / "early"
     first = {"env": "hopper", "evaluation": {"episodes": 1}, "trainer": {"eval_first": True}}
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(SeedsTogether, "advance", stopping)
+        patch.setattr(SeedBatch, "advance", stopping)
         train(transitions, place, seeds=[0, 1], **first)
     assert [folder.name for folder in seed_folders(place)] == ["seed-0", "seed-1"]
     assert [run.directory.latest() for run in burnish.train_seeds(resume=place)] == [8, 8]

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from burnish import cli
-from burnish.locate import locate_actor
+from burnish.runs.locate import locate_actor
+from policies.build import build_policy
 from policies.errors import ExportError
-from policies.export import export_policy
-from policies.gaussian import GaussianProcess
-from policies.policy import PolicyConfig, build_policy
+from policies.export.export import export_policy
+from policies.policy import PolicyConfig
+from policies.processes.gaussian import GaussianProcess
 
 
 def refusal(

@@ -12,9 +12,9 @@ from random_walk import RandomWalk
 
 import burnish
 from algos.bc import Bc
-from algos.progress import planned
-from algos.state import RunDirectory
-from algos.trainer import train
+from algos.training.progress import planned
+from algos.training.run_directory import RunDirectory
+from algos.training.trainer import train
 from burnish.app import NewFolders
 from burnish.cli import main
 from policies.errors import CheckpointError, ConfigError
@@ -84,7 +84,7 @@ class OneSecond(datetime):
 def test_runs_that_start_in_the_same_second_have_a_folder_each(
     demos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for clock in ("hydra.core.utils.datetime", "burnish.locate.datetime"):
+    for clock in ("hydra.core.utils.datetime", "burnish.runs.locate.datetime"):
         monkeypatch.setattr(clock, OneSecond)
     monkeypatch.chdir(tmp_path)
     settings = {"name": "twin", "dataset": str(demos), **TINY}
@@ -162,7 +162,7 @@ def test_a_long_run_is_announced_once(
     long_s: float,
     lines: int,
 ) -> None:
-    monkeypatch.setattr("algos.trainer.LONG_S", long_s)
+    monkeypatch.setattr("algos.training.trainer.LONG_S", long_s)
     with caplog.at_level(logging.INFO, logger="algos"):
         train(RandomWalk(6), RunDirectory.create_at(tmp_path / "walk", {}), progress=False)
     found = [text for text in caplog.messages if "are planned, about" in text]

@@ -20,17 +20,18 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from algos.base import Setup
-from algos.plain import from_plain, to_plain
-from burnish.config import scan_parts
+from algos.training.serialization import from_plain, to_plain
+from burnish.config.schema import scan_parts
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import BurnishError, CapabilityError, ConfigError, MissingExtraError
-from policies.folder import load_policy, save_policy
-from policies.heads import CriticConfig
-from policies.latent_steering import Steering
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.networks.heads import CriticConfig
+from policies.policy import Policy, PolicyConfig
+from policies.storage.policy_folder import load_policy, save_policy
 from policies.threads import torch_threads
+from policies.wrappers.noise_policy import Steering
 from tests.global_states import global_states
 
 scan_parts()

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 from drawing import require_drawing
 
-from burnish.config import describe_part, restore_part
+from burnish.config.schema import describe_part, restore_part
+from envs.engine.pixels import FREE, HasCameras
 from envs.make import env, list_envs
-from envs.pixels import FREE, Pictured
-from envs.spec import EnvConfig
-from envs.vector import VectorEnv
+from envs.spec import EnvConfig, VectorEnv
 from policies.errors import ConfigError, MissingExtraError
 from policies.extras import require
 
@@ -184,7 +183,7 @@ def test_a_saved_state_continues_bit_exactly(name: str) -> None:
 def test_a_scene_that_is_drawn_follows_from_the_seed_and_drawing_changes_no_number(name: str) -> None:
     require_drawing()
     config = env(name)
-    if not isinstance(config, Pictured):
+    if not isinstance(config, HasCameras):
         pytest.skip(f"{name} cannot be drawn")
     plain = vector_of(config, 2)
     camera = a_camera_of(plain)

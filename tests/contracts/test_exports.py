@@ -19,11 +19,11 @@ import torch
 from test_policies import build, fits, small
 
 from policies import registry
-from policies.correction import Correction
 from policies.errors import ExportError
-from policies.export import FORMATS, GRAPHS, export_policy
-from policies.export_graph import observation_of, random_inputs
-from policies.exported import ExportedPolicy
+from policies.export.export import FORMATS, GRAPHS, export_policy
+from policies.export.exported_policy import ExportedPolicy
+from policies.export.onnx_graph import observation_of, random_inputs
+from policies.wrappers.score_correction import Correction
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")

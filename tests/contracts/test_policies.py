@@ -14,12 +14,13 @@ from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, statistics
 from torch import Tensor
 
 from policies import registry
+from policies.backbones.switched import SwitchedField
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError, MissingExtraError
-from policies.fields import SwitchedField
-from policies.folder import load_policy, save_policy
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.protocols import TE, Chain, ChainPolicy, Cond
+from policies.storage.policy_folder import load_policy, save_policy
 
 registry.scan_policies()
 

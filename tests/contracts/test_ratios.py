@@ -9,15 +9,17 @@ import pytest
 import torch
 from small_policies import ACTION_DIM, OBS_DIM, observations, statistics
 
-from algos.buffers import Experience, encode
-from algos.exploration import NoiseConfig
 from algos.fpo import AwmConfig, FpoConfig
+from algos.onpolicy.advantages import Experience, encode
+from algos.onpolicy.exploration_noise import NoiseConfig
+from algos.onpolicy.ratios import ChainRatio, RatioEstimator, Rows
 from algos.policyflow import PolicyFlowConfig
-from algos.ratios import ChainRatio, RatioEstimator, Rows
 from algos.reinflow import ReinFlowConfig
 from policies import registry
-from policies.policy import Policy, PolicyConfig, build_policy
-from policies.samplers import DDIM, DDPM, Euler
+from policies.build import build_policy
+from policies.policy import Policy, PolicyConfig
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.ode import Euler
 
 registry.scan_policies()
 
@@ -200,11 +202,11 @@ def test_the_ratio_of_fresh_data_is_one(
     allowed = 1e-4 if dtype == torch.float32 and reduction == "joint" else 1e-6
     assert float((score.log_ratio.detach().double().exp() - 1).abs().max()) <= allowed
     assert {part.shape for part in (score.log_ratio, score.saturated, score.entropy)} == {rows.step.shape}
-    gradients = torch.autograd.grad(score.log_ratio.sum(), list(trained(ratio)), allow_unused=True)
+    gradients = torch.autograd.grad(score.log_ratio.sum(), list(trainable(ratio)), allow_unused=True)
     assert any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
-def trained(ratio: Any) -> Any:
+def trainable(ratio: Any) -> Any:
     module = getattr(ratio, "trained", None)
     return (ratio.policy if module is None else module).parameters()
 

@@ -19,7 +19,7 @@ from dataset_files import CUT, FORMATS, LENGTHS, made, write_dppo, write_ogbench
 
 from envs.datasets import (
     EpisodeDataset,
-    memory,
+    free_memory,
     read_dataset,
     reader_options,
     readers,
@@ -27,8 +27,8 @@ from envs.datasets import (
     write_minari,
     write_robomimic,
 )
+from envs.datasets.array_storage import Disk
 from envs.datasets.options import hint_name
-from envs.datasets.room import Disk
 from policies.errors import ConfigError
 from policies.protocols import ChunkSpec
 
@@ -143,7 +143,7 @@ class Tried:
     needs: str = "numpy"
 
 
-def near(one: torch.Tensor, two: torch.Tensor) -> bool:
+def bc_term(one: torch.Tensor, two: torch.Tensor) -> bool:
     return one.shape == two.shape and bool((one - two).abs().max() < 1e-5)
 
 
@@ -192,15 +192,15 @@ OPTIONS = {
     "dppo": {
         "normalization": Tried(
             "{folder}/other.npz",
-            lambda plain, told: near(told.actions, 2 * plain.actions),
+            lambda plain, told: bc_term(told.actions, 2 * plain.actions),
             lambda path, data: doubled(path, data, "other.npz"),
         ),
-        "scaled": Tried(True, lambda plain, told: near(2 * told.actions, plain.actions), doubled),
+        "scaled": Tried(True, lambda plain, told: bc_term(2 * told.actions, plain.actions), doubled),
     },
     "lerobot": {
         "obs_keys": Tried(
             ["action", "observation.state"],
-            lambda plain, told: near(told.observations, torch.hstack([plain.actions, plain.observations])),
+            lambda plain, told: bc_term(told.observations, torch.hstack([plain.actions, plain.observations])),
         ),
         "done_is_terminal": Tried(
             True,
@@ -213,7 +213,7 @@ OPTIONS = {
     "minari": {
         "obs_keys": Tried(
             ["desired_goal"],
-            lambda plain, told: near(told.observations, plain.extras["goal"]),
+            lambda plain, told: bc_term(told.observations, plain.extras["goal"]),
             lambda path, data: write_minari(path, with_goal(data)),
         ),
         "infos": Tried(
@@ -229,7 +229,7 @@ OPTIONS = {
             with_positions,
             "ogbench",
         ),
-        "compact": Tried(True, lambda plain, told: near(told.lengths, plain.lengths + 1)),
+        "compact": Tried(True, lambda plain, told: bc_term(told.lengths, plain.lengths + 1)),
     },
     "robomimic": {
         "mask": Tried(
@@ -239,7 +239,7 @@ OPTIONS = {
         ),
         "obs_keys": Tried(
             ["b"],
-            lambda plain, told: near(told.observations, plain.observations[:, 1:]),
+            lambda plain, told: bc_term(told.observations, plain.observations[:, 1:]),
             lambda path, data: write_robomimic(path, data, layout={"a": 1, "b": 2}),
         ),
     },
@@ -270,9 +270,9 @@ def test_what_has_no_room_goes_to_the_folder_that_is_named(
     name: str, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = read_dataset(path)
-    monkeypatch.setattr(memory, "free_memory", lambda: 0)
+    monkeypatch.setattr(free_memory, "free_memory", lambda: 0)
     spilled = read_dataset(path, cache=tmp_path / "cache")
-    assert isinstance(spilled.room, Disk) and spilled.room.folder == tmp_path / "cache"
+    assert isinstance(spilled.storage, Disk) and spilled.storage.folder == tmp_path / "cache"
     assert spilled.digest() == plain.digest()
 
 

@@ -12,9 +12,9 @@ from two_modes import two_mode_setup
 
 from algos.base import Algorithm
 from algos.bc import BcConfig
-from algos.signals import Interrupted
-from algos.state import RunDirectory
-from algos.trainer import TrainerSettings, train
+from algos.training.run_directory import RunDirectory
+from algos.training.signals import Interrupted
+from algos.training.trainer import TrainerSettings, train
 
 
 def main(path: str, steps: int, checkpoint_every: int, until: int | None = None) -> None:

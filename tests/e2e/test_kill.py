@@ -14,9 +14,9 @@ import pytest
 import torch
 from clone_run import main
 
-from algos.metrics import read_jsonl
-from algos.state import RunDirectory
-from policies.folder import load_policy
+from algos.training.metrics import read_jsonl
+from algos.training.run_directory import RunDirectory
+from policies.storage.policy_folder import load_policy
 
 TESTS = Path(__file__).resolve().parents[1]
 PATIENCE_S = 300.0

@@ -14,20 +14,21 @@ from algos.base import Algorithm, Setup
 from algos.bc import BcConfig
 from algos.dppo import DppoConfig
 from algos.dsrl import DsrlConfig
-from algos.metrics import read_jsonl
-from algos.offpolicy_config import OffPolicyConfig
+from algos.offpolicy.config import OffPolicyConfig
 from algos.sac import SacConfig
-from algos.state import RunDirectory
-from algos.trainer import TrainerSettings, train
-from envs.avoid import Avoid
+from algos.training.metrics import read_jsonl
+from algos.training.run_directory import RunDirectory
+from algos.training.trainer import TrainerSettings, train
 from envs.datasets.episodes import EpisodeDataset
+from envs.tasks.avoid.task import Avoid
 from policies.backbones.mlp import MlpConfig
-from policies.gaussian import GaussianProcess
-from policies.heads import CriticConfig
-from policies.latent_steering import Steering
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.networks.heads import CriticConfig
+from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow, VPDiffusion
-from policies.squashed import TanhGaussianProcess
+from policies.processes.gaussian import GaussianProcess
+from policies.processes.squashed import TanhGaussianProcess
+from policies.wrappers.noise_policy import Steering
 
 
 def assert_equal(first: Any, second: Any, where: str = "state") -> None:

@@ -11,22 +11,23 @@ import pytest
 import torch
 from test_resume import assert_resumes_bit_exactly
 
-from algos import search_choice
 from algos.a2pr import A2prConfig
 from algos.base import Setup
 from algos.cdsa import CdsaConfig
 from algos.iql import IqlConfig
+from algos.offline import neighbor_autotune
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
-from algos.trainer import TrainerSettings
+from algos.training.trainer import TrainerSettings
 from envs.datasets.episodes import EpisodeDataset
 from policies.backbones.mlp import MlpConfig
-from policies.correction import Correction
-from policies.deterministic import DeterministicProcess
+from policies.build import build_policy
 from policies.errors import CheckpointError
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow, VPDiffusion
+from policies.processes.deterministic import DeterministicProcess
+from policies.wrappers.score_correction import Correction
 
 SMALL: dict[str, Any] = {
     "steps": 12, "block_steps": 3, "batch_size": 16, "hidden_dims": (8,), "critic_dims": (8,),
@@ -140,14 +141,14 @@ def test_what_values_and_neighbours_mean_is_kept(name: str, value: float) -> Non
 
 def test_a_search_that_was_chosen_by_trying_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast the machine is on which the run is continued."""
-    monkeypatch.setattr(search_choice, "TIMED_FROM", 10)
+    monkeypatch.setattr(neighbor_autotune, "TIMED_FROM", 10)
     chosen = iter(["tree", "lists"])
 
     def first(searches: Any, *_: Any) -> Any:
         wanted = next(chosen)
         return next(search for search in searches if search.name == wanted)
 
-    monkeypatch.setattr(search_choice, "_fastest", first)
+    monkeypatch.setattr(neighbor_autotune, "_fastest", first)
     setup, config = Setup(dataset=dataset(), seed=3, num_threads=1), small(PrdcConfig)
     begun, continued = config.build(setup), config.build(setup)
     assert [way_of(run) for run in (begun, continued)] == ["tree", "lists"]

@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("gymnasium_robotics", reason="needs the extra 'adroit'")
 
-from envs.adroit import AdroitDoor, load_adroit
 from envs.datasets import read_dataset
+from envs.engine.vector import ChunkVector
 from envs.make import env
-from envs.vector import ChunkVector
+from envs.tasks.adroit.tasks import AdroitDoor, load_adroit
 from policies.errors import ConfigError, DatasetError, MissingExtraError
 
 TASKS = ("door", "hammer", "pen", "relocate")

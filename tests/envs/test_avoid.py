@@ -8,10 +8,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from envs.avoid import MAX_SPEED, Avoid, AvoidStepper, load_scene, start_position
-from envs.collect import collect
-from envs.experts.avoid import AvoidDemonstrator
-from envs.vector import ChunkVector
+from envs.engine.vector import ChunkVector
+from envs.rollouts.collect import collect
+from envs.tasks.avoid.expert import AvoidDemonstrator
+from envs.tasks.avoid.scene import load_scene
+from envs.tasks.avoid.task import MAX_SPEED, Avoid, AvoidStepper, start_position
 from policies.errors import ConfigError, MissingExtraError
 
 SCENE = load_scene()
@@ -245,7 +246,7 @@ def test_bad_sizes_are_refused() -> None:
 def test_the_picture_shows_every_episode_in_the_colour_of_its_outcome() -> None:
     from matplotlib.colors import to_hex
 
-    from envs.figures import FAILURE, SUCCESS
+    from envs.tasks.avoid.figures import FAILURE, SUCCESS
 
     episodes = [Avoid().demonstrate(seed) for seed in range(3)]
     paths = [episode.observations for episode in episodes]

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import torch
 
-from envs.collect import collect
 from envs.datasets import Episode, read_dataset, write_robomimic
+from envs.rollouts.collect import collect
 from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError, DatasetError
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from envs.datasets import Episode, EpisodeDataset, memory, read_dataset, write_robomimic
+from envs.datasets import Episode, EpisodeDataset, free_memory, read_dataset, write_robomimic
 from envs.datasets.images import Compressed, Images, InMemory
 from policies.errors import DatasetError
 from policies.protocols import ChunkSpec
@@ -100,9 +100,9 @@ def test_images_are_loaded_where_they_fit(tmp_path: Path, monkeypatch: pytest.Mo
     write_robomimic(tmp_path / "demo.hdf5", filmed())
     data = read_dataset(tmp_path / "demo.hdf5")
     size = sum(LENGTHS) * int(np.prod(SHAPE))
-    monkeypatch.setattr(memory, "free_memory", lambda: size)
+    monkeypatch.setattr(free_memory, "free_memory", lambda: size)
     assert data.with_cameras(data.images) is data
-    monkeypatch.setattr(memory, "free_memory", lambda: 2 * size)
+    monkeypatch.setattr(free_memory, "free_memory", lambda: 2 * size)
     loaded = data.with_cameras(data.images)
     assert all(isinstance(images.store, InMemory) for images in loaded.images.values())
     assert loaded.digest() == data.digest() and loaded.with_cameras(data.images) is loaded

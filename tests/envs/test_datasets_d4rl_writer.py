@@ -20,9 +20,9 @@ from envs.datasets import (
     write_dataset,
     write_minari,
 )
-from envs.datasets.d4rl import load_d4rl
+from envs.datasets.formats.d4rl import load_d4rl
+from envs.datasets.formats.writers import WRITERS, format_to_write
 from envs.datasets.images import Images
-from envs.datasets.writers import WRITERS, format_to_write
 from policies.errors import ConfigError, DatasetError
 
 LENGTHS = (4, 1, 6, 3)
@@ -110,7 +110,7 @@ def d4rl(tmp_path, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("terminate_on_end", [False, True])
 def test_d4rl_itself_converts_the_file_as_compat_does(tmp_path, dataset, d4rl, terminate_on_end):
-    from envs.datasets.d4rl import qlearning_dataset
+    from envs.datasets.formats.d4rl import qlearning_dataset
 
     write_d4rl(tmp_path / "demos.hdf5", dataset)
     arrays = load_d4rl(tmp_path / "demos.hdf5")

@@ -8,9 +8,9 @@ import h5py
 import numpy as np
 import pytest
 
-from envs.datasets import Episode, EpisodeDataset, memory, read_dataset, room, write_d4rl
-from envs.datasets.d4rl import load_d4rl
-from envs.datasets.npz import read_npz_into
+from envs.datasets import Episode, EpisodeDataset, array_storage, free_memory, read_dataset, write_d4rl
+from envs.datasets.formats.d4rl import load_d4rl
+from envs.datasets.formats.npz import read_npz_into
 from policies.errors import DatasetError
 
 STEPS = 1000
@@ -32,18 +32,18 @@ def data() -> EpisodeDataset:
 
 def leave(monkeypatch: pytest.MonkeyPatch, free: int | None) -> None:
     """Let so many bytes of memory be free."""
-    monkeypatch.setattr(memory, "free_memory", lambda: free)
+    monkeypatch.setattr(free_memory, "free_memory", lambda: free)
 
 
 def test_what_is_refused_says_what_can_be_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: EpisodeDataset
 ) -> None:
-    monkeypatch.setattr(room, "free_disk", lambda folder: 0)
+    monkeypatch.setattr(array_storage, "free_disk", lambda folder: 0)
     write_d4rl(tmp_path / "a.hdf5", data)
     states, rest = STEPS * 50 * 8, STEPS * (6 + 6 + 2 + 1) * 4
-    leave(monkeypatch, int((states + rest + 10_000) / memory.SHARE))
+    leave(monkeypatch, int((states + rest + 10_000) / free_memory.SHARE))
     assert read_dataset(tmp_path / "a.hdf5").digest() == data.digest()
-    leave(monkeypatch, int(states / memory.SHARE))
+    leave(monkeypatch, int(states / free_memory.SHARE))
     with pytest.raises(DatasetError, match=r"a.hdf5: reading it takes .* GiB.*data.infos=false"):
         read_dataset(tmp_path / "a.hdf5")
     assert "states" not in read_dataset(tmp_path / "a.hdf5", infos=False).extras
@@ -63,7 +63,7 @@ def test_what_an_archive_takes_is_its_size_after_unpacking(
 
 
 def test_one_array_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from envs.datasets import hdf5
+    from envs.datasets.formats import hdf5
 
     monkeypatch.setattr(hdf5, "_LARGE", 1000)
     leave(monkeypatch, 1500)
@@ -88,17 +88,17 @@ def test_arrays_that_no_dataset_is_made_of_are_not_read(tmp_path: Path, data: Ep
 def test_a_container_has_less_than_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = tmp_path / "meminfo"
     facts.write_text("MemTotal: 900 kB\nMemAvailable:   500 kB\n", encoding="ascii")
-    monkeypatch.setattr(memory, "_FACTS", facts)
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "none")
-    assert memory.free_memory() == 512_000
+    monkeypatch.setattr(free_memory, "_FACTS", facts)
+    monkeypatch.setattr(free_memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(free_memory, "_OWN_GROUPS", tmp_path / "none")
+    assert free_memory.free_memory() == 512_000
     for name, text in (("max", "300000"), ("current", "200000"), ("stat", "anon 1\ninactive_file 50000\n")):
         (tmp_path / f"memory.{name}").write_text(f"{text}\n")
-    assert memory.free_memory() == 150_000
+    assert free_memory.free_memory() == 150_000
     (tmp_path / "memory.max").write_text("max\n")  # no limit
-    assert memory.free_memory() == 512_000
+    assert free_memory.free_memory() == 512_000
     facts.unlink()
-    assert memory.free_memory() is None
+    assert free_memory.free_memory() is None
 
 
 V2 = ("max", "current", "inactive_file")
@@ -125,7 +125,7 @@ def test_the_narrowest_group_of_a_process_decides(
         own = "inactive_file 7\n" if top else ""  # without that of the groups below
         (folder / "memory.stat").write_text(f"anon 1\n{own}{caches} 20000\n")
     (tmp_path / "own").write_text(groups)
-    monkeypatch.setattr(memory, "_GROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(memory, "_FACTS", tmp_path / "none")
-    assert memory.free_memory() == 90_000 - 50_000 + 20_000
+    monkeypatch.setattr(free_memory, "_GROUPS", tmp_path)
+    monkeypatch.setattr(free_memory, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(free_memory, "_FACTS", tmp_path / "none")
+    assert free_memory.free_memory() == 90_000 - 50_000 + 20_000

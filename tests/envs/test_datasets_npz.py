@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from envs.datasets import dataset_format, read_dataset
-from envs.datasets.ogbench import compact_dataset, load_ogbench, regular_dataset
+from envs.datasets.formats.ogbench import compact_dataset, load_ogbench, regular_dataset
 from policies.errors import DatasetError
 
 LENGTHS = (4, 2, 5)

@@ -19,17 +19,18 @@ from algos.transitions import Rewarding, tabulate
 from envs.datasets import (
     Episode,
     EpisodeDataset,
-    memory,
+    array_storage,
+    free_memory,
     moments,
     read_dataset,
-    room,
     write_d4rl,
     write_minari,
     write_robomimic,
 )
-from envs.datasets.room import Column, Disk, Room
+from envs.datasets.array_storage import ArrayStorage, Column, Disk
+from policies.build import build_policy
 from policies.errors import DatasetError
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.protocols import ChunkSpec
 
 LENGTHS = (40, 7, 33)
@@ -55,8 +56,8 @@ def data() -> EpisodeDataset:
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave no memory, and work in pieces of a few rows."""
-    monkeypatch.setattr(memory, "free_memory", lambda: 100)
-    monkeypatch.setattr(room, "PIECE", 256)
+    monkeypatch.setattr(free_memory, "free_memory", lambda: 100)
+    monkeypatch.setattr(array_storage, "PIECE", 256)
     monkeypatch.setattr(moments, "_AT_ONCE", 256)
 
 
@@ -147,7 +148,7 @@ def test_a_file_that_does_not_fit_gives_the_same_dataset(
     inside = read_dataset(path)
     request.getfixturevalue("crowded")
     outside = read_dataset(path, cache=str(tmp_path / "cache"))
-    assert outside.room.on_disk and not inside.room.on_disk
+    assert outside.storage.on_disk and not inside.storage.on_disk
     assert is_mapped(outside.observations) and is_mapped(outside.actions)
     assert outside.digest() == inside.digest() and outside.meta == inside.meta
     assert list((tmp_path / "cache").iterdir()) == []  # files without a name
@@ -191,7 +192,7 @@ def test_rows_are_laid_out_a_second_time_where_there_is_room_for_them(
 ) -> None:
     kinds = []
     for free in (None, 1000):
-        monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
+        monkeypatch.setattr(free_memory, "free_memory", lambda free=free: free)
         for obs_steps in (1, 2):  # rows of single observations are those of the dataset
             kinds.append(type(data.windows(ChunkSpec(2, 3, 1, obs_steps))._obs).__name__)
     assert kinds == ["_Laid", "_Laid", "_Laid", "_Looked"]
@@ -261,7 +262,7 @@ def test_what_fits_on_no_disk_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     path = write(tmp_path, data)
-    monkeypatch.setattr(room, "free_disk", lambda folder: 1000)
+    monkeypatch.setattr(array_storage, "free_disk", lambda folder: 1000)
     with pytest.raises(DatasetError, match=r"reading it takes .* GiB.*has 0.00 GiB.*data.cache=<folder>"):
         read_dataset(path)
 
@@ -272,16 +273,16 @@ def test_a_disk_that_is_full_is_an_error_and_not_the_end(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(room.os, "posix_fallocate", full)
+    monkeypatch.setattr(array_storage.os, "posix_fallocate", full)
     with pytest.raises(DatasetError, match=r"no room for .*No space left on device.*data.cache=<folder>"):
         Disk(tmp_path).empty((10, 2), np.float32)
 
 
-@pytest.mark.parametrize("where", [Room, Disk])
+@pytest.mark.parametrize("where", [ArrayStorage, Disk])
 def test_a_column_is_the_concatenation_of_its_parts(
-    tmp_path: Path, where: Callable[..., Room], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, where: Callable[..., ArrayStorage], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "PIECE", 64)
+    monkeypatch.setattr(array_storage, "PIECE", 64)
     rng = np.random.default_rng(0)
     parts = [
         rng.normal(size=(num, 3)).astype(kind) for num, kind in ((4, "f4"), (0, "f4"), (5, "f8"), (9, "i4"))

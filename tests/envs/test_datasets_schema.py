@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envs.datasets.schema import KeyFacts, describe_file
+from envs.datasets.inspect import KeyFacts, describe_file
 from policies.errors import DatasetError
 
 
@@ -28,7 +28,7 @@ def test_an_archive_is_described_in_pieces_beside_what_is_no_number(
         "objects": np.array([{}], dtype=object),
     }
     save(tmp_path / "x.npz", **arrays)  # type: ignore[operator]
-    monkeypatch.setattr("envs.datasets.schema._PIECE", 100)
+    monkeypatch.setattr("envs.datasets.inspect._PIECE", 100)
     seen: list[int] = []
     describe_file(tmp_path / "x.npz", seen.append)
     assert len(seen) > 20

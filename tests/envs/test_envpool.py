@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from burnish.commands.train import train
-from burnish.config import compose_config
-from burnish.job import Job
-from envs.envpool import check_release, task_of, vector_on
+from burnish.config.schema import compose_config
+from burnish.runs.context import RunContext
+from envs.engine.envpool import check_release, task_of, vector_on
+from envs.engine.vector import ChunkVector
 from envs.make import env
-from envs.robots import RobotStepper, States
-from envs.rollout import RolloutPool
-from envs.vector import ChunkVector
+from envs.rollouts.rollout import RolloutPool
+from envs.tasks.locomotion.stepper import RobotStepper, States
 from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
 
 ROBOTS = [
@@ -180,7 +180,7 @@ def test_a_run_collects_with_it_and_evaluates_exactly(tmp_path: Path) -> None:
     few = ["algo.num_envs=2", "algo.steps_per_iteration=4", "algo.env_steps=8", "algo.batch_size=4"]
     asked = [*few, "experiment=hopper_actor", "evaluation.episodes=1", "env.max_episode_steps=5"]
     config = compose_config("train", [*asked, "engine=envpool", "progress=false"])
-    outcome = train(config, Job(tmp_path / "run"))
+    outcome = train(config, RunContext(tmp_path / "run"))
     (evaluation,) = (tmp_path / "run" / "eval").iterdir()
     assert json.loads(evaluation.read_text())["protocol"]["engine"] == "exact"
     assert outcome.directory.latest() == 8

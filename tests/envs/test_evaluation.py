@@ -15,17 +15,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from envs import evaluation_protocol
-from envs.comparison import FEWEST_EPISODES, compare, format_interval
-from envs.episodes import EpisodeRow
-from envs.evaluation import Evaluation, evaluate
-from envs.evaluation_protocol import EvaluationSettings
+from envs.evaluation import protocol
+from envs.evaluation.comparison import FEWEST_EPISODES, compare, format_interval
+from envs.evaluation.evaluate import Evaluation, evaluate
+from envs.evaluation.intervals import paired_difference
+from envs.evaluation.protocol import EvaluationSettings
 from envs.make import env
+from envs.rollouts.episodes import EpisodeRow
 from envs.spec import EnvConfig
-from envs.statistics import paired_difference
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import ChunkSpec
 from tests.global_states import global_states
@@ -249,7 +250,7 @@ def test_the_hash_covers_the_content_of_a_file_and_not_its_place(
 ) -> None:
     def protocol(path: object) -> dict[str, Any]:
         task = env("adroit-door", starts=str(path))
-        return evaluation_protocol.described(task, EvaluationSettings(), task)
+        return protocol.described(task, EvaluationSettings(), task)
 
     monkeypatch.chdir(tmp_path)
     for name, content in (("one", "starts"), ("same", "starts"), ("other", "other starts")):
@@ -262,11 +263,11 @@ def test_the_hash_covers_the_content_of_a_file_and_not_its_place(
 
 def test_the_protocol_has_the_versions_of_what_a_task_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = {"mujoco": "3", "gymnasium": "1", "burnish": "0", "ogbench": "7", "robosuite": "8"}
-    monkeypatch.setattr(evaluation_protocol, "_version", lambda name: installed.get(name, "another"))
+    monkeypatch.setattr(protocol, "_version", lambda name: installed.get(name, "another"))
 
     def versions(name: str) -> dict[str, str]:
         task = env(name)
-        found: dict[str, str] = evaluation_protocol.described(task, EvaluationSettings(), task)["versions"]
+        found: dict[str, str] = protocol.described(task, EvaluationSettings(), task)["versions"]
         return found
 
     always = {"mujoco": "3", "gymnasium": "1", "burnish": "0"}

@@ -11,8 +11,9 @@ from point_env import PointEnv
 
 from envs.fit import require_fit
 from envs.make import env
+from policies.build import build_policy
 from policies.errors import ConfigError
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 
 SPEC = PointEnv().spec
 POLICY = build_policy(PolicyConfig(), obs_dim=2, action_dim=2)

@@ -12,9 +12,9 @@ import torch
 
 pytest.importorskip("gymnasium_robotics", reason="needs the extra 'kitchen'")
 
-from envs.kitchen import load_kitchen
+from envs.engine.vector import ChunkVector
 from envs.make import env
-from envs.vector import ChunkVector
+from envs.tasks.kitchen import load_kitchen
 from policies.errors import ConfigError, MissingExtraError
 
 STEPS = 12

@@ -10,8 +10,8 @@ import gymnasium
 import numpy as np
 import pytest
 
+from envs.engine.vector import ChunkVector
 from envs.make import env
-from envs.vector import ChunkVector
 from policies.errors import ConfigError, MissingExtraError
 
 IDS = {

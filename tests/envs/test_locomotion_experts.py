@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from burnish.commands.collect import record
-from burnish.config import compose_config
-from envs.collect import collect
+from burnish.config.schema import compose_config
 from envs.datasets import read_dataset
-from envs.experts.locomotion import EXPERTS, actor
 from envs.make import env
+from envs.rollouts.collect import collect
+from envs.tasks.locomotion.expert import EXPERTS, actor
 from policies.errors import ConfigError
 
 TASKS = ("hopper", "walker2d", "halfcheetah")

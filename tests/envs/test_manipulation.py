@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("ogbench", reason="needs the extra 'ogbench'")
 
-from envs.collect import collect
 from envs.datasets import read_dataset, write_robomimic
-from envs.experts.ogbench import OracleDemonstrator
-from envs.experts.ogbench_plans import fewest_presses, next_move
 from envs.make import env as make_env
-from envs.manipulation import CubeSingle
+from envs.rollouts.collect import collect
+from envs.tasks.ogbench.expert import OracleDemonstrator
+from envs.tasks.ogbench.plans import fewest_presses, next_move
+from envs.tasks.ogbench.tasks import CubeSingle
 from policies.errors import CheckpointError, ConfigError
 
 WORLDS = {"cube-double": (37, 500), "cube-triple": (46, 1000), "scene": (40, 750)}
@@ -226,7 +226,7 @@ def test_the_configuration_is_registered_and_checked():
 def test_a_missing_package_names_the_extra(monkeypatch):
     import sys
 
-    from envs.ogbench import load_world
+    from envs.tasks.ogbench.stepper import load_world
     from policies.errors import MissingExtraError
 
     monkeypatch.setitem(sys.modules, "ogbench", None)
@@ -342,7 +342,7 @@ def test_play_follows_from_its_seed_and_reaches_drawn_targets(mode):
 
 
 def test_scenes_whose_cube_leaves_the_view_are_not_kept():
-    from envs.experts.ogbench_play import stays_visible
+    from envs.tasks.ogbench.play import stays_visible
 
     qpos = np.zeros((3, 30))
     qpos[:, 15], qpos[:, 16] = 0.1, 0.02

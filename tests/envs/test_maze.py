@@ -10,12 +10,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from envs.collect import collect
 from envs.datasets.scores import reference
-from envs.experts.maze import Way, distances, ways
+from envs.engine.vector import ChunkVector
 from envs.make import env
-from envs.maze_layouts import layout
-from envs.vector import ChunkVector
+from envs.rollouts.collect import collect
+from envs.tasks.mazes.expert import Way, distances, ways
+from envs.tasks.mazes.layouts import layout
 from policies.errors import ConfigError, MissingExtraError
 
 pytest.importorskip("gymnasium_robotics", reason="needs the extra 'mazes'")
@@ -258,7 +258,7 @@ def test_recorded_actions_repeat_the_episode(options: dict) -> None:
 
 
 def test_a_longer_way_is_taken_where_it_is_allowed() -> None:
-    from envs.experts.maze import MazeDemonstrator
+    from envs.tasks.mazes.expert import MazeDemonstrator
 
     def taken(detour: int) -> set[tuple]:
         task = env("pointmaze-large", demonstrator=MazeDemonstrator(detour=detour, noise=0.0))
@@ -293,7 +293,7 @@ def test_bad_options_are_refused(options: dict, message: str) -> None:
 
 
 def test_a_bad_demonstrator_is_refused() -> None:
-    from envs.experts.maze import MazeDemonstrator
+    from envs.tasks.mazes.expert import MazeDemonstrator
 
     with pytest.raises(ConfigError, match=r"0 < pace <= 4.*got noise=1.0, pace=9"):
         MazeDemonstrator(pace=9)

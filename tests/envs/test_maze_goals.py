@@ -15,20 +15,21 @@ from algos.base import Setup
 from algos.bc import BcConfig
 from algos.dppo import DppoConfig
 from algos.td3_bc import Td3BcConfig
-from envs.collect import collect
 from envs.datasets import EpisodeDataset, read_dataset, write_dataset
-from envs.datasets.room import Disk
-from envs.evaluation import evaluate
+from envs.datasets.array_storage import Disk
+from envs.evaluation.evaluate import evaluate
 from envs.fit import as_shown
 from envs.make import env
+from envs.rollouts.collect import collect
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.export import export_policy
-from policies.exported import ExportedPolicy
-from policies.path_samplers import Euler
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.export.export import export_policy
+from policies.export.exported_policy import ExportedPolicy
+from policies.policy import Policy, PolicyConfig
 from policies.processes.edm import Edm
+from policies.samplers.ode import Euler
 
 pytest.importorskip("gymnasium_robotics", reason="needs the extra 'mazes'")
 
@@ -109,7 +110,7 @@ def test_recorded_goals_end_the_states_of_tasks_that_have_them_there(
     assert torch.equal(shown.next_observations, joint.next_observations)
     assert as_shown(task("separate"), demonstrations) is demonstrations
     assert as_shown(task("appended"), joint) is joint
-    on_disk = as_shown(task("appended"), replace(demonstrations, room=Disk(tmp_path)))
+    on_disk = as_shown(task("appended"), replace(demonstrations, storage=Disk(tmp_path)))
     assert torch.equal(on_disk.observations, joint.observations)
     bare = as_shown(task("appended"), replace(demonstrations, next_observations=None))
     assert bare.next_observations is None and torch.equal(bare.observations, joint.observations)

@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from envs.experts.metaworld import ScriptedDemonstrator
+from envs.engine.vector import ChunkVector
 from envs.make import env
-from envs.metaworld import TASKS, MetaworldStepper, load_metaworld
-from envs.rollout import _map_leaves, _to_array, _to_tensor
-from envs.vector import ChunkVector
+from envs.rollouts.rollout import _map_leaves, _to_array, _to_tensor
+from envs.tasks.metaworld.expert import ScriptedDemonstrator
+from envs.tasks.metaworld.tasks import TASKS, MetaworldStepper, load_metaworld
 from policies.errors import ConfigError, MissingExtraError
 
 SOME = ("reach", "pick-place", "lever-pull", "door-lock")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from envs.datasets.minari_tasks import _typed, task_of
+from envs.datasets.formats.minari_tasks import _typed, task_of
 from envs.make import env
 
 

@@ -15,10 +15,11 @@ from drawing import require_drawing
 pytest.importorskip("ogbench", reason="needs the extra 'ogbench'")
 
 from envs.datasets import read_dataset
+from envs.engine.vector import ChunkVector
 from envs.fit import require_fit
 from envs.make import env, list_envs
-from envs.ogbench_maze_world import global_generator, load_maze
-from envs.vector import ChunkStep, ChunkVector
+from envs.spec import ChunkStep
+from envs.tasks.mazes.ogbench_stepper import global_generator, load_maze
 from policies.errors import ConfigError
 
 NAMES = [name for name in list_envs() if name.startswith("og-")]

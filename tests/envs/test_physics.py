@@ -6,7 +6,7 @@ import mujoco
 import numpy as np
 import pytest
 
-from envs.physics import get_physics, recorded_physics, set_physics
+from envs.engine.physics import get_physics, recorded_physics, set_physics
 from policies.errors import CheckpointError
 
 BALLS = """<mujoco><worldbody><geom type="plane" size="1 1 1"/>

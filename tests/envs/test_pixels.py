@@ -11,18 +11,19 @@ import pytest
 import torch
 from drawing import require_drawing
 
-from envs.collect import collect
 from envs.datasets import Episode, read_dataset, write_robomimic
-from envs.evaluation import evaluate
+from envs.engine.pixels import seen_by
+from envs.engine.rendering import OffscreenRenderer
+from envs.engine.vector import ChunkVector
+from envs.evaluation.evaluate import evaluate
 from envs.make import env
-from envs.pixels import seen_by
-from envs.rendering import OffscreenRenderer
+from envs.rollouts.collect import collect
 from envs.spec import EnvConfig
-from envs.vector import ChunkVector
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, ConfigError
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 
 SIZE = (24, 32)
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from envs import rendering
-from envs.rendering import gl_backends, require_gl
+from envs.engine import rendering
+from envs.engine.rendering import gl_backends, require_gl
 from policies.errors import MissingExtraError
 
 

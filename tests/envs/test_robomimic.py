@@ -14,7 +14,7 @@ from envs.datasets import (
     read_robomimic,
     write_robomimic,
 )
-from envs.datasets.robomimic import read_models
+from envs.datasets.formats.robomimic import read_models
 from policies.errors import ConfigError, DatasetError
 from policies.protocols import ChunkSpec
 

@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 
+from envs.engine.vector import ChunkVector
 from envs.make import env
-from envs.robosuite_reference import RobosuiteStepper, make_robosuite
-from envs.vector import ChunkVector
+from envs.tasks.robosuite.reference_stepper import RobosuiteStepper, make_robosuite
 from policies.errors import CapabilityError, ConfigError, MissingExtraError
 
 NAMES = ("lift", "can", "square", "transport")

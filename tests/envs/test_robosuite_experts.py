@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from envs.collect import collect
-from envs.experts.robosuite import ArmDemonstrator
-from envs.experts.robosuite_hand import heading, pointing_down, wrap
 from envs.make import env
+from envs.rollouts.collect import collect
+from envs.tasks.robosuite.expert import ArmDemonstrator
+from envs.tasks.robosuite.expert_arm import heading, pointing_down, wrap
 from policies.errors import ConfigError
 
 

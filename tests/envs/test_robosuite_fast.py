@@ -9,10 +9,11 @@ import mujoco
 import numpy as np
 import pytest
 
+from envs.engine.vector import ChunkVector
 from envs.make import env
-from envs.robosuite_fast import FastStepper
-from envs.robosuite_reference import RobosuiteStepper
-from envs.vector import ChunkStep, ChunkVector
+from envs.spec import ChunkStep
+from envs.tasks.robosuite.fast_stepper import FastStepper
+from envs.tasks.robosuite.reference_stepper import RobosuiteStepper
 from policies.errors import CheckpointError
 
 pytest.importorskip("robosuite", reason="needs the extra 'robosuite' (and a C compiler to install it)")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy.spatial.transform import Rotation
 
-from envs import robosuite_law as law
+from envs.tasks.robosuite import osc_controller as law
 
 AXES = ("0 0 1", "0 1 0", "1 0 0", "0 1 0", "1 0 0", "0 1 0", "0 0 1")
 
@@ -46,7 +46,7 @@ def drive(
     model: mujoco.MjModel, data: mujoco.MjData, goal: tuple[np.ndarray, np.ndarray], **changes: object
 ) -> np.ndarray:
     """Torques of the law for the state in `data`."""
-    from envs.robosuite_fast import _inertia_entries
+    from envs.tasks.robosuite.fast_stepper import _inertia_entries
 
     options = {"rest": np.zeros(7), "limits": np.tile([-1e9, 1e9], (7, 1))} | changes
     torque = np.empty(7)
@@ -120,7 +120,7 @@ def test_compiled_and_plain_laws_agree(arm: tuple[mujoco.MjModel, mujoco.MjData]
     goal = data.site_xpos[0] + 0.02, np.eye(3)
     plain = drive(model, data, goal)
     torque, limits = np.empty(7), np.tile([-1e9, 1e9], (7, 1))
-    from envs.robosuite_fast import _inertia_entries
+    from envs.tasks.robosuite.fast_stepper import _inertia_entries
 
     _, fast = law.compiled()
     fast(

@@ -1,10 +1,10 @@
-"""Demonstrations replayed by the fast engine and by robosuite; see `benchmarks/simulators_replay.py`."""
+"""CloningBatch replayed by the fast engine and by robosuite; see `benchmarks/simulators/replay.py`."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.simulators_replay import CHAOS, CLOSE, Replay, replays
+from benchmarks.simulators.replay import CHAOS, CLOSE, Replay, replays
 
 SEEDS = {"lift": (10, 13, 18), "can": (11, 14), "square": (10, 12)}  # can 14 is chaotic
 

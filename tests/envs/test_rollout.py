@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from envs.make import env
-from envs.rollout import Rollout, RolloutPool
+from envs.rollouts.rollout import Rollout, RolloutPool
 from policies.errors import CheckpointError, ConfigError, WorkerError
 
 NUM_ENVS, STEPS, CHUNK = 3, 12, 4

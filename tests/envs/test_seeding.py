@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from envs.seeding import seeded_globally
+from envs.engine.seeding import seeded_globally
 
 
 def test_draws_follow_the_seed_and_leave_no_trace() -> None:

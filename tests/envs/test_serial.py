@@ -7,8 +7,8 @@ import pickle
 import numpy as np
 import pytest
 
+from envs.engine.serial import GymSerial
 from envs.make import env
-from envs.serial import GymSerial
 from policies.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest, norm, trim_mean
 
-from envs.statistics import (
+from envs.evaluation.intervals import (
     Interval,
     bootstrap_iqm,
     bootstrap_mean,

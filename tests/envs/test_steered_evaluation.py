@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from envs.avoid import Avoid
-from envs.evaluation import Evaluation, evaluate
+from envs.evaluation.evaluate import Evaluation, evaluate
+from envs.tasks.avoid.task import Avoid
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
-from policies.executor import WarmStart
-from policies.policy import Policy, PolicyConfig, build_policy
-from policies.samplers import DDPM
-from policies.steering import STRATEGIES, Steering
+from policies.execution.replanning import WarmStart
+from policies.policy import Policy, PolicyConfig
+from policies.samplers.ddpm import DDPM
+from policies.wrappers.sketch_guidance import STRATEGIES, Steering
 
 TASK = Avoid(max_episode_steps=13)
 WAY = {"positions": [[0.0, 0.0], [-0.06, 0.14], [0.0, 0.27]], "pace": 0.015, "reach": 0.02}

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envs.serial import SerialStepper, SerialVector
-from envs.spec import EnvSpec
-from envs.vector import ChunkVector, StepResult
+from envs.engine.serial import SerialStepper, SerialVector
+from envs.engine.vector import ChunkVector
+from envs.spec import EnvSpec, StepResult
 from policies.errors import CapabilityError, CheckpointError, ConfigError, TrainingError
 
 SPEC = EnvSpec(

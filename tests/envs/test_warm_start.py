@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from envs.evaluation import Evaluation, evaluate
+from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.make import env
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
-from policies.executor import WarmStart
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.execution.replanning import WarmStart
+from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow, VPDiffusion
-from policies.samplers import DDIM, DDPM, Euler
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.ode import Euler
 
 TASK = env("hopper", max_episode_steps=23)
 EPISODES, K = 7, 5

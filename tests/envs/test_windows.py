@@ -77,7 +77,7 @@ def test_what_is_made_of_a_dataset_is_not_checked_again(monkeypatch):
     data = make([5, 7])
     monkeypatch.setattr(episodes, "check_dataset", None)
     assert data.select([1]).select([0]).lengths.tolist() == [7]
-    assert data.to("meta").room is data.room
+    assert data.to("meta").storage is data.storage
     assert data.with_cameras([]) is data
     assert len(data.windows(ChunkSpec(3, 4, 2, 2))) == 12
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from envs import nursery
-from envs.workers import LocalWorkers, ProcessWorkers, receive, send, start_workers
+from envs.engine import fork_server
+from envs.engine.workers import LocalWorkers, ProcessWorkers, receive, send, start_workers
 from policies.errors import ConfigError, WorkerError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -141,7 +141,7 @@ def test_every_worker_is_a_process_with_one_thread(pool: ProcessWorkers) -> None
 
 
 def test_a_worker_has_the_environment_of_the_program_as_it_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nursery, "_current", None)  # one that starts with the first value
+    monkeypatch.setattr(fork_server, "_current", None)  # one that starts with the first value
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     name = "BURNISH_TEST_OF_WORKERS"
     for value in ("first", "second", None):
@@ -202,7 +202,7 @@ def test_an_interrupt_while_a_worker_is_started_leaves_the_others_alone(
     pool: ProcessWorkers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(nursery.socket, "send_fds", after_sending(interrupted))
+        patched.setattr(fork_server.socket, "send_fds", after_sending(interrupted))
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 ProcessWorkers(Probe, [(3,)])
@@ -215,21 +215,21 @@ def test_an_interrupt_while_a_worker_is_started_leaves_the_others_alone(
 
 
 def test_a_worker_that_is_asked_for_again_after_an_interrupt_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = nursery.fork_worker()
+    child = fork_server.fork_worker()
     with monkeypatch.context() as patched:
-        patched.setattr(nursery.socket, "send_fds", after_sending(interrupted))
+        patched.setattr(fork_server.socket, "send_fds", after_sending(interrupted))
         with pytest.raises(KeyboardInterrupt):
             child.end(grace_s=0.0)
     assert child.end() == -signal.SIGKILL and not alive(child.pid)
-    assert nursery.fork_worker().end(grace_s=0.0) == -signal.SIGKILL
+    assert fork_server.fork_worker().end(grace_s=0.0) == -signal.SIGKILL
 
 
 def test_a_finalizer_in_the_middle_of_a_request_does_not_take_its_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    forgotten = nursery.fork_worker()
+    forgotten = fork_server.fork_worker()
     with monkeypatch.context() as patched:
-        patched.setattr(nursery.socket, "send_fds", after_sending(lambda: forgotten.end(grace_s=0.0)))
+        patched.setattr(fork_server.socket, "send_fds", after_sending(lambda: forgotten.end(grace_s=0.0)))
         workers = ProcessWorkers(Probe, [(1,)])
     assert [pid for pid, _, _ in workers.call("environment", [()])] == workers.pids
     workers.close()
@@ -238,7 +238,7 @@ def test_a_finalizer_in_the_middle_of_a_request_does_not_take_its_answer(
 
 def after_sending(happens: Callable[[], object]) -> Callable[..., None]:
     """Return a `socket.send_fds` after which something happens, before the answer is received."""
-    send_fds = nursery.socket.send_fds
+    send_fds = fork_server.socket.send_fds
 
     def sent(*arguments: Any) -> None:
         send_fds(*arguments)
@@ -265,7 +265,7 @@ def test_killing_the_parent_leaves_no_worker(in_main_thread: bool) -> None:
     script = (
         "import threading\n"
         "from envs import nursery\n"
-        "from envs.workers import ProcessWorkers\n"
+        "from envs.engine.workers import ProcessWorkers\n"
         "from test_workers import Probe\n"
         "def run():\n"
         "    workers = ProcessWorkers(Probe, [(1,), (2,)])\n"

@@ -8,11 +8,11 @@ from typing import Any
 from official_flows import official_reflow, official_shortcut
 from torch import Tensor
 
-from algos.exploration import NoiseConfig
-from algos.noisy_chain import NoisyChain
+from algos.onpolicy.exploration_noise import NoiseConfig
+from algos.onpolicy.reinflow_ratio import ReinflowRatio
 from algos.reinflow import ReinFlowConfig
 from policies.denoising import DenoisingPolicy
-from policies.samplers import Euler
+from policies.samplers.ode import Euler
 
 NOISE = "actor.explore_noise_net.mlp_logvar.moduleList."
 
@@ -48,7 +48,9 @@ def noise_keys(arrays: dict[str, Tensor]) -> dict[str, str]:
     return {name: f"layers.{2 * int(name.split('.')[0])}.{name.split('.')[-1]}" for name in names}
 
 
-def chain_of(arrays: dict[str, Tensor], policy: DenoisingPolicy | None = None, **options: Any) -> NoisyChain:
+def chain_of(
+    arrays: dict[str, Tensor], policy: DenoisingPolicy | None = None, **options: Any
+) -> ReinflowRatio:
     """Return our estimator with the weights of a file."""
     ratio = config_of(arrays, **options).noisy_chain(policy or policy_of(arrays), seed=0)
     keys = noise_keys(arrays)

@@ -11,14 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from algos.dsrl_learner import SteeredActor
-from algos.replay import ChunkBatch
-from algos.soft_learner import SoftLearner, SoftRules
-from policies.deterministic import DeterministicProcess
-from policies.ensembles import Ensemble, EnsembleConfig
-from policies.latent_steering import Steering
-from policies.policy import Policy, PolicyConfig, complete
+from algos.offpolicy.dsrl_update import SteeredActor
+from algos.offpolicy.replay_buffer import ChunkBatch
+from algos.offpolicy.sac_update import SacUpdate, SoftRules
+from policies.build import complete
+from policies.networks.critics import Ensemble, EnsembleConfig
+from policies.policy import Policy, PolicyConfig
+from policies.processes.deterministic import DeterministicProcess
 from policies.protocols import Cond, SampleHook
+from policies.wrappers.noise_policy import Steering
 
 Arrays = Mapping[str, Tensor]
 NUMBER = {"rtol": 0.0, "atol": 1e-5}
@@ -162,7 +163,7 @@ def same_losses(found: Mapping[str, Tensor], arrays: Arrays) -> None:
     assert float(found["actor/alpha"]) == pytest.approx(float(arrays["logged_ent_coef"]), abs=1e-6)
 
 
-def same_temperature(learner: SoftLearner, arrays: Arrays) -> None:
+def same_temperature(learner: SacUpdate, arrays: Arrays) -> None:
     """Compare the logarithm of alpha after a step, where it learns."""
     assert ("log_ent_coef_after" in arrays) == learner.rules.learn_alpha
     if learner.rules.learn_alpha:

@@ -14,13 +14,14 @@ from official_networks import install, residual_dims
 from torch import Tensor, nn
 
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
-from policies.embeddings import sinusoid
-from policies.policy import PolicyConfig, build_policy
+from policies.networks.embeddings import sinusoid
+from policies.networks.mlp_blocks import PlainTrunk, TrunkConfig
+from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
 from policies.processes.shortcut import Shortcut
 from policies.protocols import Cond
-from policies.trunk import PlainTrunk, TrunkConfig
 
 
 @dataclass(frozen=True)

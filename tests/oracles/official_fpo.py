@@ -14,11 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import Cond
-from policies.samplers import Euler
+from policies.samplers.ode import Euler
 
 
 def embed(t: Tensor) -> Tensor:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from algos.a2pr import ActionVae
-from algos.actor import Actor
-from algos.constrained_td3 import Td3Rules
+from algos.offline.actor import Actor
+from algos.offline.td3_update import Td3Rules
 from algos.transitions import Batch
 from policies.backbones.mlp import MlpConfig
-from policies.deterministic import DeterministicPolicy, DeterministicProcess
-from policies.ensembles import Ensemble, EnsembleConfig
-from policies.policy import PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.networks.critics import Ensemble, EnsembleConfig
+from policies.policy import PolicyConfig
+from policies.processes.deterministic import DeterministicPolicy, DeterministicProcess
 
 Arrays = Mapping[str, Tensor]
 

@@ -29,7 +29,7 @@ from official_td3 import (
 from torch import Tensor
 
 from algos.a2pr import AdvantageGuide, divergence
-from algos.constrained_td3 import Td3Learner
+from algos.offline.td3_update import Td3Learner
 from algos.transitions import Batch
 
 CRITICS, VALUES = (names(1, 5), names(6, 10)), (names(1, 5),)

@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.hooks import Hook
-from policies.path_samplers import Ancestral, DPMpp2M, Euler, Heun, Midpoint, noise_grid
 from policies.processes import Edm
+from policies.processes.schedules import noise_grid
 from policies.protocols import TE, Cond, Step
-from policies.samplers import denoise
-from policies.steps import StepTable
+from policies.samplers.hooks import Hook
+from policies.samplers.loop import denoise
+from policies.samplers.ode import Ancestral, DPMpp2M, Euler, Heun, Midpoint
+from policies.samplers.step_table import StepTable
 
 pytestmark = pytest.mark.golden("beso_core*.npz")
 

@@ -17,10 +17,11 @@ from algos.base import Setup
 from algos.cdsa import CdsaConfig, CorrectionLearner
 from algos.transitions import TransitionTable
 from policies.backbones.mlp import MlpConfig
-from policies.correction import Correction, Score, corrected_path
-from policies.deterministic import DeterministicProcess
+from policies.build import build_policy
 from policies.errors import ConfigError
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
+from policies.processes.deterministic import DeterministicProcess
+from policies.wrappers.score_correction import Correction, Score, corrected_path
 
 CASE = re.compile(r"corrected_sigma([\d.]+)_eta([\d.]+)_K(\d+)$")
 

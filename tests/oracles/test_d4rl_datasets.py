@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from envs.datasets import d4rl
+from envs.datasets.formats import d4rl
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ import torch
 from official_networks import read
 from torch import Tensor, nn
 
+from algos.cloning.batches import Source
 from algos.optim import Ema, PowerDecay
-from algos.sources import Source
 from envs.datasets import EpisodeDataset
-from policies.embeddings import sinusoid
+from policies.networks.embeddings import sinusoid
 from policies.normalizer import Normalizer
 from policies.protocols import ChunkSpec
 

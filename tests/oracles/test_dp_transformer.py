@@ -15,8 +15,8 @@ from official_networks import install, read
 from plain_transformer import PlainTransformer
 from torch import Tensor
 
-from policies.attention import set_attention
 from policies.backbones.dp_transformer import DpTransformer, DpTransformerConfig
+from policies.networks.attention import set_attention
 from policies.protocols import Cond
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}

@@ -19,15 +19,15 @@ from official_networks import read
 from torch import Tensor
 
 from algos.dppo import DppoConfig
-from algos.freezing import tunable_copy
-from algos.onpolicy import OnPolicy
-from algos.ratios import ChainRatio
-from algos.surrogate import PpoLearner
-from envs.rollout import Rollout, RolloutPool
-from envs.spec import EnvSpec
-from envs.vector import ChunkStep
+from algos.onpolicy.frozen_copy import tunable_copy
+from algos.onpolicy.loop import OnPolicy
+from algos.onpolicy.ppo_update import PpoUpdate
+from algos.onpolicy.ratios import ChainRatio
+from envs.rollouts.rollout import Rollout, RolloutPool
+from envs.spec import ChunkStep, EnvSpec
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.protocols import Chain, Cond
 
@@ -124,7 +124,7 @@ class TapePermutations:
         raise AssertionError("no noise is drawn in these updates")
 
 
-class RecordingLearner(PpoLearner):
+class RecordingLearner(PpoUpdate):
     """Keeps the metrics of every minibatch."""
 
     def step(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
@@ -233,7 +233,7 @@ def test_iterations_match_reference(golden_path: Path) -> None:
     np.testing.assert_allclose(np.stack(replay.env.made[0].actions), data["env_actions"], **VALUES)
 
 
-def assert_rates(learner: PpoLearner, data: Arrays, n: int) -> None:
+def assert_rates(learner: PpoUpdate, data: Arrays, n: int) -> None:
     expected = data["lr_after_scheduler_step"][n - 1, 1:].tolist()  # used in the next iteration
     assert learner.rates(n) == pytest.approx(expected, rel=1e-9)
 

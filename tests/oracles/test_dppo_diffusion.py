@@ -10,9 +10,18 @@ import torch
 from official_networks import read
 from torch import Tensor
 
+from policies.networks.distributions import gaussian_log_prob
 from policies.processes import VPDiffusion
-from policies.samplers import DDIM, DDPM, StepTable, denoise, gaussian_log_prob, transition
-from policies.schedules import cosine_betas, cumulative_alphas, make_betas, spaced_levels, time_of_level
+from policies.processes.schedules import (
+    cosine_betas,
+    cumulative_alphas,
+    make_betas,
+    spaced_levels,
+    time_of_level,
+)
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.loop import denoise
+from policies.samplers.step_table import StepTable, transition
 
 Arrays = Mapping[str, Tensor]
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}

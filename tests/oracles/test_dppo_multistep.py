@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from envs.serial import SerialVector
+from envs.engine.serial import SerialVector
 from envs.spec import EnvSpec
 
 NO_LIMIT = 10**6

@@ -8,7 +8,7 @@ import pytest
 import torch
 from official_networks import OUTPUT, assert_gradients, install, official_weights, read, residual_dims
 
-from policies.heads import GaussianHeadConfig
+from policies.networks.heads import GaussianHeadConfig
 
 
 @pytest.mark.golden("dppo_net_gaussian*.npz")

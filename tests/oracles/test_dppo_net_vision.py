@@ -14,8 +14,9 @@ from official_vision import encoder_keys, observation_of, sizes_of, vit_config
 from torch import Tensor
 
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.encoders.vit import VitEncoderConfig
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.policy import Policy, PolicyConfig
 
 ACTIVATION = "mish"
 

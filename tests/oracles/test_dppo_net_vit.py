@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from policies.encoders import ObservationSizes
 from policies.encoders.vit import VitEncoderConfig
-from policies.heads import CriticConfig
+from policies.networks.heads import CriticConfig
 from policies.normalizer import Normalizer
 
 

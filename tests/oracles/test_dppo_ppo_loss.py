@@ -12,13 +12,14 @@ from affine import AffineConfig, AffineCritic, Arrays, load
 from official_networks import read
 from torch import Tensor
 
-from algos.buffers import Experience
 from algos.dppo import DppoConfig
-from algos.freezing import tunable_copy
-from algos.functional import policy_losses
-from algos.ratios import CloningTerm, Rows
-from algos.surrogate import PpoLearner
-from policies.policy import PolicyConfig, build_policy
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.frozen_copy import tunable_copy
+from algos.onpolicy.functional import policy_losses
+from algos.onpolicy.ppo_update import PpoUpdate
+from algos.onpolicy.ratios import CloningTerm, Rows
+from policies.build import build_policy
+from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.protocols import Cond
 
@@ -72,7 +73,7 @@ class Case:
         critic = AffineCritic(self.state[0].numel())
         load(critic, data, f"{name}_critic")
         self.ratio = self.config.ratio(self.policy)
-        self.learner = PpoLearner(
+        self.learner = PpoUpdate(
             self.config,
             ratio=self.ratio,
             actor=list(self.policy.scored_net.parameters()),

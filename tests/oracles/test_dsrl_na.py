@@ -21,13 +21,13 @@ from official_dsrl import (
     same_temperature,
 )
 
-from algos.dsrl_learner import NoiseAliasedLearner
+from algos.offpolicy.dsrl_update import NoiseAliasedUpdate
 
 files = pytest.mark.golden("dsrl_na_*.npz")
 
 
-def learner_of(arrays: Arrays) -> NoiseAliasedLearner:
-    learner = NoiseAliasedLearner(
+def learner_of(arrays: Arrays) -> NoiseAliasedUpdate:
+    learner = NoiseAliasedUpdate(
         actor_of(arrays, "actor_before"),
         ensemble_of(arrays, "critic_before"),
         ensemble_of(arrays, "noise_critic_before"),

@@ -21,7 +21,7 @@ from official_dsrl import (
     same_temperature,
 )
 
-from algos.soft_learner import SoftLearner
+from algos.offpolicy.sac_update import SacUpdate
 
 files = pytest.mark.golden("dsrl_sac_*.npz")
 
@@ -29,7 +29,7 @@ files = pytest.mark.golden("dsrl_sac_*.npz")
 @files
 def test_a_whole_update_is_that_of_the_released_program(golden_path: Path) -> None:
     arrays = read(golden_path)
-    learner = SoftLearner(
+    learner = SacUpdate(
         actor_of(arrays, "actor_before"), ensemble_of(arrays, "critic_before"), rules_of(arrays)
     )
     learner.target_critic.load_state_dict(ensemble_of(arrays, "critic_target_before").state_dict())

@@ -16,8 +16,9 @@ import torch
 from official_networks import read
 from torch import Tensor, nn
 
-from policies.descent import Descent, DescentPolicy
-from policies.policy import PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.energy_policies import Descent, DescentPolicy
+from policies.policy import PolicyConfig
 from policies.processes.ebt import EnergyDescent
 from policies.protocols import TE, Cond
 

@@ -20,12 +20,13 @@ import torch
 from official_networks import read
 from torch import Tensor, nn
 
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
 from policies.processes.flow_map import OBJECTIVES, FlowMap
 from policies.protocols import TE, Cond
-from policies.samplers import Euler
+from policies.samplers.ode import Euler
 
 LOSS = {"rtol": 1e-5, "atol": 0.0}
 GRADIENT = {"rtol": 1e-4, "atol": 1e-5}

@@ -13,13 +13,13 @@ from official_networks import read
 from safetensors.torch import save_file
 from torch import Tensor
 
-from algos.matching_ratio import Matching, MatchingRatio
+from algos.onpolicy.fpo_ratio import FpoRatio, Matching
 from policies.denoising import DenoisingPolicy
-from policies.embeddings import OctaveEmbedding
 from policies.errors import CheckpointError, ConfigError
-from policies.folder import load_policy, save_policy
-from policies.foreign.fpo import FpoSource
-from policies.importing import Conversion, import_policy
+from policies.importing.fpo import FpoSource
+from policies.importing.importing import Conversion, import_policy
+from policies.networks.embeddings import OctaveEmbedding
+from policies.storage.policy_folder import load_policy, save_policy
 
 FORWARD = {"rtol": 1e-5, "atol": 2e-6}
 FILE = "fpo_playground_loss*.npz"
@@ -61,7 +61,7 @@ def test_an_imported_policy_judges_actions_as_the_program_does(golden_path: Path
     action = arrays["cfm_action"].flatten(0, 1).repeat_interleave(draws, 0)[:, None]
     eps = arrays["cfm_eps"].flatten(0, 2)[:, None]
     for mode, kind in (("u", "velocity"), ("u_but_supervise_as_eps", "eps")):
-        ratio = MatchingRatio(policy, Matching(prediction=kind), num_draws=draws)
+        ratio = FpoRatio(policy, Matching(prediction=kind), num_draws=draws)
         with torch.no_grad():
             loss = ratio.losses(cond.repeat(draws), action, eps, t.flatten()).view_as(t)
         torch.testing.assert_close(loss, arrays[f"cfm_loss_{mode}"].flatten(0, 1), rtol=1e-5, atol=5e-6)

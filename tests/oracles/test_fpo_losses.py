@@ -16,13 +16,13 @@ from official_fpo import Stack, embed, gridworld_policy, normalised, playground_
 from official_networks import read
 from torch import Tensor, nn
 
-from algos.buffers import Experience
 from algos.fpo import FpoConfig
-from algos.functional import SURROGATES, gae
-from algos.matching_ratio import Matching, MatchingRatio, time_of
-from algos.ratios import Rows
-from algos.scratch import RunningMoments
-from algos.surrogate import GeneratorDraws, PpoLearner
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.fpo_ratio import FpoRatio, Matching, time_of
+from algos.onpolicy.functional import SURROGATES, gae
+from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
+from algos.onpolicy.ratios import Rows
+from algos.onpolicy.running_normalizer import RunningMeanStd
 from policies.denoising import DenoisingPolicy
 from policies.protocols import Cond
 
@@ -60,7 +60,7 @@ class Case:
         self.policy = playground_policy(arrays, len(arrays["schedule_t_current"]))
         self.ratio = self.config.estimator(self.policy)
         self.critic = Value(arrays)
-        self.learner = PpoLearner(
+        self.learner = PpoUpdate(
             self.config, ratio=self.ratio, actor=list(self.policy.field.parameters()), critic=self.critic
         )
         record = {
@@ -128,7 +128,7 @@ def test_time_features_and_samples(golden_path: Path) -> None:
 def losses_of(policy: DenoisingPolicy, prediction: str, obs: Tensor, *draws: Tensor) -> Tensor:
     """Return the losses (M, n) of actions (M, d) with eps (M, n, d) and times of ours (M, n)."""
     action, eps, t = draws
-    ratio = MatchingRatio(policy, Matching(prediction=prediction), num_draws=t.shape[1])
+    ratio = FpoRatio(policy, Matching(prediction=prediction), num_draws=t.shape[1])
     repeated = action.repeat_interleave(t.shape[1], 0)[:, None], eps.flatten(0, 1)[:, None], t.flatten()
     return ratio.losses(Cond(obs).repeat(t.shape[1]), *repeated).view_as(t)
 
@@ -221,7 +221,7 @@ def test_two_steps_of_adam(golden_path: Path) -> None:
 def test_running_statistics_are_the_true_ones(golden_path: Path) -> None:
     arrays = read(golden_path)
     batches = arrays["rs_x"]
-    moments = RunningMoments(batches.shape[-1])
+    moments = RunningMeanStd(batches.shape[-1])
     for i, batch in enumerate(batches):
         moments.see(batch)
         assert moments.count == int(arrays[f"rs_count_{i}"])
@@ -245,7 +245,7 @@ def test_the_grid_world(golden_path: Path) -> None:
         prediction="velocity", num_draws=t.shape[1], clip_range=float(arrays["clip"]),
         difference_range=(-3.0, 3.0), normalize_advantage=False,
     )  # fmt: skip
-    learner = PpoLearner(
+    learner = PpoUpdate(
         config,
         ratio=config.estimator(policy),
         actor=list(policy.field.parameters()),

@@ -13,13 +13,14 @@ import torch
 from official_networks import read
 from torch import Tensor
 
-from policies.compose import ComposedPolicy, compose
+from policies.composition.operators import Sum, combine, responsibilities
+from policies.composition.policy import ComposedPolicy, compose
 from policies.denoising import DenoisingPolicy
-from policies.operators import Sum, combine, responsibilities
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.edm import Edm
-from policies.samplers import DDIM, Euler
-from policies.schedules import time_of_level
+from policies.processes.schedules import time_of_level
+from policies.samplers.ddpm import DDIM
+from policies.samplers.ode import Euler
 from tests.oracles.toy_field import toy_policy
 
 TOLERANCE: dict[str, Any] = {"atol": 1e-10, "rtol": 1e-10}

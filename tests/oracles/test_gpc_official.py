@@ -11,13 +11,13 @@ import torch
 from official_networks import read
 from torch import Tensor
 
-from policies.compose import ComposedPolicy, compose
+from policies.composition.policy import ComposedPolicy, compose
 from policies.denoising import DenoisingPolicy
-from policies.hooks import Hook
 from policies.processes import VPDiffusion
+from policies.processes.schedules import cumulative_alphas
 from policies.protocols import Step
-from policies.samplers import DDIM, DDPM
-from policies.schedules import cumulative_alphas
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.hooks import Hook
 from tests.oracles.toy_field import toy_policy
 
 TOLERANCE = 5e-5

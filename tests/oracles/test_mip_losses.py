@@ -16,8 +16,9 @@ import torch
 from official_networks import read
 from torch import Tensor, nn
 
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes import Mip, Regression
 from policies.processes.regression import ERRORS
 from policies.protocols import TE, Cond

@@ -25,8 +25,8 @@ from official_td3 import (
 )
 from torch import Tensor
 
-from algos.constrained_td3 import Td3Learner
-from algos.neighbors import BruteSearch, ListSearch, TreeSearch
+from algos.offline.neighbors import BruteSearch, ListSearch, TreeSearch
+from algos.offline.td3_update import Td3Learner
 from algos.prdc import NearestRow
 
 MEMBERS = (names(1, 3), names(4, 6))

@@ -18,13 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
-from policies.ensembles import aggregate
-from policies.policy import PolicyConfig, build_policy
+from policies.networks.critics import aggregate
+from policies.policy import PolicyConfig
 from policies.processes import RectifiedFlow
 from policies.protocols import TE, BoundField, Cond, Observation
-from policies.samplers import Euler
-from policies.selection import BestOfN, Selection
+from policies.samplers.ode import Euler
+from policies.wrappers.best_of_n import BestOfN, Selection
 
 qc = pytest.mark.golden("qc_bestofn_*.npz")
 CLOSE = {"rtol": 0.0, "atol": 5e-6}

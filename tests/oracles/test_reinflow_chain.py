@@ -14,8 +14,8 @@ from official_chains import bounds_agree, chain_of, policy_of
 from official_networks import read
 from torch import Tensor
 
+from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.protocols import Cond
-from policies.samplers import gaussian_entropy, gaussian_log_prob
 
 FORWARD = {"rtol": 1e-5, "atol": 1e-6}
 DENSITY = {"rtol": 1e-4, "atol": 1e-5}

@@ -12,8 +12,8 @@ import pytest
 import torch
 from official_networks import read
 
-from algos.exploration import NoiseConfig
-from algos.functional import RewardScaler, gae, successor_values
+from algos.onpolicy.exploration_noise import NoiseConfig
+from algos.onpolicy.functional import RewardScaler, gae, successor_values
 from algos.optim import warmup_cosine
 
 EXACT = {"rtol": 1e-9, "atol": 1e-9}

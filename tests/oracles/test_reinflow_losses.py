@@ -20,11 +20,11 @@ from official_networks import read
 from torch import Tensor
 
 from policies.denoising import DenoisingPolicy
-from policies.embeddings import sinusoid
-from policies.hooks import Hook
+from policies.networks.embeddings import sinusoid
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import TE, Cond, Step
-from policies.samplers import Euler
+from policies.samplers.hooks import Hook
+from policies.samplers.ode import Euler
 
 FORWARD = {"rtol": 1e-5, "atol": 1e-6}
 LOSS = {"rtol": 1e-4, "atol": 1e-5}

@@ -15,11 +15,11 @@ from official_chains import chain_of, config_of, noise_keys, part, policy_of
 from official_networks import install, read, residual_dims
 from torch import Tensor
 
-from algos.buffers import Experience
-from algos.noisy_chain import NoisyChain, PathTerm
-from algos.ratios import Rows
-from algos.surrogate import GeneratorDraws, PpoLearner
-from policies.heads import CriticConfig
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
+from algos.onpolicy.ratios import Rows
+from algos.onpolicy.reinflow_ratio import PathTerm, ReinflowRatio
+from policies.networks.heads import CriticConfig
 from policies.protocols import Cond
 
 DENSITY = {"rtol": 1e-4, "atol": 1e-5}
@@ -37,12 +37,12 @@ class Case:
             "log_prob_range": (-1.0, 1.0), "clip_range": 0.01,
         }  # fmt: skip
         self.config = config_of(arrays, **options)
-        self.ratio: NoisyChain = chain_of(arrays, **options)
+        self.ratio: ReinflowRatio = chain_of(arrays, **options)
         weights = part(arrays, "critic.")
         critic = CriticConfig(**residual_dims(weights, "Q1."))
         value = critic.build(arrays["obs"][0].numel())
         install(value, critic.official_keys(), weights)
-        self.learner = PpoLearner(
+        self.learner = PpoUpdate(
             self.config, ratio=self.ratio, actor=list(self.ratio.trained.parameters()), critic=value
         )
         record = {"chain": arrays["chain"], "log_prob": arrays["old_logprob"]}

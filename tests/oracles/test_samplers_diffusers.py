@@ -16,10 +16,12 @@ import torch
 from official_networks import read
 from torch import Tensor
 
-from policies.path_samplers import DPMpp2M, Heun, Midpoint
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
-from policies.samplers import DDIM, DDPM, Euler, StepTable, denoise
-from policies.schedules import cumulative_alphas, make_betas, time_of_level
+from policies.processes.schedules import cumulative_alphas, make_betas, time_of_level
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.loop import denoise
+from policies.samplers.ode import DPMpp2M, Euler, Heun, Midpoint
+from policies.samplers.step_table import StepTable
 
 FLOW = RectifiedFlow(time_scale=1.0)
 PREDICTIONS = {"epsilon": "eps", "sample": "x0", "v": "v"}

@@ -13,9 +13,9 @@ from test_steering_rti import read, toy_policy
 from torch import Tensor
 
 from policies.policy import Policy
-from policies.samplers import DDPM
-from policies.sketches import ActionSketch, resampled
-from policies.steering import SteeredPolicy, Steering
+from policies.samplers.ddpm import DDPM
+from policies.wrappers.sketch_guidance import SteeredPolicy, Steering
+from policies.wrappers.sketches import ActionSketch, resampled
 
 TOLERANCE = 1e-4
 NAMES = {"unconditional": "random"}

@@ -15,11 +15,12 @@ import torch
 from official_networks import read
 from torch import Tensor, nn
 
-from policies.executor import Replanner, WarmStart
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.build import build_policy
+from policies.execution.replanning import Replanner, WarmStart
+from policies.policy import Policy, PolicyConfig
 from policies.processes import VPDiffusion
-from policies.samplers import DDPM
-from policies.schedules import cumulative_alphas
+from policies.processes.schedules import cumulative_alphas
+from policies.samplers.ddpm import DDPM
 
 TOLERANCE = 1e-4
 PREFIX = "rti_steps_"

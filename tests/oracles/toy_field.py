@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.protocols import BoundField, Cond
 
 

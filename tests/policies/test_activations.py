@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from policies.activations import ACTIVATIONS, check_activation, mish
 from policies.errors import ConfigError
+from policies.networks.activations import ACTIVATIONS, check_activation, mish
 
 MANY = (64, 128)
 

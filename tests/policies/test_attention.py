@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from policies.attention import (
+from policies.errors import ConfigError
+from policies.networks.attention import (
     Attention,
     FeedForward,
     LayerNorm,
@@ -18,7 +19,6 @@ from policies.attention import (
     explicit_attention,
     set_attention,
 )
-from policies.errors import ConfigError
 
 WIDTH, HEADS = 8, 2
 
@@ -91,7 +91,7 @@ def test_the_explicit_way_has_derivatives_of_any_order() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_explicit_normalisation_has_right_gradients_of_forward_mode_derivatives() -> None:
-    """PyTorch's own lack a part, without an error; see the top of `policies/attention.py`."""
+    """PyTorch's own lack a part, without an error; see the top of `policies/networks/attention.py`."""
     norm = LayerNorm(WIDTH).double()
     set_attention(norm, "math")
     x, tangent = draw(3, WIDTH, dtype=torch.float64), draw(3, WIDTH, seed=1, dtype=torch.float64)

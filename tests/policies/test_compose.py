@@ -10,19 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.compose import ComposedPolicy, compose
+from policies.composition.operators import Composition
+from policies.composition.policy import ComposedPolicy, compose
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.executor import Execution, Executor, WarmStart
-from policies.export import export_onnx
-from policies.folder import load_policy, save_policy
-from policies.gaussian import GaussianProcess
-from policies.hooks import Inpaint
-from policies.operators import Composition
-from policies.path_samplers import Ancestral, Heun
+from policies.execution.executor import Execution, Executor
+from policies.execution.replanning import WarmStart
+from policies.export.export import export_onnx
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.processes.edm import Edm
-from policies.samplers import DDIM, DDPM, Euler, denoise
+from policies.processes.gaussian import GaussianProcess
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.hooks import Inpaint
+from policies.samplers.loop import denoise
+from policies.samplers.ode import Ancestral, Euler, Heun
+from policies.storage.policy_folder import load_policy, save_policy
 from tests.gaussian_field import gaussian_policy, log_density
 from tests.small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_policy
 

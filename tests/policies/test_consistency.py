@@ -15,13 +15,14 @@ from torch import Tensor
 from two_modes import LEVEL, two_mode_setup
 
 from algos.bc import BcConfig
-from policies.consistency_sampler import Renoise
 from policies.errors import ConfigError
-from policies.path_samplers import noise_grid
 from policies.processes import Consistency, Edm, RectifiedFlow
-from policies.processes.path import KINDS
+from policies.processes.base import KINDS
+from policies.processes.schedules import noise_grid
 from policies.protocols import TE
-from policies.samplers import Euler, denoise
+from policies.samplers.consistency import Renoise
+from policies.samplers.loop import denoise
+from policies.samplers.ode import Euler
 
 TH, DA = 3, 2
 PROCESS = Consistency()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from policies.convolutions import Rows, doubling, group_norm, halving, pointwise, same
+from policies.networks.convolutions import Rows, doubling, group_norm, halving, pointwise, same
 
 ROWS = (1, 2, 3, 4, 5, 8)
 

@@ -11,13 +11,13 @@ import torch
 from small_policies import observations, small_policy
 from torch import Tensor
 
-from policies.correction import CorrectedPolicy, Correction, Perturbation, within
-from policies.deterministic import DeterministicProcess
 from policies.errors import CheckpointError, ConfigError
-from policies.export import export_onnx
-from policies.folder import CONFIG, load_policy, read_config, save_policy
+from policies.export.export import export_onnx
 from policies.policy import Policy
+from policies.processes.deterministic import DeterministicProcess
 from policies.processes.flow import RectifiedFlow
+from policies.storage.policy_folder import CONFIG, load_policy, read_config, save_policy
+from policies.wrappers.score_correction import CorrectedPolicy, Correction, Perturbation, within
 
 SMALL = Correction(hidden_dims=(16, 16), dynamics_dims=(16,), steps=3, eta=0.5, eta_state=0.3)
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from policies.diffusers_sampler import DIFFUSION_SCHEDULERS, FLOW_SCHEDULERS, Diffusers
 from policies.errors import CapabilityError, ConfigError
-from policies.hooks import Hook
-from policies.path_samplers import DPMpp2M
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
 from policies.protocols import Cond
-from policies.samplers import DDIM, Euler, denoise
-from policies.steps import StepTable
+from policies.samplers.ddpm import DDIM
+from policies.samplers.diffusers import DIFFUSION_SCHEDULERS, FLOW_SCHEDULERS, Diffusers
+from policies.samplers.hooks import Hook
+from policies.samplers.loop import denoise
+from policies.samplers.ode import DPMpp2M, Euler
+from policies.samplers.step_table import StepTable
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:diffusers")
 

@@ -14,11 +14,11 @@ from two_modes import LEVEL, two_mode_setup
 
 from algos.bc import BcConfig
 from policies.backbones.mlp import MlpConfig
-from policies.descent import Descent, DescentPolicy
+from policies.energy_policies import Descent, DescentPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.hooks import Guidance
 from policies.processes.ebt import EnergyDescent
 from policies.protocols import TE, ChainPolicy, Cond
+from policies.samplers.hooks import Guidance
 
 
 def descent_policy(sampler: Descent | None = None, **settings: Any) -> DescentPolicy:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from policies.embeddings import TimeEmbedding, sinusoid
+from policies.networks.embeddings import TimeEmbedding, sinusoid
 
 
 def test_sinusoid_matches_the_formula_sines_first() -> None:

@@ -17,20 +17,20 @@ from two_modes import LEVEL, two_mode_setup
 from algos.bc import BcConfig
 from policies.backbones.dp_transformer import DpTransformerConfig
 from policies.backbones.mlp import MlpConfig
+from policies.backbones.switched import SwitchedField
 from policies.backbones.transformer import TransformerConfig
 from policies.backbones.unet1d import Unet1dConfig
-from policies.descent import Descent
-from policies.energy import EnergyField, EnergyPolicy
+from policies.energy_policies import Descent, EnergyPolicy
 from policies.errors import ConfigError
-from policies.export import export_onnx
-from policies.export_folder import MODEL
-from policies.export_graph import random_inputs, run_graph
-from policies.fields import SwitchedField
+from policies.export.export import export_onnx
+from policies.export.onnx_graph import random_inputs, run_graph
+from policies.networks.energy import EnergyField
 from policies.policy import Policy
 from policies.processes.ebt import EnergyDescent
 from policies.processes.energy import ScoreEnergy
 from policies.protocols import Cond
-from policies.samplers import DDIM, DDPM
+from policies.runner import MODEL
+from policies.samplers.ddpm import DDIM, DDPM
 
 BACKBONES = {
     "mlp-relu": MlpConfig(width=8, time_dim=4),

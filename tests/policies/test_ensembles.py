@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from policies.ensembles import Ensemble, EnsembleConfig, polyak
 from policies.errors import ConfigError
+from policies.networks.critics import Ensemble, EnsembleConfig, polyak
 
 COND, ACTION = 5, 3
 

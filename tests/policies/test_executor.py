@@ -10,24 +10,18 @@ import torch
 from small_policies import ACTION_DIM, observations, small_policy
 from torch import Tensor
 
-from policies.compose import compose
-from policies.correction import Correction
+from policies.composition.policy import compose
 from policies.errors import CapabilityError, ConfigError
-from policies.executor import (
-    Execution,
-    Executor,
-    Replanner,
-    WarmStart,
-    committed,
-    shifted,
-    with_act_steps,
-)
-from policies.gaussian import GaussianProcess
-from policies.hooks import Inpaint
-from policies.latent_steering import Steering
+from policies.execution.executor import Execution, Executor, committed
+from policies.execution.replanning import Replanner, WarmStart, shifted, with_act_steps
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
-from policies.samplers import DDIM, DDPM, Euler
+from policies.processes.gaussian import GaussianProcess
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.hooks import Inpaint
+from policies.samplers.ode import Euler
+from policies.wrappers.noise_policy import Steering
+from policies.wrappers.score_correction import Correction
 
 B, K, TH = 4, 6, 5
 SAMPLERS = {

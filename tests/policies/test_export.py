@@ -15,28 +15,22 @@ import torch
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, small_policy, statistics
 from torch import Tensor, nn
 
-from policies import export_graph
 from policies.backbones.mlp import MlpConfig
+from policies.backbones.switched import SwitchedField
+from policies.build import build_policy
 from policies.errors import ExportError, MissingExtraError
-from policies.export import export_onnx
-from policies.export_folder import (
-    CARD,
-    MODEL,
-    REPORT,
-    RUNNER,
-    SAMPLE,
-    SIGNATURE,
-    ExportReport,
-    Surroundings,
-    signature,
-)
-from policies.export_graph import random_inputs
-from policies.fields import SwitchedField
-from policies.gaussian import GaussianProcess
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.export import onnx_graph
+from policies.export.export import export_onnx
+from policies.export.folder import REPORT, RUNNER, ExportReport, Surroundings, signature
+from policies.export.onnx_graph import random_inputs
+from policies.policy import Policy, PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
-from policies.samplers import DDIM, DDPM, Euler
+from policies.processes.gaussian import GaussianProcess
+from policies.runner import MODEL, SAMPLE, SIGNATURE
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.ode import Euler
+from policies.storage.model_card import CARD
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -263,10 +257,10 @@ def test_a_graph_that_disagrees_is_an_error_and_leaves_nothing(
 ) -> None:
     policy, folder, _ = made
     monkeypatch.setattr(
-        export_graph, "_write_graph", lambda _, path, *a, **k: shutil.copy(folder / MODEL, path)
+        onnx_graph, "_write_graph", lambda _, path, *a, **k: shutil.copy(folder / MODEL, path)
     )
-    plain = export_graph.open_session
-    monkeypatch.setattr(export_graph, "open_session", lambda path: Perturbed(plain(path), change))
+    plain = onnx_graph.open_session
+    monkeypatch.setattr(onnx_graph, "open_session", lambda path: Perturbed(plain(path), change))
     with pytest.raises(ExportError, match=f"within 1e-05 for batches of 1, 2, 7; it {shown}"):
         export_onnx(policy, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -291,7 +285,7 @@ def test_a_directory_that_holds_something_is_left_alone_unless_asked(
 ) -> None:
     policy, folder, _ = made
     monkeypatch.setattr(
-        export_graph, "_write_graph", lambda _, path, *a, **k: shutil.copy(folder / MODEL, path)
+        onnx_graph, "_write_graph", lambda _, path, *a, **k: shutil.copy(folder / MODEL, path)
     )
     own, other = tmp_path / "mine" / CARD, tmp_path / "mine" / "notes.txt"
     own.parent.mkdir()
@@ -324,10 +318,10 @@ def test_a_policy_that_rounding_decides_about_is_told_from_a_wrong_graph(
 ) -> None:
     """Nobody can reproduce what changes by more than the tolerance where the last digits do."""
     policy = small_policy(RectifiedFlow(), Euler(steps=2))
-    own = export_graph.own_rounding(export_graph.SampledPolicy(policy), (1, 2, 7), 0)
+    own = onnx_graph.own_rounding(onnx_graph.SampledPolicy(policy), (1, 2, 7), 0)
     assert 1e-8 < own < 1e-4
     off = [{"batch": 1, "max_abs_difference": 0.5}]
-    monkeypatch.setattr(export_graph, "_parity", lambda *_: off)
+    monkeypatch.setattr(onnx_graph, "_parity", lambda *_: off)
     with pytest.raises(ExportError, match=r"rounding decides what it does.*tolerance=<difference>"):
         export_onnx(policy, tmp_path / "a", tolerance=own / 2)
     with pytest.raises(ExportError, match=r"Nothing was written\.$"):

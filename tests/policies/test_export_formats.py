@@ -12,29 +12,30 @@ import torch
 import torch._inductor.config
 from small_policies import GOAL_DIM, OBS_DIM, small_policy
 
-from policies import export_torch
-from policies.compose import compose
-from policies.correction import Perturbation
-from policies.descent import Descent
-from policies.deterministic import DeterministicProcess
+from policies.composition.policy import compose
+from policies.energy_policies import Descent
 from policies.errors import CheckpointError, ExportError
-from policies.export import FORMATS, export_policy
-from policies.export_folder import CARD, PACKAGE, PROGRAM, REPORT, RUNNER
-from policies.exported import ExportedPolicy
-from policies.gaussian import GaussianProcess
-from policies.mixture import MixtureProcess
-from policies.path_samplers import DPMpp2M
+from policies.export import torch_program
+from policies.export.export import FORMATS, export_policy
+from policies.export.exported_policy import ExportedPolicy
+from policies.export.folder import PACKAGE, PROGRAM, REPORT, RUNNER
 from policies.policy import Policy
+from policies.processes.deterministic import DeterministicProcess
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.ebt import EnergyDescent
 from policies.processes.edm import Edm
 from policies.processes.energy import ScoreEnergy
 from policies.processes.flow import RectifiedFlow
+from policies.processes.gaussian import GaussianProcess
+from policies.processes.mixture import MixtureProcess
 from policies.processes.regression import Mip
 from policies.processes.shortcut import Shortcut
-from policies.samplers import DDIM, DDPM, Euler
-from policies.selection import BestOfN, Selection
-from policies.squashed import TanhGaussianProcess
+from policies.processes.squashed import TanhGaussianProcess
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.ode import DPMpp2M, Euler
+from policies.storage.model_card import CARD
+from policies.wrappers.best_of_n import BestOfN, Selection
+from policies.wrappers.score_correction import Perturbation
 
 TOLERANCE = 1e-5
 
@@ -195,7 +196,7 @@ def test_without_a_compiler_the_report_says_what_is_missing_and_nothing_is_left_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "policy.onnx").write_text("an earlier export")
-    monkeypatch.setattr(export_torch.shutil, "which", lambda name: None)
+    monkeypatch.setattr(torch_program.shutil, "which", lambda name: None)
     options: Any = {"format": "torch", "latency_batches": (), "overwrite": True}
     report = export_policy(small_policy(GaussianProcess()), tmp_path, **options)
     assert "No C++ compiler (g++, clang++, c++) was found" in report.notes[0]
@@ -205,7 +206,7 @@ def test_without_a_compiler_the_report_says_what_is_missing_and_nothing_is_left_
 
 @pytest.mark.slow
 def test_a_compiled_program_gives_the_actions_of_the_policy(tmp_path: Path) -> None:
-    if (reason := export_torch.missing_compiler()) is not None:
+    if (reason := torch_program.missing_compiler()) is not None:
         pytest.skip(reason)
     policy = small_policy(RectifiedFlow(), Euler(steps=1))
     quick = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # of the C++ compiler

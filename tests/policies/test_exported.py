@@ -17,13 +17,15 @@ import torch
 from small_policies import OBS_DIM, small_policy
 
 from policies.errors import BurnishError, CheckpointError, ExportError
-from policies.export import export_policy
-from policies.export_folder import CARD, PROGRAM, SIGNATURE
-from policies.export_signature import read_signature
-from policies.exported import ExportedPolicy
+from policies.export.export import export_policy
+from policies.export.exported_policy import ExportedPolicy
+from policies.export.folder import PROGRAM
+from policies.export.signature import read_signature
 from policies.processes import RectifiedFlow
-from policies.samplers import Euler
-from policies.serve import ServedFolder
+from policies.runner import SIGNATURE
+from policies.samplers.ode import Euler
+from policies.serving.served_policy import ServedFolder
+from policies.storage.model_card import CARD
 
 # -- signatures -----------------------------------------------------------------------------------------
 

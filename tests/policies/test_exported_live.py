@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.exported import Elsewhere, _interpreters, act, interpreter_facts
-from envs.avoid import Avoid
-from policies.export import export_onnx
-from policies.policy import Policy, PolicyConfig, build_policy
+from benchmarks.studies.exported import Elsewhere, _interpreters, act, interpreter_facts
+from envs.tasks.avoid.task import Avoid
+from policies.build import build_policy
+from policies.export.export import export_onnx
+from policies.policy import Policy, PolicyConfig
 from policies.processes import RectifiedFlow
 from policies.runner import draw_noise
-from policies.samplers import Euler
+from policies.samplers.ode import Euler
 
 for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package)

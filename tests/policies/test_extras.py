@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from policies import wire
 from policies.errors import MissingExtraError
 from policies.extras import require
+from policies.serving import messages
 
 
 def test_a_package_that_is_there_is_returned() -> None:
@@ -37,4 +37,4 @@ def test_serving_says_why_its_packages_cannot_be_imported(monkeypatch: pytest.Mo
     with pytest.raises(
         MissingExtraError, match=r"serving needs .*\(import of msgpack halted.*numpy pyzmq msgpack"
     ):
-        wire.require("msgpack")
+        messages.require("msgpack")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from policies.backbones import Backbone
 from policies.backbones.mlp import MlpConfig
+from policies.backbones.switched import SwitchedField
 from policies.errors import ConfigError
-from policies.fields import SwitchedField
 from policies.protocols import BoundField, Cond
 
 SWITCH, STEPS = 3.0, 7

@@ -14,15 +14,16 @@ from torch import Tensor, nn
 
 from policies import registry
 from policies.backbones.mlp import MlpBackbone, MlpConfig
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes import FlowMap, MeanFlow, RectifiedFlow, Shortcut
 from policies.processes.average import AveragePath, derivative
+from policies.processes.base import over_rows
 from policies.processes.flow_map import OBJECTIVES
-from policies.processes.path import over_rows
 from policies.protocols import TE
-from policies.samplers import Euler
+from policies.samplers.ode import Euler
 
 registry.scan_policies()
 
@@ -252,7 +253,9 @@ class NormalisingConfig(MlpConfig):
 @pytest.mark.parametrize("objective", DERIVED)
 def test_a_normalisation_whose_gradients_would_be_wrong_is_refused(objective: str) -> None:
     config = PolicyConfig(process=FlowMap(objective=objective), backbone=NormalisingConfig(width=8))
-    with pytest.raises(CapabilityError, match=r"Normalising has it in norm.*policies.attention.LayerNorm"):
+    with pytest.raises(
+        CapabilityError, match=r"Normalising has it in norm.*policies.networks.attention.LayerNorm"
+    ):
         build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM)
     for process in (FlowMap(), MeanFlow()):  # no gradient goes through a derivative
         config = PolicyConfig(process=process, backbone=NormalisingConfig(width=8))

@@ -13,16 +13,18 @@ from safetensors.torch import load_file, save_file
 from small_policies import observations, small_policy
 
 from algos.base import Setup
-from burnish.locate import locate
-from policies import folder, registry, replacing
-from policies.compose import compose
+from burnish.runs.locate import locate
+from policies import registry
+from policies.backbones.switched import SwitchedField
+from policies.composition.policy import compose
 from policies.errors import CheckpointError, ConfigError, MissingExtraError
-from policies.fields import SwitchedField
-from policies.folder import load_policy, save_policy
-from policies.gaussian import GaussianProcess
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
-from policies.samplers import DDIM, DDPM, Euler
+from policies.processes.gaussian import GaussianProcess
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.ode import Euler
+from policies.storage import atomic_write, policy_folder
+from policies.storage.policy_folder import load_policy, save_policy
 
 POLICIES = {
     "ddpm": lambda: small_policy(VPDiffusion(num_levels=5)),
@@ -86,7 +88,7 @@ def test_a_replacement_that_fails_leaves_the_old_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_policy(small_policy(), tmp_path / "policy")
-    monkeypatch.setattr(replacing, "_exchange", lambda *_: False)
+    monkeypatch.setattr(atomic_write, "_exchange", lambda *_: False)
     rename = os.rename
 
     def failing(source: Path, target: Path) -> None:
@@ -145,7 +147,7 @@ def test_a_kill_between_two_renames_leaves_the_earlier_policy_beside(tmp_path: P
 def test_an_exchange_leaves_no_moment_without_a_policy(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    if not replacing._exchange(tmp_path / "a", tmp_path / "b"):
+    if not atomic_write._exchange(tmp_path / "a", tmp_path / "b"):
         pytest.skip("this file system cannot")
     assert replaced_by_a_program_that_is_killed(tmp_path, "") == 0  # nothing was renamed to this name
     assert type(load_policy(tmp_path / "policy").process) is RectifiedFlow
@@ -298,9 +300,9 @@ def test_where_a_policy_comes_from_is_saved_again(tmp_path: Path) -> None:
     policy = load_policy(save_policy(small_policy(), tmp_path / "first", provenance=facts))
     for name, one in {"same": policy, "copy": policy.clone(), "view": policy.with_act_steps(1)}.items():
         save_policy(one, tmp_path / name)
-        assert folder.read_config(tmp_path / name)["provenance"] == facts
+        assert policy_folder.read_config(tmp_path / name)["provenance"] == facts
     save_policy(policy, tmp_path / "other", provenance={"algo": "dppo"})
-    assert folder.read_config(tmp_path / "other")["provenance"] == {"algo": "dppo"}
+    assert policy_folder.read_config(tmp_path / "other")["provenance"] == {"algo": "dppo"}
 
 
 def test_what_is_trained_or_made_from_a_policy_does_not_come_from_where_it_does(tmp_path: Path) -> None:

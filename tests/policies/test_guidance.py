@@ -10,14 +10,15 @@ import torch
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, statistics
 
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.folder import load_policy, save_policy
-from policies.gaussian import GaussianProcess
-from policies.policy import PolicyConfig, build_policy
+from policies.policy import PolicyConfig
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
+from policies.processes.gaussian import GaussianProcess
 from policies.protocols import TE
-from policies.samplers import DDPM
+from policies.samplers.ddpm import DDPM
+from policies.storage.policy_folder import load_policy, save_policy
 
 
 def make(process: object = None, *, goal_dim: int = GOAL_DIM, **changes: object) -> DenoisingPolicy:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from policies.backbones.mlp import MlpConfig
 from policies.errors import ConfigError
-from policies.heads import CriticConfig, GaussianHead, GaussianHeadConfig
+from policies.networks.heads import CriticConfig, GaussianHead, GaussianHeadConfig
+from policies.networks.mlp_blocks import PlainTrunk
 from policies.protocols import Cond
-from policies.trunk import PlainTrunk
 
 CRITICS = {
     "residual": CriticConfig(width=8),

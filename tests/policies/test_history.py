@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from policies.history import ChunkActor, History, draw_noise
+from policies.execution.history import ChunkActor
+from policies.runner import History, draw_noise
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,5 +83,5 @@ def test_a_decision_that_fails_can_be_made_again_with_the_same_noise() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys; sys.modules['torch'] = None; import policies.history"
+    code = "import sys; sys.modules['torch'] = None; import policies.execution.history"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor
 
 from policies.errors import CapabilityError
-from policies.hooks import Guidance, Hook, Inpaint
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.protocols import Cond, SampleHook, Step
-from policies.samplers import DDIM, DDPM, Euler, StepTable, denoise
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.hooks import Guidance, Hook, Inpaint
+from policies.samplers.loop import denoise
+from policies.samplers.ode import Euler
+from policies.samplers.step_table import StepTable
 
 B, TH, DA = 6, 4, 2
 COND = Cond(torch.arange(B, dtype=torch.float64)[:, None])

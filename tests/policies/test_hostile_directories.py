@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_policies import small_policy
 
-from policies.description import describe
 from policies.errors import BurnishError, CheckpointError
-from policies.folder import load_policy, save_policy
 from policies.processes.diffusion import VPDiffusion
-from policies.samplers import DDIM
+from policies.samplers.ddpm import DDIM
+from policies.storage.config_json import describe
+from policies.storage.policy_folder import load_policy, save_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,10 +18,10 @@ from huggingface_hub import ModelCard
 from small_policies import observations, small_policy
 
 import burnish
-from burnish.locate import locate
-from policies import hub
+from burnish.runs.locate import locate
 from policies.errors import CheckpointError, ConfigError
-from policies.folder import save_policy
+from policies.storage import hub
+from policies.storage.policy_folder import save_policy
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 PATIENCE_S = 120

@@ -15,20 +15,21 @@ from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, statistics
 from torch import Tensor, nn
 
 from policies import registry
-from policies.attention import set_attention
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.transformer import TransformerConfig
+from policies.build import build_policy
 from policies.encoders import Encoder, ObservationSizes
 from policies.encoders.images import centre_crop, random_crop, random_shift, windows
 from policies.encoders.resnet import ResNet18, ResNetEncoderConfig, expected_places
 from policies.encoders.state import StateEncoderConfig
 from policies.encoders.vit import VitEncoderConfig
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.folder import load_policy, save_policy
-from policies.gaussian import GaussianProcess
-from policies.heads import CriticConfig
-from policies.policy import Policy, PolicyConfig, build_policy
+from policies.networks.attention import set_attention
+from policies.networks.heads import CriticConfig
+from policies.policy import Policy, PolicyConfig
 from policies.processes.diffusion import VPDiffusion
+from policies.processes.gaussian import GaussianProcess
+from policies.storage.policy_folder import load_policy, save_policy
 
 registry.scan_policies()
 
@@ -544,7 +545,7 @@ def test_an_exported_policy_sees_the_same_images(encoder: Any, tmp_path: Path) -
     pytest.importorskip("onnx")
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
-    from policies.export import export_onnx
+    from policies.export.export import export_onnx
 
     policy = build(encoder, obs_steps=2, goal_dim=GOAL_DIM, process=GaussianProcess())
     report = export_onnx(policy, tmp_path / "out", latency_batches=())

@@ -31,16 +31,17 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torch import Tensor
 
+from policies.backbones.switched import SwitchedField
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
-from policies.fields import SwitchedField
-from policies.folder import load_policy, read_config, save_policy
-from policies.foreign.diffusion_policy import DiffusionPolicySource
-from policies.foreign.dppo import DppoSource
-from policies.foreign.reinflow import ReinflowSource
-from policies.importing import Conversion, import_policy
+from policies.importing.diffusion_policy import DiffusionPolicySource
+from policies.importing.dppo import DppoSource
+from policies.importing.importing import Conversion, import_policy
+from policies.importing.reinflow import ReinflowSource
 from policies.protocols import Cond
-from policies.samplers import DDIM, Euler
+from policies.samplers.ddpm import DDIM
+from policies.samplers.ode import Euler
+from policies.storage.policy_folder import load_policy, read_config, save_policy
 
 
 def imported(of: Example, folder: Path, **options: Any) -> tuple[DenoisingPolicy, Conversion]:

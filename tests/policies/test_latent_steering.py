@@ -11,16 +11,16 @@ import torch
 from small_policies import observations, small_policy
 from torch import Tensor
 
-from policies.compose import compose
-from policies.deterministic import DeterministicProcess
+from policies.composition.policy import compose
 from policies.errors import CapabilityError, ConfigError
-from policies.export import export_onnx
-from policies.folder import load_policy, save_policy
-from policies.latent_steering import ADAPTERS, SteeredPolicy, Steering, interpolation
+from policies.export.export import export_onnx
 from policies.policy import Policy
+from policies.processes.deterministic import DeterministicProcess
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
-from policies.samplers import DDIM
+from policies.samplers.ddpm import DDIM
+from policies.storage.policy_folder import load_policy, save_policy
+from policies.wrappers.noise_policy import ADAPTERS, SteeredPolicy, Steering, interpolation
 
 SMALL = Steering(hidden_dims=(16, 16))
 

@@ -14,13 +14,14 @@ from two_modes import LEVEL, two_mode_setup
 
 from algos.bc import BcConfig
 from policies.backbones.mlp import MlpConfig
+from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
-from policies.folder import load_policy, save_policy
-from policies.gaussian import GaussianProcess
-from policies.heads import Mixture, MixtureHeadConfig
-from policies.mixture import MixtureProcess, ModeMean, drawn_mode, elementwise_nll
-from policies.policy import PolicyConfig, build_policy
+from policies.networks.heads import Mixture, MixtureHeadConfig
+from policies.policy import PolicyConfig
+from policies.processes.gaussian import GaussianProcess
+from policies.processes.mixture import MixtureProcess, ModeMean, drawn_mode, elementwise_nll
 from policies.protocols import ChainPolicy, Cond
+from policies.storage.policy_folder import load_policy, save_policy
 
 SHAPE = (4, 3)
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from policies.backbones import Backbone
 from policies.backbones.mlp import MlpBackbone, MlpConfig
-from policies.embeddings import sinusoid
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.embeddings import sinusoid
+from policies.networks.mlp_blocks import PlainTrunk
 from policies.protocols import Cond
 from policies.registry import from_json, to_json
-from policies.trunk import PlainTrunk
 
 CHUNK, COND, STEPS = (4, 3), 5, 6
 

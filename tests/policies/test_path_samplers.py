@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
-from policies.path_samplers import Ancestral, DPMpp2M, Euler, Heun, Midpoint, PathRules
 from policies.processes import Edm, Process, RectifiedFlow, VPDiffusion
-from policies.samplers import DDIM, denoise
-from policies.steps import StepTable
+from policies.samplers.ddpm import DDIM
+from policies.samplers.loop import denoise
+from policies.samplers.ode import Ancestral, DPMpp2M, Euler, Heun, Midpoint, PathRules
+from policies.samplers.step_table import StepTable
 
 MEAN, STD = 0.3, 0.4
 PROCESSES = [RectifiedFlow(), Edm(data_std=0.4), VPDiffusion(1000, prediction="v")]

@@ -5,16 +5,18 @@ import torch
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_policy, statistics
 
 from policies.backbones.mlp import MlpConfig
+from policies.backbones.switched import SwitchedField
+from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
-from policies.fields import SwitchedField
-from policies.gaussian import GaussianProcess
-from policies.hooks import Hook
-from policies.policy import PolicyConfig, build_policy
+from policies.networks.weight_cache import WeightCache
+from policies.policy import PolicyConfig
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
+from policies.processes.gaussian import GaussianProcess
 from policies.protocols import ChainPolicy, ChunkSpec, Field, MatchingLoss, NoiseDecoder
-from policies.samplers import DDIM, DDPM, Euler
-from policies.weight_cache import WeightCache
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.hooks import Hook
+from policies.samplers.ode import Euler
 
 EXPLORE = {"min_std": 0.1, "final_std": None}
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from policies.errors import ConfigError
 from policies.processes import Edm, Process, RectifiedFlow, VPDiffusion
-from policies.processes.path import KINDS
+from policies.processes.base import KINDS
+from policies.processes.schedules import cumulative_alphas, make_betas, time_of_level
 from policies.registry import from_json, to_json
-from policies.schedules import cumulative_alphas, make_betas, time_of_level
 
 PROCESSES = [
     *(VPDiffusion(20, prediction=p) for p in ("eps", "x0", "v")),

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from burnish.commands import doctor
-from burnish.config import scan_parts
+from burnish.config.schema import scan_parts
 from policies import registry
 from policies.errors import ConfigError
-from policies.samplers import Euler
+from policies.samplers.ode import Euler
 
 
 @pytest.fixture

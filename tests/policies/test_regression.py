@@ -13,12 +13,14 @@ from torch import Tensor
 from two_modes import LEVEL, two_mode_setup
 
 from algos.bc import BcConfig
-from policies.direct_sampler import Direct
 from policies.errors import CapabilityError, ConfigError
-from policies.hooks import Guidance, Inpaint
 from policies.processes import Mip, Regression, VPDiffusion
 from policies.protocols import TE
-from policies.samplers import DDIM, Euler, denoise
+from policies.samplers.ddpm import DDIM
+from policies.samplers.direct import Direct
+from policies.samplers.hooks import Guidance, Inpaint
+from policies.samplers.loop import denoise
+from policies.samplers.ode import Euler
 
 TH, DA = 3, 2
 ALL = [Regression(), Regression(start_noise=True), Mip(), Mip("origin"), Mip("tsd")]

@@ -15,14 +15,15 @@ import pytest
 import torch
 from small_policies import ACTION_DIM, OBS_DIM, small_policy
 
-from policies.export import export_onnx
-from policies.export_folder import RUNNER, Surroundings
-from policies.exported import ExportedPolicy
-from policies.history import ChunkActor
+from policies.execution.history import ChunkActor
+from policies.export.export import export_onnx
+from policies.export.exported_policy import ExportedPolicy
+from policies.export.folder import RUNNER, Surroundings
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.runner import Limits, RateReport, Runner, Track, _typed, check, draw_noise, run_at_rate
-from policies.samplers import DDPM, Euler
+from policies.samplers.ddpm import DDPM
+from policies.samplers.ode import Euler
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxscript")

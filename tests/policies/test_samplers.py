@@ -14,12 +14,16 @@ from diffusers import DDIMScheduler
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.gaussian import GaussianProcess
-from policies.hooks import Hook
+from policies.networks.distributions import gaussian_log_prob
 from policies.processes import Process, RectifiedFlow, VPDiffusion
+from policies.processes.gaussian import GaussianProcess
 from policies.protocols import Cond
 from policies.registry import from_json, to_json
-from policies.samplers import DDIM, DDPM, Euler, StepTable, denoise, gaussian_log_prob, transition
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.hooks import Hook
+from policies.samplers.loop import denoise
+from policies.samplers.ode import Euler
+from policies.samplers.step_table import StepTable, transition
 
 B, TH, DA = 5, 4, 3
 COND = Cond(torch.zeros(B, 1))
@@ -142,10 +146,10 @@ def test_ddpm_defaults_are_the_evaluation_of_dppo() -> None:
 
 def test_a_table_travels_without_its_copies_on_devices() -> None:
     table = DDPM(steps=4).table(VPDiffusion(20))
-    expected = table.placed("std", torch.zeros(1))
+    expected = table.to_device("std", torch.zeros(1))
     for other in (pickle.loads(pickle.dumps(table)), copy.deepcopy(table)):
         assert table._copies and not other._copies
-        assert other.rows == table.rows and torch.equal(other.placed("std", torch.zeros(1)), expected)
+        assert other.rows == table.rows and torch.equal(other.to_device("std", torch.zeros(1)), expected)
 
 
 def test_the_density_is_that_of_a_normal() -> None:

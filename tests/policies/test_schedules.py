@@ -7,7 +7,7 @@ import torch
 from diffusers import DDIMScheduler, DDPMScheduler
 
 from policies.errors import ConfigError
-from policies.schedules import (
+from policies.processes.schedules import (
     cumulative_alphas,
     level_of_time,
     make_betas,

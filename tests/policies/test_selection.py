@@ -8,14 +8,15 @@ from point_env import PointEnv
 from small_policies import observations, small_policy
 from torch import Tensor
 
-from envs.evaluation import evaluate
+from envs.evaluation.evaluate import evaluate
 from policies.errors import ConfigError
-from policies.hooks import Guidance, Inpaint
 from policies.policy import Policy
 from policies.processes import RectifiedFlow, VPDiffusion
 from policies.protocols import Cond, Observation
-from policies.samplers import DDIM, DDPM, Euler
-from policies.selection import BestOfN, LowEnergy, Selection
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.hooks import Guidance, Inpaint
+from policies.samplers.ode import Euler
+from policies.wrappers.best_of_n import BestOfN, LowEnergy, Selection
 
 PAIRS = [
     (VPDiffusion(10), DDPM(min_std=0.1)),

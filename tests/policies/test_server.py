@@ -22,22 +22,23 @@ import pytest
 import torch
 from small_policies import observations, small_policy
 
-from policies.batching import Batcher, Request
-from policies.client import Client, RemotePolicy
-from policies.curve import make_keys
 from policies.errors import ConfigError, ExportError, ServingError
-from policies.export import export_onnx
-from policies.export_folder import Surroundings
-from policies.folder import save_policy
-from policies.history import draw_noise
+from policies.export.export import export_onnx
+from policies.export.folder import Surroundings
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
-from policies.samplers import Euler
-from policies.serve import ServedFolder, ServedPolicy
-from policies.serve_metrics import metrics_page
-from policies.server import Server, ServerSettings
-from policies.wire import VERSION, Feature, Schema, pack, to_wire, unpack
+from policies.runner import draw_noise
+from policies.samplers.ode import Euler
+from policies.serving.batching import Batcher, Request
+from policies.serving.client import Client, RemotePolicy
+from policies.serving.encryption import make_keys
+from policies.serving.messages import VERSION, Schema, pack, to_wire, unpack
+from policies.serving.metrics import metrics_page
+from policies.serving.served_policy import ServedFolder, ServedPolicy
+from policies.serving.server import Server, ServerSettings
+from policies.storage.features import Feature
+from policies.storage.policy_folder import save_policy
 
 zmq = pytest.importorskip("zmq")
 msgpack = pytest.importorskip("msgpack")

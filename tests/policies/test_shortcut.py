@@ -17,7 +17,7 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.processes import RectifiedFlow, Shortcut
 from policies.protocols import TE
-from policies.samplers import Euler
+from policies.samplers.ode import Euler
 
 SIZES = (2, 4, 16, 64)
 

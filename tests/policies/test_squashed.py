@@ -10,10 +10,10 @@ from small_policies import observations, small_policy
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
 from policies.errors import CapabilityError, ConfigError
-from policies.gaussian import Mean
-from policies.hooks import Hook
-from policies.squashed import Squashed, TanhGaussianPolicy, TanhGaussianProcess, squashed_nll
-from policies.tanh_gaussian import tanh_draw
+from policies.networks.distributions import tanh_draw
+from policies.processes.gaussian import Mean
+from policies.processes.squashed import Squashed, TanhGaussianPolicy, TanhGaussianProcess, squashed_nll
+from policies.samplers.hooks import Hook
 
 
 def policy(**values: Any) -> TanhGaussianPolicy:

@@ -12,13 +12,13 @@ from small_policies import observations, small_policy
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
-from policies.gaussian import GaussianProcess
-from policies.path_samplers import Ancestral, Heun
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
+from policies.processes.gaussian import GaussianProcess
 from policies.protocols import ChunkSpec, Cond, Step
-from policies.samplers import DDIM, DDPM, Euler, denoise
-from policies.sketches import ActionSketch, PositionSketch, WaypointSketch, read_sketch
-from policies.steering import (
+from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.loop import denoise
+from policies.samplers.ode import Ancestral, Euler, Heun
+from policies.wrappers.sketch_guidance import (
     STRATEGIES,
     GuideHook,
     Revisiting,
@@ -28,6 +28,7 @@ from policies.steering import (
     guide_gradient,
     steered,
 )
+from policies.wrappers.sketches import ActionSketch, PositionSketch, WaypointSketch, read_sketch
 
 PAIRS = [
     (VPDiffusion(10), DDPM(min_std=0.1)),

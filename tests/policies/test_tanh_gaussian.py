@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Normal, TanhTransform, TransformedDistribution
 
 from policies.errors import ConfigError
-from policies.tanh_gaussian import MAX_LOG_STD, TanhGaussianConfig, gaussian_draw, tanh_draw
+from policies.networks.distributions import MAX_LOG_STD, TanhGaussianConfig, gaussian_draw, tanh_draw
 
 
 def draws(n: int = 200, width: int = 3) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from small_transformers import COND, CONFIGS, assert_same, build, gradients, inputs
 from torch import Tensor
 
-from policies.attention import Attention
 from policies.backbones.transformer import TransformerConfig
 from policies.errors import CapabilityError, ConfigError
+from policies.networks.attention import Attention
 from policies.protocols import Cond
 
 NAMES = [name for name in CONFIGS if name.startswith("dit")]

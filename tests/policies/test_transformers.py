@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 from small_transformers import CONFIGS, STEPS, assert_same, build, gradients, inputs
 from torch import Tensor, nn
 
-from policies.attention import set_attention
 from policies.backbones import Backbone
 from policies.errors import CapabilityError
+from policies.networks.attention import set_attention
 from policies.protocols import Cond
 from policies.registry import from_json, to_json
 

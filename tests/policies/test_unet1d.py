@@ -16,19 +16,20 @@ from small_policies import ACTION_DIM, OBS_DIM, statistics
 from torch import Tensor, nn
 
 import policies.backbones.unet1d as module
-from policies import export_graph
 from policies.backbones import Backbone
 from policies.backbones.unet1d import Unet1dBackbone, Unet1dConfig
-from policies.embeddings import sinusoid
+from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
-from policies.export import export_onnx
-from policies.policy import PolicyConfig, build_policy
+from policies.export import onnx_graph
+from policies.export.export import export_onnx
+from policies.networks.embeddings import sinusoid
+from policies.networks.mlp_blocks import ResidualTrunk
+from policies.networks.unet import ConvBlock, ResidualBlock, UnetConfig
+from policies.policy import PolicyConfig
 from policies.processes.flow import RectifiedFlow
 from policies.protocols import Cond
 from policies.registry import from_json, to_json
-from policies.samplers import Euler
-from policies.trunk import ResidualTrunk
-from policies.unet import ConvBlock, ResidualBlock, UnetConfig
+from policies.samplers.ode import Euler
 
 CHUNK, COND, STEPS = (6, 3), 5, 4
 
@@ -578,13 +579,13 @@ def test_the_exported_graph_is_traced_once_and_serves_any_batch(
         act_steps=2,
     )
     policy = build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM, statistics=statistics(), seed=1)
-    write, traced = export_graph._write_graph, []
+    write, traced = onnx_graph._write_graph, []
 
     def count(*args: Any, is_symbolic: bool) -> None:
         traced.append(is_symbolic)
         write(*args, is_symbolic=is_symbolic)
 
-    monkeypatch.setattr(export_graph, "_write_graph", count)
+    monkeypatch.setattr(onnx_graph, "_write_graph", count)
     report = export_onnx(policy, tmp_path / "out", latency_batches=())
     assert report.worst <= 1e-5 and [row["batch"] for row in report.parity] == [1, 2, 7]
     assert traced == [False], "a symbolic batch takes three times as long"

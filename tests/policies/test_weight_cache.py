@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from policies.weight_cache import WeightCache, forget, seal
+from policies.networks.weight_cache import WeightCache, forget, seal
 
 
 class Sum(nn.Module):

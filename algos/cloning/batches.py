@@ -1,0 +1,136 @@
+"""CloningBatch as an algorithm wants them: batches of (observation mapping, chunk, mask), shuffled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from algos.training.serialization import capture_generator, restore_generator
+from envs.datasets.episodes import EpisodeDataset
+from policies.errors import CheckpointError
+from policies.protocols import ChunkSpec, Observation
+
+
+@dataclass(frozen=True)
+class CloningBatch:
+    """A batch of windows, physical units.
+
+    Shapes:
+        obs: `state` (B, To, Do), for goal-conditioned policies `goal` (B, Dg), and images
+            (B, To, H, W, 3) uint8 by camera.
+        action: (B, Th, Da).
+        mask: (B, Th) bool, True where the action was recorded.
+    """
+
+    obs: Observation
+    action: Tensor
+    mask: Tensor
+
+
+class WindowSampler:
+    """The windows of a dataset, with the goal and the images of each where the policy wants some.
+
+    Args:
+        dataset: On the device it is used on.
+        chunk: Horizons.
+        pad_end: Whether windows may reach behind the end of an episode (masked).
+        goal_dim: Dg; above 0 the dataset's extra key `goal` (N, Dg) is used.
+        cameras: Whose images the policy looks at.
+
+    Raises:
+        DatasetError: If the dataset does not fit or has no window.
+    """
+
+    def __init__(
+        self,
+        dataset: EpisodeDataset,
+        chunk: ChunkSpec,
+        *,
+        pad_end: bool,
+        goal_dim: int = 0,
+        cameras: Iterable[str] = (),
+    ) -> None:
+        self._windows = dataset.windows(chunk, pad=pad_end, cameras=tuple(cameras))
+        goals = dataset.storage.take(dataset.extras["goal"], self._windows.frames) if goal_dim else None
+        self._goal = goals
+
+    @property
+    def num(self) -> int:
+        """Number of windows."""
+        return self._windows.num
+
+    @property
+    def frames(self) -> Tensor:
+        """Frame of the newest observation of every window (num,)."""
+        return self._windows.frames
+
+    @property
+    def device(self) -> torch.device:
+        """Where the windows live."""
+        return self._windows.device
+
+    def gather(self, index: Tensor) -> CloningBatch:
+        """Return the windows `index` (B,)."""
+        batch = self._windows.gather(index)
+        obs = {"state": batch.obs, **batch.images}
+        if self._goal is not None:
+            obs["goal"] = self._goal.index_select(0, index).float()
+        return CloningBatch(obs, batch.action, batch.mask)
+
+
+class Shuffle:
+    """An endless stream of indices 0..num-1: every index once, in a new order, again and again.
+
+    Args:
+        num: Number of indices.
+        generator: Decides the orders; lives on the device where the indices are wanted.
+    """
+
+    def __init__(self, num: int, generator: torch.Generator) -> None:
+        self.num, self._generator = num, generator
+        self._start = capture_generator(generator)
+        self._order: Tensor | None = None
+        self._cursor = 0
+
+    def take(self, size: int) -> Tensor:
+        """Return the next `size` indices (size,)."""
+        pieces = []
+        while size > 0:
+            if self._order is None or self._cursor == self.num:
+                self._reorder()
+            piece = self._order[self._cursor : self._cursor + size]  # type: ignore[index]
+            self._cursor += len(piece)
+            size -= len(piece)
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _reorder(self) -> None:
+        """Begin a new pass."""
+        self._start = capture_generator(self._generator)
+        self._order = torch.randperm(self.num, generator=self._generator, device=self._generator.device)
+        self._cursor = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generator at the start of this pass and the place in it (never the order itself)."""
+        return {"num": self.num, "start": self._start, "cursor": self._cursor, "fresh": self._order is None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            CheckpointError: If the number of windows changed.
+        """
+        if state["num"] != self.num:
+            raise CheckpointError(
+                f"the checkpoint was trained on {state['num']} windows; this dataset gives {self.num}. "
+                f"Resume with the same dataset, horizons and validation_fraction."
+            )
+        restore_generator(self._generator, state["start"])
+        self._order, self._start = None, state["start"]
+        if not state["fresh"]:
+            self._reorder()
+            self._cursor = state["cursor"]

@@ -1,0 +1,84 @@
+"""Validation of a cloned policy: how far are sampled actions from what the demonstrator did?
+
+The matching loss of held-out data is reported beside it but says little about behaviour: it can rise
+while the policy improves.
+
+Legend: B windows, n samples per window, Th predicted horizon.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from algos.base import Metrics
+from algos.cloning.batches import WindowSampler
+from policies.errors import CapabilityError
+from policies.policy import Policy
+from policies.protocols import MatchingLoss
+from policies.seeds import seeded_generator
+
+
+class Validation:
+    """A fixed set of held-out windows with fixed noise, so that numbers of different steps compare.
+
+    Args:
+        source: Held-out windows.
+        num_windows: Windows that are used, at most; spread evenly.
+        num_samples: n, chunks sampled for each.
+        seed: Decides the noise.
+    """
+
+    def __init__(self, source: WindowSampler, *, num_windows: int, num_samples: int, seed: int) -> None:
+        count = min(num_windows, source.num)
+        index = torch.linspace(0, source.num - 1, count, dtype=torch.float64).round().long()
+        self._data = source.gather(index.to(source.device))
+        self._num_samples, self._seed = num_samples, seed
+
+    @torch.no_grad()
+    def measure(self, policy: Policy) -> Metrics:
+        """Return mean squared errors over recorded actions, in squared physical units.
+
+        `validation/action_mse` averages over all samples; `validation/action_mse_best` takes, for every
+        window, the sample closest to the demonstration: low when the demonstrated behaviour is among
+        what the policy does, however many other behaviours it has.
+        """
+        generator = seeded_generator(self._seed, "validation", device=policy.device)
+        cond = policy.encode(self._data.obs)
+        noise = policy.sample_noise(len(cond) * self._num_samples, generator=generator)
+        chunk = policy.physical(policy.decode(cond.repeat(self._num_samples), noise))
+        error = self._errors(chunk.unflatten(0, (len(cond), self._num_samples)))  # (B, n)
+        matching = matching_of(policy)
+        te = matching.sample_te(len(cond), generator=generator)
+        action = policy.normalize_action(self._data.action)
+        loss = matching.matching_loss(cond, action, te, reduce="step")
+        return {
+            "validation/action_mse": error.mean(),
+            "validation/action_mse_best": error.min(dim=1).values.mean(),
+            "validation/loss": masked_mean(loss, self._data.mask),
+        }
+
+    def _errors(self, chunk: Tensor) -> Tensor:
+        """Return the error (B, n) of sampled chunks (B, n, Th, Da), over recorded actions only."""
+        per_row = (chunk - self._data.action.unsqueeze(1)).square().mean(dim=-1)  # (B, n, Th)
+        mask = self._data.mask.unsqueeze(1).to(per_row.dtype)
+        return (per_row * mask).sum(dim=-1) / mask.sum(dim=-1)
+
+
+def matching_of(policy: Policy) -> MatchingLoss:
+    """Return the policy as something that trains by regression.
+
+    Raises:
+        CapabilityError: If it cannot.
+    """
+    if not isinstance(policy, MatchingLoss):
+        raise CapabilityError(
+            f"cloning needs a policy with a matching loss; {type(policy).__name__} has none. "
+            f"Use process=diffusion, flow, gaussian or mixture."
+        )
+    return policy
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Average values (B, Th) over the entries of a mask (B, Th), of which at least one is true."""
+    return (values * mask).sum() / mask.sum()

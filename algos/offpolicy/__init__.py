@@ -1,0 +1,1 @@
+"""Off-policy learning from a replay buffer: the loop, the critic and actor updates."""

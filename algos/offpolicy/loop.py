@@ -1,0 +1,380 @@
+"""The loop of off-policy algorithms: act, remember, update; and what of it is saved.
+
+Legend: T chunk steps of a collection, N environments, C condition width, L numbers of a latent, A = Ta Da.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from algos.base import Metrics, Quantities, Setup
+from algos.offline.loop import THREADS
+from algos.offpolicy.config import OffPolicyConfig
+from algos.offpolicy.replay_buffer import ChunkBatch, Mixture, Replay
+from algos.offpolicy.sac_update import LatentActor
+from algos.optim import DelayedDecay, Ema
+from algos.training.metrics import Means
+from algos.training.resume_checks import init_facts, require_unchanged
+from algos.training.serialization import capture_generator, restore_generator
+from algos.transitions import Rewarding, TransitionTable, box_of, clipped_actions, tabulate
+from envs.datasets.episodes import EpisodeDataset
+from envs.fit import require_fit
+from envs.rollouts.episodes import EpisodeRow
+from envs.rollouts.rollout import Rollout, RolloutPool
+from envs.spec import EnvConfig
+from policies.errors import CapabilityError, ConfigError
+from policies.policy import Policy
+from policies.registry import name_of
+from policies.seeds import seeded_generator
+from policies.threads import torch_threads
+
+_log = logging.getLogger(__name__)
+
+LOOKED_AT = 64  # transitions of the warm-up, before the first update
+
+
+class Learner(Protocol):
+    """What the loop asks of a learner."""
+
+    @property
+    def actor(self) -> LatentActor:
+        """What acts."""
+        ...
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in training."""
+        ...
+
+    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return the random numbers of a step."""
+        ...
+
+    def step(self, batch: ChunkBatch, draws: Mapping[str, Tensor], *, moves_actor: bool = True) -> Quantities:
+        """Take a step."""
+        ...
+
+    def finish_round(
+        self, count: int, size: int, source: Mixture, generator: torch.Generator
+    ) -> list[Quantities]:
+        """Do what follows `count` steps, on batches of `size` rows."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a continuation needs."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        ...
+
+
+class Explorer:
+    """Acts in the environments and records what a replay needs; see `envs.rollouts.rollout.Actor`.
+
+    Args:
+        actor: Draws latents.
+        is_warmup: Whether nothing was learned yet.
+    """
+
+    def __init__(self, actor: LatentActor, *, is_warmup: bool) -> None:
+        self.actor, self.is_warmup = actor, is_warmup
+
+    def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return physical actions (N, Ta, Da), and condition, latent and normalised chunk of each."""
+        policy = self.actor.policy
+        cond = policy.encode(policy.observation(obs)).vec
+        eps = torch.randn(len(cond), self.actor.latent_dim, generator=generator)
+        latent = self.actor.warmup_latent(cond, eps) if self.is_warmup else self.actor.draw(cond, eps)[0]
+        action = self.actor.chunk(cond, latent)
+        physical = policy.physical(action.view(len(cond), policy.chunk.act_steps, -1))
+        return physical, {"cond": cond, "latent": latent, "action": action}
+
+
+@torch.no_grad()
+def transitions_of(rollout: Rollout, policy: Policy) -> dict[str, Tensor]:
+    """Return the T N transitions of a rollout as `Replay.add` takes them.
+
+    A chunk in which the episode ended is recorded as it was chosen, whatever of it was executed. Where the
+    task ended, the successor is that of the next episode: no value looks at it.
+    """
+    cond = rollout.record["cond"]
+    last = policy.encode(policy.observation({"state": rollout.next_obs_last})).vec.to(cond.device)
+    next_cond = torch.cat([cond[1:], last[None]])
+    if len(rollout.final_index):
+        final = policy.encode(policy.observation({"state": rollout.final_obs})).vec.to(cond.device)
+        next_cond[rollout.final_index[:, 0], rollout.final_index[:, 1]] = final
+    parts = {
+        "cond": cond,
+        "latent": rollout.record["latent"],
+        "action": rollout.record["action"],
+        "rewards": rollout.rewards,
+        "length": rollout.length,
+        "terminated": rollout.terminated,
+        "truncated": rollout.truncated,
+        "next_cond": next_cond,
+    }
+    return {name: part.flatten(0, 1) for name, part in parts.items()}
+
+
+class OffPolicyRun:
+    """A run in progress; see `algos.base.Algorithm`.
+
+    Args:
+        config: Budget and batches.
+        setup: Environment, seed, workers, threads, device.
+        learner: Learns.
+        offline: Transitions of a dataset for a share of every batch; None: there is none.
+        lasting: Further facts that must not change when the run is continued; see `algos.training.resume_checks`.
+        look: At conditions (B, C) of the warm-up with a generator of its own, before the first update.
+
+    Raises:
+        ConfigError: If the warm-up is longer than the run, or workers and environments do not fit.
+        CapabilityError: If the policy computes in another precision than the replay.
+    """
+
+    unit, budget = "env_steps", "algo.total_steps"
+
+    def __init__(
+        self,
+        config: OffPolicyConfig,
+        setup: Setup,
+        learner: Learner,
+        offline: TransitionTable | None = None,
+        resume_invariants: Mapping[str, Any] | None = None,
+        look: Callable[[Tensor, torch.Generator], Quantities] | None = None,
+    ) -> None:
+        assert setup.env is not None
+        config.require_learning()
+        self.config, self.learner, self._look = config, learner, look
+        policy, chunk = learner.policy, learner.policy.chunk
+        if policy.dtype != torch.float32:
+            raise CapabilityError(
+                f"algo={name_of('algo', config)} remembers and learns in single precision (torch.float32); "
+                f"the policy computes in {policy.dtype}. Call .float() on it first."
+            )
+        rows = min(config.buffer_size, config.total_steps + config.num_envs * config.steps_per_iteration)
+        self.replay = Replay(
+            rows,
+            cond=policy.encoder.cond_dim,
+            latent=learner.actor.latent_dim,
+            action=chunk.act_steps * chunk.action_dim,
+            steps=chunk.act_steps,
+            device=setup.device,
+        )
+        self.source = Mixture(
+            self.replay, config.discounting, offline, config.offline_ratio, config.value_offset
+        )
+        self.pool = RolloutPool(
+            setup.env,
+            num_envs=config.num_envs,
+            num_workers=setup.num_workers,
+            obs_steps=chunk.obs_steps,
+            seed=setup.seed,
+            engine=setup.engine,
+        )
+        self._generator = seeded_generator(setup.seed, "replay", device=setup.device)
+        self._look_generator = seeded_generator(setup.seed, "look", device=setup.device)
+        self._num_threads = setup.threads(THREADS)
+        self._lasting = {
+            "seed": setup.seed,
+            **init_facts(setup.init, policy),
+            **config.resume_invariants(),
+            "dataset": None if offline is None or setup.dataset is None else setup.dataset.digest(),
+            **(resume_invariants or {}),
+        }
+        self.progress, self._steps, self._owed = 0, 0, 0.0
+        self._trained = nn.ParameterList(learner.actor.parameters())
+        rule = DelayedDecay(config.ema_decay, every=1)
+        self._ema = Ema(self._trained, rule) if config.ema_decay else None
+        self._acting: LatentActor | None = None  # on the CPU, as it was after so many steps:
+        self._acting_steps = 0
+
+    @property
+    def total(self) -> int:
+        """Control steps to execute; whole rounds are executed."""
+        return self.config.total_steps
+
+    def advance(self) -> Metrics:
+        """Act and learn for a block, which ends with so many control steps or updates, and report it."""
+        before, means, seconds = self.progress, Means(), {"rollout": 0.0, "update": 0.0}
+        until, last = min(before + self.config.block_steps, self.total), self._steps + self.config.block_steps
+        episodes: list[EpisodeRow] = []
+        with torch_threads(self._num_threads):
+            while self.progress < until and self._steps < last:
+                began = time.perf_counter()
+                rollout = self._collect()
+                collected = time.perf_counter()
+                episodes += rollout.episodes
+                self._learn(means)
+                self._wait()
+                seconds["rollout"] += collected - began
+                seconds["update"] += time.perf_counter() - collected
+        found = means.read()
+        spent = {f"time/{what}_s": value for what, value in seconds.items()}
+        spent["time/env_steps_per_s"] = (self.progress - before) / sum(seconds.values())
+        return found | _summary(episodes, self.pool.env) | {"replay/rows": float(len(self.replay))} | spent
+
+    def _collect(self) -> Rollout:
+        """Execute chunks in all environments and remember them."""
+        is_warmup = self.progress < self.config.warmup_steps
+        rollout = self.pool.collect(
+            Explorer(self._actor_on_cpu(), is_warmup=is_warmup), self.config.steps_per_iteration
+        )
+        self.replay.add(**transitions_of(rollout, self.learner.policy))
+        executed = int(rollout.length.sum())
+        self.progress += executed
+        if self.progress >= self.config.warmup_steps:
+            self._owed += executed * self.config.updates_per_step
+        return rollout
+
+    def _actor_on_cpu(self) -> LatentActor:
+        """Return what acts as workers use it; of a copy, only weights that were trained are renewed."""
+        actor = self.learner.actor
+        if self._acting is None:
+            self._acting = actor.on_cpu()
+        elif self._steps > self._acting_steps and self._acting.policy is not actor.policy:
+            with torch.no_grad():
+                for mine, trained in zip(self._acting.parameters(), actor.parameters(), strict=True):
+                    mine.copy_(trained)
+        self._acting_steps = self._steps
+        return self._acting
+
+    def _wait(self) -> None:
+        """Let the device finish, so that its time counts as an update's; the next round's copy would wait."""
+        device = self.learner.policy.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def _learn(self, means: Means) -> None:
+        """Take the steps that are due."""
+        count = math.floor(self._owed)
+        self._owed -= count
+        size, generator = self.config.batch_size, self._generator
+        if count and self._steps == 0 and self._look is not None:
+            batch = self.source.draw(LOOKED_AT, self._look_generator)
+            means.add(self._look(batch.cond, self._look_generator))
+        for _ in range(count):
+            self._steps += 1
+            batch, draws = self.source.draw(size, generator), self.learner.draw(size, generator)
+            moves_actor = self._steps % self.config.actor_every == 0
+            means.add(self.learner.step(batch, draws, moves_actor=moves_actor))
+            if self._ema is not None and moves_actor:
+                self._ema.update(self._trained)
+        if count:
+            for found in self.learner.finish_round(count, size, self.source, generator):
+                means.add(found)
+
+    def snapshot(self) -> Policy:
+        """Return a copy of the policy in evaluation mode, its weights averaged where they are to be."""
+        policy = self.learner.policy.clone().eval().requires_grad_(False)
+        if self._ema is not None:
+            trained = {id(weight) for weight in self._trained}
+            pairs = zip(policy.parameters(), self.learner.policy.parameters(), strict=True)
+            own = [mine for mine, weight in pairs if id(weight) in trained]
+            with torch.no_grad():
+                for mine, average in zip(own, self._ema.module.parameters(), strict=True):
+                    mine.copy_(average)
+        return policy
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a bit-exact continuation needs."""
+        return {
+            "progress": self.progress,
+            "steps": self._steps,
+            "owed": self._owed,
+            "learner": self.learner.state_dict(),
+            **({} if self._ema is None else {"ema": self._ema.state_dict()}),
+            "replay": self.replay.state_dict(),
+            "generator": capture_generator(self._generator),
+            "pool": self.pool.state_dict(),
+            **self._lasting,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            CheckpointError: If seed, dataset, policy to start from, or what latents mean are others, or the
+                replay is too small.
+        """
+        require_unchanged(state, self._lasting)
+        self.learner.load_state_dict(state["learner"])
+        if self._ema is not None:
+            self._ema.restore(state.get("ema"), self._trained)
+        self.replay.load_state_dict(state["replay"])
+        restore_generator(self._generator, state["generator"])
+        self.pool.load_state_dict(state["pool"])
+        self.progress, self._steps, self._owed = state["progress"], state["steps"], state["owed"]
+        self._acting = None
+
+    def close(self) -> None:
+        """End the workers."""
+        self.pool.close()
+
+
+def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> TransitionTable | None:
+    """Return the transitions of the dataset where a share of the batches comes from it.
+
+    Raises:
+        ConfigError: If there is no dataset, it is of another task, or its episodes end by another rule.
+    """
+    if not config.offline_ratio:
+        if setup.dataset is not None and setup.init is not None:  # a new policy takes its scales
+            _log.warning("no batch takes rows of the dataset: algo.offline_ratio, their share, is 0.")
+        return None
+    algo = name_of("algo", config)
+    if setup.dataset is None:
+        raise ConfigError(
+            f"algo={algo} takes the share algo.offline_ratio={config.offline_ratio} of its batches from a "
+            f"dataset; got none. Give dataset=<file>, or {config.without_data}."
+        )
+    dataset, advice = setup.dataset, "Use a dataset of the same task."
+    require_fit("the policy", policy, dataset.source, dataset, advice=advice)
+    if setup.env is not None:
+        spec = setup.env.spec
+        if setup.init is not None:  # a new policy is made for this task, which has been compared
+            require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
+        _require_ends(dataset, setup.env)
+        dataset = clipped_actions(dataset, box_of(dataset, spec))
+    rewarding = Rewarding(config.gamma, config.reward_scale, config.reward_shift)
+    return tabulate(dataset.to(setup.device), policy, rewarding)
+
+
+def _require_ends(dataset: EpisodeDataset, env: EnvConfig) -> None:
+    """Refuse episodes that go on where success ends those of the task; warn of the opposite.
+
+    Raises:
+        ConfigError: If success is to terminate, and no episode of the dataset terminates.
+    """
+    name, terminated = env.spec.name, int(dataset.terminated.sum())
+    if env.spec.terminate_on_success and not terminated:
+        raise ConfigError(
+            f"env.terminate_on_success ends an episode of {name} when it is solved, but no episode of "
+            f"{dataset.source} is terminated. Record it by burnish collect … env.terminate_on_success=true, "
+            f"or leave the option out."
+        )
+    if getattr(env, "terminate_on_success", None) is False and terminated:
+        _log.warning(
+            "%s: %d of %d episodes are terminated, but env=%s goes on until its limit, so the same states "
+            "have two values. Set env.terminate_on_success=true.",
+            dataset.source, terminated, dataset.num_episodes, name,
+        )  # fmt: skip
+
+
+def _summary(rows: list[EpisodeRow], env: EnvConfig) -> Metrics:
+    """Summarise the episodes that ended, where some did; success only where the task has a rule of it."""
+    metrics: Metrics = {"rollout/episodes": float(len(rows))}
+    if rows:
+        metrics["rollout/return"] = sum(row.return_ for row in rows) / len(rows)
+        metrics["rollout/episode_length"] = sum(float(row.length) for row in rows) / len(rows)
+    if rows and env.spec.success_rule:
+        metrics["rollout/success"] = sum(float(row.success) for row in rows) / len(rows)
+    return metrics

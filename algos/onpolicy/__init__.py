@@ -1,0 +1,1 @@
+"""On-policy fine-tuning: the loop, the PPO update, one file per likelihood ratio."""

@@ -1,0 +1,131 @@
+"""Learned exploration noise: how far a deterministic sampler's steps are perturbed while a policy learns.
+
+Legend: B conditions, K denoising steps, T and C' widths of embedded times and conditions, Th horizon, Da
+action width. The deviation of every entry of every step lies between two bounds, on a logarithmic scale::
+
+    log std^2 = lo + (hi - lo) (tanh(net(time, condition)) + 1) / 2,    lo = log min^2,  hi = log max^2
+
+The upper bound may fall over a run. The network starts from what the policy's network makes of times and
+conditions; no gradient reaches the embedding of times through it. It belongs to learning alone: policies are
+shipped without it.
+
+Source: ReinFlow, arXiv 2505.22094, section 4 and released code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from policies.errors import ConfigError
+from policies.networks.embeddings import TimeEmbedding
+
+INPUTS = ("state_time", "state")
+LEVELS = ("learned", "constant")
+ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "mish": nn.Mish, "elu": nn.ELU, "silu": nn.SiLU}
+
+
+@dataclass(frozen=True)
+class NoiseConfig:
+    """Exploration noise of a flow."""
+
+    level: str = "learned"  # learned | constant: always max_std
+    input: str = "state_time"  # state_time | state: what the deviation may depend on
+    min_std: float = 0.10  # smallest deviation, normalised action units
+    max_std: float = 0.24  # largest deviation
+    hold: float = 0.35  # share of the run before the largest deviation falls; 1 keeps it
+    final_share: float = 0.7  # it ends at final_share max_std + (1 - final_share) min_std
+    hidden_dims: tuple[int, ...] = (64, 64)  # of the network
+    activation: str = "tanh"  # of the network
+    own_time_dim: int = 0  # width of a time embedding of its own; 0: that of the policy's network, as it is
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        choices = (("level", LEVELS), ("input", INPUTS), ("activation", tuple(ACTIVATIONS)))
+        for name, known in choices:
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"algo.noise.{name} must be one of {', '.join(known)}; got '{getattr(self, name)}'."
+                )
+        if not 0 < self.min_std <= self.max_std < math.inf:
+            raise ConfigError(
+                "algo.noise needs 0 < min_std <= max_std: without noise there is no density; got "
+                f"{self.min_std} and {self.max_std}."
+            )
+        for name in ("hold", "final_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"algo.noise.{name} must lie in [0, 1]; got {getattr(self, name)}.")
+        if any(dim < 1 for dim in self.hidden_dims):
+            raise ConfigError(
+                f"algo.noise.hidden_dims must all be at least 1; got {tuple(self.hidden_dims)}."
+            )
+        if self.own_time_dim and (self.own_time_dim < 4 or self.own_time_dim % 2):
+            raise ConfigError(
+                f"algo.noise.own_time_dim must be even and at least 4, or 0; got {self.own_time_dim}."
+            )
+
+    def max_std_at(self, progress: float) -> float:
+        """Return the largest deviation at a share of the run (0 to 1): held, then falling like a cosine."""
+        if self.hold >= 1:
+            return self.max_std
+        share = min(1.0, max(0.0, (progress - self.hold) / (1 - self.hold)))
+        last = self.final_share * self.max_std + (1 - self.final_share) * self.min_std
+        return last + (self.max_std - last) * (1 + math.cos(math.pi * share)) / 2
+
+    def build(self, chunk_shape: tuple[int, int], time_dim: int, cond_dim: int) -> NoiseNet:
+        """Build the network for features of these widths (T and C')."""
+        return NoiseNet(self, chunk_shape, time_dim, cond_dim)
+
+
+class NoiseNet(nn.Module):
+    """Deviations of exploration noise; see the top of the file.
+
+    Attributes:
+        max_std: The present upper bound; follows from the progress of the run, so it is not saved.
+    """
+
+    def __init__(
+        self, config: NoiseConfig, chunk_shape: tuple[int, int], time_dim: int, cond_dim: int
+    ) -> None:
+        super().__init__()
+        self.config, self.chunk_shape = config, tuple(chunk_shape)
+        self.own_time = TimeEmbedding(config.own_time_dim) if config.own_time_dim else None
+        time_dim = (config.own_time_dim or time_dim) if config.input == "state_time" else 0
+        sizes = (time_dim + cond_dim, *config.hidden_dims, math.prod(chunk_shape))
+        is_learned = config.level == "learned"
+        self.layers = nn.Sequential(*_stack(sizes, config.activation)) if is_learned else None
+        self.max_std = config.max_std
+
+    def set_progress(self, progress: float) -> None:
+        """Move the upper bound to where it is at a share of the run (0 to 1)."""
+        self.max_std = self.config.max_std_at(progress)
+
+    def forward(self, times: Tensor, time_features: Tensor, cond_features: Tensor) -> Tensor:
+        """Return deviations (B, K, Th, Da).
+
+        Shapes:
+            times: (K,), network times. time_features: (K, T). cond_features: (B, C').
+        """
+        batch, steps = len(cond_features), len(times)
+        if self.layers is None:
+            return cond_features.new_full((batch, steps, *self.chunk_shape), self.max_std)
+        parts = [cond_features.unsqueeze(1).expand(-1, steps, -1)]
+        if self.config.input == "state_time":
+            known = time_features.detach() if self.own_time is None else self.own_time(times)
+            parts.insert(0, known.unsqueeze(0).expand(batch, -1, -1))
+        out = self.layers(torch.cat(parts, dim=-1))
+        low, span = math.log(self.config.min_std), math.log(self.max_std / self.config.min_std)
+        return torch.exp(low + span * (out.tanh() + 1) / 2).view(batch, steps, *self.chunk_shape)
+
+
+def _stack(sizes: Sequence[int], activation: str) -> list[nn.Module]:
+    """Return linear layers of these sizes with activations between them."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), ACTIVATIONS[activation]()]
+    return layers[:-1]

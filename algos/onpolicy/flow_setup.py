@@ -1,0 +1,112 @@
+"""What the algorithms that learn a rectified flow share: which policy they take, and how it is set up.
+
+They act by the deterministic sampler of the policy and ask its network on the line between noise and action;
+they differ in the ratio that they make of it. Without `init` a fresh flow learns from the reward alone.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from algos.base import Setup
+from algos.onpolicy.config import OnPolicyConfig
+from algos.onpolicy.loop import OnPolicy, check_setup
+from algos.onpolicy.ratios import FlowRatio
+from algos.onpolicy.reinflow_ratio import PathTerm
+from algos.onpolicy.running_normalizer import RunningMeanStd
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError, ConfigError
+from policies.policy import Policy
+from policies.processes.flow import RectifiedFlow
+from policies.registry import name_of
+from policies.samplers.ode import Euler
+
+
+@dataclass
+class RectifiedConfig(OnPolicyConfig):
+    """Settings of every algorithm on rectified flows.
+
+    Attributes:
+        needs: What it does that takes a rectified flow, for the error that refuses another policy.
+    """
+
+    needs: ClassVar[str]
+
+    denoising_steps: int | None = None  # K; None: as many as the sampler of the policy
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        steps = self.denoising_steps
+        self.require("denoising_steps", steps is None or steps >= 1, "at least 1")
+
+    @abstractmethod
+    def estimator(self, policy: DenoisingPolicy) -> FlowRatio:
+        """Return the ratio estimator of a policy."""
+
+    def build(self, setup: Setup) -> OnPolicy:
+        """Return the algorithm on a copy of `setup.init`, or on a fresh policy.
+
+        Raises:
+            ConfigError: If the environment is missing or sizes disagree.
+            CapabilityError: If the policy is not a rectified flow with a deterministic sampler.
+        """
+        algo, is_fresh = name_of("algo", self), setup.init is None
+        if is_fresh and not isinstance(setup.policy.process, RectifiedFlow):
+            raise ConfigError(
+                f"algo={algo} without init learns a fresh flow; got a process "
+                f"'{type(setup.policy.process).__name__}'. Give process=flow and "
+                "policy.normalizer.state=gaussian, or init=<policy directory> to fine-tune a policy."
+            )
+        init = self.fresh(setup, algo) if is_fresh else check_setup(setup, algo)
+        flow = require_rectified(init, algo, self.needs)
+        steps = self.denoising_steps
+        own = on_even_times(flow.sampler)
+        evaluate = own if steps is None else replace(own, steps=steps)
+        explore = replace(evaluate, clip_action=None)  # a bound would make actions that no record knows
+        policy = flow.with_sampler(explore).clone().to(setup.device).requires_grad_(False)
+        policy.field.requires_grad_(True)
+        ratio, frozen = self.estimator(policy), self.frozen(setup, flow)
+        adapts = is_fresh and policy.normalizer.modes["state"] == "gaussian"
+        return OnPolicy.assemble(
+            self,
+            setup,
+            ratio=ratio,
+            trainable=ratio.trainable,
+            bc_term=None if frozen is None else PathTerm(frozen.with_sampler(explore), policy),
+            export_policy=lambda: policy.with_sampler(evaluate).clone(),
+            moments=RunningMeanStd(policy.obs_dim) if adapts else None,
+        )
+
+
+def on_even_times(sampler: Any) -> Any:
+    """Return a sampler that asks the network where its steps begin, not at the times of released weights.
+
+    Ratios are made at the starts of steps, so every algorithm that tunes a flow explores and ships there.
+    """
+    return replace(sampler, released_times=False) if isinstance(sampler, Euler) else sampler
+
+
+def require_rectified(policy: Policy, algo: str, needs: str) -> DenoisingPolicy:
+    """Return the policy if its network gives velocities along the path of a deterministic sampler.
+
+    A model of whole steps does not: what its sampler asks for is no velocity at a time.
+
+    Raises:
+        CapabilityError: If it is not a rectified flow, or its sampler adds noise.
+    """
+    fits = isinstance(policy, DenoisingPolicy) and isinstance(policy.process, RectifiedFlow)
+    if not isinstance(policy, DenoisingPolicy) or not fits or policy.process.has_second_time:
+        raise CapabilityError(
+            f"algo={algo} {needs} and needs process=flow; got {type(policy).__name__} with "
+            f"process '{type(policy.config.process).__name__}'. Clone one with process=flow, or use "
+            "algo=dppo for diffusion and algo=reinflow for models of whole steps."
+        )
+    if not policy.is_deterministic:
+        raise CapabilityError(
+            f"algo={algo} needs a deterministic sampler; got '{type(policy.sampler).__name__}' with noise. "
+            "Use sampler=euler."
+        )
+    return policy

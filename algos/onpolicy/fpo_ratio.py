@@ -1,0 +1,295 @@
+"""Flow matching as a likelihood: how much better the new policy denoises what the old one did.
+
+Legend: N environments, n draws per action, P pairs of an environment step and one of its draws, Th horizon,
+Da action width; t sampling time (0 noise, 1 action)::
+
+    loss(action; t, eps) = reduce (target - prediction)^2 at alpha(t) action + sigma(t) eps
+    log ratio            = scale (loss of the old weights - loss of the new ones)
+
+The negative loss is, up to a constant, a lower bound of the log-likelihood for a suitable weight of times, so
+raising it raises the likelihood of an action. The draws are stored with the action, and so is the loss of the
+weights that acted: it cannot be had later. One ratio per action averages over its draws before it is
+exponentiated; else every draw is a row with a ratio of its own.
+
+Source: FPO, arXiv 2507.21053; FPO++, arXiv 2602.02481; AWM, arXiv 2509.25050. Deviations from FPO's released
+code: times at which the loss has no weight are not drawn (a tenth of its draws).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.ratios import FlowRatio, Rows, Score
+from policies.denoising import DenoisingPolicy
+from policies.errors import ConfigError
+from policies.protocols import Cond
+
+PREDICTIONS = ("velocity", "eps", "x0")
+TIMES = ("grid", "density")
+REDUCTIONS = ("mean", "sqrt", "per_step", "joint")
+_MARGIN = 0.005  # times of a density keep this distance from both ends
+
+
+@dataclass(frozen=True)
+class Matching:
+    """How an action is judged.
+
+    Attributes:
+        prediction: What is compared: `velocity`, `eps` or `x0`.
+        reduction: Over executed entries: `mean`, `sqrt` (sum over the root of their number), `per_step` (mean
+            over dims, sum over rows) or `joint` (sum).
+        huber: Errors beyond this count linearly; None: squares throughout.
+        scale: Factor of the loss.
+        max_loss: Bound on losses before they are subtracted; None: none.
+        max_loss_negative: The same where the advantage is negative and losses are pushed up.
+        difference_range: Bound on the difference of losses, beyond which the gradient vanishes; None: none.
+        max_difference: Upper bound of the difference's value, not of its gradient; None: none.
+    """
+
+    prediction: str = "eps"
+    reduction: str = "mean"
+    huber: float | None = None
+    scale: float = 1.0
+    max_loss: float | None = None
+    max_loss_negative: float | None = None
+    difference_range: tuple[float, float] | None = None
+    max_difference: float | None = None
+
+    def errors(self, difference: Tensor) -> Tensor:
+        """Return the error of every entry: e^2, or 2 delta |e| - delta^2 beyond delta."""
+        square = difference.square()
+        if self.huber is None:
+            return square
+        size = difference.abs()
+        return torch.where(size <= self.huber, square, 2 * self.huber * size - self.huber**2)
+
+    def reduce(self, errors: Tensor) -> Tensor:
+        """Reduce errors (P, Ta, Da) of executed entries to losses (P,)."""
+        match self.reduction:
+            case "mean":
+                return errors.mean(dim=(1, 2))
+            case "sqrt":
+                return errors.sum(dim=(1, 2)) / (errors.shape[1] * errors.shape[2]) ** 0.5
+            case "per_step":
+                return errors.mean(dim=2).sum(dim=1)
+        return errors.sum(dim=(1, 2))
+
+    def bounded(self, loss: Tensor, advantage: Tensor | None = None) -> Tensor:
+        """Apply the bounds of losses (P,); with advantages (P,), also the one of negative ones."""
+        if self.max_loss is not None:
+            loss = loss.clamp(max=self.max_loss)
+        if self.max_loss_negative is not None and advantage is not None:
+            loss = torch.where(advantage < 0, loss.clamp(max=self.max_loss_negative), loss)
+        return loss
+
+    def difference(self, old: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
+        """Return bounded differences (P,) of old and new losses, and whether that took their gradient."""
+        raw = self.scale * (old - new)
+        out = raw if self.difference_range is None else raw.clamp(*self.difference_range)
+        stopped = _changed(raw, out)
+        if self.max_difference is not None:  # the value is bounded, the gradient passes
+            out = out + (out.detach().clamp(max=self.max_difference) - out.detach())
+        return out, stopped
+
+
+class Comparison(NamedTuple):
+    """Of pairs (P,): their log ratio, whether a bound took its gradient, and how far the loss fell."""
+
+    log_ratio: Tensor
+    stopped: Tensor
+    drift: Tensor
+
+
+def _changed(before: Tensor, after: Tensor) -> Tensor:
+    """Return 1 where a bound changed a value, else 0."""
+    return (after.detach() != before.detach()).to(before.dtype)
+
+
+def time_of(uniform: Tensor, power: float) -> Tensor:
+    """Return times of uniform draws in [0, 1), away from both ends.
+
+    Source:
+        FPO++ (arXiv 2602.02481), whose time is 1 minus ours.
+    """
+    return 1 - (_MARGIN + (1 - 2 * _MARGIN) * (1 - (1 - uniform) ** (1 / power)))
+
+
+class FpoRatio(FlowRatio):
+    """Acts by the sampler of a policy and compares matching losses; see the top of the file.
+
+    Args:
+        policy: A denoising policy.
+        matching: How an action is judged.
+        num_draws: n.
+        per_draw: Every draw is a row with its own ratio; else one ratio per action.
+        times: `grid`, the times at which the sampler asks the network, or `density`.
+        time_power: Of `density`: times of noise amplitude s have the density of 1 - (1 - u)^(1 / power), u
+            uniform; 1 is uniform.
+        action_noise: Deviation of noise added to finished chunks, normalised units.
+    """
+
+    def __init__(
+        self,
+        policy: DenoisingPolicy,
+        matching: Matching,
+        *,
+        num_draws: int = 8,
+        per_draw: bool = False,
+        times: str = "grid",
+        time_power: float = 1.0,
+        action_noise: float = 0.0,
+    ) -> None:
+        self.policy, self.matching, self.num_draws, self.per_draw = policy, matching, num_draws, per_draw
+        self.times, self.time_power, self.action_noise = times, time_power, action_noise
+        if times == "grid" and not len(self.grid):
+            raise ConfigError(
+                "algo.times=grid with algo.prediction=eps has no time of weight: the only denoising step "
+                "begins at pure noise. Use algo.denoising_steps of 2 or more, algo.times=density, or "
+                "algo.prediction=velocity."
+            )
+
+    @property
+    def inner_steps(self) -> int:
+        """Draws with a ratio of their own."""
+        return self.num_draws if self.per_draw else 1
+
+    @property
+    def evaluations(self) -> int:
+        """One per draw that shares a ratio."""
+        return 1 if self.per_draw else self.num_draws
+
+    @property
+    def factors(self) -> float | None:
+        """Executed entries that a reduced loss stands for."""
+        rows, dims = self.policy.chunk.act_steps, self.policy.chunk.shape[1]
+        return {"mean": rows * dims, "sqrt": (rows * dims) ** 0.5, "per_step": dims}.get(
+            self.matching.reduction, 1.0
+        )
+
+    # -- acting ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        """Act; the record holds `action` (N, Th, Da), `eps` (N, n, Th, Da), `t` (N, n) and `loss` (N, n)."""
+        policy = self.policy
+        cond = policy.encode(policy.observation(obs))
+        action = policy.decode(cond, policy.sample_noise(len(cond), generator=generator))
+        if self.action_noise:
+            action = action + self.action_noise * self._normal(action.shape, generator)
+        eps = self._normal((len(cond), self.num_draws, *policy.chunk.shape), generator)
+        t = self.draw_times((len(cond), self.num_draws), generator)
+        repeated = action.repeat_interleave(self.num_draws, 0), eps.flatten(0, 1), t.flatten()
+        loss = self.losses(cond.repeat(self.num_draws), *repeated).view_as(t)
+        return policy.executed(action), {"action": action, "eps": eps, "t": t, "loss": loss}
+
+    def draw_times(self, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+        """Draw times of positive weight."""
+        uniform = torch.rand(shape, generator=generator, device=generator.device, dtype=self.policy.dtype)
+        uniform = uniform.to(self.policy.device)
+        if self.times == "grid":
+            grid = self.grid.to(uniform)
+            return grid[(uniform * len(grid)).long().clamp(max=len(grid) - 1)]
+        return time_of(uniform, self.time_power)
+
+    @property
+    def grid(self) -> Tensor:
+        """Times at which the sampler asks the network and the loss has weight."""
+        times = torch.tensor(self.policy.table.times[:-1], dtype=torch.float64)
+        return times[times > 0] if self.matching.prediction == "eps" else times
+
+    def _normal(self, shape: Any, generator: torch.Generator) -> Tensor:
+        draws = torch.randn(shape, generator=generator, device=generator.device, dtype=self.policy.dtype)
+        return draws.to(self.policy.device)
+
+    # -- scoring ---------------------------------------------------------------------------------------
+
+    def losses(self, cond: Cond, action: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Return the losses (P,) of chunks (P, Th, Da) with noise (P, Th, Da) at times (P,)."""
+        process, kind = self.policy.process, self.matching.prediction
+        x = process.corrupt(action, eps, t)
+        predicted = process.convert(x, t, self.policy.evaluate(cond)(x, t), process.kind, kind)
+        targets = {"eps": lambda: eps, "x0": lambda: action, "velocity": lambda: action - eps}
+        errors = self.matching.errors(targets[kind]() - predicted)
+        return self.matching.reduce(errors[:, self.policy.chunk.executed])
+
+    def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
+        """Compare losses under the current weights with recorded ones; see `RatioEstimator`."""
+        record, state, draws = experience.record, rows.state, self.num_draws
+        if self.per_draw:
+            row, pair = rows.state_row, state.index_select(0, rows.state_row) * draws + rows.step
+        else:
+            row = torch.arange(len(state), device=state.device).repeat_interleave(draws)
+            pair = (state[:, None] * draws + torch.arange(draws, device=state.device)).flatten()
+            advantage = None if advantage is None else advantage.repeat_interleave(draws)
+        eps, t, old = (record[name].flatten(0, 1).index_select(0, pair) for name in ("eps", "t", "loss"))
+        index = state.index_select(0, row)
+        new = self.losses(experience.cond.rows(index), record["action"].index_select(0, index), eps, t)
+        pairs = self.compare(old, new, advantage, t)
+        if not self.per_draw:
+            pairs = Comparison(*(part.view(-1, draws).mean(1) for part in pairs))
+        return Score(pairs.log_ratio, torch.zeros_like(pairs.log_ratio), pairs.stopped, drift=pairs.drift)
+
+    def compare(self, old: Tensor, new: Tensor, advantage: Tensor | None, t: Tensor) -> Comparison:
+        """Compare recorded with present losses (P,) of pairs at times (P,)."""
+        matching = self.matching
+        limited = matching.bounded(new, advantage)
+        difference, cut = matching.difference(matching.bounded(old), limited)
+        return Comparison(difference, torch.maximum(cut, _changed(new, limited)), difference.detach())
+
+
+class AwmRatio(FpoRatio):
+    """Matching losses weighted by advantages: ratios are 1, and only their gradients differ.
+
+    The recorded losses only tell how far the loss fell, so several passes over the same data have nothing
+    that holds them back but `target_kl`.
+
+    Args:
+        policy: A denoising policy.
+        matching: How an action is judged.
+        weight: Of the noise amplitude s of a draw: `one`, `noise` (s), `noise_squared` (s^2), or `huber`:
+            s ((loss + 1e-10)^p - 1e-10^p) / p with p = 1/4 replaces the loss.
+        **options: As for `FpoRatio`.
+
+    Source: AWM, arXiv 2509.25050.
+    """
+
+    WEIGHTS = ("one", "noise", "noise_squared", "huber")
+    _FLOOR, _POWER = 1e-10, 0.25
+
+    def __init__(
+        self, policy: DenoisingPolicy, matching: Matching, *, weight: str = "one", **options: Any
+    ) -> None:
+        super().__init__(policy, matching, **options)
+        if weight not in self.WEIGHTS:
+            raise ConfigError(f"algo.weight must be one of {', '.join(self.WEIGHTS)}; got '{weight}'.")
+        self.weight = weight
+
+    @property
+    def factors(self) -> None:
+        """None: ratios that are 1 are not clipped."""
+        return None
+
+    def compare(self, old: Tensor, new: Tensor, advantage: Tensor | None, t: Tensor) -> Comparison:
+        """Return zero with the gradient of the weighted loss as log ratio; see `FpoRatio`."""
+        limited = self.matching.bounded(new, advantage)
+        weighted = self.matching.scale * self.weighted(limited, t)
+        fell = self.matching.scale * (old - new.detach())
+        return Comparison(weighted.detach() - weighted, _changed(new, limited), fell)
+
+    def weighted(self, loss: Tensor, t: Tensor) -> Tensor:
+        """Weight losses (P,) at times (P,)."""
+        noise = self.policy.process.alpha_sigma(t)[1]
+        match self.weight:
+            case "one":
+                return loss
+            case "noise":
+                return noise * loss
+            case "noise_squared":
+                return noise.square() * loss
+        return noise * ((loss + self._FLOOR) ** self._POWER - self._FLOOR**self._POWER) / self._POWER

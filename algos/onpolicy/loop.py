@@ -1,0 +1,307 @@
+"""The loop of on-policy algorithms: collect, appraise, update; and what of it is saved."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from torch import nn
+
+from algos.base import Metrics, Setup, require_states_only
+from algos.onpolicy.advantages import AdvantageEstimator, Experience
+from algos.onpolicy.config import OnPolicyConfig
+from algos.onpolicy.functional import RewardScaler, explained_variance
+from algos.onpolicy.ppo_update import GeneratorDraws, PpoUpdate
+from algos.onpolicy.ratios import BcTerm, RatioEstimator
+from algos.onpolicy.running_normalizer import RunningMeanStd
+from algos.training.resume_checks import init_facts, require_unchanged
+from envs.fit import require_fit
+from envs.rollouts.rollout import Rollout, RolloutPool
+from envs.spec import EnvConfig
+from policies.errors import ConfigError
+from policies.policy import Policy
+from policies.registry import name_of
+from policies.seeds import derive_seed, seeded_generator, seeded_weights
+from policies.threads import torch_threads
+
+_log = logging.getLogger(__name__)
+
+SATURATED_SHARE = 0.1  # share of terms without gradient above which a run warns, once
+THREADS = 2  # that share a gradient, unless `num_threads` says otherwise; results do not depend on it
+
+
+def check_setup(setup: Setup, algo: str) -> Policy:
+    """Return the initial policy, checked against the environment.
+
+    Raises:
+        ConfigError: If either is missing, or their sizes disagree.
+    """
+    if setup.init is None:
+        raise ConfigError(f"algo={algo} fine-tunes a policy and got none. Give init=<policy directory>.")
+    if setup.env is None:
+        raise ConfigError(f"algo={algo} learns in an environment and got none. Give env=<name>.")
+    spec, advice = setup.env.spec, "Choose a policy of this task."
+    require_fit(f"env={spec.name}", spec, "the policy of init", setup.init, advice=advice)
+    return setup.init
+
+
+def warn_of_a_long_iteration(config: OnPolicyConfig, act_steps: int) -> None:
+    """Warn where the first iteration alone exceeds the budget: iterations are executed whole."""
+    steps = config.num_envs * config.steps_per_iteration * act_steps
+    if config.env_steps is not None and steps > config.env_steps:
+        _log.warning(
+            "algo.env_steps=%d is less than one iteration, which is executed whole: up to %d steps "
+            "(algo.num_envs=%d x algo.steps_per_iteration=%d x %d actions of a chunk). "
+            "Lower algo.num_envs or algo.steps_per_iteration.",
+            config.env_steps,
+            steps,
+            config.num_envs,
+            config.steps_per_iteration,
+            act_steps,
+        )
+
+
+def warn_of_saturation(share: float) -> bool:
+    """Warn where bounds leave too many terms of the ratios without gradient; returns whether they do."""
+    if share <= SATURATED_SHARE:
+        return False
+    _log.warning(
+        "policy/saturated_fraction is %.2f: these terms of ratios are beyond a bound, without gradient. "
+        "Widen or leave out algo.log_prob_range, or algo.difference_range and algo.max_loss of FPO.",
+        share,
+    )
+    return True
+
+
+class OnPolicy:
+    """A run of PPO in progress; see `algos.base.Algorithm`.
+
+    Args:
+        config: Hyper-parameters.
+        ratio: Acts and scores; holds the policy in training with its exploration sampler.
+        learner: Updates actor and critic.
+        pool: Where experience comes from.
+        draws: Source of the permutations and the noise of updates.
+        shipped: Returns an independent copy of the policy with its evaluation sampler.
+        origin: Facts of the policy that the run started from, compared on resuming; None: not compared.
+        moments: Of the observations met, for a policy whose normaliser is fitted on the way; None: it stays.
+    """
+
+    unit = "env_steps"
+
+    def __init__(
+        self,
+        config: OnPolicyConfig,
+        *,
+        ratio: RatioEstimator,
+        learner: PpoUpdate,
+        pool: RolloutPool,
+        draws: GeneratorDraws,
+        export_policy: Callable[[], Policy],
+        origin: Mapping[str, Any] | None = None,
+        moments: RunningMeanStd | None = None,
+    ) -> None:
+        self.config, self.ratio, self.learner, self.pool = config, ratio, learner, pool
+        self.draws, self.export_policy, self._origin, self.moments = draws, export_policy, origin, moments
+        gamma, clip = config.reward_scale_gamma, config.reward_scale_clip
+        self.scaler = RewardScaler(config.num_envs, gamma=gamma, clip=clip) if config.reward_scaling else None
+        self.appraise = AdvantageEstimator(
+            config.gamma, config.gae_lambda, config.reward_scale_const, config.paper_compat
+        )
+        self.iteration = 0
+        self.progress = 0
+        self._warned = False
+
+    @classmethod
+    def assemble(
+        cls,
+        config: OnPolicyConfig,
+        setup: Setup,
+        *,
+        ratio: RatioEstimator,
+        trainable: nn.Module,
+        bc_term: BcTerm | None,
+        export_policy: Callable[[], Policy],
+        moments: RunningMeanStd | None = None,
+    ) -> Self:
+        """Add critic, optimisers, environments and random numbers to a checked policy.
+
+        Args:
+            config: Hyper-parameters.
+            setup: Environment, seed, threads, workers, device.
+            ratio: Estimator around the policy in training.
+            trained: The part of it that is trained.
+            near: Keeps the policy near the one that it started from; None: nothing does.
+            shipped: See the class.
+            moments: See the class.
+        """
+        policy: Policy = ratio.policy
+        require_states_only(policy, name_of("algo", config))
+        with seeded_weights(derive_seed(setup.seed, "critic")):
+            critic = config.critic.build(policy.encoder.cond_dim).to(setup.device, policy.dtype)
+        learner = PpoUpdate(
+            config,
+            ratio=ratio,
+            actor=list(trainable.parameters()),
+            critic=critic,
+            cloning=bc_term,
+            num_threads=setup.threads(THREADS),
+        )
+        warn_of_a_long_iteration(config, policy.chunk.act_steps)
+        assert setup.env is not None
+        pool = RolloutPool(
+            setup.env,
+            num_envs=config.num_envs,
+            num_workers=setup.num_workers,
+            obs_steps=policy.chunk.obs_steps,
+            seed=setup.seed,
+            engine=setup.engine,
+        )
+        draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
+        return cls(
+            config,
+            ratio=ratio,
+            learner=learner,
+            pool=pool,
+            draws=draws,
+            export_policy=export_policy,
+            origin=init_facts(setup.init, policy),
+            moments=moments,
+        )
+
+    @property
+    def budget(self) -> str:
+        """The key that lengthens the run."""
+        return "algo.iterations" if self.config.env_steps is None else "algo.env_steps"
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in training, exploring."""
+        return self.ratio.policy
+
+    @property
+    def total(self) -> int:
+        """Environment steps to execute; counted in iterations, an estimate until the last one is done."""
+        if self.config.env_steps is not None:
+            return self.config.env_steps
+        left = max(0, self.config.iterations - self.iteration)
+        return (
+            self.progress
+            + left * self.config.steps_per_iteration * self.config.num_envs * self.policy.chunk.act_steps
+        )
+
+    def advance(self) -> Metrics:
+        """Run one iteration: collect, appraise, update."""
+        with torch_threads(1):
+            return self._iterate()
+
+    def _iterate(self) -> Metrics:
+        self.ratio.set_progress(self._share_done())
+        started = time.perf_counter()
+        rollout = self.collect()
+        collected = time.perf_counter()
+        experience = self.appraise(rollout, self.policy, self.learner.critic, self.scaler)
+        metrics: Metrics = dict(self.learner.update(experience, iteration=self.iteration, draws=self.draws))
+        self._warned = self._warned or warn_of_saturation(float(metrics["policy/saturated_fraction"]))
+        metrics |= rollout_metrics(rollout, experience, self.pool.env)
+        self._adapt(rollout)
+        self.iteration += 1
+        executed = int(rollout.length.sum())
+        self.progress += executed
+        finished = time.perf_counter()
+        return metrics | {
+            "time/rollout_s": collected - started,
+            "time/update_s": finished - collected,
+            "time/env_steps_per_s": executed / (finished - started),
+        }
+
+    def _share_done(self) -> float:
+        """Return the share of the run that is done, 0 to 1."""
+        if self.config.env_steps is not None:
+            return min(1.0, self.progress / self.config.env_steps)
+        return min(1.0, self.iteration / self.config.iterations)
+
+    def _adapt(self, rollout: Rollout) -> None:
+        """Let the normaliser follow the observations met, once everything of the iteration is learned."""
+        if self.moments is not None:
+            self.moments.see(rollout.obs[:, :, -1])
+            self.moments.apply(self.policy.normalizer)
+
+    def collect(self) -> Rollout:
+        """Collect the chunk steps of one iteration; workers act on the CPU."""
+        config, actor = self.config, self.ratio.on_cpu()
+        return self.pool.collect(actor, config.steps_per_iteration, reset=config.reset_each_iteration)
+
+    def snapshot(self) -> Policy:
+        """Return an independent copy of the policy as it would be shipped now."""
+        return self.export_policy().eval().requires_grad_(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a bit-exact continuation needs."""
+        return {
+            "iteration": self.iteration,
+            "progress": self.progress,
+            "policy": {name: value.detach().clone() for name, value in self.policy.state_dict().items()},
+            "ratio": self.ratio.state_dict(),
+            "learner": self.learner.state_dict(),
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "draws": self.draws.generator.get_state(),
+            "pool": self.pool.state_dict(),
+            "moments": None if self.moments is None else self.moments.state_dict(),
+            **self._lasting(),
+        }
+
+    def _lasting(self) -> dict[str, Any]:
+        """Return what must not change when the run is continued."""
+        facts: dict[str, Any] = {
+            "inner_steps": self.ratio.inner_steps,
+            "switch_time": getattr(getattr(self.policy, "field", None), "switch_time", None),
+        }
+        return facts | dict(self._origin or {})
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            CheckpointError: If the run started from another policy or divides its denoising steps otherwise.
+        """
+        require_unchanged(state, self._lasting())
+        self.policy.load_state_dict(state["policy"])
+        self.ratio.load_state_dict(state.get("ratio", {}))
+        self.learner.load_state_dict(state["learner"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.moments is not None:
+            self.moments.load_state_dict(state["moments"])
+        self.draws.generator.set_state(state["draws"])
+        self.pool.load_state_dict(state["pool"])
+        self.iteration, self.progress = int(state["iteration"]), int(state["progress"])
+
+    def close(self) -> None:
+        """End workers and threads."""
+        self.pool.close()
+        self.learner.close()
+
+
+def rollout_metrics(rollout: Rollout, experience: Experience, env: EnvConfig) -> Metrics:
+    """Summarise the episodes that ended during an iteration; NaN where none did.
+
+    A task without a rule of success has no `rollout/success`.
+    """
+    rows = rollout.episodes
+    metrics: Metrics = {
+        "rollout/episodes": float(len(rows)),
+        "rollout/return": _mean([row.return_ for row in rows]),
+        "rollout/episode_length": _mean([float(row.length) for row in rows]),
+        "rollout/chunk_reward": rollout.rewards.sum(dim=-1).mean(),
+        "value/explained_variance": explained_variance(experience.value, experience.target),
+    }
+    if env.spec.success_rule:
+        metrics["rollout/success"] = _mean([float(row.success) for row in rows])
+    return metrics
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")

@@ -1,0 +1,183 @@
+"""PolicyFlow's ratio: how far the velocity moved at one point of the line from an action's noise to its end.
+
+Legend: N environments, n draws per action, P pairs of an environment step and one of its draws, Th horizon,
+Da action width; z start noise, e the end of the flow from z, s the deviation of the noise u on it::
+
+    action = e + s u,    x = (1 - t) z + t e,    shift = v(x, t) - v_old(x, t)
+    log ratio = log N(s_old u; shift, s^2) - log N(s_old u; 0, s_old^2)
+    Brownian term = mean ((1 - t) v(x, t) - (x - t v_old(x, t)))^2
+
+A small change of the velocity moves the end of the flow by about as much, so the new policy makes the old
+action with noise around an end that is shifted. One evaluation per draw, no path is followed again. The
+Brownian term draws the velocity towards minus the score of the flow, so that ends keep spreading; its value
+is that of an entropy that nobody can compute.
+
+Source: PolicyFlow, arXiv 2602.01156; the first velocity of the Brownian term is the learned one, as in its
+algorithm (the equation in the text has the old one, which has no gradient).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.ratios import NoisyFlowRatio, Rows, Score, reduce_log_prob
+from policies.denoising import DenoisingPolicy
+from policies.errors import ConfigError
+from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
+from policies.protocols import Cond
+
+
+@dataclass(frozen=True)
+class EndNoiseConfig:
+    """Noise on finished chunks, learned between two bounds."""
+
+    min_std: float = 0.05  # smallest deviation, normalised action units
+    max_std: float = 0.3  # largest deviation; without a bound it grows
+    initial_std: float = 0.15  # to begin with
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        low, first, high = self.min_std, self.initial_std, self.max_std
+        if not 0 < low < first < high < math.inf:
+            raise ConfigError(
+                "algo.noise needs 0 < min_std < initial_std < max_std, all finite; got "
+                f"{low}, {first} and {high}."
+            )
+
+
+class EndNoise(nn.Module):
+    """One deviation per action dimension: log s = log min + (log max - log min) sigmoid(w)."""
+
+    def __init__(self, config: EndNoiseConfig, action_dim: int) -> None:
+        super().__init__()
+        self.low, self.span = math.log(config.min_std), math.log(config.max_std / config.min_std)
+        share = (math.log(config.initial_std) - self.low) / self.span
+        self.weight = nn.Parameter(torch.full((action_dim,), math.log(share / (1 - share))))
+
+    def forward(self) -> Tensor:
+        """Return the deviations (Da,)."""
+        return torch.exp(self.low + self.span * self.weight.sigmoid())
+
+
+class PolicyflowRatio(NoisyFlowRatio):
+    """Acts by the flow with noise on its end and scores a shift of its velocity; see the top of the file.
+
+    Args:
+        policy: A rectified flow with a deterministic sampler that does not bound its chunks.
+        noise: Deviations of the noise on finished chunks.
+        num_draws: n, times drawn for every action from those at which the sampler asks the network; each is a
+            row with a ratio of its own.
+        reduction: Over executed entries: `joint` (the published one), `per_step` or `mean`; see
+            `algos.onpolicy.ratios.reduce_log_prob`.
+        brownian_coef: Weight of the Brownian term.
+    """
+
+    noise: EndNoise
+
+    def __init__(
+        self,
+        policy: DenoisingPolicy,
+        noise: EndNoise,
+        *,
+        num_draws: int = 4,
+        reduction: str = "joint",
+        brownian_coef: float = 0.0,
+    ) -> None:
+        self.policy, self.noise, self.num_draws = policy, noise, num_draws
+        self.reduction, self.brownian_coef = reduction, brownian_coef
+
+    @property
+    def inner_steps(self) -> int:
+        """Draws, each with a ratio of its own."""
+        return self.num_draws
+
+    @property
+    def trainable(self) -> nn.Module:
+        """What learns: the policy's network and the noise."""
+        return nn.ModuleList([self.policy.field, self.noise])
+
+    @property
+    def factors(self) -> float:
+        """Executed entries, or steps, that the reduction averages over."""
+        rows, dims = self.policy.chunk.act_steps, self.policy.chunk.shape[1]
+        return float({"mean": rows * dims, "per_step": rows}.get(self.reduction, 1))
+
+    # -- acting ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        """Act, and record what scoring needs.
+
+        The record holds `start` and `end` of the flow and the scaled `noise` on it (N, Th, Da), `step` (N, n)
+        of the drawn times, `velocity` (N, n, Th, Da) there, and the density `log_prob` (N,).
+        """
+        policy, draws = self.policy, self.num_draws
+        cond = policy.encode(policy.observation(obs))
+        batch, std = len(cond), self.noise()
+        start = policy.sample_noise(batch, generator=generator)
+        end = policy.decode(cond, start)
+        noise = std * policy.sample_noise(batch, generator=generator)
+        step = torch.randint(
+            policy.table.num_steps, (batch, draws), generator=generator, device=generator.device
+        ).to(start.device)
+        row = torch.arange(batch, device=start.device).repeat_interleave(draws)
+        _, velocity = self.velocities(cond, start[row], end[row], row, step.flatten())
+        record = {
+            "start": start,
+            "end": end,
+            "noise": noise,
+            "step": step,
+            "velocity": velocity.unflatten(0, (batch, draws)),
+            "log_prob": self.reduce(gaussian_log_prob(noise, torch.zeros_like(noise), std)),
+        }
+        return policy.executed(end + noise), record
+
+    def velocities(
+        self, cond: Cond, start: Tensor, end: Tensor, row: Tensor, step: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the points (P, Th, Da) of lines at drawn times, and the velocities there.
+
+        Shapes:
+            cond: any number of rows. start, end: (P, Th, Da). row: (P,) of cond. step: (P,) of the sampler.
+        """
+        x = self.policy.process.corrupt(end, start, self.times(start).index_select(0, step))
+        times = self.policy.table.to_device("net_time", start)
+        return x, self.policy.field(x, times, cond, cond_row=row, time_row=step)
+
+    def times(self, like: Tensor) -> Tensor:
+        """Return the sampling times (K,) of the sampler's steps."""
+        return like.new_tensor(self.policy.table.times[:-1])
+
+    def reduce(self, values: Tensor) -> Tensor:
+        """Reduce values (B, Th, Da) of entries to (B,); only executed rows count."""
+        return reduce_log_prob(values[:, self.policy.chunk.executed], self.reduction)
+
+    # -- scoring ---------------------------------------------------------------------------------------
+
+    def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
+        """Score recorded actions under the current weights; see `algos.onpolicy.ratios.RatioEstimator`."""
+        record = experience.record
+        state = rows.state.index_select(0, rows.state_row)
+        pair = state * self.num_draws + rows.step
+        step, old = (record[name].flatten(0, 1).index_select(0, pair) for name in ("step", "velocity"))
+        start, end, noise, log_prob = (
+            record[name].index_select(0, state) for name in ("start", "end", "noise", "log_prob")
+        )
+        cond = experience.cond.rows(rows.state)
+        x, velocity = self.velocities(cond, start, end, rows.state_row, step)
+        std = self.noise()
+        ratio = self.reduce(gaussian_log_prob(noise, velocity - old, std)) - log_prob
+        entropy = self.reduce(gaussian_entropy(std).expand_as(noise))
+        penalty = self.brownian_coef * self.brownian(x, step, velocity, old) if self.brownian_coef else None
+        return Score(ratio, entropy, torch.zeros_like(ratio), penalty)
+
+    def brownian(self, x: Tensor, step: Tensor, velocity: Tensor, old: Tensor) -> Tensor:
+        """Return the Brownian term (P,) at points (P, Th, Da) of drawn steps (P,), over all entries."""
+        t = self.times(x).index_select(0, step)[:, None, None]
+        return ((1 - t) * velocity - (x - t * old)).square().mean(dim=(1, 2))

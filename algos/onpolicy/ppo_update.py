@@ -1,0 +1,322 @@
+"""The clipped-surrogate update: minibatches, gradients in cache-sized chunks, optimiser steps.
+
+Legend: M environment steps, S inner steps per environment step (denoising steps), B rows of a minibatch
+(pairs of environment step and inner step), U distinct environment steps of a minibatch.
+
+The gradient of a minibatch is the sum over chunks of its rows, each small enough for the cache and each
+computed by one of a few threads; advantage statistics are taken over the whole minibatch first, so the sum
+is the gradient of the whole minibatch. The critic sees each distinct environment step once, weighted by its
+number of rows. Results do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from algos.onpolicy.advantages import Experience
+from algos.onpolicy.config import OnPolicyConfig
+from algos.onpolicy.functional import (
+    SURROGATES,
+    approx_kl,
+    clip_to_quantiles,
+    normalize_advantage,
+    value_losses,
+)
+from algos.onpolicy.gradient_threads import GradientThreads, Task
+from algos.onpolicy.ratios import BcTerm, RatioEstimator, Rows
+from algos.optim import restore_optimizer, warmup_cosine
+from policies.protocols import Cond
+
+Metrics = dict[str, Tensor]
+
+SURROGATE_METRICS = (
+    *("loss", "clip_fraction", "approx_kl", "ratio_mean", "ratio_spread", "entropy", "saturated_fraction"),
+    "penalty",
+)
+
+
+class Draws(Protocol):
+    """Where an update takes its random numbers from."""
+
+    def permutation(self, n: int) -> Tensor:
+        """Return a permutation of 0..n-1, (n,)."""
+        ...
+
+    def noise(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """Return standard normals of a shape, with the type and device of `like`."""
+        ...
+
+
+@dataclass(frozen=True)
+class GeneratorDraws:
+    """Draws from a generator."""
+
+    generator: torch.Generator
+
+    def permutation(self, n: int) -> Tensor:
+        """See `Draws`."""
+        return torch.randperm(n, generator=self.generator)
+
+    def noise(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        """See `Draws`."""
+        return torch.randn(shape, generator=self.generator, dtype=like.dtype).to(like.device)
+
+
+class PpoUpdate:
+    """Updates an actor and a critic from experience.
+
+    Args:
+        config: Hyper-parameters.
+        ratio: How the new policy's probabilities are compared with the old one's.
+        actor: Parameters in training.
+        critic: Maps normalised observations (B, C) to values (B,).
+        cloning: Optional term that keeps the policy near the one it started from.
+        num_threads: Gradient threads.
+
+    Source:
+        PPO (arXiv 1707.06347); DPPO (arXiv 2409.00588), algorithm 1. Deviations from the reference: none in
+        the numbers; the frozen network is not evaluated where its result would be thrown away.
+    """
+
+    def __init__(
+        self,
+        config: OnPolicyConfig,
+        *,
+        ratio: RatioEstimator,
+        actor: Sequence[nn.Parameter],
+        critic: nn.Module,
+        cloning: BcTerm | None = None,
+        num_threads: int = 1,
+    ) -> None:
+        self.config, self.ratio, self.critic, self.cloning = config, ratio, critic, cloning
+        self.actor, self.critic_params = list(actor), list(critic.parameters())
+        self.threads = GradientThreads(num_threads)
+        steps, device = ratio.inner_steps, self.actor[0].device
+        self.clip_range = config.clip_range_of(steps).to(device)
+        self.discount = config.discount_of(steps).to(device)
+        self.actor_optimizer = adamw(self.actor, config.actor_lr, config.actor_weight_decay)
+        self.critic_optimizer = adamw(self.critic_params, config.critic_lr, config.critic_weight_decay)
+
+    # -- one iteration ---------------------------------------------------------------------------------
+
+    def update(self, experience: Experience, *, iteration: int, draws: Draws) -> Metrics:
+        """Run the epochs of one iteration; return metrics averaged over its minibatches.
+
+        With `target_kl`, the estimate is read back after every minibatch, since the next one may not be
+        taken: the one place where an update waits for the device. Without it nothing is read back.
+        """
+        actor_lr, critic_lr = self.rates(iteration)
+        set_rate(self.actor_optimizer, actor_lr)
+        set_rate(self.critic_optimizer, critic_lr)
+        train_actor = iteration >= self.config.critic_warmup_iterations
+        reports: list[Metrics] = []
+        for index in self.minibatches(len(experience) * self.ratio.inner_steps, draws):
+            reports.append(self.step(experience, index, draws=draws, train_actor=train_actor))
+            if (
+                self.config.target_kl is not None
+                and float(reports[-1]["policy/approx_kl"]) > self.config.target_kl
+            ):
+                break
+        means = {name: torch.stack([report[name] for report in reports]).mean() for name in reports[0]}
+        rates = {
+            "policy/lr": torch.tensor(actor_lr if train_actor else 0.0),
+            "value/lr": torch.tensor(critic_lr),
+        }
+        facts = {"policy/updates": torch.tensor(float(len(reports)))}
+        if self.ratio.factors is not None:
+            facts["policy/joint_clip"] = self.clip_range[-1] * self.ratio.factors
+        return means | rates | facts
+
+    def rates(self, iteration: int) -> tuple[float, float]:
+        """Return the learning rates (actor, critic) of an iteration; the actor's waits for the warm-up."""
+        config = self.config
+        return (
+            warmup_cosine(max(0, iteration - config.critic_warmup_iterations), **config.schedule("actor")),
+            warmup_cosine(iteration, **config.schedule("critic")),
+        )
+
+    def minibatches(self, total: int, draws: Draws) -> Iterator[Tensor]:
+        """Yield row indices: a permutation per epoch, cut into whole minibatches, the rest dropped."""
+        size = min(self.config.batch_size, total)
+        for _ in range(self.config.update_epochs):
+            order = draws.permutation(total)
+            for start in range(0, total - size + 1, size):
+                yield order[start : start + size]
+
+    def step(self, experience: Experience, index: Tensor, *, draws: Draws, train_actor: bool) -> Metrics:
+        """Take one optimiser step of actor and critic on the rows `index` (B,)."""
+        if train_actor:
+            grads, metrics = self.actor_gradient(experience, index, draws=draws)
+            apply_gradient(self.actor_optimizer, self.actor, grads, self.config.max_grad_norm)
+        else:
+            metrics = self.untouched_actor(experience, index)
+        critic_grads, value_loss = self.critic_gradient(experience, index)
+        apply_gradient(self.critic_optimizer, self.critic_params, critic_grads, None)
+        return metrics | {"value/loss": value_loss}
+
+    # -- the actor's loss ------------------------------------------------------------------------------
+
+    def actor_gradient(
+        self, experience: Experience, index: Tensor, *, draws: Draws
+    ) -> tuple[list[Tensor], Metrics]:
+        """Return the gradient of the surrogate over the rows `index`, and its metrics."""
+        drawn = index.to(experience.advantage.device)
+        index = drawn.sort().values
+        advantage = self.weighted_advantage(experience, index)
+        size = self.chunk_rows(index)
+        tasks = [
+            Task(self.actor, partial(self.surrogate, experience, rows, part, len(index)))
+            for rows, part in zip(index.split(size), advantage.split(size), strict=True)
+        ]
+        cloned = self.cloning_tasks(experience, drawn, draws)
+        grads, sums = self.threads.sum(tasks + cloned)
+        metrics = {f"policy/{name}": value for name, value in zip(SURROGATE_METRICS, sums, strict=False)}
+        metrics["policy/ratio_spread"] = metrics["policy/ratio_spread"].sqrt()
+        return grads, metrics | ({"policy/cloning_loss": sums[-1]} if cloned else {})
+
+    def surrogate(
+        self, experience: Experience, index: Tensor, advantage: Tensor, total: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return this chunk's share of the loss over `total` rows; `index`, `advantage` are (B,)."""
+        rows = Rows.sorted_from(index, self.ratio.inner_steps)
+        score = self.ratio.score(experience, rows, advantage)
+        ratio, clip_range = score.log_ratio.exp(), self.clip_range.index_select(0, rows.step)
+        loss = SURROGATES[self.config.surrogate](ratio, advantage, clip_range)
+        penalty = torch.zeros_like(loss) if score.penalty is None else score.penalty
+        objective = (loss - self.config.entropy_coef * score.entropy + penalty).sum() / total
+        with torch.no_grad():
+            away = ratio - 1.0
+            clipped = (away.abs() > clip_range).to(ratio.dtype)
+            kl = approx_kl(score.log_ratio if score.drift is None else score.drift)
+            terms = (loss, clipped, kl, ratio, away.square(), score.entropy, score.saturated, penalty)
+            zero = loss.new_zeros(())
+            return objective, torch.stack([*(term.sum() / total for term in terms), zero])
+
+    def weighted_advantage(self, experience: Experience, index: Tensor) -> Tensor:
+        """Return the rows' advantages: normalised over the minibatch, clipped, then discounted by step."""
+        steps = self.ratio.inner_steps
+        advantage = experience.advantage.index_select(0, index // steps)
+        if self.config.normalize_advantage:
+            advantage = normalize_advantage(advantage)
+        advantage = clip_to_quantiles(advantage, *self.config.advantage_quantiles)
+        return advantage * self.discount.index_select(0, index % steps)
+
+    def untouched_actor(self, experience: Experience, index: Tensor) -> Metrics:
+        """Report the surrogate of a policy that has not changed since collection: every ratio is one."""
+        index = index.to(experience.advantage.device)
+        zero = experience.advantage.new_zeros(())
+        metrics = {f"policy/{name}": zero for name in SURROGATE_METRICS}
+        return metrics | {
+            "policy/loss": -self.weighted_advantage(experience, index).mean(),
+            "policy/ratio_mean": zero + 1,
+        }
+
+    def cloning_tasks(self, experience: Experience, index: Tensor, draws: Draws) -> list[Task]:
+        """Return the tasks of the cloning term over the first `bc_rows` rows as they were drawn, or none."""
+        if self.cloning is None or not self.config.bc_weight:
+            return []
+        state = index[: self.config.bc_rows].sort().values // self.ratio.inner_steps
+        noise = draws.noise((len(state), *self.cloning.noise_shape), experience.advantage)
+        size = self.chunk_rows(index)
+        return [
+            Task(
+                self.actor,
+                partial(self.cloning_loss, experience.cond, rows, part, len(state)),
+            )
+            for rows, part in zip(state.split(size), noise.split(size), strict=True)
+        ]
+
+    def cloning_loss(self, cond: Cond, state: Tensor, noise: Tensor, total: int) -> tuple[Tensor, Tensor]:
+        """Return this chunk's share of the weighted cloning loss; `state` (B,) are rows of `cond`."""
+        assert self.cloning is not None
+        loss = self.cloning.losses(cond.rows(state), noise).sum() / total
+        metrics = torch.zeros(len(SURROGATE_METRICS) + 1, device=loss.device, dtype=loss.dtype)
+        metrics[-1] = loss.detach()
+        return self.config.bc_weight * loss, metrics
+
+    # -- the critic's loss -----------------------------------------------------------------------------
+
+    def critic_gradient(self, experience: Experience, index: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return the gradient of the value loss over the rows `index`, and the loss itself."""
+        index = index.to(experience.advantage.device).sort().values
+        rows = Rows.sorted_from(index, self.ratio.inner_steps)
+        size = self.chunk_rows(index)
+        tasks = [
+            Task(
+                self.critic_params,
+                partial(self.value_loss, experience, state, count, len(index)),
+            )
+            for state, count in zip(rows.state.split(size), rows.count.split(size), strict=True)
+        ]
+        return self.threads.sum(tasks)
+
+    def value_loss(
+        self, experience: Experience, state: Tensor, count: Tensor, total: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return this chunk's share of the value loss; distinct states (U,) count as often as they occur."""
+        target, old = experience.target.index_select(0, state), experience.value.index_select(0, state)
+        losses = value_losses(
+            self.critic(experience.cond.rows(state).vec), target, old, self.config.value_clip
+        )
+        loss = (losses * count).sum() / total
+        return self.config.vf_coef * loss, loss
+
+    def chunk_rows(self, index: Tensor) -> int:
+        """Return the rows of a chunk: cache-sized on a CPU, the whole minibatch elsewhere."""
+        if index.device.type != "cpu":
+            return len(index)
+        return max(1, self.config.chunk_rows // self.ratio.evaluations)
+
+    def close(self) -> None:
+        """End the gradient threads."""
+        self.threads.close()
+
+    # -- saving ----------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the critic and both optimisers."""
+        state = {
+            "critic": self.critic.state_dict(),
+            "actor_optimizer": self.actor_optimizer.state_dict(),
+            "critic_optimizer": self.critic_optimizer.state_dict(),
+        }
+        return copy.deepcopy(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self.critic.load_state_dict(state["critic"])
+        restore_optimizer(self.actor_optimizer, state["actor_optimizer"])
+        restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
+
+
+def adamw(params: Sequence[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """Return AdamW with fused arithmetic."""
+    return torch.optim.AdamW(params, lr=lr, weight_decay=weight_decay, fused=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def apply_gradient(
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[nn.Parameter],
+    grads: Sequence[Tensor],
+    max_norm: float | None,
+) -> None:
+    """Take one step along given gradients, their joint norm clipped to `max_norm` if set."""
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    if max_norm is not None:
+        nn.utils.clip_grad_norm_(params, max_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,298 @@
+"""Ratio estimators: how likely the new policy makes what the old one did.
+
+An estimator acts (recording whatever it needs) and later returns the logarithm of the probability ratio of
+recorded rows under the current weights. `ChainRatio` treats every recorded denoising step as an action;
+a Gaussian policy is a chain of one step. Others: `algos.onpolicy.reinflow_ratio`, `algos.onpolicy.fpo_ratio`,
+`algos.onpolicy.policyflow_ratio`.
+
+Legend: M environment steps, B rows of a minibatch (pairs of environment step and inner step), S inner steps
+per environment step, U distinct environment steps among rows, Th horizon, Da action width.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from algos.onpolicy.advantages import Experience
+from policies.denoising import DenoisingPolicy
+from policies.errors import ConfigError
+from policies.policy import Policy
+from policies.protocols import Chain, Cond
+
+REDUCTIONS = ("mean", "per_step", "joint")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a minibatch, sorted by environment step.
+
+    Shapes:
+        state: (U,) distinct environment steps. state_row: (B,) place in `state`. step: (B,) inner step.
+        count: (U,) rows per distinct environment step.
+    """
+
+    state: Tensor
+    state_row: Tensor
+    step: Tensor
+    count: Tensor
+
+    @classmethod
+    def sorted_from(cls, index: Tensor, inner_steps: int) -> Rows:
+        """Split sorted flat indices `environment step * S + inner step`, (B,)."""
+        step = index % inner_steps
+        state, row, count = torch.unique_consecutive(
+            index // inner_steps, return_inverse=True, return_counts=True
+        )
+        return cls(state, row, step, count)
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of each row: log ratio (B,), entropy (B,) and the fraction of its terms without gradient (B,).
+
+    The last counts the terms beyond a bound. `penalty` (B,), where there is one, is added to the loss as it
+    is. `drift` (B,) says how far the policy moved where the log ratio does not; None: the log ratio does.
+    """
+
+    log_ratio: Tensor
+    entropy: Tensor
+    saturated: Tensor
+    penalty: Tensor | None = None
+    drift: Tensor | None = None
+
+
+class RatioEstimator(ABC):
+    """Acts, and compares new with old probabilities. Picklable: a private copy acts in every worker.
+
+    Attributes:
+        policy: The policy in training, exploring.
+    """
+
+    policy: Any
+
+    @property
+    @abstractmethod
+    def inner_steps(self) -> int:
+        """S, rows per environment step."""
+
+    @property
+    @abstractmethod
+    def factors(self) -> float | None:
+        """Factors of a density that the ratio of one row is the geometric mean of; 1: it is their product.
+
+        A clip range c of the ratio is about `factors` c of the logarithm of the whole density. None: nothing
+        is clipped.
+        """
+
+    @property
+    def evaluations(self) -> int:
+        """Evaluations of the network that scoring one row takes."""
+        return 1
+
+    @abstractmethod
+    def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return physical actions (N, Ta, Da) and a record, each (N, ...)."""
+
+    @abstractmethod
+    def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
+        """Compare rows under the current weights with their record; differentiable.
+
+        Args:
+            experience: Where the rows are.
+            rows: Which they are.
+            advantage: (B,) of the rows, for estimators that bound good and bad actions differently.
+        """
+
+    def set_progress(self, progress: float) -> None:  # noqa: B027
+        """Follow the share of the run that is done (0 to 1), where anything depends on it."""
+
+    def on_cpu(self) -> Self:
+        """Return the estimator as workers use it."""
+        twin = copy.copy(self)
+        twin.policy = self.policy.on_cpu()
+        return twin
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what learning needs beside the policy; nothing, mostly."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Continue from `state_dict`."""
+
+
+class FlowRatio(RatioEstimator):
+    """An estimator around a denoising policy, which knows what of it learns."""
+
+    policy: DenoisingPolicy
+
+    @property
+    def trainable(self) -> nn.Module:
+        """What learns: the policy's network."""
+        return self.policy.field
+
+
+class NoisyFlowRatio(FlowRatio):
+    """An estimator that explores with noise of its own, which learns and is saved beside the policy."""
+
+    noise: nn.Module
+
+    def on_cpu(self) -> Self:
+        """Return the estimator as workers use it."""
+        twin = super().on_cpu()
+        twin.noise = copy.deepcopy(self.noise).cpu()
+        return twin
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is not part of the policy: the noise."""
+        return copy.deepcopy(self.noise.state_dict())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self.noise.load_state_dict(state)
+
+
+def reduce_log_prob(log_prob: Tensor, how: str) -> Tensor:
+    """Reduce (..., Ta, Da) to (...).
+
+    `mean`: over executed steps and dims, the geometric mean of the ratios of all elements (DPPO; its clip
+    ranges are sized for it). `per_step`: sum over dims, mean over steps. `joint`: sum over both.
+    """
+    match how:
+        case "mean":
+            return log_prob.mean(dim=(-2, -1))
+        case "per_step":
+            return log_prob.sum(dim=-1).mean(dim=-1)
+        case "joint":
+            return log_prob.sum(dim=(-2, -1))
+    raise ConfigError(f"log_prob_reduction must be one of {', '.join(REDUCTIONS)}; got '{how}'.")
+
+
+class ChainRatio(RatioEstimator):
+    """The ratio of single denoising transitions, elementwise clamped, over executed rows, reduced.
+
+    Args:
+        policy: A chain policy with its exploration sampler.
+        log_prob_range: Clamp of each element's log-density; outside of it the gradient vanishes. None
+            turns it off.
+        reduction: See `reduce_log_prob`.
+
+    Source:
+        DPPO (arXiv 2409.00588), section 4; clamp and mean as in the reference implementation.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        *,
+        log_prob_range: tuple[float, float] | None = (-5.0, 2.0),
+        reduction: str = "mean",
+    ) -> None:
+        self.policy = policy
+        self.log_prob_range = log_prob_range
+        self.reduction = reduction
+
+    @property
+    def inner_steps(self) -> int:
+        """S, the recorded denoising steps."""
+        return self.policy.tuned_steps
+
+    @property
+    def factors(self) -> float:
+        """Executed entries, or steps, that the reduction averages over."""
+        chunk = self.policy.chunk
+        sizes = {"mean": chunk.act_steps * chunk.shape[1], "per_step": chunk.act_steps}
+        return float(sizes.get(self.reduction, 1))
+
+    @torch.no_grad()
+    def act(self, obs: Mapping[str, Tensor], generator: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
+        """Explore; the record holds the chain (N, S+1, Th, Da) and its reduced log-densities (N, S).
+
+        The densities are those of the sampler's own scoring, so no second pass over the data is needed.
+        """
+        policy: Policy = self.policy
+        cond = policy.encode(policy.observation(obs))
+        chain = self.sample(cond, generator)
+        record = {"chain": chain.x, "log_prob": self.reduce(chain.log_prob)[0]}
+        return policy.executed(chain.action), record
+
+    def sample(self, cond: Cond, generator: torch.Generator) -> Chain:
+        """Sample chains for encoded observations."""
+        return self.policy.sample_chain(cond, generator=generator)
+
+    def reduce(self, log_prob: Tensor) -> tuple[Tensor, Tensor]:
+        """Clamp and reduce (..., Th, Da); return (reduced, fraction clamped), each (...)."""
+        executed = log_prob[..., self.policy.chunk.executed, :]
+        if self.log_prob_range is None:
+            return reduce_log_prob(executed, self.reduction), torch.zeros(
+                executed.shape[:-2], device=executed.device
+            )
+        low, high = self.log_prob_range
+        clamped = executed.clamp(low, high)
+        with torch.no_grad():
+            saturated = (clamped != executed).to(executed.dtype).mean(dim=(-2, -1))
+        return reduce_log_prob(clamped, self.reduction), saturated
+
+    def score(self, experience: Experience, rows: Rows, advantage: Tensor | None = None) -> Score:
+        """Score recorded transitions under the current weights; see `RatioEstimator`."""
+        chain, old = experience.record["chain"], experience.record["log_prob"]
+        place = rows.state.index_select(0, rows.state_row) * (self.inner_steps + 1) + rows.step
+        states = chain.flatten(0, 1)  # (M (S+1), Th, Da)
+        x, x_next = states.index_select(0, place), states.index_select(0, place + 1)
+        cond = experience.cond.rows(rows.state)
+        log_prob, entropy = self.policy.transition_log_prob(cond, x, x_next, rows.step, rows.state_row)
+        new, saturated = self.reduce(log_prob)
+        pair = rows.state.index_select(0, rows.state_row) * self.inner_steps + rows.step
+        executed = entropy[..., self.policy.chunk.executed, :]
+        return Score(
+            new - old.flatten().index_select(0, pair), reduce_log_prob(executed, self.reduction), saturated
+        )
+
+
+class BcTerm(Protocol):
+    """Keeps a policy near another one."""
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """Shape of the noise of one row."""
+        ...
+
+    def losses(self, cond: Cond, noise: Tensor) -> Tensor:
+        """Return the loss of each row (B,); noise is (B, *noise_shape)."""
+        ...
+
+
+class CloningTerm:
+    """Keeps a policy near a frozen one: minus the mean log-density of the frozen policy's chains.
+
+    Args:
+        frozen: The policy to stay near, with the exploration sampler.
+        ratio: The estimator of the policy in training; its clamp applies.
+
+    Source:
+        DPPO reference implementation (use_bc_loss).
+    """
+
+    def __init__(self, frozen: Any, ratio: ChainRatio) -> None:
+        self.frozen, self.ratio = frozen, ratio
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """(K+1, Th, Da): start, then one draw per denoising step."""
+        shape = self.frozen.noise_shape
+        return shape if len(shape) == 3 else (2, *shape)
+
+    def losses(self, cond: Cond, noise: Tensor) -> Tensor:
+        """Return the loss of each row (B,); noise is (B, *noise_shape)."""
+        with torch.no_grad():
+            chain = self.frozen.sample_chain(cond, noise=noise).x
+        log_prob, _ = self.ratio.policy.chain_log_prob(cond, chain)
+        if self.ratio.log_prob_range is not None:
+            log_prob = log_prob.clamp(*self.ratio.log_prob_range)
+        return -log_prob.mean(dim=(1, 2, 3))

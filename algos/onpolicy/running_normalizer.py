@@ -1,0 +1,102 @@
+"""What learning without demonstrations needs: a fresh policy, and a normaliser fitted to what is met.
+
+Actions are scaled by the box of the task. Observations have no statistics before the first rollout; they are
+gathered while learning goes on, and the maps change between iterations only: within one, an observation that
+is collected, appraised and learned from is the same numbers every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from algos.base import Setup
+from policies.build import build_policy
+from policies.errors import ConfigError
+from policies.normalizer import Normalizer, box_statistics
+from policies.policy import Policy
+
+
+def fresh_policy(setup: Setup, algo: str, state: Mapping[str, Tensor] | None = None) -> Policy:
+    """Build the policy that the configuration describes, for the task of the setup.
+
+    Normalised actions are those of the box. Without statistics of `state`, observations are left as they are
+    until `RunningMeanStd.apply`.
+
+    Raises:
+        ConfigError: If there is no task, it has goals, or observations are to be scaled by unknown limits.
+    """
+    if setup.env is None:
+        raise ConfigError(f"algo={algo} learns in an environment and got none. Give env=<name>.")
+    spec, mode = setup.env.spec, setup.policy.normalizer["state"]
+    if mode == "limits" and state is None:
+        raise ConfigError(
+            f"algo={algo} without init has no demonstrations that tell the limits of observations; got "
+            "policy.normalizer.state=limits. Use gaussian, which is learned on the way, or identity. "
+            "Give init=<policy directory> to fine-tune a policy instead."
+        )
+    if spec.goal_dim:
+        raise ConfigError(
+            f"algo={algo} without init has no demonstrations that tell the scale of goals, and "
+            f"env={spec.name} has goals. Give init=<policy directory>."
+        )
+    low, high = (torch.tensor(side) for side in (spec.action_low, spec.action_high))
+    known = box_statistics(-torch.ones(spec.obs_dim), torch.ones(spec.obs_dim)) if state is None else state
+    return build_policy(
+        setup.policy,
+        obs_dim=spec.obs_dim,
+        action_dim=spec.action_dim,
+        statistics={"state": known, "action": box_statistics(low, high)},
+        seed=setup.seed,
+    )
+
+
+class RunningMeanStd:
+    """Count, mean and spread of all observations so far, entry by entry, in float64.
+
+    Args:
+        width: Do.
+
+    Source:
+        Chan, Golub, LeVeque 1979: moments of two samples merge exactly, in any order.
+    """
+
+    def __init__(self, width: int) -> None:
+        self.count = 0
+        self.mean = torch.zeros(width, dtype=torch.float64)
+        self.squares = torch.zeros(width, dtype=torch.float64)  # sum of squared distances from the mean
+
+    def see(self, obs: Tensor) -> None:
+        """Merge observations (..., Do), physical units."""
+        new = obs.detach().cpu().double().reshape(-1, len(self.mean))
+        if not len(new):
+            return
+        total = self.count + len(new)
+        delta = new.mean(0) - self.mean
+        self.squares += (new - new.mean(0)).square().sum(0) + delta.square() * (self.count * len(new) / total)
+        self.mean = self.mean + delta * (len(new) / total)
+        self.count = total
+
+    @property
+    def std(self) -> Tensor:
+        """Unbiased standard deviation (Do,)."""
+        return (self.squares / max(1, self.count - 1)).sqrt()
+
+    def apply(self, normalizer: Normalizer, feature: str = "state") -> None:
+        """Let a normaliser map what was seen so far to mean 0 and deviation 1; nothing before that."""
+        if not self.count:
+            return
+        moments = {"mean": self.mean, "std": self.std, "min": self.mean, "max": self.mean}
+        normalizer.refit(feature, moments)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the moments."""
+        return {"count": self.count, "mean": self.mean.clone(), "squares": self.squares.clone()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        self.count = int(state["count"])
+        self.mean, self.squares = state["mean"].clone(), state["squares"].clone()

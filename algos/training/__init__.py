@@ -1,0 +1,1 @@
+"""What every training run shares: the trainer, run directories, metrics, resuming."""

@@ -1,0 +1,178 @@
+"""Numbers of a run on their way to the disk: one JSON object per line, and optional other writers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from algos.base import Metrics
+from policies.errors import ConfigError
+from policies.extras import require
+
+_log = logging.getLogger(__name__)
+
+Scalars = dict[str, float]
+"""`component/quantity` -> plain number."""
+
+_VITAL_WORDS = frozenset({"loss", "norm"})
+
+
+def read_out(metrics: Mapping[str, float | Tensor]) -> Scalars:
+    """Turn metrics into plain numbers, in their order; each device is waited for once.
+
+    Raises:
+        ConfigError: If a tensor holds more than one number.
+    """
+    by_device: dict[torch.device, list[str]] = {}
+    for name, value in metrics.items():
+        if isinstance(value, Tensor):
+            if value.numel() != 1:
+                raise ConfigError(f"metric '{name}' must be one number; got shape {tuple(value.shape)}.")
+            by_device.setdefault(value.device, []).append(name)
+    read: Scalars = {}
+    for names in by_device.values():
+        stacked = torch.stack([torch.as_tensor(metrics[n]).detach().reshape(()).double() for n in names])
+        read |= dict(zip(names, stacked.tolist(), strict=True))
+    return {name: read[name] if name in read else float(value) for name, value in metrics.items()}
+
+
+def broken(values: Mapping[str, float]) -> list[str]:
+    """Return the names of losses and norms that are not finite.
+
+    Only these stop a run: another quantity may have no value at a time (no episode ended yet).
+    """
+    return [name for name, value in values.items() if _is_vital(name) and not math.isfinite(value)]
+
+
+def _is_vital(name: str) -> bool:
+    """Whether the quantity of `component/quantity` is a loss or a norm."""
+    return bool(_VITAL_WORDS & set(name.rsplit("/", 1)[-1].split("_")))
+
+
+def append_jsonl(path: Path, values: Mapping[str, float], step: int) -> None:
+    """Append one line; values that are not finite are written as null, so that every line is valid JSON."""
+    row: dict[str, Any] = {"step": step}
+    row |= {name: value if math.isfinite(value) else None for name, value in values.items()}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row, allow_nan=False) + "\n")
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """Return the rows of a metrics file.
+
+    A last line cut short by a kill is left out; other lines that are no row are left out with a warning.
+    """
+    return [row for _, row in _complete_rows(Path(path))]
+
+
+def truncate_jsonl(path: Path, size: int, *, through: int | None = None) -> None:
+    """Cut a metrics file back to its first `size` bytes, and to complete rows where it is shorter.
+
+    Args:
+        path: The file; it may not exist.
+        size: Bytes that stay.
+        through: Rows behind them up to this step stay too; None: none does.
+    """
+    if not path.exists():
+        return
+    if size > path.stat().st_size:
+        size = max((end for end, _ in _complete_rows(path)), default=0)
+    elif through is not None:
+        for end, row in _complete_rows(path):
+            if end > size:
+                if row.get("step", through + 1) > through:
+                    break
+                size = end
+    os.truncate(path, size)
+
+
+def _complete_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (byte offset of its end, row) for every complete row."""
+    if not path.exists():
+        return
+    end = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            end += len(line)
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                yield end, row
+            else:
+                _log.warning("%s: line %d is no JSON object and is left out; it is damaged.", path, number)
+
+
+class Writer(Protocol):
+    """A second place for the numbers, beside metrics.jsonl."""
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Write one row."""
+        ...
+
+    def close(self) -> None:
+        """Flush and release files."""
+        ...
+
+
+class TensorBoardWriter:
+    """Writes event files for TensorBoard.
+
+    Args:
+        directory: Where the event files go.
+        first_step: Step the run starts or continues from; what TensorBoard holds after it is hidden.
+
+    Raises:
+        MissingExtraError: If TensorBoard is not installed.
+    """
+
+    def __init__(self, directory: str | Path, *, first_step: int = 0) -> None:
+        require("tensorboard", extra="tensorboard", what="tensorboard=true")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._events = SummaryWriter(str(directory), purge_step=first_step + 1 if first_step else 0)
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        """Write one row."""
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush and release the event file."""
+        self._events.close()
+
+
+class Means:
+    """Running sums of scalars by name; nothing is read back to the host before `read`."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add one value of each name."""
+        for name, value in values.items():
+            if name in self._sums:
+                self._sums[name] += value
+                self._counts[name] += 1
+            else:
+                self._sums[name], self._counts[name] = value.clone(), 1
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the means."""
+        return {name: total / self._counts[name] for name, total in self._sums.items()}
+
+    def read(self) -> Metrics:
+        """Return the means, as metrics."""
+        return {**self.tensors()}

@@ -1,0 +1,393 @@
+"""The run directory: what a training run leaves behind, and what it resumes from.
+
+    <root>/<date>/<name>/
+      config.yaml  overrides.txt  environment.json  metrics.jsonl  eval/*.json
+      checkpoints/<step>/policy/                    what is shipped (see policies.storage.policy_folder)
+      checkpoints/<step>/training_state/state.pt    what is resumed from: tensors and plain values
+      checkpoints/<step>/SHA256SUMS                 checksums of both; what is resumed from is compared
+      checkpoints/last -> <step>
+
+A checkpoint is written aside, flushed to the disk and renamed: the rename is the moment it exists, so a
+kill at any instant leaves either the whole checkpoint or none of it. Checkpoints are never rewritten.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import re
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import torch
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from algos.training.metrics import append_jsonl, truncate_jsonl
+from algos.training.provenance import describe_environment
+from algos.training.serialization import from_plain, to_plain
+from policies.errors import CheckpointError
+from policies.policy import Policy
+from policies.storage.atomic_write import sync, sync_tree, write_text
+from policies.storage.checksums import CHECKSUMS, is_intact, write_checksums
+from policies.storage.policy_folder import save_policy
+
+STATE_FORMAT = 1
+_CONFIG, _OVERRIDES, _ENVIRONMENT, _METRICS = (
+    "config.yaml",
+    "overrides.txt",
+    "environment.json",
+    "metrics.jsonl",
+)
+_CHECKPOINTS, _LAST, _ASIDE = "checkpoints", "last", ".aside-"
+_EVAL, _EVAL_NAME = "eval", re.compile(r"step-(\d+)(-.+)?")
+_STATE_FILE = Path("training_state") / "state.pt"
+_UNREADABLE = (  # what `torch.load` raises on damaged files
+    *(RuntimeError, EOFError, OSError, ValueError, KeyError, pickle.UnpicklingError),
+    *(AttributeError, TypeError, IndexError),
+)
+
+
+class EvalFile(NamedTuple):
+    """An evaluation of a checkpoint."""
+
+    step: int
+    path: Path  # JSON
+    is_of_training: bool  # made while training; others were asked for
+
+
+def eval_name(step: int, *details: str) -> str:
+    """Return what an evaluation of a checkpoint is called for `RunDirectory.write_eval`.
+
+    Args:
+        step: The checkpoint.
+        details: What tells it from the one that training made.
+    """
+    return "-".join([f"step-{step}", *details])
+
+
+class RunDirectory:
+    """One training run on the disk.
+
+    Reading needs nothing; writing checkpoints and metrics belongs to whoever holds `claim`.
+
+    Args:
+        path: An existing run directory; see `create_at` and `open`.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._lock: IO[str] | None = None  # held from `create_at` to the end of the first `claim`
+
+    @classmethod
+    def create_at(
+        cls, path: str | Path, config: Mapping[str, Any], overrides: Sequence[str] = ()
+    ) -> RunDirectory:
+        """Make a run of a folder that somebody else chose (and may have made), and describe it there.
+
+        The run is held for writing from here to the end of its first `claim`.
+
+        Raises:
+            CheckpointError: If there is a run already, or another process is making one.
+        """
+        path = Path(path)
+        path.mkdir(parents=True, exist_ok=True)
+        run = cls(path)
+        run._lock = run._take_lock()
+        if (path / _CONFIG).exists():
+            raise CheckpointError(
+                f"{path} holds a run already. Continue it with resume={path}, or choose another."
+            )
+        (path / _CHECKPOINTS).mkdir(exist_ok=True)
+        (path / _EVAL).mkdir(exist_ok=True)
+        write_text(path / _ENVIRONMENT, json.dumps(describe_environment(), indent=2) + "\n")
+        run._describe(config, overrides)
+        return run
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunDirectory:
+        """Open an existing run.
+
+        Raises:
+            CheckpointError: If this is not a run directory.
+        """
+        if not (Path(path) / _CONFIG).is_file():
+            why = f"it has no {_CONFIG}" if Path(path).is_dir() else "there is no such folder"
+            raise CheckpointError(
+                f"{path} is not a run directory: {why}. Give a run, for example runs/<date>/<name>."
+            )
+        return cls(path)
+
+    def is_bare(self) -> bool:
+        """Tell whether the folder holds what `create_at` wrote and nothing that was learned."""
+        if not self.path.is_dir():  # somebody else took it away
+            return True
+        folders = [self.path / name for name in (_CHECKPOINTS, _EVAL)]
+        others = set(self.path.iterdir()) - {*self._written(), *folders}
+        return not others and not any(any(folder.iterdir()) for folder in folders if folder.is_dir())
+
+    def remove_if_bare(self) -> bool:
+        """Take the folder away if it is bare.
+
+        Returns:
+            Whether it is gone.
+        """
+        if not self.is_bare():
+            return False
+        for file in self._written():
+            file.unlink(missing_ok=True)
+        for folder in (self.path / _CHECKPOINTS, self.path / _EVAL, self.path):
+            if folder.is_dir():
+                folder.rmdir()
+        return True
+
+    def _written(self) -> set[Path]:
+        """Return the files that `create_at` wrote, logs, and empty ones."""
+        known = {self.path / name for name in (_CONFIG, _OVERRIDES, _ENVIRONMENT, ".lock")}
+        empty = {item for item in self.path.glob("*") if item.is_file() and not item.stat().st_size}
+        return known | empty | set(self.path.glob("*.log"))
+
+    def amend(self, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
+        """Continue with another configuration; what was changed is added to the list of overrides."""
+        self._describe(config, [*self.overrides, *overrides])
+
+    def _describe(self, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
+        write_text(self.path / _OVERRIDES, "".join(f"{line}\n" for line in overrides))
+        write_text(self.path / _CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(config)), resolve=True))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration that the run was started with, or last continued with.
+
+        Raises:
+            CheckpointError: If its file is damaged.
+        """
+        path = self.path / _CONFIG
+        try:
+            return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]
+        except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+            raise CheckpointError(
+                f"{path} is damaged ({' '.join(str(error).split())}). Restore it."
+            ) from None
+
+    @property
+    def overrides(self) -> list[str]:
+        """The overrides that the run was started and continued with, in order."""
+        return (self.path / _OVERRIDES).read_text().splitlines()
+
+    @property
+    def metrics_path(self) -> Path:
+        """The metrics file (it may not exist yet)."""
+        return self.path / _METRICS
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Hold the run for writing; leftovers of an earlier kill are removed first.
+
+        Raises:
+            CheckpointError: If another process holds it.
+        """
+        lock, self._lock = self._lock or self._take_lock(), None
+        with lock:
+            (self.path / _CHECKPOINTS).mkdir(exist_ok=True)
+            self._clean()
+            yield
+
+    def _take_lock(self) -> IO[str]:
+        """Return the open file whose lock keeps other writers out until it is closed."""
+        lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise CheckpointError(
+                f"{self.path} is being written by another process. Wait for it, or start another run."
+            ) from None
+        return lock
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    def checkpoints(self) -> list[int]:
+        """Return the steps of the complete checkpoints, ascending."""
+        folder = self.path / _CHECKPOINTS
+        if not folder.is_dir():
+            return []
+        return sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal() and not p.is_symlink())
+
+    def latest(self) -> int | None:
+        """Return the step of the newest checkpoint, None without one."""
+        steps = self.checkpoints()
+        return steps[-1] if steps else None
+
+    def checkpoint_path(self, step: int | None = None) -> Path:
+        """Return the directory of a checkpoint (the newest by default).
+
+        Raises:
+            CheckpointError: If there is none; lists what there is.
+        """
+        steps = self.checkpoints()
+        if not steps:
+            raise CheckpointError(f"{self.path} has no checkpoint yet. Start the run again from its config.")
+        if step is not None and step not in steps:
+            raise CheckpointError(f"{self.path} has no checkpoint {step}; it has {steps}.")
+        return self.path / _CHECKPOINTS / str(steps[-1] if step is None else step)
+
+    def policy_path(self, step: int | None = None) -> Path:
+        """Return the policy directory of a checkpoint (the newest by default)."""
+        return self.checkpoint_path(step) / "policy"
+
+    def save_checkpoint(
+        self,
+        step: int,
+        policy: Policy,
+        training_state: Mapping[str, Any],
+        *,
+        provenance: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write a checkpoint atomically, point `last` at it and return its directory.
+
+        Args:
+            step: Units done.
+            policy: What is shipped.
+            training_state: What is resumed from; see `algos.training.serialization`.
+            provenance: Facts for the model card.
+
+        Raises:
+            CheckpointError: If this checkpoint exists already or the state cannot be expressed.
+        """
+        folder = self.path / _CHECKPOINTS
+        if (folder / str(step)).exists():
+            raise CheckpointError(f"{folder / str(step)} exists already; a checkpoint is never rewritten.")
+        state = to_plain({"format": STATE_FORMAT, "step": step, **training_state}, "training_state")
+        aside = folder / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
+        try:
+            aside.mkdir()
+            save_policy(
+                policy,
+                aside / "policy",
+                provenance={"run": self.path.name, "step": step, **(provenance or {})},
+            )
+            (aside / _STATE_FILE).parent.mkdir()
+            torch.save(state, aside / _STATE_FILE)
+            write_checksums(aside)
+            sync_tree(aside)
+            os.rename(aside, folder / str(step))
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        sync(folder)
+        self._point_last(step)
+        return folder / str(step)
+
+    def keep_newest(self, count: int) -> None:
+        """Remove all checkpoints but so many, at least 1."""
+        for old in self.checkpoints()[: -max(count, 1)]:
+            self._remove(old)
+
+    def load_training_state(self, step: int | None = None) -> dict[str, Any]:
+        """Return the training state of a checkpoint (the newest by default), on the CPU.
+
+        Raises:
+            CheckpointError: If it is missing, damaged, or of another format.
+        """
+        folder = self.checkpoint_path(step)
+        path = folder / _STATE_FILE
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing: this checkpoint can be run but not resumed.")
+        try:
+            if not is_intact(folder, _STATE_FILE):
+                raise OSError(f"its SHA-256 is not that of {CHECKSUMS}")
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except _UNREADABLE as error:
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise CheckpointError(
+                f"{path} is damaged ({reason}). Remove its checkpoint to continue from the one before."
+            ) from None
+        if not isinstance(state, dict) or state.get("format") != STATE_FORMAT:
+            found = state.get("format") if isinstance(state, dict) else type(state).__name__
+            raise CheckpointError(f"{path} must have format {STATE_FORMAT}; got {found}.")
+        return from_plain(state)
+
+    def rewind(self, step: int | None, *, metrics_bytes: int = 0) -> None:
+        """Forget everything after a checkpoint: later checkpoints and rows of later steps.
+
+        Args:
+            step: The checkpoint that is continued from; None forgets the whole past.
+            metrics_bytes: `metrics_bytes` at the time of that checkpoint; its evaluation may follow.
+        """
+        later = [s for s in self.checkpoints() if step is None or s > step]
+        if step is not None:
+            self._point_last(step)
+        else:
+            (self.path / _CHECKPOINTS / _LAST).unlink(missing_ok=True)
+        for old in reversed(later):
+            self._remove(old)
+        truncate_jsonl(self.metrics_path, metrics_bytes, through=step)
+
+    # -- numbers ----------------------------------------------------------------------------------
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Append a row to metrics.jsonl."""
+        append_jsonl(self.metrics_path, values, step)
+
+    @property
+    def metrics_bytes(self) -> int:
+        """Size of metrics.jsonl now; saved with a checkpoint, so that resuming cuts later rows exactly."""
+        return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
+
+    def write_eval(self, name: str, content: Mapping[str, Any]) -> Path:
+        """Write `eval/<name>.json` and return its path; an earlier one is replaced."""
+        path = self.path / _EVAL / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        write_text(path, json.dumps(content, indent=2) + "\n")
+        return path
+
+    def evals(self) -> list[EvalFile]:
+        """Return the evaluations of checkpoints, by step and name."""
+        named = ((path, _EVAL_NAME.fullmatch(path.stem)) for path in (self.path / _EVAL).glob("*.json"))
+        return sorted(EvalFile(int(found[1]), path, found[2] is None) for path, found in named if found)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _clean(self) -> None:
+        """Remove what a kill left behind and repair `last`."""
+        for path in (self.path / _CHECKPOINTS).glob(f"{_ASIDE}*"):
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+        if (newest := self.latest()) is not None:
+            self._point_last(newest)
+
+    def _point_last(self, step: int) -> None:
+        """Replace the link `last` in one atomic step."""
+        folder = self.path / _CHECKPOINTS
+        aside = folder / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
+        os.symlink(str(step), aside)
+        os.replace(aside, folder / _LAST)
+        sync(folder)
+
+    def _remove(self, step: int) -> None:
+        """Take a checkpoint away in one atomic step, then delete it."""
+        aside = self.path / _CHECKPOINTS / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
+        os.rename(self.path / _CHECKPOINTS / str(step), aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def new_folder(path: Path) -> Path:
+    """Make a folder that nobody else made, `path` or where that is taken `path-2`, `path-3`, …; return it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made, number = path, 1
+    while True:
+        try:
+            made.mkdir()
+            return made
+        except FileExistsError:
+            number += 1
+            made = path.with_name(f"{path.name}-{number}")

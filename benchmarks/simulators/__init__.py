@@ -1,0 +1,1 @@
+"""Speed of the simulators against their official programs."""

@@ -1,0 +1,1 @@
+"""Speed of hot paths against peers measured in the same run."""

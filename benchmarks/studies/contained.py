@@ -1,0 +1,170 @@
+"""How much of a task the frozen policies of the steering studies contain: the best of many noises per start.
+
+    python -m benchmarks.studies.contained avoid lift-varied --seeds 0,1,2      clones the policies as the study does
+    python -m benchmarks.studies.contained hopper --dataset FILE --starts 20
+    python -m benchmarks.studies.contained --report                             the page from what is there
+
+Steering chooses among what noises make a policy do. Every start state, those of the study's evaluation, is
+played with one stream of noise after another: up to the first success, or with all of them where returns are
+what counts. Every seed leaves one JSON file in docs/results/contained/; the page docs/results/contained.md
+is made of these. A run whose file is there is not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import pages
+from benchmarks.studies.definitions import STUDIES
+from benchmarks.studies.learning import demonstrations, describe_dataset, recipe
+from benchmarks.studies.once import trained
+from burnish.config.schema import register_configs
+from burnish.runs.locate import locate
+from burnish.runs.tasks import task_of
+from envs.evaluation.evaluate import evaluate
+from envs.evaluation.intervals import bootstrap_mean
+from envs.evaluation.protocol import EvaluationSettings
+
+PAGE, ALGO = "contained", "dsrl"
+NOISES, STARTS = 32, 100
+TOGETHER = 4  # rounds that play all starts at once, before those that are left are played alone
+COUNTS = (1, 4, 8, 32)  # numbers of noises that the page tells
+
+Round = Callable[[int, list[int]], list[float]]
+"""(noise, starts) -> what each start ended with: success 0 or 1, or the return."""
+
+
+def first_successes(play: Round, starts: int, noises: int) -> list[int | None]:
+    """Return for every start the first noise that succeeds, counted from 1; None: none of them does."""
+    found: list[int | None] = [None] * starts
+    for noise in range(noises):
+        left = [start for start in range(starts) if found[start] is None]
+        if not left:
+            break
+        for start, success in zip(left, play(noise, left), strict=True):
+            if success:
+                found[start] = noise + 1
+    return found
+
+
+def run_one(name: str, seed: int, options: argparse.Namespace) -> Path:
+    """Clone the policy of a seed and play its starts; returns the JSON file."""
+    target = pages.RESULTS / PAGE / f"{name}-seed{seed}.json"
+    if target.exists():
+        return target
+    study = STUDIES[name]
+    demos = demonstrations(study, seed, options.dataset, options.root / name)
+    base = options.root / name / f"{study.bases[ALGO].split()[0]}-seed{seed}"
+    trained(base, *recipe(study.bases[ALGO]), dataset=str(demos), seed=seed)
+    found = locate(str(base), "policy")
+    policy, env = found.load(), task_of(found)
+
+    def play(noise: int, starts: list[int]) -> list[float]:
+        shared = {"noise_seed": noise, "num_workers": options.workers}
+        logging.info("%s, seed %d: noise %d, %d starts", name, seed, noise + 1, len(starts))
+        if noise < TOGETHER or study.quantity != "success":
+            played = evaluate(policy, env, episodes=options.starts, **shared).values(study.quantity)
+            return [float(played[start]) for start in starts]
+        first = EvaluationSettings.first_seed
+        alone = (
+            evaluate(policy, env, episodes=1, first_seed=first + start, noise_seed=noise) for start in starts
+        )
+        return [float(one.values(study.quantity)[0]) for one in alone]
+
+    content = {
+        "study": name, "seed": seed, "noises": options.noises, "starts": options.starts,
+        "experiment": study.bases[ALGO], "dataset": describe_dataset(demos),
+    }  # fmt: skip
+    if study.quantity == "success":
+        content["first_success"] = first_successes(play, options.starts, options.noises)
+    else:
+        everywhere = list(range(options.starts))
+        content["returns"] = [play(noise, everywhere) for noise in range(options.noises)]
+    return pages.keep(PAGE, f"{name}-seed{seed}", content)
+
+
+def best_of(content: dict[str, Any], count: int) -> np.ndarray:
+    """Return what every start reaches with the best of so many noises: success 0 or 1, or the return."""
+    if "returns" in content:
+        best: np.ndarray = np.array(content["returns"])[:count].max(axis=0)
+        return best
+    return np.array([first is not None and first <= count for first in content["first_success"]])
+
+
+def report() -> Path:
+    """Write docs/results/contained.md."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for content in pages.kept(PAGE, advice="name a study first"):
+        found.setdefault(content["study"], []).append(content)
+    everything = [content for runs in found.values() for content in runs]
+    lines = [
+        "# What a frozen policy contains", "",
+        "`python -m benchmarks.studies.contained <study>`: the clones that DSRL steers in the study of learning, as "
+        "they are, on the start states that it is evaluated on. Of the best of so many streams of noise per "
+        "start: how many starts are solved at all, or the mean of the best returns. Steering, which chooses "
+        f"at every decision, may find more than so few streams do. {pages.INTERVALS}", "",
+        *pages.table(
+            ("study", "seed", *(f"best of {count}" for count in COUNTS)),
+            (row for name, runs in found.items() for row in _rows(name, runs)),
+        ), "",
+        f"Measured with {pages.versions(everything[0])}; commits {pages.commits(everything)}. "
+        f"The numbers of every start are in `{PAGE}/`.{pages.about_commits(everything)}",
+    ]  # fmt: skip
+    return pages.write(PAGE, lines)
+
+
+def _rows(name: str, runs: list[dict[str, Any]]) -> Iterator[list[str]]:
+    for content in runs:
+        yield [name, content["seed"], *_cells([content])]
+    if len(runs) > 1:
+        yield [f"**{name}**", "**all**", *(f"**{cell}**" for cell in _cells(runs))]
+
+
+def _cells(runs: list[dict[str, Any]]) -> Iterator[str]:
+    for count in COUNTS:
+        best = np.array([best_of(content, count) for content in runs])
+        if "returns" not in runs[0]:
+            yield pages.success(best)
+            continue
+        mean = bootstrap_mean(best)
+        yield f"{mean.value:,.0f} ({mean.low:,.0f}–{mean.high:,.0f})"
+
+
+def main() -> int:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    steered = [name for name, study in STUDIES.items() if ALGO in study.bases]
+    parser.add_argument("studies", nargs="*", help=", ".join(steered))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--dataset")
+    parser.add_argument("--noises", type=int, default=NOISES)
+    parser.add_argument("--starts", type=int, default=STARTS)
+    parser.add_argument(
+        "--root", type=Path, default=Path("runs/study"), help="that of benchmarks.studies.learning"
+    )
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--report", action="store_true", help="only write the page of what is there")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.studies) - set(steered)):
+        parser.error(f"no study with a steered policy: {', '.join(unknown)}; there are {', '.join(steered)}")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    register_configs()
+    if not options.report:
+        for name in options.studies:
+            for seed in map(int, options.seeds.split(",")):
+                print(f"written: {run_one(name, seed, options)}", flush=True)
+    print(f"written: {report()}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,390 @@
+"""Learning studies: clone, fine-tune, evaluate, on several seeds, and write down what came out.
+
+    python -m benchmarks.studies.learning avoid                         every seed and algorithm of a study
+    python -m benchmarks.studies.learning hopper --dataset FILE --seeds 0,1,2 --algos dppo,ppo
+    python -m benchmarks.studies.learning avoid --report                tables and curves from what is there
+
+Each run leaves one JSON file in docs/results/<study>/ (per-episode numbers, curve, protocol, versions,
+wall time); a run whose file is there is not repeated. The checkpoint that is evaluated is the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import burnish
+from algos.training.metrics import read_jsonl
+from algos.training.provenance import describe_environment
+from benchmarks import pages
+from benchmarks.studies import once
+from benchmarks.studies.definitions import STUDIES, Study
+from benchmarks.studies.milestones import milestones
+from benchmarks.studies.once import trained
+from envs.datasets import read_dataset
+from envs.evaluation.intervals import Interval, bootstrap_mean, paired_difference, success_rate
+from policies.denoising import DenoisingPolicy
+
+RESULTS = Path("docs/results")
+EPISODES = 100
+OFF_POLICY = ("dsrl", "dsrl-sac", "dsrl-diffusion", "rlpd")
+"""Runs that act and learn in turns, a chunk at a time, for which one process is fastest."""
+
+
+def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path, workers: int) -> Path:
+    """Clone, fine-tune and evaluate one seed; returns the JSON file."""
+    study, target = STUDIES[name], RESULTS / name / f"{algo}-seed{seed}.json"
+    place = root / name / f"{algo}-seed{seed}"
+    base_path = root / name / f"{study.bases.get(algo, algo).split()[0]}-seed{seed}"
+    if target.exists():
+        return add_zero_start(target, place, base_path, workers)
+    if not study.bases:
+        found = _from_nothing(name, algo, seed, target, place, workers)
+        return add_zero_start(found, place, base_path, workers)
+    demos = demonstrations(study, seed, dataset, root / name)
+    if algo not in study.bases:
+        return _from_nothing(name, algo, seed, target, place, workers, demos)
+    base = trained(base_path, *recipe(study.bases[algo]), dataset=str(demos), seed=seed)
+    experiment = study.tuned[algo]
+    tuned = trained(place, *recipe(experiment), init=str(base_path), seed=seed, **processes(algo, workers))
+    result = burnish.evaluate(
+        tuned, versus=str(base_path), episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")
+    )
+    assert result.versus is not None and result.comparison is not None
+    content = {
+        "study": name, "algo": algo, "seed": seed, "experiment": experiment,
+        "dataset": describe_dataset(demos),
+        "before": episode_columns(result.versus), "after": episode_columns(result.evaluation),
+        "difference": asdict(result.comparison), "protocol": result.evaluation.protocol,
+        "curve": list(curve(tuned.directory.metrics_path)),
+        "wall": {"clone_s": busy(base.directory.metrics_path), "tune_s": busy(tuned.directory.metrics_path)},
+        "environment": describe_environment(),
+    }  # fmt: skip
+    return add_zero_start(_written(target, content), place, base_path, workers)
+
+
+def demonstrations(study: Study, seed: int, dataset: str | None, root: Path) -> Path:
+    """Return the file of a seed's demonstrations, recorded if it is not there."""
+    if study.demonstrations is None:
+        if dataset is None:
+            raise SystemExit(f"a study of {study.env} needs --dataset FILE")
+        return Path(dataset)
+    path, first = root / f"demonstrations-seed{seed}.hdf5", once.first_seed(seed)
+    return once.demonstrations(path, study.env, study.demonstrations, first=first, noise=study.noise)
+
+
+def recipe(experiment: str) -> list[str]:
+    """Return the overrides of an entry of `Study.bases` or `Study.tuned`."""
+    name, *more = experiment.split()
+    return [f"experiment={name}", *more]
+
+
+def processes(algo: str, workers: int) -> dict[str, int]:
+    """Return the processes and threads of a run."""
+    workers = 0 if algo in OFF_POLICY else workers
+    return {"num_workers": workers, "num_threads": max(1, workers)}
+
+
+def _from_nothing(
+    name: str, algo: str, seed: int, target: Path, place: Path, workers: int, demos: Path | None = None
+) -> Path:
+    """Train from the reward, and demonstrations where there are any; there is no policy to compare with."""
+    experiment, data = STUDIES[name].tuned[algo], {} if demos is None else {"dataset": str(demos)}
+    run = trained(place, *recipe(experiment), seed=seed, **data)  # with the processes of the experiment
+    result = burnish.evaluate(run, episodes=EPISODES, num_workers=workers, out=str(place / "eval.json"))
+    content = {
+        "study": name, "algo": algo, "seed": seed, "experiment": experiment,
+        "dataset": None if demos is None else describe_dataset(demos),
+        "after": episode_columns(result.evaluation), "protocol": result.evaluation.protocol,
+        "curve": list(curve(run.directory.metrics_path)),
+        "wall": {"tune_s": busy(run.directory.metrics_path)}, "environment": describe_environment(),
+    }  # fmt: skip
+    return _written(target, content)
+
+
+def _written(target: Path, content: dict[str, Any]) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(content) + "\n")
+    return target
+
+
+def add_zero_start(target: Path, place: Path, base: Path, workers: int) -> Path:
+    """Evaluate a tuned policy and its base from zero instead of noise, where nothing else is random in them.
+
+    Left out if the numbers are there, or the policy is not.
+    """
+    content = json.loads(target.read_text())
+    for key, run in (("zero_start", place), ("zero_start_before", base)):
+        if key == "zero_start_before" and base == place:  # trained from nothing
+            break
+        if key not in content and (found := from_zero(run, workers)) is not None:
+            content[key] = found
+            target.write_text(json.dumps(content) + "\n")
+        if "zero_start" not in content:
+            break
+    return target
+
+
+@cache
+def from_zero(run: Path, workers: int) -> dict[str, list[float]] | None:
+    """Return the per-episode numbers of a policy that starts from zero; None where that is not all."""
+    if not (run / "checkpoints" / "last").exists():
+        return None
+    policy = burnish.load_policy(run / "checkpoints" / "last" / "policy")
+    if not (isinstance(policy, DenoisingPolicy) and policy.is_deterministic):
+        return None
+    zero = burnish.evaluate(str(run), episodes=EPISODES, num_workers=workers, start_noise="zero")
+    return episode_columns(zero.evaluation)
+
+
+def describe_dataset(path: Path) -> dict[str, Any]:
+    """Return what identifies a file of demonstrations and says how good they are."""
+    dataset = read_dataset(path)
+    return {
+        "name": path.name,
+        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "episodes": dataset.num_episodes,
+        "steps": dataset.num_frames,
+        "mean_return": round(float(dataset.returns.mean()), 3),
+    }
+
+
+def busy(path: Path) -> float:
+    """Return the seconds a run has spent collecting and updating, or on gradient steps."""
+    rows = list(read_jsonl(path))
+    parts = [sum(float(row.get(f"time/{what}_s") or 0.0) for row in rows) for what in ("rollout", "update")]
+    return sum(parts) or float(rows[-1].get("time/elapsed_s") or 0.0)
+
+
+def episode_columns(evaluation: Any) -> dict[str, list[float]]:
+    """Return the per-episode numbers by name."""
+    names = ["return", "success", "length", *evaluation.rows[0].metrics]
+    return {name: [round(float(v), 6) for v in evaluation.values(name)] for name in names}
+
+
+def curve(path: Path) -> Iterator[dict[str, float]]:
+    """Yield training returns and success rates over environment steps, and the seconds they took.
+
+    Seconds are those of collecting and updating, without checkpoints and evaluation.
+    """
+    wall_s = 0.0
+    for row in read_jsonl(path):
+        wall_s += sum(float(row.get(f"time/{what}_s") or 0.0) for what in ("rollout", "update"))
+        if row.get("rollout/return") is not None:
+            yield {
+                "step": row["step"],
+                "wall_s": round(wall_s, 2),
+                "return": round(row["rollout/return"], 4),
+                "success": round(row.get("rollout/success") or 0.0, 4),
+            }
+
+
+# -- report ---------------------------------------------------------------------------------------------
+
+
+def load(name: str) -> dict[str, list[dict[str, Any]]]:
+    """Return the results of a study by algorithm, seeds in order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted((RESULTS / name).glob("*-seed*.json")):
+        content = json.loads(path.read_text())
+        found.setdefault(content["algo"], []).append(content)
+    return found
+
+
+def report(name: str) -> Path:
+    """Write docs/results/<study>.md and its curve."""
+    study, found = STUDIES[name], load(name)
+    option = " --dataset FILE" if study.demonstrations is None and study.bases else ""
+    what = "policies cloned per seed, fine-tuned" if study.bases else "policies trained per seed"
+    when = " before and after" if study.bases else ""
+    lines = [
+        f"# {name}",
+        "",
+        f"`python -m benchmarks.studies.learning {name}{option}`: {what}, last "
+        f"checkpoint, the same {EPISODES} episodes{when}. {pages.INTERVALS} *From zero*: "
+        "before → after (alone: after), where a policy starts from zero instead of noise and draws no other.",
+        "",
+        _data(study, found),
+        "",
+        f"| algorithm | seed | {study.quantity} before | after | after − before | from zero | env steps "
+        "| wall, tuning |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for algo, runs in found.items():
+        lines += [_row(study, algo, content) for content in runs]
+        lines.append(_pooled(study, algo, runs))
+    lines += ["", f"![learning curves]({name}.png)", "", *milestones(study.levels, study.quantity, found), ""]
+    for algo, runs in found.items():
+        if "mode" in runs[0]["after"]:
+            lines += [_modes(algo, content) for content in runs]
+    first = next(iter(found.values()))[0]["environment"]
+    packages = ", ".join(f"{p} {first['packages'][p]}" for p in ("torch", "mujoco", "gymnasium"))
+    everything = [content for runs in found.values() for content in runs]
+    lines += [
+        "",
+        f"Measured on {first['cpu_count']} shared CPU cores; {packages}; commits "
+        f"{pages.commits(everything)}. The episodes of every run are in `{name}/`."
+        f"{pages.about_commits(everything)}",
+    ]
+    draw(name, found)
+    path = RESULTS / f"{name}.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _data(study: Study, found: dict[str, list[dict[str, Any]]]) -> str:
+    """Say what the policies were cloned from."""
+    if not study.bases:
+        return "Every seed learns from the reward alone; there is nothing before."
+    if study.demonstrations is not None:
+        return (
+            f"Every seed clones from {study.demonstrations} episodes of its own, recorded from the task's "
+            f"demonstrator{_noise(study)}."
+        )
+    files = {c["dataset"]["sha256"]: c["dataset"] for runs in found.values() for c in runs}
+    return (
+        "Cloned from "
+        + "; ".join(
+            f"`{d['name']}` ({d['episodes']} episodes, {d['steps']:,} steps, mean return "
+            f"{d['mean_return']:.0f}; SHA-256 `{sha}`)"
+            for sha, d in files.items()
+        )
+        + (f". {study.origin}" if study.origin else ".")
+    )
+
+
+def _noise(study: Study) -> str:
+    return (
+        "" if study.noise is None else f", with noise of {study.noise} on its actions (`noise={study.noise}`)"
+    )
+
+
+def _interval(study: Study, values: np.ndarray) -> str:
+    """Write what values (S, E) or (E,) say, with the interval."""
+    if study.quantity == "success":
+        return pages.percent(success_rate(values))
+    i = bootstrap_mean(values)
+    return f"{i.value:.0f} ({i.low:.0f}–{i.high:.0f})"
+
+
+def _change(study: Study, difference: Interval) -> str:
+    """Write a paired difference, with the interval."""
+    scale = 100 if study.quantity == "success" else 1
+    value, low, high = (scale * x for x in (difference.value, difference.low, difference.high))
+    return f"{value:+.0f} ({low:+.0f} to {high:+.0f})"
+
+
+def _row(study: Study, algo: str, content: dict[str, Any]) -> str:
+    before, change = "", ""
+    if "before" in content:
+        before = _interval(study, np.array(content["before"][study.quantity]))
+        change = _change(study, Interval(**content["difference"]["difference"]))
+    after = np.array(content["after"][study.quantity])
+    steps, wall = content["curve"][-1]["step"], content["wall"]["tune_s"] / 60
+    zero = _zero(study, [content])
+    cells = (algo, content["seed"], before, _interval(study, after), change, zero)
+    return "| " + " | ".join(map(str, cells)) + f" | {steps:,} | {wall:.1f} min |"
+
+
+def _zero(study: Study, runs: Sequence[dict[str, Any]]) -> str:
+    """Return the intervals of starts from zero, or nothing where they were not evaluated."""
+    known = [key for key in ("zero_start_before", "zero_start") if all(key in content for content in runs)]
+    values = ([content[key][study.quantity] for content in runs] for key in known)
+    return " → ".join(_interval(study, np.array(one)) for one in values)
+
+
+def _pooled(study: Study, algo: str, runs: Sequence[dict[str, Any]]) -> str:
+    after = np.array([c["after"][study.quantity] for c in runs])
+    first, change = "", ""
+    if all("before" in content for content in runs):
+        before = np.array([c["before"][study.quantity] for c in runs])
+        first = f"**{_interval(study, before)}**"
+        change = _change(study, paired_difference(before, after))
+    return (
+        f"| **{algo}** | **all** | {first} | **{_interval(study, after)}** | {change} | "
+        f"{_zero(study, runs)} | | |"
+    )
+
+
+def _modes(algo: str, content: dict[str, Any]) -> str:
+    def count(when: str) -> int:
+        modes, success = (np.array(content[when][k]) for k in ("mode", "success"))
+        return len(set(modes[(success > 0) & (modes >= 0)].tolist()))
+
+    before = f"{count('before')} before, " if "before" in content else ""
+    return (
+        f"- {algo}, seed {content['seed']}: distinct ways among successful episodes {before}"
+        f"{count('after')} after."
+    )
+
+
+def draw(name: str, found: dict[str, list[dict[str, Any]]]) -> None:
+    """Draw training curves, thin per seed and thick for the mean."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import TABLEAU_COLORS
+    from matplotlib.figure import Figure
+
+    study = STUDIES[name]
+    figure = Figure(figsize=(8.0, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    colors = cycle((*TABLEAU_COLORS, "black", "gold", "navy"))
+    for color, (algo, runs) in zip(colors, found.items(), strict=False):
+        lines = [np.array([(p["step"], p[study.quantity]) for p in c["curve"]]).T for c in runs]
+        for steps, values in lines:
+            axes.plot(steps, values, color=color, alpha=0.3, linewidth=0.9)
+        grid = np.linspace(max(line[0][0] for line in lines), min(line[0][-1] for line in lines), 200)
+        mean = np.mean([np.interp(grid, *line) for line in lines], axis=0)
+        axes.plot(grid, mean, color=color, linewidth=2.0, label=algo)
+    axes.set_xlabel("environment steps")
+    axes.set_ylabel(f"{study.quantity}, training episodes")
+    seeds = {len(runs) for runs in found.values()}
+    axes.set_title(f"{name}: with exploration noise, mean of {'–'.join(map(str, sorted(seeds)))} seeds")
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside right upper")
+    figure.savefig(RESULTS / f"{name}.png", dpi=120)
+
+
+def main() -> int:
+    """Run what is asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", choices=list(STUDIES))
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--algos", default="dppo,ppo")
+    parser.add_argument("--dataset")
+    parser.add_argument("--root", type=Path, default=Path("runs/study"))
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--report", action="store_true", help="only write the report of what is there")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    if not options.report:
+        for algo in options.algos.split(","):
+            for seed in map(int, options.seeds.split(",")):
+                path = run_one(
+                    options.study,
+                    algo,
+                    seed,
+                    dataset=options.dataset,
+                    root=options.root,
+                    workers=options.workers,
+                )
+                print(f"written: {path}", flush=True)
+    print(f"written: {report(options.study)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Schemas of the commands, overrides, and the texts of configuration errors."""

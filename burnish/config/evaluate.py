@@ -1,0 +1,51 @@
+"""The configuration of `burnish eval`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from algos.gpc import EstimateSettings, SearchSettings
+from envs.evaluation.protocol import EvaluationSettings
+from policies.errors import ConfigError
+from policies.paths import path_field
+
+OF_COMPOSE = ("weights", "operator", "temperature", "sampler", "dataset", "data", "search", "estimate")
+"""Keys that a single policy has no use for."""
+
+
+@dataclass
+class EvalConfig(EvaluationSettings):
+    """What `burnish eval` does."""
+
+    policy: str | None = (
+        path_field()  # a run (its last checkpoint), a checkpoint, a policy directory, or an exported folder
+    )
+    versus: str | None = path_field()  # a second policy: same episodes, paired difference policy - versus
+    trust: bool = False  # open exported folders of format=torch, which can execute code of their maker
+    env: Any = None  # null: the task that the policy was made for
+    num_workers: int = 2  # rollout processes; 0: this process; never changes a number
+    out: str | None = (
+        path_field()  # JSON file; null: <run>/eval/ of the policy's run, else eval-<policy>.json;
+        # with compose a folder; null: runs/<date>/<time>-compose
+    )
+    compose: Any = path_field()  # instead of policy: a list of policies that act as one, the lead first
+    weights: Any = (
+        None  # of compose, one per member: numbers, or knots [[t, w], …] over sampling time;
+        # estimate: those that `dataset` suggests; null: searched by rollouts
+    )
+    operator: str = "convex"  # of compose: convex | product | cfg_sum | or
+    temperature: float = 1.0  # of operator=or: above 1 the choice between members is less sharp
+    sampler: Any = None  # of compose; null: the lead's own
+    dataset: str | None = path_field()  # of compose: held-out demonstrations, which suggest weights
+    data: dict[str, Any] = field(default_factory=dict)  # options of the dataset's reader: see Data
+    search: SearchSettings = field(default_factory=SearchSettings)
+    estimate: EstimateSettings = field(default_factory=EstimateSettings)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.episodes < 1:
+            raise ConfigError(f"episodes must be at least 1; got {self.episodes}.")
+        if self.num_workers < 0:
+            raise ConfigError(f"num_workers must be 0 or more; got {self.num_workers}.")

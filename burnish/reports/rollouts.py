@@ -1,0 +1,124 @@
+"""What a policy does, for a report: episodes that are played, drawn and described."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from algos.training.run_directory import RunDirectory
+from burnish.config.schema import restore
+from burnish.console import Counting
+from burnish.reports.figures import film_strip, to_png
+from burnish.runs.evaluation import evaluate_with
+from burnish.runs.locate import Located, locate
+from burnish.runs.tasks import task_of
+from envs.evaluation.protocol import EvaluationSettings
+from envs.rollouts.episodes import EpisodeRow
+from policies.errors import CapabilityError
+
+FRAMES = 24  # of a film strip, before it is thinned out
+
+
+@dataclass
+class ReportRollouts:
+    """Plays the policies of runs as the runs evaluate theirs: steps, noise, warm starts.
+
+    A policy that several runs started from is played once on each task and in each way.
+
+    Attributes:
+        episodes: Episodes of each policy, for a task that draws all of them into one figure.
+        first_seed: Seed of the first one.
+        num_workers: Rollout processes; 0: this process.
+    """
+
+    episodes: int
+    first_seed: int
+    num_workers: int
+    _played: dict[tuple[Path, str, str], tuple[EpisodeRow, ...]] = field(default_factory=dict)
+
+    def play(self, directory: RunDirectory) -> tuple[Any, dict[str, tuple[EpisodeRow, ...]]]:
+        """Play the last policy of a run and the one that it started from; returns task, and rows by title.
+
+        Raises:
+            CheckpointError: If there is no policy.
+            ConfigError: If the policy does not say which task it was made for, or the run evaluates in a way
+                that is not known any more.
+            MissingExtraError: If the simulator of the task is not installed.
+        """
+        found = locate(directory.path, "run")
+        env, protocol = task_of(found), directory.config.get("evaluation") or {}
+        episodes = self.episodes if hasattr(env, "figure") else 1  # which is enough for a film strip
+        settings = replace(
+            restore(EvaluationSettings, protocol), episodes=episodes, first_seed=self.first_seed
+        )
+        before = policy_before(directory)
+        after = "after" if directory.config.get("init") else found.label
+        return env, {title: self._rows(one, env, settings) for title, one in {**before, after: found}.items()}
+
+    def _rows(self, found: Located, env: Any, settings: EvaluationSettings) -> tuple[EpisodeRow, ...]:
+        """Play episodes and keep what happened in them."""
+        key = (found.path.resolve(), repr(env), repr(settings))
+        if key not in self._played:
+            with Counting(f"playing {found.label}", settings.episodes) as counting:
+                self._played[key] = evaluate_with(
+                    found.load(),
+                    env,
+                    settings,
+                    self.num_workers,
+                    keep_observations=True,
+                    on_progress=lambda done, _: counting.show(done),
+                ).rows
+        return self._played[key]
+
+
+def policy_before(directory: RunDirectory) -> dict[str, Located]:
+    """Return the policy that a fine-tuning run started from, as `before`, if it is still there."""
+    init = directory.config.get("init")
+    if not init or not Path(init).exists():
+        return {}
+    return {"before": locate(init, "init")}
+
+
+def draw_behaviour(env: Any, played: Mapping[str, Sequence[EpisodeRow]]) -> tuple[bytes, str]:
+    """Return a trajectory plot where the task has one, else a film strip of one episode, and its caption.
+
+    Raises:
+        CapabilityError: If the task draws nothing.
+        MissingExtraError: If a film strip is needed and there is no GL stack.
+    """
+    if hasattr(env, "figure"):
+        panels = {
+            title: ([row.observations for row in rows], [row.success for row in rows])
+            for title, rows in played.items()
+        }
+        return to_png(env.figure(panels)), f"Episodes on {env.spec.name}, all from the same starts."
+    if not hasattr(env, "render_frames"):
+        raise CapabilityError(
+            f"env={env.spec.name} draws nothing; give it figure(panels) or render_frames(seed, actions)."
+        )
+    row = list(played.values())[-1][0]
+    caption = describe_episode(row, env.spec.name)
+    frames = env.render_frames(row.seed, row.actions, every=max(row.length // FRAMES, 1))
+    return film_strip(frames, title=caption), caption
+
+
+def describe_ways(env: Any, rows: Sequence[EpisodeRow]) -> str:
+    """Count the ways to succeed that were used, for a task that names them; empty otherwise."""
+    if not hasattr(env, "mode_names"):
+        return ""
+    names = env.mode_names()
+    used = Counter(names[int(row.metrics["mode"])] for row in rows if row.success)
+    if not used:
+        return f"none of {len(rows)} episodes succeeded, so no way through was found."
+    ways = "1 way" if len(used) == 1 else f"{len(used)} different ways"
+    counts = ", ".join(f"{name} ({count})" for name, count in used.most_common())
+    return f"{ways} in the {used.total()} of {len(rows)} episodes that succeeded: {counts}."
+
+
+def describe_episode(row: EpisodeRow, task: str) -> str:
+    """Say in one line how an episode went."""
+    end = "success" if row.success else "terminated" if row.terminated else "time limit"
+    return f"{task}, episode of seed {row.seed}: {row.length} steps, return {row.return_:.1f}, {end}."

@@ -1,0 +1,1 @@
+"""From a resolved configuration to a run: locating policies, building, launching."""

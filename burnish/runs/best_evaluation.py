@@ -1,0 +1,63 @@
+"""The last evaluation of a run and the best one on the way, side by side.
+
+The last one is the result. The best one is chosen by the episodes that judge it and needs the simulator while
+training, so it flatters; how far the two are apart says how steady the run was.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from algos.training.run_directory import EvalFile, RunDirectory
+from envs.spec import judged_by
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A checkpoint and what an evaluation while training found."""
+
+    step: int
+    summary: dict[str, Any]
+    quantity: str  # what the task is judged by
+
+    @property
+    def value(self) -> float:
+        """Mean over episodes."""
+        return float(self.summary[self.quantity]["value"])
+
+
+@dataclass(frozen=True)
+class BestEvaluation:
+    """Both, and among how many evaluations the best was chosen."""
+
+    last: Judged
+    best: Judged
+    count: int
+
+    def __str__(self) -> str:
+        """Say both in one line."""
+        unit, scale = (" %", 100.0) if self.last.quantity == "success" else ("", 1.0)
+        last, best = (f"{scale * one.value:.4g}{unit} at step {one.step}" for one in (self.last, self.best))
+        episodes = self.last.summary["episodes"]
+        return f"last {last}; best of {self.count} on the way {best} ({episodes} episodes each)"
+
+
+def best_evaluation(directory: RunDirectory) -> BestEvaluation | None:
+    """Return both of a run, by success where the task has it, else by return; None without evaluations.
+
+    Evaluations count that were made while training, by the protocol of the last one.
+    """
+    found = [_judged(one) for one in directory.evals() if one.is_of_training]
+    if not found:
+        return None
+    found.sort(key=lambda one: one.step)
+    last = found[-1]
+    alike = [one for one in found if one.summary["protocol_hash"] == last.summary["protocol_hash"]]
+    return BestEvaluation(last, max(alike, key=lambda one: one.value), len(alike))
+
+
+def _judged(one: EvalFile) -> Judged:
+    content = json.loads(one.path.read_text())
+    return Judged(one.step, content["summary"], judged_by(content["protocol"]["env"]["success_rule"]))

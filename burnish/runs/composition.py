@@ -1,0 +1,332 @@
+"""`burnish eval compose=[a,b]`: find weights for a composition, then compare it with every member.
+
+<out>/policy/            the composition, a policy directory
+<out>/eval/*.json        its episodes and those of every member, on seeds that no search has played
+<out>/composition.json   weights, search, estimate, comparisons
+<out>/composition.md     the same as tables
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from algos.gpc import Search, Trial, WeightEstimate, estimate_weights, search_weights
+from algos.training.run_directory import new_folder
+from burnish.config.schema import describe_part
+from burnish.console import Counting, table
+from burnish.runs.locate import Located, check_folder_to_write, locate, place_now
+from burnish.runs.tasks import task_of
+from envs.datasets import read_dataset
+from envs.evaluation.comparison import Comparison, compare, format_interval
+from envs.evaluation.evaluate import Evaluation
+from envs.evaluation.evaluate import evaluate as run_episodes
+from envs.evaluation.protocol import EvaluationSettings
+from envs.fit import as_shown
+from policies.composition.policy import ComposedPolicy, compose
+from policies.errors import ConfigError
+from policies.policy import Policy
+from policies.storage.policy_folder import save_policy
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from burnish.config.evaluate import EvalConfig
+
+ESTIMATE = "estimate"
+"""Instead of weights: take those that the demonstrations suggest."""
+PAGE, FACTS, POLICY = "composition.md", "composition.json", "policy"
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table of the report."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def shown(self) -> Table:
+        """Return it for the terminal."""
+        return table(self.title, self.columns, self.rows)
+
+    def markdown(self) -> str:
+        """Return it for a file."""
+        lines = [self.columns, ("---",) * len(self.columns), *self.rows]
+        return "\n".join([f"## {self.title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+
+@dataclass(frozen=True)
+class CompositionResult:
+    """What was found.
+
+    Attributes:
+        policy: The composition with the weights that were given or found.
+        search: Rollouts that found them; None: they were given or estimated.
+        estimate: What the demonstrations suggest, all levels together first; empty without them.
+        evaluation: The composition on fresh episodes.
+        members: Its members on the same episodes, by name.
+        comparisons: Composition - member.
+        path: Folder of everything that was written.
+    """
+
+    policy: ComposedPolicy
+    search: Search | None
+    estimate: Sequence[WeightEstimate]
+    evaluation: Evaluation
+    members: dict[str, Evaluation]
+    comparisons: dict[str, Comparison]
+    path: Path
+
+    def sections(self) -> Iterator[Section]:
+        """Yield the tables of the report."""
+        names = tuple(self.members)
+        if self.search is not None:
+            yield _searched(names, self.search)
+        if self.estimate:
+            yield _estimated(names, self.estimate)
+        yield _measured(self)
+
+
+def compose_and_compare(config: EvalConfig) -> CompositionResult:
+    """Compose the policies of `config.compose`, find weights, play fresh episodes and write the results.
+
+    Raises:
+        ConfigError: If the configuration does not make sense.
+    """
+    found = _members(config)
+    if config.out is not None:
+        _check_out(Path(config.out))
+    members = {name: one.load() for name, one in found.items()}
+    first = next(iter(found.values()))
+    env = config.env if config.env is not None else task_of(first, " Give env=<name>.")
+    policy = _start(config, list(members.values()))
+    estimate = _estimate(config, policy, env)
+    search = None
+    if config.weights is None:
+        search = _search(config, policy, env)
+        policy = policy.with_weights(*search.best)
+    elif config.weights == ESTIMATE:
+        policy = policy.with_weights(*estimate[0].weights)
+    evaluation = _play("composition", policy, env, config)
+    alone = {name: _play(name, member, env, config) for name, member in members.items()}
+    comparisons = {name: compare(one, evaluation) for name, one in alone.items()}
+    target = Path(config.out) if config.out is not None else new_folder(place_now("compose"))
+    result = CompositionResult(policy, search, estimate, evaluation, alone, comparisons, target)
+    _write(config, result, found, env)
+    return result
+
+
+def _members(config: EvalConfig) -> dict[str, Located]:
+    """Find the members, each under a name of its own.
+
+    Raises:
+        ConfigError: If there are fewer than two, or keys are given that have no place beside them.
+    """
+    paths = config.compose
+    if not isinstance(paths, list) or len(paths) < 2:
+        raise ConfigError(f"compose needs a list of two or more policies, compose=[a,b]; got {paths}.")
+    if config.policy is not None or config.versus is not None:
+        raise ConfigError(
+            "compose compares the composition with every one of its members; leave policy and versus out."
+        )
+    if config.weights == ESTIMATE and config.dataset is None:
+        raise ConfigError(f"weights={ESTIMATE} needs dataset=<held-out demonstrations>.")
+    if config.data and config.dataset is None:
+        raise ConfigError(f"data={config.data} says how a dataset is read; give dataset=<file> with it.")
+    _require_used(config)
+    if config.weights is None and config.search.overlaps(config.first_seed, config.episodes):
+        raise ConfigError(
+            f"the episodes that compare the composition (first_seed={config.first_seed}) must not be those "
+            f"of the search (search.first_seed={config.search.first_seed}). Choose other seeds."
+        )
+    found: dict[str, Located] = {}
+    for path in paths:
+        one = locate(str(path), "compose")
+        name = one.label if one.label not in found else f"{one.label} ({len(found) + 1})"
+        found[name] = one
+    return found
+
+
+def _require_used(config: EvalConfig) -> None:
+    """Refuse settings that the way to the weights, or the operator, has no use for.
+
+    Raises:
+        ConfigError: Names the first.
+    """
+    default = type(config)()
+    unused = {
+        "search": ("weights are given", config.weights is not None),
+        "estimate": ("there is no dataset to estimate from", config.dataset is None),
+        "temperature": (f"operator={config.operator} has none", config.operator != "or"),
+        "trust": ("exported folders cannot be composed", True),
+    }
+    for name, (reason, is_unused) in unused.items():
+        if is_unused and getattr(config, name) != getattr(default, name):
+            raise ConfigError(f"{name} has no effect here: {reason}. Leave it out.")
+
+
+def _check_out(target: Path) -> None:
+    check_folder_to_write(target)
+    if target.is_dir() and any(target.iterdir()):
+        raise ConfigError(f"out={target} exists; choose another directory.")
+
+
+def _start(config: EvalConfig, members: list[Policy]) -> ComposedPolicy:
+    """Compose the members with the given weights, or with some to begin with."""
+    weights = config.weights
+    if weights is None or weights == ESTIMATE:
+        weights = config.search.weights(len(members), config.operator)[0]
+    return compose(
+        members,
+        weights,
+        operator=config.operator,
+        temperature=config.temperature,
+        sampler=config.sampler,
+    )
+
+
+def _estimate(config: EvalConfig, policy: ComposedPolicy, env: Any) -> list[WeightEstimate]:
+    if config.dataset is None:
+        return []
+    dataset = as_shown(env, read_dataset(config.dataset, **config.data))
+    return estimate_weights(policy, dataset, config.estimate)
+
+
+def _search(config: EvalConfig, policy: ComposedPolicy, env: Any) -> Search:
+    """Search the weights by rollouts, under the protocol of the evaluation."""
+    settings, kept = config.search, len(config.search.weights(len(policy.fields), config.operator))
+    rounds = (kept, *(min(kept, n) for n in settings.keep))
+    total = sum(n * episodes for n, episodes in zip(rounds, settings.episodes, strict=True))
+    done = 0
+    with Counting("searching weights", total) as counting:
+
+        def play(view: Policy, first_seed: int, episodes: int) -> Evaluation:
+            protocol = replace(config, first_seed=first_seed, episodes=episodes)
+            return _episodes(view, env, protocol, lambda n, _: counting.show(done + n))
+
+        def count(trial: Trial) -> None:
+            nonlocal done
+            done += len(trial.evaluation.rows)
+
+        return search_weights(policy, settings, play, on_trial=count)
+
+
+def _play(name: str, policy: Policy, env: Any, config: EvalConfig) -> Evaluation:
+    with Counting(f"evaluating {name}", config.episodes) as counting:
+        return _episodes(policy, env, config, lambda n, _: counting.show(n))
+
+
+def _episodes(policy: Policy, env: Any, config: EvalConfig, on_progress: Any) -> Evaluation:
+    protocol = {f.name: getattr(config, f.name) for f in fields(EvaluationSettings)}
+    return run_episodes(policy, env, num_workers=config.num_workers, on_progress=on_progress, **protocol)
+
+
+# -- report ---------------------------------------------------------------------------------------------
+
+
+def _searched(names: Sequence[str], search: Search) -> Section:
+    """Tabulate the rounds of a search: every trial with its interval, and how far it is behind the best."""
+    rows = []
+    for trial in search.trials:
+        behind = ""
+        if trial.round == search.trials[-1].round and trial.weights != search.best:
+            behind = _shown(search.behind(trial), "difference")
+        rows.append(
+            (
+                str(trial.round + 1),
+                *_numbers(trial.weights),
+                str(len(trial.evaluation.rows)),
+                *_headline(trial.evaluation),
+                behind,
+            )
+        )
+    head = ("round", *names, "episodes", search.trials[0].evaluation.quantity, "95 %", "winner − this")
+    return Section("Search", head, tuple(rows))
+
+
+def _estimated(names: Sequence[str], estimate: Sequence[WeightEstimate]) -> Section:
+    """Tabulate estimated weights, all levels together and level by level."""
+    rows = [
+        (
+            "all" if one.t is None else f"{one.t:.2f}",
+            *(
+                f"{w:.2f} ({low:.2f} to {high:.2f})"
+                for w, low, high in zip(one.weights, one.low, one.high, strict=True)
+            ),
+            *(f"{one.error[i][i]:.4f}" for i in range(len(names))),
+        )
+        for one in estimate
+    ]
+    head = ("sampling time", *names, *(f"error of {name}" for name in names))
+    return Section("Estimate from demonstrations (weights with 95 % intervals)", head, tuple(rows))
+
+
+def _measured(result: CompositionResult) -> Section:
+    """Tabulate the fresh episodes of the composition and of its members."""
+    rows: list[tuple[str, ...]] = [("composition", "", *_headline(result.evaluation), "", "")]
+    for name, weight in zip(result.members, result.policy.composition.weights, strict=True):
+        comparison = result.comparisons[name]
+        numbers = _headline(result.members[name])
+        rows.append(
+            (name, *_numbers([weight]), *numbers, _shown(comparison, "difference"), comparison.verdict)
+        )
+    head = ("policy", "weight", result.evaluation.quantity, "95 %", "composition − this", "")
+    return Section(f"Fresh episodes ({len(result.evaluation.rows)}, the same for all)", head, tuple(rows))
+
+
+def _headline(evaluation: Evaluation) -> tuple[str, str]:
+    """Return mean and interval of what the task is judged by."""
+    return format_interval(evaluation.quantity, evaluation.summary()[evaluation.quantity])
+
+
+def _shown(comparison: Comparison, what: str) -> str:
+    mean, interval = format_interval(comparison.quantity, asdict(getattr(comparison, what)))
+    return f"{mean} ({interval})"
+
+
+def _numbers(weights: Iterable[Any]) -> tuple[str, ...]:
+    return tuple(f"{w:g}" if isinstance(w, float) else json.dumps(w) for w in weights)
+
+
+# -- files ----------------------------------------------------------------------------------------------
+
+
+def _write(config: EvalConfig, result: CompositionResult, found: dict[str, Located], env: Any) -> None:
+    """Write policy, episodes, facts and page."""
+    target, composition = result.path, asdict(result.policy.composition)
+    (target / "eval").mkdir(parents=True, exist_ok=True)
+    (target / "eval" / "composition.json").write_text(result.evaluation.to_json() + "\n")
+    for number, evaluation in enumerate(result.members.values()):
+        (target / "eval" / f"member-{number}.json").write_text(evaluation.to_json() + "\n")
+    facts = {
+        "members": list(found),
+        "composition": composition,
+        "weights_from": _origin(config),
+        "search": [_facts_of(trial) for trial in result.search.trials] if result.search else None,
+        "estimate": [asdict(one) for one in result.estimate],
+        "evaluation": result.evaluation.summary(),
+        "comparisons": {name: asdict(one) for name, one in result.comparisons.items()},
+    }
+    (target / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+    title = f"# Composition of {', '.join(found)}"
+    operator, weights = composition["operator"], json.dumps(composition["weights"])
+    about = f"`operator={operator}`, weights {weights}: {_origin(config)}."
+    page = [title, "", about, "", *(section.markdown() for section in result.sections())]
+    (target / PAGE).write_text("\n".join(page))
+    provenance = {"name": "composition", "members": ", ".join(found), "weights_from": _origin(config)}
+    save_policy(result.policy, target / POLICY, provenance={**provenance, "env": describe_part("env", env)})
+
+
+def _origin(config: EvalConfig) -> str:
+    """Say where the weights come from."""
+    if config.weights is None:
+        return "searched by rollouts"
+    return "estimated from demonstrations" if config.weights == ESTIMATE else "given"
+
+
+def _facts_of(trial: Trial) -> dict[str, Any]:
+    return {"round": trial.round, "weights": trial.weights, **trial.evaluation.summary()}

@@ -1,0 +1,140 @@
+"""Runs of several seeds that are trained at once: where they are, and what they must have in common."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from algos.offline.batched_seeds import ONE_BY_ONE
+from algos.offline.loop import TrainsSeeds
+from algos.training.resume_checks import settings_of
+from burnish.config.schema import describe
+from burnish.config.unused_keys import keys_of
+from burnish.runs.locate import RUN_CONFIG, check_folder_to_write, folder_of, seed_folders
+from envs.evaluation.protocol import check_seeds
+from policies import registry
+from policies.errors import CheckpointError, ConfigError
+from policies.storage.atomic_write import write_text
+
+if TYPE_CHECKING:
+    from burnish.config.train import TrainConfig
+
+_log = logging.getLogger(__name__)
+_NOTE = "seeds.txt"
+_OF_EACH = ("seed", "name", "progress", "num_workers")
+
+
+def has_seeds(config: TrainConfig) -> bool:
+    """Tell whether several runs are started or continued."""
+    return config.seeds is not None or bool(seed_folders(config.resume))
+
+
+def require_distinct(seeds: Sequence[int]) -> None:
+    """Refuse seeds that are none, no numbers, the same, or out of range.
+
+    Raises:
+        ConfigError: If they are.
+    """
+    if not seeds or any(type(seed) is not int for seed in seeds) or len(set(seeds)) < len(seeds):
+        raise ConfigError(f"seeds must be one or more different seeds, such as [0,1,2]; got {list(seeds)}.")
+    for seed in seeds:
+        check_seeds("seeds", seed)
+
+
+def require_room(place: Path, seeds: Sequence[int]) -> None:
+    """Refuse a folder that holds runs already, or in which those of seeds cannot be made.
+
+    Raises:
+        ConfigError: If it is one.
+    """
+    for folder in (place, *(folder_of(place, seed) for seed in seeds)):
+        check_folder_to_write(folder, "hydra.run.dir")
+    if (place / RUN_CONFIG).is_file() or seed_folders(place):
+        raise ConfigError(
+            f"hydra.run.dir={place} holds a run already, or several. Continue with resume={place}, or choose "
+            f"another folder."
+        )
+
+
+def note_seeds(place: Path, seeds: Sequence[int]) -> None:
+    """Write down which seeds a folder is for."""
+    place.mkdir(parents=True, exist_ok=True)
+    write_text(place / _NOTE, "".join(f"{seed}\n" for seed in seeds))
+
+
+def forget_seeds(place: Path) -> None:
+    """Take away what `note_seeds` wrote, and the folder if nothing else is in it."""
+    (place / _NOTE).unlink(missing_ok=True)
+    if place.is_dir() and not any(place.iterdir()):
+        place.rmdir()
+
+
+def require_complete(place: str | Path, key: str = "resume") -> None:
+    """Refuse a folder that lacks the run of a seed that it was made for.
+
+    Raises:
+        CheckpointError: If it does.
+    """
+    note = Path(place) / _NOTE
+    seeds = [int(line) for line in note.read_text().split()] if note.is_file() else []
+    runs = seed_folders(place)
+    if missing := [seed for seed in seeds if folder_of(Path(place), seed) not in runs]:
+        raise CheckpointError(
+            f"{key}={place} is for the seeds {seeds}; seed-{missing[0]} is missing or has no {RUN_CONFIG}. "
+            f"Restore it, or take the others one by one, such as {runs[0]}."
+        )
+
+
+def of_one_seed(config: TrainConfig, typed: Sequence[str], seed: int) -> tuple[TrainConfig, list[str]]:
+    """Return the configuration of the run of a seed, and its overrides: those of a run that is alone."""
+    others = [text for text, key in zip(typed, keys_of(typed), strict=True) if key != "seeds"]
+    return replace(config, seed=seed, seeds=None), [*others, f"seed={seed}"]
+
+
+def require_alike(configs: Sequence[TrainConfig]) -> None:
+    """Refuse runs that differ in more than their seeds and what they show.
+
+    Raises:
+        ConfigError: If they do.
+    """
+    first, *others = (_settings_of(config) for config in configs)
+    for config, other in zip(configs[1:], others, strict=True):
+        for key in sorted(key for key in {*first, *other} if first.get(key) != other.get(key)):
+            raise ConfigError(
+                f"runs that are continued together must differ in their seeds only; {key} of seed "
+                f"{configs[0].seed} is {first.get(key)}, of seed {config.seed} {other.get(key)}. Give one "
+                f"value for all on the command line, or continue them one by one: resume=<folder>/seed-<n>."
+            )
+
+
+def _settings_of(config: TrainConfig) -> dict[str, Any]:
+    """Return the settings that runs must have in common, by key."""
+    found = settings_of("", describe(config))
+    return {key.removeprefix("."): value for key, value in found.items() if key[1:] not in _OF_EACH}
+
+
+def require_together(config: TrainConfig) -> None:
+    """Refuse algorithms that train one seed at a time; say where it gains nothing.
+
+    Raises:
+        ConfigError: If this is one, or there is a policy to start from.
+    """
+    name = registry.name_of("algo", config.algo)
+    able = [algo for algo, part in registry.parts("algo").items() if issubclass(part, TrainsSeeds)]
+    if name not in able:
+        raise ConfigError(
+            f"seeds=[…] is for the algorithms {', '.join(able)}; algo={name} trains one seed at a time. "
+            f"{ONE_BY_ONE}"
+        )
+    if config.init is not None:
+        raise ConfigError(
+            f"seeds=[…] is for actors that algo={name} makes itself; got init={config.init}. {ONE_BY_ONE}"
+        )
+    if config.device == "cpu" and config.algo.autocast is None:
+        _log.info(
+            "on a CPU in float32, seeds together take about as long as one after the other; with "
+            "algo.autocast=bfloat16 they take less."
+        )

@@ -1,0 +1,62 @@
+"""The task that a policy was made for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from burnish.config.schema import restore_part
+from burnish.runs.locate import Located
+from envs.evaluation.protocol import describe_task
+from policies.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+
+
+def task_of(found: Located, remedy: str = "") -> Any:
+    """Return the configuration of the task that a policy was made for.
+
+    Args:
+        found: The policy.
+        remedy: What the error adds, for commands that take the task themselves.
+
+    Raises:
+        ConfigError: If its provenance does not tell.
+    """
+    description = found.provenance().get("env")
+    if not isinstance(description, Mapping):
+        raise ConfigError(
+            f"the policy {found.path} does not say which task it was made for: it was trained without "
+            f"env=<name>, or saved without its provenance.{remedy}"
+        )
+    return restore_part("env", description)
+
+
+def description_of(found: Located) -> dict[str, Any] | None:
+    """Return the description of the task that a policy was made for, as protocols have it.
+
+    None where nothing tells it, or a file that it names is not there any more.
+    """
+    try:
+        return describe_task(task_of(found))
+    except (ConfigError, OSError):
+        return None
+
+
+def options_that_differ(own: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the options of two descriptions of a task that differ; earlier versions may know fewer."""
+    one, two = own["options"], other["options"]
+    return [name for name in one if name in two and one[name] != two[name]]
+
+
+def say_what_differs(found: Located, env: Any) -> None:
+    """Log in which options a task that was asked for differs from the one that a policy was made for."""
+    own, asked = description_of(found), describe_task(env)
+    if own is None or own["name"] != asked["name"]:
+        return
+    if names := options_that_differ(own, asked):
+        _log.warning(
+            "%s was made for another env=%s: %s.", found.label, asked["name"],
+            ", ".join(f"env.{n}={own['options'][n]}, here {asked['options'][n]}" for n in names),
+        )  # fmt: skip

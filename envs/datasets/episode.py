@@ -1,0 +1,59 @@
+"""One episode, and the transitions of several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One recorded episode, as demonstrators and rollouts hand it over.
+
+    Shapes:
+        observations: (T+1, Do), the last row being the observation after the last action.
+        actions: (T, Da).
+        rewards: (T,).
+        extras: every value (T, ...), e.g. simulator states.
+        images: by camera, (T, H, W, 3) uint8, what was seen before each action.
+    """
+
+    observations: np.ndarray
+    actions: np.ndarray
+    rewards: np.ndarray
+    terminated: bool
+    truncated: bool
+    success: bool = False
+    seed: int = 0
+    extras: Mapping[str, np.ndarray] = field(default_factory=dict)
+    images: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        """Return the number of actions."""
+        return len(self.actions)
+
+
+@dataclass(frozen=True, eq=False)
+class Transitions:
+    """Single steps for offline reinforcement learning.
+
+    Shapes:
+        observations, next_observations: (M, Do).
+        actions: (M, Da).
+        rewards, terminated: (M,); values bootstrap from `next_observations` unless `terminated`.
+        frames: (M,) int64, the frame of the dataset each transition comes from.
+    """
+
+    observations: Tensor
+    actions: Tensor
+    rewards: Tensor
+    next_observations: Tensor
+    terminated: Tensor
+    frames: Tensor

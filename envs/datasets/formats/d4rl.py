@@ -1,0 +1,432 @@
+"""D4RL HDF5 files, read with h5py alone.
+
+`read` gives correct episodes: time-outs are truncations and keep their transition where the file
+stores the true successor, a terminal on a time-out step stays a terminal, and the unfinished end of the
+file is a truncated episode. `d4rl_compat=True` gives exactly the transitions of
+`d4rl.qlearning_dataset`, and `qlearning_dataset` and `sequence_dataset` reproduce the two official
+conversions bit for bit, with these properties:
+
+- the last row of the file never becomes a transition, and successors are `observations[i+1]` even across
+  episodes;
+- a step flagged as time-out is dropped, also when it is a terminal; with `terminate_on_end` it is kept
+  with done = False although its successor belongs to the next episode;
+- without `timeouts`, the step counter starts at 1 after a terminal (transitions) or after any end
+  (episodes), so that limits are met one step early.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from envs.datasets.array_storage import MEMORY, ArrayStorage, pieces, room_for
+from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.formats.hdf5 import peek_hdf5, read_hdf5, read_value
+from policies.errors import ConfigError, DatasetError
+
+_log = logging.getLogger(__name__)
+
+_REQUIRED = ("observations", "actions", "rewards", "terminals")
+_SCALARS = ("rewards", "terminals", "timeouts")  # one number per step
+GOAL = "infos/goal"  # where mazes record goals
+OWN_ATTRIBUTE = "burnish"  # of files written here: names and facts that D4RL does not have
+_JUMP = 1e-5  # of the largest magnitude of a number: how far rounding may move a successor from the next row
+
+Arrays = dict[str, Any]
+"""Slash-separated key -> array, or scalar for scalar datasets."""
+
+
+class FrameKeyError(DatasetError, IndexError):
+    """A key has no row for every step of the file."""
+
+
+def matches(path: str | Path) -> bool:
+    """Tell whether a file has the D4RL layout."""
+    with peek_hdf5(path) as file:
+        return file is not None and "observations" in file and "actions" in file and "data" not in file
+
+
+def load_d4rl(path: str | Path, *, infos: bool = True, others: bool = True) -> Arrays:
+    """Read every dataset of a file under its slash path; (N, 1) rewards and terminals become (N,).
+
+    Args:
+        path: HDF5 file.
+        infos: Also what lies under `infos/`, often the larger part of a file.
+        others: Also arrays that no dataset is made of, such as the weights of policies under `metadata/`.
+
+    Raises:
+        DatasetError: If the file is unreadable, does not fit into memory, lacks a required key, keys disagree
+            in length, or an end flag is neither 0 nor 1.
+    """
+    return _load(path, infos=infos, others=others, cache=None)[0]
+
+
+def _load(
+    path: str | Path, *, infos: bool, others: bool, cache: str | Path | None
+) -> tuple[Arrays, ArrayStorage]:
+    """Return what `load_d4rl` does, and where there was room for it."""
+    checked = (*_REQUIRED, "timeouts", "next_observations")
+    arrays: Arrays = {}
+    with read_hdf5(path) as file:
+        file.visititems(
+            lambda key, item: arrays.update({key: item}) if isinstance(item, h5py.Dataset) else None
+        )
+        wanted = {
+            key: item
+            for key, item in arrays.items()
+            if (infos if key.startswith("infos/") else others or key in checked or not item.shape)
+        }
+        advice = "Leave out what is under infos/ with data.infos=false." if infos else ""
+        storage = room_for(sum(map(_bytes_of, wanted.values())), path, cache=cache, advice=advice)
+        arrays = {key: read_value(item, str(path), key, storage) for key, item in wanted.items()}
+    arrays = {k: v for k, v in arrays.items() if k in checked or not isinstance(v, h5py.Empty)}
+    missing = [key for key in _REQUIRED if key not in arrays]
+    if missing:
+        raise DatasetError(
+            f"{path}: expected the keys {list(_REQUIRED)}; missing {missing}, found {sorted(arrays)}."
+        )
+    for key in _SCALARS:
+        if key in arrays and _shape(arrays[key])[1:] == (1,):
+            arrays[key] = arrays[key][:, 0]
+    num = next(iter(_shape(arrays["observations"])), 1)
+    for key in checked:
+        if key in arrays:
+            _check_rows(path, key, arrays[key], num)
+    _check_steps(path, arrays)
+    return arrays, storage
+
+
+def _bytes_of(item: h5py.Dataset) -> int:
+    """Return what an array takes as it is stored, and as float32 where it is stored otherwise."""
+    converted = item.dtype.kind == "f" and item.dtype.itemsize != 4 and not item.name.startswith("/infos/")
+    return int(item.nbytes + (4 * item.size if converted and item.size else 0))
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Return a shape; that of an empty dataset is ()."""
+    return () if isinstance(value, h5py.Empty) else np.shape(value)
+
+
+def _check_rows(path: str | Path, key: str, value: Any, num: int) -> None:
+    """Refuse what is not numbers with one row per step, and a file without steps."""
+    if _shape(value)[:1] != (num,) or value.dtype.kind not in "biuf":
+        got = f"shape {_shape(value)}, type {getattr(value, 'dtype', type(value).__name__)}"
+        raise DatasetError(f"{path}: key '{key}' must have {num} rows of numbers, one per step; got {got}.")
+    if num == 0:
+        raise DatasetError(f"{path}: key '{key}' must have at least one row; got shape {value.shape}.")
+
+
+def _check_steps(path: str | Path, arrays: Arrays) -> None:
+    """Check the shapes of single steps, and that end flags are flags."""
+    shapes: dict[str, tuple[int, ...]] = {key: arrays["rewards"].shape[:1] for key in _SCALARS}
+    shapes["next_observations"] = arrays["observations"].shape
+    for key, shape in shapes.items():
+        if key in arrays and arrays[key].shape != shape:
+            raise DatasetError(f"{path}: key '{key}' must have shape {shape}; got {arrays[key].shape}.")
+    for key in ("terminals", "timeouts"):
+        bad = np.flatnonzero(~np.isin(arrays.get(key, 0), (0, 1)))
+        if len(bad):
+            raise DatasetError(
+                f"{path}: key '{key}' must be 0 or 1 in every row; got {arrays[key][bad[0]]} in row {bad[0]} "
+                f"({len(bad)} such rows). Repair the flags, or remove the affected episodes."
+            )
+
+
+def qlearning_dataset(
+    arrays: Mapping[str, Any],
+    *,
+    terminate_on_end: bool = False,
+    max_episode_steps: int | None = None,
+    storage: ArrayStorage = MEMORY,
+) -> dict[str, np.ndarray]:
+    """Reproduce `d4rl.qlearning_dataset`: (M, ·) float32 arrays and bool `terminals`.
+
+    Args:
+        arrays: From `load_d4rl`.
+        terminate_on_end: Keep time-out steps (their successors are wrong; see the module).
+        max_episode_steps: Needed for files without `timeouts`.
+        room: Where the result goes.
+    """
+    rows, _ = _official_rows(arrays, terminate_on_end, max_episode_steps)
+    return {
+        "observations": storage.taken(arrays["observations"], rows, np.float32),
+        "actions": storage.taken(arrays["actions"], rows, np.float32),
+        "next_observations": storage.taken(arrays["observations"], rows + 1, np.float32),
+        "rewards": arrays["rewards"][rows].astype(np.float32),
+        "terminals": arrays["terminals"][rows].astype(bool),
+    }
+
+
+def sequence_dataset(
+    arrays: Mapping[str, Any], *, max_episode_steps: int | None = None
+) -> Iterator[dict[str, np.ndarray]]:
+    """Reproduce `d4rl.sequence_dataset`: one dictionary of arrays per closed episode.
+
+    Raises:
+        FrameKeyError: If a key has fewer rows than there are steps, such as policy weights under `metadata/`.
+    """
+    num = len(arrays["rewards"])
+    short = sorted(key for key, value in arrays.items() if np.ndim(value) == 0 or len(value) < num)
+    if short:
+        raise FrameKeyError(
+            f"expected keys with {num} rows, one per step; got {short}. Remove those keys first."
+        )
+    final = _official_ends(arrays, max_episode_steps, after_terminal=1, after_limit=1)
+    start = 0
+    for end in (np.flatnonzero(final | arrays["terminals"].astype(bool)) + 1).tolist():
+        yield {key: value[start:end] for key, value in arrays.items()}
+        start = end
+
+
+def read(
+    path: str | Path,
+    *,
+    max_episode_steps: int | None = None,
+    d4rl_compat: bool = False,
+    infos: bool = True,
+    cache: str | Path | None = None,
+) -> EpisodeDataset:
+    """Read a D4RL file as episodes: observations and actions at the top.
+
+    Args:
+        path: HDF5 file.
+        max_episode_steps: Time limit in steps; files without `timeouts` need it, and those where some are
+            missing. Not used with `d4rl_compat` where there are `timeouts`.
+        d4rl_compat: Reproduce the official transitions instead of correct ones (see the module).
+        infos: Also keep what lies under `infos/` and has one row per frame or per episode; the goals of
+            mazes, `infos/goal`, become the extra key `goal`.
+        cache: Folder for what does not fit into memory; None: that of temporary files.
+
+    Raises:
+        ConfigError: If the time limit is below 1.
+        DatasetError: If the file does not hold a usable dataset; names file and key.
+    """
+    if max_episode_steps is not None and max_episode_steps < 1:
+        raise ConfigError(f"data.max_episode_steps must be at least 1, or null; got {max_episode_steps}.")
+    arrays, storage = _load(path, infos=infos, others=False, cache=cache)
+    own = _own_names(path)
+    meta = own.get("meta", {}) | {"source": str(path), "format": "d4rl"}
+    meta |= {key: _plain(value) for key, value in arrays.items() if np.ndim(value) == 0}
+    if d4rl_compat and "timeouts" not in arrays and max_episode_steps is None:
+        raise DatasetError(
+            f"{path}: expected the key 'timeouts' or a time limit, without which D4RL's own conversion does "
+            f"not know where episodes end; got neither. Give data.max_episode_steps=<steps>, or leave out "
+            f"data.d4rl_compat."
+        )
+    if d4rl_compat:
+        return _official_episodes(arrays, max_episode_steps, meta | {"d4rl_compat": True}, storage)
+    terminated = arrays["terminals"].astype(bool)
+    jumps = _jumps(arrays)
+    ends = _episode_ends(arrays, jumps, max_episode_steps)
+    _warn_of_jumps(path, arrays, jumps)
+    if "timeouts" not in arrays:
+        _warn_of_missing_timeouts(path, ends, terminated, arrays, max_episode_steps)
+    start = np.concatenate([[0], np.flatnonzero(ends) + 1])
+    timeouts = arrays.get("timeouts", np.zeros_like(terminated)).astype(bool)
+    extras, episode_extras = _split_infos(arrays, len(terminated), len(start) - 1) if infos else ({}, {})
+    if infos and own:
+        extras, episode_extras = _own_extras(arrays, own)
+    elif _is_goal(extras.get(GOAL)):
+        extras["goal"] = extras.pop(GOAL)
+    return EpisodeDataset.from_arrays(
+        arrays["observations"],
+        arrays["actions"],
+        arrays["rewards"],
+        terminated,
+        ends & (timeouts | ~terminated),
+        start,
+        next_observations=arrays.get("next_observations"),
+        extras=extras,
+        episode_extras=episode_extras,
+        meta=meta,
+        storage=storage,
+    )
+
+
+def _is_goal(values: Any) -> bool:
+    """Tell whether what mazes record under `infos/goal` is a vector per frame."""
+    if values is None or values.ndim != 2:
+        return False
+    return all(bool(np.isfinite(values[part]).all()) for part in pieces(values))
+
+
+def _warn_of_missing_timeouts(
+    path: str | Path, ends: np.ndarray, terminated: np.ndarray, arrays: Arrays, limit: int | None
+) -> None:
+    """Say what is taken for the ends of episodes, and how many that gives."""
+    signs = ["successors that are not the next row"] if "next_observations" in arrays else []
+    signs += [] if limit is None else [f"data.max_episode_steps={limit}"]
+    if signs:
+        _log.warning(
+            "%s: there is no key 'timeouts'; of %d ends of episodes %d are terminals, and the others, "
+            "time-outs, are found by %s and the end of the file.",
+            path, int(ends.sum()), int((ends & terminated).sum()), " and ".join(signs),
+        )  # fmt: skip
+        return
+    _log.warning(
+        "%s: neither 'timeouts' nor 'next_observations' tell where time limits ended episodes; only the %d "
+        "terminals of %d steps do, so episodes are cut there alone, and training windows and transitions may "
+        "reach from one episode into the next. Give the episode length, data.max_episode_steps=<steps>, or "
+        "add the key 'timeouts' to the file.",
+        path, int(terminated.sum()), len(terminated),
+    )  # fmt: skip
+
+
+def _warn_of_jumps(path: str | Path, arrays: Arrays, jumps: np.ndarray) -> None:
+    """Tell of seams that no flag tells of, and of successors that are mostly not the next row."""
+    flagged = arrays["terminals"].astype(bool) | arrays.get("timeouts", np.zeros(len(jumps))).astype(bool)
+    count = int((jumps & ~flagged).sum())
+    if 2 * count > len(jumps):
+        _log.warning(
+            "%s: in %d of %d rows the successor, 'next_observations', is not the next row; episodes are cut "
+            "there, so that most are single steps. Store both keys in the same units and precision; if rows "
+            "are in order, remove 'next_observations'.",
+            path, count, len(jumps),
+        )  # fmt: skip
+    elif count and "timeouts" in arrays:
+        _log.warning(
+            "%s: seams between episodes that no flag tells of: %d, the first behind row %d. There the "
+            "successor, 'next_observations', is not the next row, and neither 'terminals' nor 'timeouts' is "
+            "set. Episodes are cut there, as by time-outs; set the flags.",
+            path, count, int(np.argmax(jumps & ~flagged)),
+        )  # fmt: skip
+
+
+def _jumps(arrays: Arrays) -> np.ndarray:
+    """Mark rows whose successor is known not to be the next row, rounding apart, (N,) bool."""
+    seen = arrays["observations"]
+    jumps = np.zeros(len(seen), dtype=bool)
+    if "next_observations" not in arrays:
+        return jumps
+    with np.errstate(over="ignore", invalid="ignore"):  # what float32 cannot hold is refused with its row
+        largest = np.max([np.abs(seen[part].astype(np.float32)).max(axis=0) for part in pieces(seen)], axis=0)
+        for part in pieces(seen[1:]):
+            following, successor = seen[1:][part], arrays["next_observations"][part]
+            gap = np.abs(successor.astype(np.float32) - following.astype(np.float32))
+            jumps[part] = (gap > _JUMP * largest).reshape(len(gap), -1).any(axis=1)
+    return jumps
+
+
+def _episode_ends(arrays: Arrays, jumps: np.ndarray, limit: int | None) -> np.ndarray:
+    """Mark last rows: terminal, time-out, a successor that is not the next row, the limit, end of file."""
+    ends = arrays["terminals"].astype(bool) | jumps
+    if "timeouts" in arrays:
+        ends = ends | arrays["timeouts"].astype(bool)
+    ends[-1] = True
+    if limit is not None:
+        ends = ends | _limit_steps(ends, limit, after_end=0, after_limit=0)
+    return ends
+
+
+def _limit_steps(ends: np.ndarray, limit: int, *, after_end: int, after_limit: int) -> np.ndarray:
+    """Mark the rows at which a step counter reaches limit - 1.
+
+    The counter starts at 0 and continues with `after_end` behind rows in `ends`, with `after_limit` behind
+    rows it marks itself.
+    """
+    marks = np.zeros(len(ends), dtype=bool)
+    stops = np.append(np.flatnonzero(ends), len(ends))
+    row, counter = 0, 0
+    while row < len(ends):
+        end, full = stops[np.searchsorted(stops, row)], row + limit - 1 - counter
+        if full <= min(end, len(ends) - 1):
+            marks[full] = True
+            row, counter = full + 1, after_limit
+        else:
+            row, counter = end + 1, after_end
+    return marks
+
+
+def _official_ends(
+    arrays: Mapping[str, Any], limit: int | None, *, after_terminal: int, after_limit: int
+) -> np.ndarray:
+    """Mark what the official loops take for the last step of an episode at its time limit."""
+    if "timeouts" in arrays:
+        return arrays["timeouts"].astype(bool)
+    if limit is None:
+        raise DatasetError("a D4RL file without the key 'timeouts' needs max_episode_steps; got None.")
+    return _limit_steps(
+        arrays["terminals"].astype(bool), limit, after_end=after_terminal, after_limit=after_limit
+    )
+
+
+def _official_rows(
+    arrays: Mapping[str, Any], terminate_on_end: bool, limit: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the kept rows (M,) and, for every row of the file, whether an episode ends there (N,)."""
+    final = _official_ends(arrays, limit, after_terminal=1, after_limit=int(terminate_on_end))
+    keep = np.ones(len(final), dtype=bool) if terminate_on_end else ~final
+    keep[-1] = False
+    return np.flatnonzero(keep), final | arrays["terminals"].astype(bool)
+
+
+def _official_episodes(
+    arrays: Arrays, limit: int | None, meta: dict[str, Any], storage: ArrayStorage
+) -> EpisodeDataset:
+    """Cut the official transitions into episodes, so that `transitions()` returns exactly them."""
+    rows, ends = _official_rows(arrays, False, limit)
+    official = qlearning_dataset(arrays, max_episode_steps=limit, storage=storage)
+    number = np.concatenate([[0], np.cumsum(ends)[:-1]])[rows]
+    last = np.append(number[1:] != number[:-1], True)
+    goals = {"goal": storage.taken(arrays[GOAL], rows)} if _is_goal(arrays.get(GOAL)) else {}
+    return EpisodeDataset.from_arrays(
+        official["observations"],
+        official["actions"],
+        official["rewards"],
+        official["terminals"],
+        last & ~official["terminals"],
+        np.concatenate([[0], np.flatnonzero(last) + 1]),
+        next_observations=official["next_observations"],
+        extras=goals,
+        meta=meta,
+        storage=storage,
+    )
+
+
+def _split_infos(arrays: Arrays, num_frames: int, num_episodes: int) -> tuple[Arrays, Arrays]:
+    """Sort what lies under `infos/` into per-frame and per-episode values."""
+    numeric = {
+        key: value
+        for key, value in arrays.items()
+        if key.split("/")[0] == "infos" and np.ndim(value) > 0 and value.dtype.kind in "biuf"
+    }
+    frames = {key: value for key, value in numeric.items() if len(value) == num_frames}
+    episodes = {key: v for key, v in numeric.items() if len(v) == num_episodes and key not in frames}
+    return frames, episodes
+
+
+def _own_names(path: str | Path) -> dict[str, Any]:
+    """Return what the attribute of a file written here says; empty for files by others."""
+    with read_hdf5(path) as file:
+        text = file.attrs.get(OWN_ATTRIBUTE, "{}")
+        try:
+            own = dict(json.loads(text))
+            {**own.get("meta", {}), **own.get("extras", {}), **own.get("episode_extras", {})}
+        except (TypeError, ValueError, AttributeError) as error:
+            raise DatasetError(
+                f"{path}: attribute '{OWN_ATTRIBUTE}' must be a JSON object of names; got "
+                f"{str(text)[:60]!r} ({error}). Remove or repair the attribute."
+            ) from error
+    return own
+
+
+def _own_extras(arrays: Arrays, own: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
+    """Return per-frame and per-episode values under the names they had when they were written."""
+    frames, episodes = (
+        {key: arrays[place] for key, place in own.get(kind, {}).items() if place in arrays}
+        for kind in ("extras", "episode_extras")
+    )
+    return frames, episodes
+
+
+def _plain(value: Any) -> Any:
+    """Turn an HDF5 scalar into a plain Python value."""
+    if isinstance(value, bytes):
+        return value.decode(errors="replace")
+    return value.item() if isinstance(value, np.generic) else value

@@ -1,0 +1,238 @@
+"""LeRobot datasets, version 3: folders with Parquet files, read with pyarrow alone (extra `lerobot`).
+
+    meta/info.json   meta/tasks.parquet   data/chunk-<c>/file-<f>.parquet   videos/<key>/…
+
+The flat state is `observation.state`, followed by `observation.environment_state` where there is one; the
+action is `action`. Rewards (`next.reward`) are 0 where none are stored. Recorders set `next.done` on the last
+frame whatever the reason, also when the time was up: an episode counts as terminated only if its last frame
+has `next.success` as well, any other as truncated, unless `done_is_terminal` says that the flag is meant.
+Successors are not stored: the last frame of an episode is a transition only if it terminated. Images in the
+Parquet files (features of type `image`, PNG or JPEG) stay compressed until somebody looks at them, and frames
+of videos are decoded then (extra `video`); a camera is called what its feature is without
+`observation.images.`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from envs.datasets.array_storage import ArrayStorage, pieces, room_for
+from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.formats.lerobot_storage import (
+    DONE,
+    EPISODES,
+    INDEX,
+    INFO,
+    SCALARS,
+    SUCCESS,
+    EpisodeTable,
+    data_files,
+    episode_starts,
+    read_episode_table,
+    read_frames,
+    read_info,
+    read_tasks,
+    width_of,
+)
+from envs.datasets.formats.npz import Arrays, check_flags
+from envs.datasets.formats.videos import InVideos
+from envs.datasets.images import Compressed, Images, camera_of
+from envs.datasets.unread import log_skipped_fields
+from policies.encoders import ImageShape
+from policies.errors import DatasetError
+
+VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+_STATE = ("observation.state", "observation.environment_state")
+_KEPT_META = ("codebase_version", "robot_type", "fps")
+_log = logging.getLogger(__name__)
+
+
+def matches(path: str | Path) -> bool:
+    """Tell whether a folder is a LeRobot dataset, of whichever version."""
+    info = Path(path) / INFO
+    return info.is_file() and "codebase_version" in info.read_text(encoding="utf-8", errors="replace")
+
+
+def read(
+    path: str | Path,
+    *,
+    obs_keys: Sequence[str] | None = None,
+    done_is_terminal: bool = False,
+    cache: str | Path | None = None,
+) -> EpisodeDataset:
+    """Read the vectors of a LeRobot dataset (v3): a folder with meta/info.json and data/*.parquet.
+
+    Args:
+        path: The dataset's folder.
+        obs_keys: Features that make up the flat state, in order; None: see the module.
+        done_is_terminal: Whether `next.done` on the last frame always means that the task ended there.
+        cache: Folder for what does not fit into memory; None: that of temporary files.
+
+    Raises:
+        DatasetError: If it does not hold a usable dataset; names file and key.
+        MissingExtraError: If pyarrow is not installed.
+    """
+    info = read_info(path)
+    state = _state_keys(path, info["features"], obs_keys)
+    wanted = [*state, "action", *(key for key in SCALARS if key in info["features"]), *INDEX]
+    cameras = [key for key, one in info["features"].items() if one["dtype"] == "image"]
+    parts = data_files(path, info)
+    storage = room_for(_bytes_of(parts, info, wanted, cameras), path, cache=cache)
+    rows, files = read_frames(path, parts, info, wanted, cameras, storage)
+    table = read_episode_table(path)
+    start = episode_starts(path, rows, info, table)
+    last = np.zeros(len(rows["action"]), dtype=bool)
+    last[start[1:] - 1] = True
+    flags = {key: check_flags(f"{path}", key, rows[key]) for key in (DONE, SUCCESS) if key in rows}
+    terminated = last & _terminal(path, flags, last, done_is_terminal)
+    extras: dict[str, Any] = {key: rows[key] for key in ("timestamp", "task_index") if key in rows}
+    episode_extras = {}
+    if SUCCESS in flags:
+        episode_extras["success"] = np.logical_or.reduceat(flags[SUCCESS], start[:-1])
+    meta = {key: info[key] for key in _KEPT_META if info.get(key) is not None}
+    meta |= {"source": str(path), "format": "lerobot", "tasks": read_tasks(path)}
+    images = {camera_of(key): _images(path, info, key, files[key]) for key in cameras}
+    filmed, lacking = _filmed(path, info, rows, table)
+    unread = _unread(info["features"], [*wanted, *cameras, *filmed], lacking)
+    meta |= {"not_read": log_skipped_fields(path, unread), "obs_keys": list(state)}
+    return EpisodeDataset.from_arrays(
+        _side_by_side([rows[key] for key in state], storage),
+        rows["action"],
+        rows.get("next.reward", np.zeros(len(last))),
+        terminated,
+        last & ~terminated,
+        start,
+        extras=extras,
+        episode_extras=episode_extras,
+        images=images | {camera_of(key): one for key, one in filmed.items()},
+        meta=meta,
+        storage=storage,
+    )
+
+
+def _bytes_of(
+    files: Sequence[Path], info: Mapping[str, Any], keys: Sequence[str], cameras: Sequence[str]
+) -> int:
+    """Return what reading takes: numbers as stored, in order, and side by side; compressed images."""
+    numbers = 8 * 3 * sum(width_of(info, key) for key in keys) * int(info["total_frames"])
+    return numbers + (2 * sum(file.stat().st_size for file in files) if cameras else 0)
+
+
+def _side_by_side(parts: Sequence[np.ndarray], storage: ArrayStorage) -> np.ndarray:
+    """Join arrays (N, ...) to (N, D), as float32."""
+    if len(parts) == 1:
+        return parts[0]
+    ends = np.cumsum([part.shape[1] for part in parts]).tolist()
+    out = storage.empty((len(parts[0]), ends[-1]), np.float32)
+    for rows in pieces(out):
+        out[rows] = np.concatenate([part[rows] for part in parts], axis=1)
+    return out
+
+
+def _terminal(path: str | Path, flags: Arrays, last: np.ndarray, done_is_terminal: bool) -> np.ndarray:
+    """Tell in which frames (N,) the task ended, if they are the `last` ones (N,); see the module."""
+    done = flags.get(DONE, np.zeros(len(last), dtype=bool))
+    if done_is_terminal:
+        return done
+    if SUCCESS in flags:
+        return done & flags[SUCCESS]
+    if count := int((done & last).sum()):
+        _log.warning(
+            "%s: %d of %d episodes end with next.done, which recorders also set when time is up, and there "
+            "is no next.success: all count as truncated. Where the task did end there, give the option "
+            "data.done_is_terminal=true.", path, count, int(last.sum()),
+        )  # fmt: skip
+    return np.zeros(len(last), dtype=bool)
+
+
+def _is_vector(feature: Mapping[str, Any]) -> bool:
+    return str(feature["dtype"])[:3] in ("flo", "int", "boo", "uin") and len(feature["shape"]) == 1
+
+
+def _state_keys(
+    path: str | Path, features: Mapping[str, Any], obs_keys: Sequence[str] | None
+) -> tuple[str, ...]:
+    """Decide which features make up the flat state."""
+    vectors = [key for key, feature in features.items() if _is_vector(feature)]
+    usual = [key for key in _STATE if key in vectors]
+    keys = obs_keys or usual or [key for key in vectors if key.startswith("observation.")]
+    missing = [key for key in (*keys, "action") if key not in vectors]
+    if missing or not keys:
+        raise DatasetError(
+            f"{Path(path) / INFO}: expected the vector-valued features {missing or 'observation.state'}; "
+            f"found {vectors}. Images do not make up a state."
+        )
+    return tuple(keys)
+
+
+def _unread(
+    features: Mapping[str, Any], read_keys: Sequence[str], lacking: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the observations that are left out, and why."""
+    reasons = {"image": "pictures", "string": "texts"}
+    return {
+        key: lacking.get(key) or reasons.get(str(feature["dtype"]), "choose it by obs_keys")
+        for key, feature in features.items()
+        if key not in read_keys and key.startswith("observation.")
+    }
+
+
+def _images(path: str | Path, info: Mapping[str, Any], key: str, files: Sequence[bytes]) -> Images:
+    """Return the images of a feature, compressed."""
+    return Images(Compressed(files, _image_shape(info["features"][key]), f"{path}: column '{key}'"))
+
+
+def _image_shape(feature: Mapping[str, Any]) -> ImageShape:
+    shape = tuple(int(size) for size in feature["shape"])
+    if len(shape) == 3 and shape[0] == 3 != shape[2]:
+        shape = (*shape[1:], shape[0])  # described with colours first
+    return shape[0], shape[1], shape[2]
+
+
+def _filmed(
+    path: str | Path, info: Mapping[str, Any], rows: Arrays, table: EpisodeTable
+) -> tuple[dict[str, Images], dict[str, str]]:
+    """Return the images of videos by feature, and why those of other videos are not read."""
+    features = {key: one for key, one in info["features"].items() if one["dtype"] == "video"}
+    found: dict[str, Images] = {}
+    lacking: dict[str, str] = {}
+    for key, feature in features.items():
+        places = [f"videos/{key}/{name}" for name in ("chunk_index", "file_index", "from_timestamp")]
+        if "timestamp" not in rows or not info.get("fps") or any(place not in table for place in places):
+            lacking[key] = f"videos whose times are not told: {EPISODES} lack columns, or frames a timestamp"
+            continue
+        chunk, file, begin = (table[place] for place in places)
+        files = _video_files(path, info, key, chunk, file)
+        if missing := {one for one in files if not one.is_file()}:
+            lacking[key] = f"videos, of which {len(missing)} files are missing"
+            continue
+        row = {number: i for i, number in enumerate(table["episode_index"])}
+        episode = np.array([row[number] for number in rows["episode_index"].tolist()])
+        times = np.array(begin, np.float64)[episode] + rows["timestamp"].reshape(-1)
+        found[key] = Images(InVideos(files, episode, times, float(info["fps"]), _image_shape(feature)))
+    return found, lacking
+
+
+def _video_files(
+    path: str | Path, info: Mapping[str, Any], key: str, chunks: Sequence[int], numbers: Sequence[int]
+) -> tuple[Path, ...]:
+    """Return the video of every episode.
+
+    Raises:
+        DatasetError: If `video_path` is no pattern for them.
+    """
+    pattern, root = str(info.get("video_path") or VIDEO), Path(path).absolute()
+    pairs = zip(chunks, numbers, strict=True)
+    try:
+        names = [pattern.format(video_key=key, chunk_index=c, file_index=number) for c, number in pairs]
+    except (LookupError, ValueError) as error:
+        raise DatasetError(
+            f"{Path(path) / INFO}: key 'video_path' must be a pattern such as {VIDEO}; got '{pattern}' "
+            f"({error})."
+        ) from error
+    return tuple(root / name for name in names)

@@ -1,0 +1,255 @@
+"""Episodes of a Minari dataset as trees of arrays, whichever way they are stored; Minari is not needed.
+
+    <dataset>/data/metadata.json      data_format, total_episodes, observation_space (JSON in a string), …
+    <dataset>/data/main_data.hdf5     data_format hdf5: groups episode_<k> with attributes id, seed
+    <dataset>/data/<k>/*.arrow        data_format arrow or parquet: a folder per episode, one padded last row
+
+A tree is a mapping of names to trees or to arrays with one row per step; in a tuple the names are 0, 1, ….
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from envs.datasets.formats.hdf5 import read_hdf5, read_value
+from policies.encoders import ImageShape
+from policies.errors import BurnishError, DatasetError
+
+METADATA, MAIN_FILE = "metadata.json", "main_data.hdf5"
+_TUPLE = "_index_"  # what HDF5 files write before the number of a tuple's element
+_PER_STEP = ("actions", "rewards", "terminations", "truncations")
+
+OBSERVATIONS, BARE = "observations", "observation"
+"""The tree of observations, and what an observation is called that is no tree."""
+
+Tree = Mapping[str, Any]
+Shapes = Mapping[str, ImageShape]
+"""Shape (H, W, 3) of the images by the part of the observation."""
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Images of an episode, which are read later.
+
+    Attributes:
+        shape: (T+1, H, W, 3).
+        key: Their dataset in the HDF5 file; None in other storage.
+        values: Pixels (T+1, H, W, 3) or, encoded, files in bytes; None in HDF5.
+        encoded: Whether they are JPEG files.
+    """
+
+    shape: tuple[int, ...]
+    key: str | None = None
+    values: Any = None
+    encoded: bool = False
+
+
+@dataclass(frozen=True)
+class RawEpisode:
+    """One stored episode: T actions, T+1 observations.
+
+    Attributes:
+        name: What error messages call it.
+        tree: `observations`, `actions`, `rewards`, `terminations`, `truncations` and, if stored, `infos`.
+        attributes: `id`, `seed`, ….
+    """
+
+    name: str
+    tree: Tree
+    attributes: Mapping[str, Any]
+
+
+def find_data(path: str | Path) -> Path | None:
+    """Return the folder with the metadata that a path means: itself, its `data`, or that around a file."""
+    path = Path(path)
+    if path.name == MAIN_FILE and path.is_file():
+        path = path.parent
+    for folder in (path / "data", path):
+        if (folder / METADATA).is_file() and "data_format" in _peek_json(folder / METADATA):
+            return folder
+    return None
+
+
+def _peek_json(path: Path) -> str:
+    """Return the text of a small file; empty if it is not text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def read_metadata(folder: Path) -> dict[str, Any]:
+    """Read the metadata; spaces are parsed.
+
+    Raises:
+        DatasetError: If it is damaged or lacks the number of episodes.
+    """
+    path = folder / METADATA
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        for key in ("observation_space", "action_space"):
+            if isinstance(found.get(key), str):
+                found[key] = json.loads(found[key])
+        count, form = int(found["total_episodes"]), str(found["data_format"])
+    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
+        raise DatasetError(
+            f"{path}: expected Minari's metadata with data_format and total_episodes; reading failed with "
+            f"'{error}'. Copy or download the dataset again."
+        ) from error
+    if count < 1:
+        raise DatasetError(f"{path}: key 'total_episodes' must be at least 1; got {count}.")
+    return {**found, "total_episodes": count, "data_format": form}
+
+
+def read_episodes(
+    folder: Path, metadata: Mapping[str, Any], pictures: Shapes | None = None
+) -> Iterator[RawEpisode]:
+    """Yield the episodes by number.
+
+    Args:
+        folder: From `find_data`.
+        metadata: From `read_metadata`.
+        pictures: Parts of the observation that the environment's space says are images.
+
+    Raises:
+        DatasetError: If one is missing or damaged, or the storage is of an unknown kind.
+        MissingExtraError: If Arrow or Parquet files are to be read and pyarrow is not installed.
+    """
+    form, count = metadata["data_format"], metadata["total_episodes"]
+    if form == "hdf5":
+        return _from_hdf5(folder / MAIN_FILE, count, pictures or {})
+    if form in ("arrow", "parquet"):
+        return _from_arrow(folder, count, form, pictures or {})
+    raise DatasetError(
+        f"{folder / METADATA}: key 'data_format' must be hdf5, arrow or parquet; got '{form}'."
+    )
+
+
+def bytes_of(folder: Path, metadata: Mapping[str, Any]) -> int:
+    """Return what reading all episodes takes: observations twice, as such and as successors."""
+    if metadata["data_format"] != "hdf5":
+        return 2 * sum(file.stat().st_size for file in folder.glob(f"*/*.{metadata['data_format']}"))
+    sizes: list[int] = []
+    with read_hdf5(folder / MAIN_FILE) as file:
+        file.visititems(lambda name, item: sizes.append(_bytes_of(name, item)))
+    return sum(sizes)
+
+
+def num_frames(folder: Path, metadata: Mapping[str, Any]) -> int:
+    """Return how many actions there are; 0 where only reading tells."""
+    if metadata["data_format"] != "hdf5":
+        return 0
+    with read_hdf5(folder / MAIN_FILE) as file:
+        groups = (one for one in file.values() if isinstance(one, h5py.Group))
+        actions = (group.get("actions") for group in groups)
+        return sum(len(one) for one in actions if isinstance(one, h5py.Dataset) and one.shape)
+
+
+def _bytes_of(name: str, item: Any) -> int:
+    is_array = isinstance(item, h5py.Dataset) and item.shape and item.dtype.kind in "biuf"
+    if not is_array or _is_raw_picture(item):
+        return 0
+    stored: int = item.nbytes + (0 if item.dtype == np.float32 else 4 * item.size)
+    return 2 * stored if f"/{OBSERVATIONS}" in name else stored
+
+
+def _is_raw_picture(item: h5py.Dataset) -> bool:
+    return bool(item.dtype == np.uint8 and item.ndim == 4 and item.shape[3] == 3)
+
+
+def _from_hdf5(path: Path, count: int, pictures: Shapes) -> Iterator[RawEpisode]:
+    with read_hdf5(path) as file:
+        names = [f"episode_{number}" for number in range(count)]
+        missing = [name for name in names if not isinstance(file.get(name), h5py.Group)]
+        if missing:
+            raise DatasetError(
+                f"{path}: expected the {count} episodes that the metadata counts; missing {missing[:3]} "
+                f"({len(missing)} in all). Copy or download the dataset again."
+            )
+        for name in names:
+            tree = _group_tree(file[name], f"{path}: {name}", "", pictures)
+            yield RawEpisode(f"{path}: {name}", tree, dict(file[name].attrs))
+
+
+def _group_tree(group: h5py.Group, source: str, place: str, pictures: Shapes) -> dict[str, Any]:
+    """Read a group; `place` is its path in the episode."""
+    tree: dict[str, Any] = {}
+    for name, item in group.items():
+        key = name.removeprefix(_TUPLE)
+        path = f"{place}/{key}" if place else key
+        if isinstance(item, h5py.Group):
+            tree[key] = _group_tree(item, f"{source}/{name}", path, pictures)
+        else:
+            tree[key] = _pictures_of(item, pictures.get(_part(path))) or read_value(item, source, name)
+    return tree
+
+
+def _part(path: str) -> str:
+    """Return which part of the observation a path in an episode is; empty if it is none."""
+    return BARE if path == OBSERVATIONS else path.partition(f"{OBSERVATIONS}/")[2]
+
+
+def _pictures_of(item: Any, image: ImageShape | None) -> Pictures | None:
+    """Return images, unread; None for what is no image."""
+    if not isinstance(item, h5py.Dataset) or not item.shape:
+        return None
+    if _is_raw_picture(item):
+        return Pictures(item.shape, item.name)
+    return None if image is None else Pictures((len(item), *image), item.name, encoded=True)
+
+
+def _from_arrow(folder: Path, count: int, form: str, pictures: Shapes) -> Iterator[RawEpisode]:
+    from policies.extras import require
+
+    tables = require("pyarrow.dataset", extra="lerobot")
+    for number in range(count):
+        place = folder / str(number)
+        try:
+            files = sorted(str(item) for item in place.iterdir() if item.suffix == f".{form}")
+            table = tables.dataset(files, format=form).to_table()
+            attributes = json.loads((place / METADATA).read_text(encoding="utf-8"))
+            tree = {name: column_of(table[name].combine_chunks()) for name in table.column_names}
+        except BurnishError:
+            raise
+        except (OSError, ValueError, TypeError, LookupError) as error:  # pyarrow's own derive from these
+            raise DatasetError(
+                f"{place}: expected an episode in {form} files; reading failed with '{error}'. Copy or "
+                f"download the dataset again."
+            ) from error
+        steps = int(attributes.get("total_steps", table.num_rows - 1))
+        tree |= {key: tree[key][:steps] for key in _PER_STEP if isinstance(tree.get(key), np.ndarray)}
+        tree = _with_pictures(tree, "", pictures)
+        yield RawEpisode(str(place), tree, attributes)
+
+
+def _with_pictures(tree: Any, place: str, pictures: Shapes) -> Any:
+    """Return a tree in which columns of images are `Pictures`."""
+    if isinstance(tree, Mapping):
+        return {k: _with_pictures(v, f"{place}/{k}" if place else k, pictures) for k, v in tree.items()}
+    image = pictures.get(_part(place))
+    if image is None or not isinstance(tree, np.ndarray):
+        return tree
+    if tree.dtype == np.uint8 and tree.size == len(tree) * int(np.prod(image)):
+        return Pictures((len(tree), *image), values=tree.reshape(len(tree), *image))
+    is_encoded = tree.dtype == object and all(isinstance(one, bytes) for one in tree)
+    return Pictures((len(tree), *image), values=tree, encoded=True) if is_encoded else tree
+
+
+def column_of(values: Any) -> Any:
+    """Turn a column into an array with one row per step, or a tree of them."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(values.type):
+        return {field.name: column_of(values.field(i)) for i, field in enumerate(values.type)}
+    if pa.types.is_fixed_size_list(values.type):
+        return np.asarray(values.flatten()).reshape(len(values), values.type.list_size)
+    if pa.types.is_list(values.type) and len(values) and len(values.flatten()) % len(values) == 0:
+        return np.asarray(values.flatten()).reshape(len(values), -1)
+    return values.to_numpy(zero_copy_only=False)

@@ -1,0 +1,203 @@
+"""OGBench npz files, read with numpy alone.
+
+    observations (N, Do)   actions (N, Da)   terminals (N,)   qpos  qvel  button_states
+
+`terminals` marks the last row of every recording. That row is a state only: its action was never executed
+and it has no successor. By default it becomes the successor of the row before, as in OGBench's regular
+datasets; `compact=True` keeps it as a frame of its own with `valids` 0, as in OGBench's compact ones.
+`regular_dataset` and `compact_dataset` are the two official conversions, bit for bit.
+
+A recording is cut, never finished: all episodes are truncated. Published files have no rewards; naming a
+single task adds those of this task and `masks`, which is 0 where the task is solved and values must not look
+further, although the recording goes on. A file with `rewards` and `masks` of its own keeps them. One with
+`next_observations`, as a regular dataset that was saved has them, holds no rows that are states only.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from envs.datasets.array_storage import MEMORY, ArrayStorage
+from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.formats.npz import Arrays, check_flags, check_rows, column, peek_npz, read_npz_into
+from envs.datasets.unread import log_skipped_fields
+from policies.errors import DatasetError
+
+_log = logging.getLogger(__name__)
+
+_REQUIRED = ("observations", "actions", "terminals")
+_INFOS = ("qpos", "qvel", "button_states")
+_JUDGED = ("rewards", "masks")
+_OWN = (*_JUDGED, "next_observations")  # not in published files
+
+
+def matches(path: str | Path) -> bool:
+    """Tell whether a file is an archive with OGBench's keys."""
+    keys = peek_npz(path)
+    return keys is not None and set(_REQUIRED) <= set(keys)
+
+
+def load_ogbench(path: str | Path) -> Arrays:
+    """Read a file's arrays as they are stored.
+
+    Raises:
+        DatasetError: If the file is unreadable, lacks a key, keys disagree in length, or the end of a
+            recording is not flagged.
+    """
+    return _load(path, None)[0]
+
+
+def _load(path: str | Path, cache: str | Path | None) -> tuple[Arrays, ArrayStorage]:
+    """Return what `load_ogbench` does, and where there was room for it."""
+    arrays, storage = read_npz_into(path, _REQUIRED, (*_INFOS, *_OWN), cache=cache)
+    check_rows(path, arrays, "observations")
+    ends = arrays["terminals"] = check_flags(path, "terminals", arrays["terminals"])
+    for key in ("observations", "actions"):
+        if arrays[key].ndim != 2:
+            hint = " Files with images are not read." if key == "observations" else ""
+            raise DatasetError(f"{path}: key '{key}' must have shape (N, D); got {arrays[key].shape}.{hint}")
+    if not ends[-1]:
+        raise DatasetError(
+            f"{path}: key 'terminals' must be 1 in the last row, where the last recording ends; got 0. The "
+            f"file is cut off: copy or download it again."
+        )
+    return arrays, storage
+
+
+def regular_dataset(arrays: Arrays, storage: ArrayStorage = MEMORY) -> Arrays:
+    """Reproduce OGBench's regular dataset: rows with a successor, `next_observations`, infos.
+
+    Args:
+        arrays: From `load_ogbench`.
+        room: Where the result goes.
+
+    Returns:
+        (M, ·) float32 arrays; `terminals` is 1 where the next row is the last of its recording.
+    """
+    ends = arrays["terminals"].astype(bool)
+    kept, following = np.flatnonzero(~ends), np.flatnonzero(np.append(False, ~ends[:-1]))
+    return {
+        "observations": storage.taken(arrays["observations"], kept, np.float32),
+        "actions": storage.taken(arrays["actions"], kept, np.float32),
+        "terminals": np.append(ends[1:], True)[kept].astype(np.float32),
+        "next_observations": storage.taken(arrays["observations"], following, np.float32),
+        **{key: storage.taken(arrays[key], kept) for key in _INFOS if key in arrays},
+    }
+
+
+def compact_dataset(arrays: Arrays, storage: ArrayStorage = MEMORY) -> Arrays:
+    """Reproduce OGBench's compact dataset: every row, with `valids` 0 on the last of each recording.
+
+    Args:
+        arrays: From `load_ogbench`.
+        room: Where the result goes.
+
+    Returns:
+        (N, ·) float32 arrays; `terminals` is 1 on the last two rows of every recording.
+    """
+    ends = arrays["terminals"].astype(bool)
+    return {
+        "observations": storage.converted(arrays["observations"], np.float32),
+        "actions": storage.converted(arrays["actions"], np.float32),
+        "terminals": (ends | np.append(ends[1:], True)).astype(np.float32),
+        "valids": 1 - ends.astype(np.float32),
+        **{key: arrays[key] for key in _INFOS if key in arrays},
+    }
+
+
+def read(
+    path: str | Path,
+    *,
+    task: str | None = None,
+    compact: bool = False,
+    cache: str | Path | None = None,
+) -> EpisodeDataset:
+    """Read an OGBench file: `observations`, `actions` and `terminals` in an npz archive.
+
+    Args:
+        path: npz file.
+        task: Name of a single task, e.g. `cube-single-play-singletask-task2-v0`: rewards and `masks` of that
+            task take the place of those of the file; needs the extra `ogbench`. None: rewards and masks of
+            the file, and rewards of 0 where it has none.
+        compact: Keep the last row of every recording as a frame (see the module).
+        cache: Folder for what does not fit into memory; None: that of temporary files.
+
+    Raises:
+        DatasetError: If the file does not hold a usable dataset; names file and key.
+        MissingExtraError: If a task is named and OGBench is not installed.
+    """
+    arrays, storage = _load(path, cache)
+    ends, saved = arrays["terminals"], "next_observations" in arrays
+    _check_lengths(path, ends, compact, saved)
+    convert = _saved_dataset if saved else compact_dataset if compact else regular_dataset
+    rows = convert(arrays, storage)
+    last = ends if compact else rows["terminals"].astype(bool)
+    extras: dict[str, Any] = {key: rows[key] for key in _INFOS if key in rows}
+    judged = _own_rewards(path, arrays, ~ends | compact | saved)
+    unread = {key: "not known here" for key in peek_npz(path) or () if key not in arrays}
+    if compact:
+        extras["valids"] = rows["valids"]
+        _log.warning(
+            "%s: data.compact=true keeps %d rows that are states only; their actions were never executed, "
+            "and cloning would learn them. Leave it out to train.", path, int(ends.sum()),
+        )  # fmt: skip
+    if task is not None:
+        from envs.datasets.formats.ogbench_tasks import rewards_of_task
+
+        unread |= {key: "those of data.task are taken" for key in judged}
+        judged = dict(zip(_JUDGED, rewards_of_task(task, rows, str(path)), strict=True))
+    rewards = judged.pop("rewards", np.zeros(len(last), np.float32))
+    return EpisodeDataset.from_arrays(
+        rows["observations"],
+        rows["actions"],
+        rewards,
+        np.zeros_like(last),
+        last,
+        np.concatenate([[0], np.flatnonzero(last) + 1]),
+        next_observations=rows.get("next_observations"),
+        extras=extras | judged,
+        meta={
+            "source": str(path),
+            "format": "ogbench",
+            "task": task,
+            "compact": compact,
+            "not_read": log_skipped_fields(path, unread),
+        },
+        storage=storage,
+    )
+
+
+def _saved_dataset(arrays: Arrays, storage: ArrayStorage) -> Arrays:
+    """Return all rows of a file with successors, with `terminals` 1 on the last of each recording."""
+    floats = ("observations", "actions", "next_observations")
+    return {
+        **{key: storage.converted(arrays[key], np.float32) for key in floats},
+        "terminals": arrays["terminals"].astype(np.float32),
+        **{key: arrays[key] for key in _INFOS if key in arrays},
+    }
+
+
+def _own_rewards(path: str | Path, arrays: Arrays, kept: np.ndarray) -> Arrays:
+    """Return rewards and masks of the file, where it has them, for the rows that are kept (N,)."""
+    if "masks" in arrays:
+        arrays["masks"] = check_flags(path, "masks", arrays["masks"]).astype(np.float32)
+    return {key: column(arrays[key])[kept] for key in _JUDGED if key in arrays}
+
+
+def _check_lengths(path: str | Path, ends: np.ndarray, compact: bool, saved: bool) -> None:
+    """Refuse recordings without a step: one state and nothing done in it; and to keep such states of none."""
+    if compact and saved:
+        raise DatasetError(
+            f"{path}: data.compact=true keeps rows that are states only, and a file with the key "
+            f"'next_observations' has none. Leave data.compact out."
+        )
+    lengths = np.diff(np.flatnonzero(ends), prepend=-1)
+    if not (compact or saved) and (lengths < 2).any():
+        raise DatasetError(
+            f"{path}: key 'terminals' must leave at least two rows to every recording; recording "
+            f"{int(np.argmax(lengths < 2))} has one. Remove it."
+        )

@@ -1,0 +1,68 @@
+"""Writing a dataset in any of the formats that can be written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.formats.d4rl_writer import write_d4rl
+from envs.datasets.formats.minari_writer import write_minari
+from envs.datasets.formats.robomimic_writer import write_robomimic
+from policies.errors import ConfigError
+
+if TYPE_CHECKING:
+    from envs.spec import EnvConfig
+
+WRITERS: dict[str, Callable[..., None]] = {
+    "robomimic": write_robomimic,
+    "minari": write_minari,
+    "d4rl": write_d4rl,
+}
+FOLDERS = ("minari",)
+"""Formats that are folders; the others are single files."""
+
+
+def format_to_write(path: str | Path, wanted: str | None = None) -> str:
+    """Return the format to write: the one wanted, else by the name.
+
+    A name that ends in -v<number> is one of Minari; any other is a robomimic file.
+
+    Raises:
+        ConfigError: If there is no such format.
+    """
+    if wanted is not None and wanted not in WRITERS:
+        raise ConfigError(f"format must be one of: {', '.join(WRITERS)}; got {wanted}.")
+    return wanted or ("minari" if re.search(r"-v\d+$", Path(path).name) else "robomimic")
+
+
+def write_dataset(
+    path: str | Path,
+    dataset: EpisodeDataset,
+    env: EnvConfig | None = None,
+    *,
+    format: str | None = None,
+    valid_fraction: float = 0.0,
+) -> None:
+    """Write a dataset, all or nothing.
+
+    Args:
+        path: Where to; what is there is replaced when the new one is complete.
+        dataset: Episodes on any device.
+        env: The task they come from.
+        format: See `format_to_write`.
+        valid_fraction: Share of the episodes listed as validation set; robomimic's format only.
+
+    Raises:
+        ConfigError: If there is no such format, or it has no list of episodes for validation, or no images.
+        DatasetError: If the format cannot hold the dataset.
+    """
+    chosen = format_to_write(path, format)
+    if chosen == "robomimic":
+        write_robomimic(path, dataset, env, valid_fraction=valid_fraction)
+        return
+    if valid_fraction:
+        raise ConfigError(f"valid_fraction needs format=robomimic; got format={chosen}, which has no masks.")
+    WRITERS[chosen](path, dataset, env)

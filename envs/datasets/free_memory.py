@@ -1,0 +1,117 @@
+"""Whether what is about to be read fits into memory; asked before it is taken.
+
+A process that takes more than there is does not end with an error: it is killed, or the machine stands still.
+What does not fit is kept in files instead (`envs.datasets.array_storage`), images apart (`envs.datasets.images`).
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from pathlib import Path, PurePath
+from typing import NamedTuple
+
+from policies.errors import DatasetError
+
+SHARE = 0.8
+"""Share of the free memory that one reading may take."""
+WORTH_SAYING = 2**30
+"""Bytes from which on it is said how much a reading takes."""
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_FACTS = Path("/proc/meminfo")
+_GIBI = 2**30
+
+_log = logging.getLogger(__name__)
+
+
+class _Form(NamedTuple):
+    """Where a version of control groups keeps its folders, and what the files in them are called."""
+
+    folder: str
+    limit: str
+    used: str
+    caches: str
+
+
+_V2 = _Form("", "memory.max", "memory.current", "inactive_file")
+_V1 = _Form("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def fits(needed: int) -> bool:
+    """Tell whether so many bytes may be taken; yes where the system does not say how many are free."""
+    free = free_memory()
+    return free is None or needed <= SHARE * free
+
+
+def tell(needed: int, source: str | Path) -> None:
+    """Say how much a reading takes where it is much."""
+    if needed >= WORTH_SAYING:
+        _log.info("%s: reading takes %.2f GiB of memory.", source, needed / _GIBI)
+
+
+def require_memory(needed: int, source: str | Path) -> None:
+    """Refuse what has to be in memory and does not fit there.
+
+    Args:
+        needed: Bytes that it takes.
+        source: Names the file, and where in it, in messages.
+
+    Raises:
+        DatasetError: If it is more than `SHARE` of what is free; names both.
+    """
+    if not fits(needed):
+        raise DatasetError(
+            f"{source}: reading it takes {needed / _GIBI:.2f} GiB of memory; "
+            f"{(free_memory() or 0) / _GIBI:.2f} GiB are free, of which {SHARE:.0%} may be taken. End other "
+            f"programs, or use a machine with more memory."
+        )
+    tell(needed, source)
+
+
+def free_memory() -> int | None:
+    """Return the bytes that this process can still take: of the machine, or of its container if that is less.
+
+    None where the system does not tell.
+    """
+    found = [free for free in (_of_the_machine(), _of_the_container()) if free is not None]
+    return min(found, default=None)
+
+
+def _of_the_machine() -> int | None:
+    """Read what Linux calls available: free, or held by caches that give way."""
+    try:
+        lines = _FACTS.read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return None
+
+
+def _of_the_container() -> int | None:
+    """Return what is left in the control group that has least, of those that this process is in."""
+    found = (_left_in(_GROUPS / form.folder / path, form) for form, path in _own_groups())
+    return min((left for left in found if left is not None), default=None)
+
+
+def _own_groups() -> set[tuple[_Form, PurePath]]:
+    """Return the groups that this process is in, with all that they are part of; "." is the whole."""
+    groups = {(form, PurePath(".")) for form in (_V1, _V2)}
+    with suppress(OSError, ValueError):
+        for line in _OWN_GROUPS.read_text(encoding="utf-8").splitlines():
+            _, kinds, path = line.split(":", 2)  # 0::/a/b, or 4:memory:/a/b
+            form = _V1 if "memory" in kinds.split(",") else None if kinds else _V2
+            if form is not None and ".." not in path:
+                group = PurePath(path.lstrip("/"))
+                groups |= {(form, one) for one in (group, *group.parents)}
+    return groups
+
+
+def _left_in(folder: Path, form: _Form) -> int | None:
+    """Read limit and use of a group; its file caches give way, too. None without a limit."""
+    try:
+        limit, used = (int((folder / name).read_text()) for name in (form.limit, form.used))
+        facts = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        caches = next(int(value) for name, value in facts if name == form.caches)
+    except (OSError, ValueError, StopIteration):
+        return None
+    return limit - used + caches

@@ -1,0 +1,1 @@
+"""Engines that step many environments at once, and rendering."""

@@ -1,0 +1,247 @@
+"""A small process that starts worker processes: it has imported the heavy packages, and forks.
+
+Starting an interpreter and importing torch takes seconds; forking a process that has done so takes
+milliseconds. The nursery is started once per program, when the first worker is wanted, and never runs
+threads, so that forking it is safe. Unlike `multiprocessing`, it does not import the program's main
+script, so no `if __name__ == "__main__"` is needed; in exchange, whatever is sent to a worker must come
+from an importable module.
+
+Nothing here outlives the program: the nursery and every worker end when their socket hangs up, and on
+Linux the kernel ends them as well, should they be too busy to notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from multiprocessing.connection import Connection
+
+from policies.errors import ConfigError, WorkerError
+
+ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "VECLIB_MAXIMUM")}
+_PRELOAD = (
+    ("envs.rollouts.rollout", "envs.rollouts.player", "mujoco", "gymnasium")
+    if sys.platform == "linux"
+    else ()
+)
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from envs.engine.fork_server import tend; tend(*map(int, sys.argv[2:]))"
+)
+_GRACE_S = 5.0  # time a process gets to end by itself before it is killed
+_WORD = 8  # bytes of each of the two numbers that requests and answers consist of
+_PR_SET_PDEATHSIG = 1
+_lock = threading.RLock()
+_current: ForkServer | None = None
+
+
+class Child:
+    """A worker process and the connection to it."""
+
+    def __init__(self, fork_server: ForkServer, pid: int, link: Connection) -> None:
+        self._fork_server = fork_server
+        self.pid = pid
+        self.link = link
+        self._code: int | None = None
+
+    def end(self, *, grace_s: float = _GRACE_S) -> int:
+        """Wait for the process to hang up, kill it if it does not; returns its exit code (-signal)."""
+        if self._code is None:
+            if not _hangs_up(self.link, grace_s):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+            self.link.close()
+            self._code = self._fork_server.reap(self.pid)
+        return self._code
+
+
+class ForkServer:
+    """The program's side of the process that forks workers."""
+
+    def __init__(self) -> None:
+        if os.name != "posix":
+            raise ConfigError("worker processes need Linux or macOS; use num_workers=0 on this system.")
+        self.owner = os.getpid()
+        self._asked = 0  # number of the last request
+        self._asking = False
+        self._left: list[int] = []  # ended workers whose exit code nobody waits for
+        self._control, theirs = socket.socketpair()
+        # The kernel's signal follows the *thread* that starts a process; only the main thread may ask for it.
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        arguments = (theirs.fileno(), os.getpid(), int(in_main_thread))
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, json.dumps(sys.path), *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, **ONE_THREAD},
+                process_group=0,  # out of reach of a Ctrl-C in the terminal, from the first moment on
+            )
+        self._finalizer = weakref.finalize(self, _close, self._control, self._process)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it lives and belongs to this process (a fork of the program needs its own)."""
+        return self.owner == os.getpid() and self._process.poll() is None
+
+    def fork(self) -> Child:
+        """Start a worker that runs `envs.engine.workers.serve` on its end of a new socket pair.
+
+        Raises:
+            WorkerError: If the nursery does not live.
+        """
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            pid = self._ask(0, [theirs.fileno()])
+            if pid <= 1:  # a signal to it would reach this program, or everything
+                raise WorkerError(f"the process that starts workers must name a process; got {pid}.")
+            return Child(self, pid, Connection(ours.detach()))
+
+    def reap(self, pid: int) -> int:
+        """Wait for a worker that has ended or is about to; returns its exit code, negative for a signal."""
+        with _lock:
+            if self._asking:  # a finalizer runs in the middle of a request of the same thread
+                self._left.append(pid)
+                return -signal.SIGKILL
+            with contextlib.suppress(WorkerError):
+                while self._left:
+                    self._ask(self._left.pop(), [])
+                return self._ask(pid, [])
+        return -signal.SIGKILL  # the nursery was killed, and the workers with it
+
+    def _ask(self, number: int, descriptors: list[int]) -> int:
+        """Send a request and wait for its answer; that of one that was interrupted is dropped."""
+        with _lock:
+            self._asked += 1
+            self._asking = True
+            try:
+                socket.send_fds(self._control, [_packed(self._asked, number)], descriptors)
+                while (answer := _unpacked(self._control.recv(2 * _WORD))) is not None:
+                    if answer[0] == self._asked:
+                        return answer[1]
+            except OSError:
+                pass
+            finally:
+                self._asking = False
+        raise WorkerError("the process that starts workers has died. Out of memory? Try fewer workers.")
+
+
+def fork_worker() -> Child:
+    """Start a worker process, and before it the nursery if there is none."""
+    global _current
+    with _lock:
+        if _current is None or not _current.is_usable:
+            _current = ForkServer()
+        return _current.fork()
+
+
+def tend(descriptor: int, parent: int, die_with_parent: int) -> None:
+    """Run the nursery: fork a worker or report an exit code per request, until the program hangs up."""
+    for stop in (signal.SIGINT, signal.SIGTERM):  # the program decides when its workers end
+        signal.signal(stop, signal.SIG_IGN)
+    if die_with_parent:
+        _die_with(parent)
+    for module in _PRELOAD:
+        importlib.import_module(module)
+    with socket.socket(fileno=descriptor) as control:
+        while True:
+            message, descriptors, _, _ = socket.recv_fds(control, 2 * _WORD, 1)
+            request = _unpacked(message)
+            if request is None:
+                break
+            which, number = request
+            answer = _fork(control, descriptors[0]) if descriptors else _exit_code(number)
+            control.sendall(_packed(which, answer))
+    os._exit(0)
+
+
+def exit_on_hangup(descriptor: int) -> None:
+    """Watch a socket from a thread and end this process as soon as the other side is gone."""
+    threading.Thread(target=_watch, args=(descriptor,), daemon=True).start()
+
+
+def _fork(control: socket.socket, descriptor: int) -> int:
+    """Fork; the child serves and never returns, the parent gets its pid."""
+    fork_server = os.getpid()
+    pid = os.fork()
+    if pid:
+        os.close(descriptor)
+        return pid
+    try:
+        _die_with(fork_server)
+        control.close()
+        from envs.engine.workers import serve
+
+        serve(descriptor)
+    finally:
+        os._exit(1)
+
+
+def _exit_code(pid: int) -> int:
+    """Wait for a worker; one that was asked for before, by a request that was interrupted, is gone."""
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:
+        return -signal.SIGKILL
+
+
+def _packed(which: int, number: int) -> bytes:
+    """Return a request or an answer: the number of the request, and what it asks or is told."""
+    return b"".join(value.to_bytes(_WORD, "little", signed=True) for value in (which, number))
+
+
+def _unpacked(message: bytes) -> tuple[int, int] | None:
+    """Read what `_packed` made; None where the other side hung up."""
+    if len(message) != 2 * _WORD:
+        return None
+    which, number = message[:_WORD], message[_WORD:]
+    return int.from_bytes(which, "little", signed=True), int.from_bytes(number, "little", signed=True)
+
+
+def _die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(1)
+
+
+def _watch(descriptor: int) -> None:
+    poll = select.poll()
+    poll.register(descriptor, 0)  # hang-ups are always reported
+    while not any(event & (select.POLLHUP | select.POLLERR) for _, event in poll.poll()):
+        pass
+    os._exit(1)
+
+
+def _hangs_up(link: Connection, timeout_s: float) -> bool:
+    """Whether the other side hangs up in time; late answers are dropped."""
+    with contextlib.suppress(OSError):
+        while link.poll(timeout_s):
+            try:
+                link.recv_bytes()
+            except EOFError:
+                return True
+        return False
+    return True
+
+
+def _close(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """Hang up and wait."""
+    control.close()
+    if process.returncode is None:
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

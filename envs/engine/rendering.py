@@ -1,0 +1,213 @@
+"""Off-screen pictures of MuJoCo scenes; the GL stack is loaded when the first frame is asked for."""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from policies.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    import mujoco
+
+    from envs.engine.vector import ChunkVector
+
+
+class OffscreenRenderer:
+    """Renders one model without a window; use as a context manager.
+
+    Headless machines need no setting: see `gl_backends`.
+
+    Args:
+        model: The compiled model.
+        width: Pixels.
+        height: Pixels.
+        camera: Name of a camera of the model; None is MuJoCo's free camera.
+        shadows: Whether lights cast shadows, which takes a software rasteriser most of its time.
+
+    Raises:
+        MissingExtraError: If no GL context can be made.
+    """
+
+    def __init__(
+        self,
+        model: mujoco.MjModel,
+        *,
+        width: int = 320,
+        height: int = 240,
+        camera: str | None = None,
+        shadows: bool = True,
+    ) -> None:
+        import mujoco
+
+        self._model = model
+        self._rect = mujoco.MjrRect(0, 0, width, height)
+        self._gl = _gl_context(width, height)
+        self._gl.make_current()
+        self._scene = mujoco.MjvScene(model, maxgeom=10_000)
+        self._scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = shadows
+        self._option = mujoco.MjvOption()
+        self._camera = _view(model, camera)
+        with _buffers_for(model, width, height, shadows):
+            self._context = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_150.value)
+        mujoco.mjr_setBuffer(mujoco.mjtFramebuffer.mjFB_OFFSCREEN.value, self._context)
+
+    def look_through(self, camera: str | None) -> None:
+        """Choose the camera of the frames that follow; see the class."""
+        self._camera = _view(self._model, camera)
+
+    def frame(self, data: mujoco.MjData) -> np.ndarray:
+        """Return the picture of a state: (height, width, 3) uint8."""
+        import mujoco
+
+        self._gl.make_current()
+        everything = mujoco.mjtCatBit.mjCAT_ALL.value
+        mujoco.mjv_updateScene(self._model, data, self._option, None, self._camera, everything, self._scene)
+        mujoco.mjr_render(self._rect, self._scene, self._context)
+        pixels = np.empty((self._rect.height, self._rect.width, 3), np.uint8)
+        mujoco.mjr_readPixels(pixels, None, self._rect, self._context)
+        return np.flipud(pixels).copy()
+
+    def close(self) -> None:
+        """Release the GL context."""
+        self._gl.make_current()
+        self._context.free()
+        self._gl.free()
+
+    def __enter__(self) -> OffscreenRenderer:
+        """Return the renderer."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Release the GL context."""
+        self.close()
+
+
+@contextmanager
+def _buffers_for(model: mujoco.MjModel, width: int, height: int, shadows: bool) -> Iterator[None]:
+    """Ask for buffers of the size of the pictures, instead of the model's, which may be many times larger.
+
+    No pixel depends on it.
+    """
+    size, quality = model.vis.global_, model.vis.quality
+    before = size.offwidth, size.offheight, quality.shadowsize
+    size.offwidth, size.offheight = width, height
+    quality.shadowsize = quality.shadowsize if shadows else 0
+    try:
+        yield
+    finally:
+        size.offwidth, size.offheight, quality.shadowsize = before
+
+
+def gl_backends() -> tuple[str, ...]:
+    """Name the kinds of GL context to try here, in order.
+
+    `MUJOCO_GL` decides if it is set. Otherwise EGL (a GPU, or Mesa's software rasteriser) comes first; where
+    its library is missing and OSMesa's is there, a screen, then OSMesa. This is decided before anything is
+    loaded, because PyOpenGL serves one of the two per process.
+    """
+    chosen = os.environ.get("MUJOCO_GL", "").lower().strip()
+    if sys.platform != "linux":
+        return ("cgl",) if sys.platform == "darwin" else ("glfw",)
+    if chosen in ("egl", "osmesa", "glfw"):
+        return (chosen,)
+    is_software_only = not has_library("EGL") and has_library("OSMesa")
+    return ("glfw", "osmesa") if is_software_only else ("egl", "glfw")
+
+
+@cache
+def has_library(name: str) -> bool:
+    """Tell whether a shared library is installed, by its name without `lib`."""
+    return ctypes.util.find_library(name) is not None
+
+
+def require_gl() -> None:
+    """Refuse to go on where nothing can be drawn.
+
+    Raises:
+        MissingExtraError: If no GL context can be made.
+    """
+    _gl_context(8, 8).free()
+
+
+def replay_frames(
+    vector: ChunkVector,
+    seed: int,
+    actions: np.ndarray,
+    *,
+    every: int = 10,
+    width: int = 320,
+    height: int = 240,
+    camera: str | None = None,
+) -> np.ndarray:
+    """Replay an episode in the exact engine and photograph it.
+
+    Args:
+        vector: One environment whose stepper has a `model` and `datas` (MuJoCo).
+        seed: Seed of the episode.
+        actions: (L, Da) its actions, e.g. `EpisodeRow.actions`.
+        every: Control steps between frames; the reset and the last step are always shown.
+        width: Pixels.
+        height: Pixels.
+        camera: Name of a camera of the model; None is the free camera.
+
+    Returns:
+        (F, height, width, 3) uint8.
+
+    Raises:
+        MissingExtraError: If no GL context can be made.
+    """
+    simulator: Any = vector.stepper
+    vector.reset([seed])
+    with OffscreenRenderer(simulator.model, width=width, height=height, camera=camera) as renderer:
+        frames = [renderer.frame(simulator.datas[0])]
+        for i, action in enumerate(actions, start=1):
+            done = bool(vector.step_chunk(action[None, None]).done[0])
+            if i % every == 0 or i == len(actions) or done:
+                frames.append(renderer.frame(simulator.datas[0]))
+            if done:
+                break
+    return np.stack(frames)
+
+
+def film_strip(frames: np.ndarray, *, columns: int = 8) -> np.ndarray:
+    """Lay evenly chosen frames (F, H, W, 3) side by side: (H, columns W, 3)."""
+    chosen = np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int)
+    return np.concatenate(list(frames[chosen]), axis=1)
+
+
+def _view(model: mujoco.MjModel, camera: str | None) -> mujoco.MjvCamera:
+    """Return a camera of the model, or its free camera."""
+    import mujoco
+
+    view = mujoco.MjvCamera()
+    if camera is None:
+        mujoco.mjv_defaultFreeCamera(model, view)
+    else:
+        view.type, view.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, model.camera(camera).id
+    return view
+
+
+def _gl_context(width: int, height: int) -> Any:
+    """Make the first GL context that works here."""
+    reasons = []
+    for backend in gl_backends():
+        if backend == "glfw" and sys.platform == "linux" and not os.environ.get("DISPLAY"):
+            reasons.append("glfw: no display")
+            continue
+        try:
+            return importlib.import_module(f"mujoco.{backend}").GLContext(width, height)
+        except Exception as error:  # each GL binding fails in its own way
+            reasons.append(f"{backend}: {type(error).__name__} {error}")
+    raise MissingExtraError(
+        f"rendering needs a GL stack; none works here ({'; '.join(reasons)}). On Debian install libegl1 and "
+        "libgl1-mesa-dri (EGL, no display needed), or libosmesa6 (OSMesa, in software)."
+    )

@@ -1,0 +1,240 @@
+"""Vectors of environments that execute action chunks, and the bookkeeping all of them share.
+
+A `Stepper` knows one simulator and advances some of its N environments by one control step. `ChunkVector`
+adds what does not depend on the simulator: observation history, chunks that stop where their episode
+ends, time limits, seeds, and saving. Nothing resets by itself: an episode that ended hands out its true
+last observation, and the caller starts the next one with a seed of its choice.
+
+Legend: N environments, M of them addressed, To observation history, Ta executed steps, Do and Da widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from envs.spec import Array, ChunkStep, ChunkStepper, EnvSpec, GoalStepper, Stepper, StepResult
+from policies.errors import CapabilityError, CheckpointError, ConfigError, TrainingError
+
+if TYPE_CHECKING:
+    from envs.engine.pixels import Film
+
+
+class ChunkVector:
+    """Executes chunks on a stepper and keeps what every vector of environments must keep.
+
+    Args:
+        spec: The task; its action box clips, its `max_episode_steps` truncates, and with its
+            `terminate_on_success` a success terminates.
+        stepper: The simulator.
+        obs_steps: Length To of the observation history; a reset repeats the first observation.
+        paper_compat: Reproduce published chunk wrappers: a limit that the simulator reports counts as
+            terminated *and* truncated, and a finished environment may be stepped on without a reset.
+        film: What the cameras see, with a history as long; None: there are no cameras.
+    """
+
+    def __init__(
+        self,
+        spec: EnvSpec,
+        stepper: Stepper,
+        *,
+        obs_steps: int = 1,
+        paper_compat: bool = False,
+        image_history: Film | None = None,
+    ) -> None:
+        if obs_steps < 1:
+            raise ConfigError(f"obs_steps must be at least 1; got {obs_steps}.")
+        self.spec = spec
+        self.stepper = stepper
+        self.num_envs = stepper.num_envs
+        self.obs_steps = obs_steps
+        self.paper_compat = paper_compat
+        self._image_history = image_history
+        self._low = np.asarray(spec.action_low, np.float32)  # as a gymnasium box holds them
+        self._high = np.asarray(spec.action_high, np.float32)
+        self._history = np.zeros((self.num_envs, obs_steps, spec.obs_dim))
+        self._elapsed = np.zeros(self.num_envs, np.int64)
+        self._finished = np.ones(self.num_envs, bool)
+
+    @property
+    def can_save(self) -> bool:
+        """Whether `state_dict` continues bit-exactly."""
+        return self.stepper.can_save
+
+    def reset(self, seeds: Sequence[int], rows: Sequence[int] | Array | None = None) -> Array:
+        """Start one episode per seed in `rows` (indices or an (N,) mask; default: all).
+
+        Returns:
+            (n, To, Do) the first observation of each episode, repeated To times.
+
+        Raises:
+            ConfigError: If the number of seeds is not the number of rows.
+        """
+        index = np.arange(self.num_envs) if rows is None else np.asarray(rows)
+        index = np.flatnonzero(index) if index.dtype == bool else index.astype(np.int64)
+        if len(seeds) != len(index):
+            raise ConfigError(f"reset needs one seed per row; got {len(seeds)} seeds for {len(index)} rows.")
+        for row, seed in zip(index.tolist(), seeds, strict=True):
+            self._history[row] = self.stepper.reset(row, int(seed))
+            if self._image_history is not None:
+                self._image_history.begin(row)
+        self._elapsed[index] = 0
+        self._finished[index] = False
+        return self._history[index]
+
+    def step_chunk(self, actions: Array, active: Array | None = None) -> ChunkStep:
+        """Execute chunks (N, Ta, Da), clipped to the action box, where `active` (N,) is true.
+
+        Every environment stops at the end of its episode; the rest of its chunk is dropped.
+
+        Raises:
+            ConfigError: If the shape is wrong or a finished environment was not reset.
+            TrainingError: If an action is not finite.
+        """
+        running = np.ones(self.num_envs, bool) if active is None else np.array(active, bool)
+        actions = self._checked(actions, running)
+        if isinstance(self.stepper, ChunkStepper) and not self.paper_compat and self._image_history is None:
+            return self._step_through(self.stepper, actions, running)
+        n, num_steps = actions.shape[:2]
+        rewards = np.zeros((n, num_steps))
+        path = np.zeros((n, num_steps, self.spec.obs_dim))
+        length = np.zeros(n, np.int64)
+        terminated, truncated, success = np.zeros((3, n), bool)
+        for j in range(num_steps):
+            rows = np.flatnonzero(running)
+            if rows.size == 0:
+                break
+            step = self.stepper.step(rows, actions[rows, j])
+            self._remember(rows, step.obs)
+            path[rows, j] = step.obs
+            rewards[rows, j] = step.reward
+            length[rows] += 1
+            ended = self._terminated(step)
+            terminated[rows] = ended | step.truncated if self.paper_compat else ended
+            truncated[rows] = step.truncated | (self._elapsed[rows] >= self.spec.max_episode_steps)
+            success[rows] |= step.success
+            running &= ~(terminated | truncated)
+        self._finished |= terminated | truncated
+        obs = self._history.copy()
+        return ChunkStep(obs, rewards, length, terminated, truncated, success, path, self.stepper.metrics())
+
+    def images(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
+        """Return what the cameras of some rows saw, drawn now: (n, To, H, W, 3) uint8 by name.
+
+        The pictures belong to the same moments as the observation history. Without cameras there are none.
+
+        Args:
+            rows: Indices; None: all.
+
+        Raises:
+            MissingExtraError: If no GL context can be made.
+        """
+        index = range(self.num_envs) if rows is None else np.asarray(rows).tolist()
+        return {} if self._image_history is None else self._image_history.images(index)
+
+    def goals(self, rows: Sequence[int] | Array | None = None) -> dict[str, Array]:
+        """Return `goal` (n, Dg) float64 of some rows; nothing where the task's description has no goals.
+
+        Args:
+            rows: Indices; None: all.
+        """
+        if not self.spec.goal_dim or not isinstance(self.stepper, GoalStepper):
+            return {}
+        goals = self.stepper.goals()
+        return {"goal": goals.copy() if rows is None else goals[np.asarray(rows, np.int64)]}
+
+    def _step_through(self, stepper: ChunkStepper, actions: Array, running: Array) -> ChunkStep:
+        """Execute whole chunks at once and keep what lies before the end of each episode."""
+        n, num_steps = actions.shape[:2]
+        rows = np.flatnonzero(running)
+        step, count = stepper.step_through(rows, actions[rows]), np.arange(1, num_steps + 1)
+        limited = step.truncated | (self._elapsed[rows, None] + count >= self.spec.max_episode_steps)
+        over = self._terminated(step)  # (M, Ta)
+        ended = over | limited
+        executed = np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, num_steps)
+        kept, last = count <= executed[:, None], (np.arange(len(rows)), executed - 1)
+        rewards, path = np.zeros((n, num_steps)), np.zeros((n, num_steps, self.spec.obs_dim))
+        length, flags = np.zeros(n, np.int64), np.zeros((3, n), bool)
+        rewards[rows], length[rows] = np.where(kept, step.reward, 0.0), executed
+        path[rows] = np.where(kept[:, :, None], step.obs, 0.0)
+        flags[:, rows] = over[last], limited[last], (step.success & kept).any(axis=1)
+        terminated, truncated, success = flags
+        seen = np.concatenate([self._history[rows], step.obs], axis=1)  # (M, To + Ta, Do)
+        window = executed[:, None] + np.arange(self.obs_steps)
+        self._history[rows] = seen[np.arange(len(rows))[:, None], window]
+        self._elapsed[rows] += executed
+        self._finished |= terminated | truncated
+        obs = self._history.copy()
+        return ChunkStep(obs, rewards, length, terminated, truncated, success, path, self.stepper.metrics())
+
+    def _terminated(self, step: StepResult) -> Array:
+        """Tell which steps end their task, by the simulator or by `terminate_on_success`."""
+        return step.terminated | step.success if self.spec.terminate_on_success else step.terminated
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything the next steps depend on.
+
+        Raises:
+            CapabilityError: If the simulator cannot save its state.
+        """
+        if not self.can_save:
+            raise CapabilityError(f"environment '{self.spec.name}' cannot save its state.")
+        return {
+            "simulator": self.stepper.get_state(),
+            "history": self._history.copy(),
+            "elapsed": self._elapsed.copy(),
+            "finished": self._finished.copy(),
+            **({} if self._image_history is None else {"film": self._image_history.get_state()}),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            CheckpointError: If the state has other shapes.
+        """
+        history = np.asarray(state["history"])
+        if history.shape != self._history.shape:
+            raise CheckpointError(
+                f"saved environments have observations {history.shape} (N, To, Do); "
+                f"'{self.spec.name}' now has {self._history.shape}. Use the saved num_envs and obs_steps."
+            )
+        self._history = history.copy()
+        self._elapsed = np.array(state["elapsed"], np.int64)
+        self._finished = np.array(state["finished"], bool)
+        self.stepper.set_state(state["simulator"])
+        if self._image_history is not None:
+            self._image_history.set_state(state["film"])
+
+    def close(self) -> None:
+        """Release the simulators."""
+        if self._image_history is not None:
+            self._image_history.close()
+        self.stepper.close()
+
+    def _checked(self, actions: Array, active: Array) -> Array:
+        """Return actions clipped to the box, in their own floating-point type."""
+        actions = np.asarray(actions)
+        if actions.ndim != 3 or actions.shape[::2] != (self.num_envs, self.spec.action_dim):
+            raise ConfigError(
+                f"actions of '{self.spec.name}' must be ({self.num_envs}, Ta, {self.spec.action_dim}) "
+                f"= (num_envs, executed steps, action_dim); got {actions.shape}."
+            )
+        if not np.isfinite(actions).all() and not np.isfinite(actions[active]).all():
+            bad = np.flatnonzero(active & ~np.isfinite(actions).all(axis=(1, 2)))
+            raise TrainingError(f"actions of '{self.spec.name}' must be finite; rows {bad.tolist()} are not.")
+        if not self.paper_compat and (self._finished & active).any():
+            rows = np.flatnonzero(self._finished & active).tolist()
+            raise ConfigError(f"environments {rows} of '{self.spec.name}' are finished; reset them first.")
+        return np.clip(actions, self._low, self._high)
+
+    def _remember(self, rows: Array, obs: Array) -> None:
+        """Push observations (M, Do) into the history of rows (M,)."""
+        if self.obs_steps > 1:
+            self._history[rows, :-1] = self._history[rows, 1:]
+        self._history[rows, -1] = obs
+        self._elapsed[rows] += 1
+        if self._image_history is not None:
+            self._image_history.add(rows.tolist())

@@ -1,0 +1,313 @@
+"""Objects that live in worker processes and answer method calls.
+
+Every process has one thread for linear algebra, ignores Ctrl-C, which is the program's to handle, and
+never outlives the program (see `envs.engine.fork_server`). Messages are pickles between a program and its own
+children; large arrays travel outside of the pickle stream, so that they are copied once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import signal
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from envs.engine.fork_server import ONE_THREAD, Child, exit_on_hangup, fork_worker
+from policies.errors import BurnishError, ConfigError, WorkerError
+from policies.threads import torch_threads
+
+Factory = Callable[..., Any]
+OnMessage = Callable[[Any], None]
+
+
+class Workers(Protocol):
+    """Objects of one kind, here or in processes."""
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        ...
+
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, on_message: OnMessage | None = None
+    ) -> list[Any]:
+        """Call a method of every object with its own arguments; returns the results in order.
+
+        Args:
+            method: Name of the method.
+            arguments: One tuple per object.
+            on_message: Receives what the objects pass to their `notify` while they work.
+        """
+        ...
+
+    def close(self) -> None:
+        """End all objects; safe to call twice."""
+        ...
+
+
+def start_workers(factory: Factory, arguments: Sequence[tuple[Any, ...]], *, processes: bool) -> Workers:
+    """Build one object per tuple of arguments, each in its own process or all in this one.
+
+    Args:
+        factory: Builds an object; with `processes` it must be importable by name.
+        arguments: One tuple per object.
+        processes: Whether to start processes.
+
+    Raises:
+        WorkerError: If an object cannot be built in its process.
+    """
+    return ProcessWorkers(factory, arguments) if processes else LocalWorkers(factory, arguments)
+
+
+class LocalWorkers:
+    """The same interface without processes; calls run here, on one thread as in a worker."""
+
+    def __init__(self, factory: Factory, arguments: Sequence[tuple[Any, ...]]) -> None:
+        with torch_threads(1):
+            self._objects = [factory(*args) for args in arguments]
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._objects)
+
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, on_message: OnMessage | None = None
+    ) -> list[Any]:
+        """Call a method of every object, one after the other."""
+        results = []
+        with torch_threads(1):
+            for worker, args in zip(self._objects, arguments, strict=True):
+                worker.notify = on_message or _ignore
+                results.append(getattr(worker, method)(*args))
+        return results
+
+    def close(self) -> None:
+        """Close every object."""
+        for worker in self._objects:
+            worker.close()
+        self._objects = []
+
+
+class ProcessWorkers:
+    """One process per object.
+
+    Raises:
+        BurnishError: What a worker raised on purpose, as it is.
+        WorkerError: If an object cannot be built; the message carries the worker's traceback.
+    """
+
+    def __init__(self, factory: Factory, arguments: Sequence[tuple[Any, ...]]) -> None:
+        self._children: list[Child] = []
+        self._finalizer = weakref.finalize(self, _end, self._children)
+        for _ in arguments:
+            self._children.append(fork_worker())
+        place = {"path": sys.path, "directory": os.getcwd(), "environment": dict(os.environ)}
+        self._exchange([place] * len(arguments), None)
+        self._exchange([(factory, args) for args in arguments], None)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._children)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids."""
+        return [child.pid for child in self._children]
+
+    def call(
+        self, method: str, arguments: Sequence[tuple[Any, ...]], *, on_message: OnMessage | None = None
+    ) -> list[Any]:
+        """Call a method of every object at the same time.
+
+        Raises:
+            BurnishError: What a worker raised on purpose, as it is.
+            WorkerError: If a call raises anything else or a process dies.
+
+        After either the other processes are ended, too, because what they hold no longer belongs together.
+        """
+        if not self._children:
+            raise WorkerError("these worker processes are closed. Start them again.")
+        if len(arguments) != len(self._children):
+            raise ConfigError(f"{len(self._children)} workers need as many arguments; got {len(arguments)}.")
+        return self._exchange([(method, args) for args in arguments], on_message)
+
+    def close(self) -> None:
+        """End all processes; safe to call twice."""
+        self._finalizer()
+        self._children = []
+
+    def _exchange(self, messages: Sequence[Any], on_message: OnMessage | None) -> list[Any]:
+        """Send one message to each worker and collect the answers; a failure ends all of them."""
+        try:
+            for index, message in enumerate(messages):
+                self._send(index, message)
+            return self._collect(on_message)
+        except BaseException:
+            self._hang_up()
+            raise
+
+    def _hang_up(self) -> None:
+        """End all processes at once, whatever they are doing."""
+        for child in self._children:
+            child.end(grace_s=0.0)
+        self.close()
+
+    def _send(self, index: int, message: Any) -> None:
+        try:
+            send(self._children[index].link, message)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise WorkerError(
+                f"what is sent to worker {index} cannot be pickled ({error}). Put it at the top level of "
+                "a module that can be imported, or use num_workers=0."
+            ) from error
+        except OSError:
+            raise self._died(index) from None
+
+    def _collect(self, on_message: OnMessage | None) -> list[Any]:
+        results: list[Any] = [None] * len(self._children)
+        waiting: dict[Any, int] = {child.link: index for index, child in enumerate(self._children)}
+        while waiting:
+            for link in wait(list(waiting)):
+                index = waiting[link]
+                try:
+                    kind, value = receive(self._children[index].link)
+                except (EOFError, OSError):
+                    raise self._died(index) from None
+                if kind == "message":
+                    (on_message or _ignore)(value)
+                    continue
+                if kind == "refusal":
+                    raise value
+                if kind == "error":
+                    raise WorkerError(f"worker {index} of {len(self)} failed:\n{value}")
+                results[index] = value
+                del waiting[link]
+        return results
+
+    def _died(self, index: int) -> WorkerError:
+        """Describe a worker that hung up without an answer."""
+        code = self._children[index].end()
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        return WorkerError(
+            f"worker {index} of {len(self)} {how} without an answer. Out of memory? Try fewer workers."
+        )
+
+
+class _Pickler(pickle.Pickler):
+    """Sends tensors as arrays, whose memory travels outside of the pickle stream.
+
+    Raises:
+        pickle.PicklingError: If something is defined in the main script or a notebook, which workers cannot
+            import.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (type, FunctionType)) and obj.__module__ == "__main__":
+            raise pickle.PicklingError(f"{obj.__qualname__} is defined in the main script or in a notebook")
+        plain = type(obj) in (Tensor, Parameter) and obj.device.type == "cpu" and obj.is_leaf
+        if not plain or obj.dtype not in _NUMPY_TYPES or obj.layout is not torch.strided:
+            return NotImplemented
+        return _tensor, (type(obj), obj.detach().numpy(), obj.requires_grad)
+
+
+_NUMPY_TYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+def _tensor(kind: type, values: Any, requires_grad: bool) -> Tensor:
+    """Return a tensor or parameter over the memory of an array."""
+    tensor = torch.from_numpy(values)
+    return Parameter(tensor, requires_grad) if kind is Parameter else tensor.requires_grad_(requires_grad)
+
+
+def send(link: Connection, message: Any) -> None:
+    """Send a picklable object; the memory of arrays and tensors follows, each as one message."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = io.BytesIO()
+    head.write(bytes(8))
+    _Pickler(head, protocol=5, buffer_callback=buffers.append).dump(message)
+    head.getbuffer()[:8] = len(buffers).to_bytes(8, "little")
+    link.send_bytes(head.getbuffer())
+    for buffer in buffers:
+        with buffer.raw() as view:
+            link.send_bytes(view)
+
+
+def receive(link: Connection) -> Any:
+    """Receive what `send` sent; arrays are writable.
+
+    Raises:
+        EOFError: If the other side hung up.
+    """
+    message = memoryview(link.recv_bytes())
+    count = int.from_bytes(message[:8], "little")
+    buffers = [bytearray(link.recv_bytes()) for _ in range(count)]
+    return pickle.loads(message[8:], buffers=buffers)
+
+
+def serve(descriptor: int) -> None:
+    """Run a worker on a socket until the program hangs up; the process ends with it."""
+    for stop in (signal.SIGINT, signal.SIGTERM):  # the program decides when its workers end
+        signal.signal(stop, signal.SIG_IGN)
+    exit_on_hangup(descriptor)
+    link = Connection(descriptor)
+    with contextlib.suppress(EOFError, OSError):
+        _settle(receive(link))
+        send(link, ("ok", None))
+        with torch_threads(1):
+            _answer(link)
+    os._exit(0)
+
+
+def _settle(place: dict[str, Any]) -> None:
+    """Take over where the program looks for modules and files, and its environment variables."""
+    sys.path[:] = place["path"]
+    os.chdir(place["directory"])
+    os.environ.clear()
+    os.environ.update(place["environment"] | ONE_THREAD)
+
+
+def _answer(link: Connection) -> None:
+    """Build the object, then answer calls until told to stop."""
+    worker: Any = None
+    while True:
+        try:
+            head, args = receive(link)
+            if head is None:
+                worker.close()
+                return
+            if worker is None:
+                worker, answer = head(*args), None
+                worker.notify = lambda value: send(link, ("message", value))
+            else:
+                answer = getattr(worker, head)(*args)
+            send(link, ("ok", answer))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise
+        except BurnishError as error:
+            send(link, ("refusal", error))
+        except Exception:
+            send(link, ("error", traceback.format_exc()))
+
+
+def _end(children: list[Child]) -> None:
+    """Ask processes to close, then make sure."""
+    for child in children:
+        with contextlib.suppress(OSError):
+            send(child.link, (None, ()))
+    for child in children:
+        child.end()
+
+
+def _ignore(_: Any) -> None:
+    """Drop a message."""

@@ -1,0 +1,1 @@
+"""The evaluation protocol, paired comparison, confidence intervals."""

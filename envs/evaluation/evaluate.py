@@ -1,0 +1,277 @@
+"""Evaluate policies by a written protocol: seeded episodes, rows that are kept, intervals, paired comparison.
+
+Episode i starts from seed `first_seed + i` and draws its sampling noise from a generator of its own; its
+row is the same, bit for bit on a CPU, for any number of environments and workers (see `envs.rollouts.player`).
+
+Legend: E episodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from envs.engine.workers import start_workers
+from envs.evaluation.intervals import (
+    RISK_SHARE,
+    bootstrap_mean,
+    conditional_value_at_risk,
+    value_at_risk,
+    wilson,
+)
+from envs.evaluation.protocol import EvaluationSettings, as_evaluated, described, prepare_eval
+from envs.rollouts.episodes import EpisodeRow
+from envs.rollouts.player import NETWORK_CALLS, EpisodeRunner, EvaluatedPolicy, Evaluator
+from envs.spec import Array, EnvConfig, judged_by
+from policies.errors import CheckpointError, ConfigError
+from policies.execution.replanning import WarmStart
+from policies.policy import Policy
+from policies.wrappers.best_of_n import BestOfN
+from policies.wrappers.sketch_guidance import Steering
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Per-episode rows and the protocol that they were made by.
+
+    Attributes:
+        rows: One per episode, in order.
+        protocol: Everything the numbers depend on but the policy; JSON values.
+    """
+
+    rows: tuple[EpisodeRow, ...]
+    protocol: dict[str, Any]
+
+    @property
+    def protocol_hash(self) -> str:
+        """SHA-256 of the canonical JSON of the protocol."""
+        text = json.dumps(self.protocol, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def quantity(self) -> str:
+        """What the task is judged by: `success` or `return`."""
+        return judged_by(self.protocol["env"]["success_rule"])
+
+    def values(self, quantity: str) -> Array:
+        """Return one number per episode (E,): `success`, `return`, `length`, or a metric of the task."""
+        if quantity == "return":
+            return np.array([row.return_ for row in self.rows])
+        if quantity in ("success", "length"):
+            return np.array([float(getattr(row, quantity)) for row in self.rows])
+        if self.rows and quantity in self.rows[0].metrics:
+            return np.array([row.metrics[quantity] for row in self.rows])
+        known = ["success", "return", "length", *(self.rows[0].metrics if self.rows else ())]
+        raise ConfigError(f"episodes have no quantity '{quantity}'; choose one of {known}.")
+
+    def summary(self) -> dict[str, Any]:
+        """Return means with 95 % intervals, and the worst returns; success and score only where defined."""
+        out: dict[str, Any] = {
+            "env": self.protocol["env"]["name"],
+            "episodes": len(self.rows),
+            "protocol_hash": self.protocol_hash,
+        }
+        for quantity in ("return", "length"):
+            out[quantity] = asdict(bootstrap_mean(self.values(quantity)))
+        if self.protocol["env"]["success_rule"]:
+            out["success"] = asdict(wilson(int(self.values("success").sum()), len(self.rows)))
+        if self.protocol["env"]["reference_scores"]:
+            out["d4rl_score"] = asdict(bootstrap_mean(self.d4rl_scores()))
+        out |= self._risk()
+        if self.rows and NETWORK_CALLS in self.rows[0].metrics:
+            out[NETWORK_CALLS] = asdict(bootstrap_mean(self.values(NETWORK_CALLS)))
+        return out
+
+    def _risk(self) -> dict[str, Any]:
+        """Return how bad the returns of the worst episodes are."""
+        returns, share = self.values("return"), {"share": RISK_SHARE}
+        return {
+            "return_var": {"value": value_at_risk(returns)} | share,
+            "return_cvar": asdict(conditional_value_at_risk(returns)) | share,
+        }
+
+    def d4rl_scores(self) -> Array:
+        """Return (E,) scores in points: 0 for the random and 100 for the expert reference return.
+
+        Raises:
+            ConfigError: If the task has no reference returns.
+        """
+        reference = self.protocol["env"]["reference_scores"]
+        if not reference:
+            raise ConfigError(f"env={self.protocol['env']['name']} has no D4RL reference returns.")
+        random, expert = reference
+        return 100.0 * (self.values("return") - random) / (expert - random)
+
+    def to_json(self) -> str:
+        """Return protocol, hash, summary and rows as JSON (without recorded trajectories)."""
+        data = {
+            "protocol": self.protocol,
+            "protocol_hash": self.protocol_hash,
+            "summary": self.summary(),
+            "rows": [_row_to_json(row) for row in self.rows],
+        }
+        return json.dumps(data, indent=1, allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Evaluation:
+        """Read `to_json`.
+
+        Raises:
+            CheckpointError: If the text is no evaluation or its protocol was changed.
+        """
+        try:
+            data = json.loads(text)
+            out = cls(tuple(_row_from_json(row) for row in data["rows"]), data["protocol"])
+            expected = data["protocol_hash"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"this is not the JSON of an evaluation ({error!r}).") from error
+        if out.protocol_hash != expected:
+            raise CheckpointError(
+                f"the protocol of this evaluation does not have the hash stored with it "
+                f"({out.protocol_hash[:12]} instead of {expected[:12]}): the file was edited. Evaluate again."
+            )
+        return out
+
+
+def evaluate(
+    policy: EvaluatedPolicy,
+    env: EnvConfig,
+    *,
+    episodes: int = EvaluationSettings.episodes,
+    first_seed: int = EvaluationSettings.first_seed,
+    num_envs: int = EvaluationSettings.num_envs,
+    num_workers: int = 0,
+    start_noise: str = EvaluationSettings.start_noise,
+    sampling_noise: str = EvaluationSettings.sampling_noise,
+    steps: int | None = EvaluationSettings.steps,
+    noise_seed: int = EvaluationSettings.noise_seed,
+    act_steps: int | None = EvaluationSettings.act_steps,
+    warm_start: WarmStart | None = None,
+    steer: Steering | None = None,
+    keep_observations: bool = False,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Run a policy for a number of seeded episodes.
+
+    Args:
+        policy: The policy; left as it is.
+        env: The task.
+        episodes: E, at least 1. This and what follows: see `EvaluationSettings`.
+        first_seed: Seed of episode 0; episode i has `first_seed + i`.
+        num_envs: Environments in all; does not change the result.
+        num_workers: Processes, which compute on the CPU; 0 stays in this one. Does not change the result
+            of a policy on the CPU.
+        start_noise: `random` or `zero`: the noise that denoising starts from.
+        sampling_noise: `random` or `zero`: the noise of a stochastic sampler's steps.
+        steps: Denoising steps; None: the policy's own.
+        noise_seed: Root of the episodes' noise generators.
+        act_steps: Actions executed before the policy decides again; None: the policy's own.
+        warm_start: How a decision begins from the one before; None: every decision is on its own.
+        steer: How the policy follows a sketch; None: it does not.
+        keep_observations: Keep `observations` and `actions` of every control step in the rows.
+        on_progress: Called with (episodes done, E).
+
+    Raises:
+        ConfigError: If an argument is out of range or the policy does not fit the task, images included.
+        CapabilityError: If `steps` is given and the policy's sampler has no number of steps, or `act_steps`,
+            `warm_start` or `steer` and the policy does not plan, or it looks at images of a task that cannot
+            be drawn.
+        MissingExtraError: If it looks at images and nothing can be drawn here.
+    """
+    short_run, sketched = warm_start or WarmStart(), steer or Steering()
+    settings = EvaluationSettings(
+        *(episodes, first_seed, noise_seed, start_noise, sampling_noise),
+        *(steps, num_envs, act_steps, short_run, sketched),
+    )
+    if episodes < 1 or num_workers < 0:
+        raise ConfigError(
+            f"episodes must be at least 1 and num_workers at least 0; got {episodes} and {num_workers}."
+        )
+    if isinstance(policy, BestOfN) and "zero" in (start_noise, sampling_noise):
+        raise ConfigError(
+            f"start_noise and sampling_noise must be random where a policy chooses between candidates, which "
+            f"differ by their noise; got {start_noise} and {sampling_noise}."
+        )
+    task = prepare_eval(env, policy)
+    player = EpisodeRunner(
+        policy=as_evaluated(policy, settings),
+        first_seed=first_seed,
+        noise_seed=noise_seed,
+        start_noise=start_noise,
+        sampling_noise=sampling_noise,
+        keep=keep_observations,
+        warm_start=short_run,
+    )
+    counter = _Counter(episodes, on_progress)
+    rows = _play(player, task, episodes, num_envs, num_workers, counter)
+    return Evaluation(tuple(sorted(rows, key=lambda row: row.episode)), described(env, settings, task))
+
+
+class _Counter:
+    """Adds up the episodes that workers report."""
+
+    def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
+        self._done, self._total, self._on_progress = 0, total, on_progress
+
+    def __call__(self, ended: int) -> None:
+        """Count some more."""
+        self._done += ended
+        if self._on_progress is not None:
+            self._on_progress(self._done, self._total)
+
+
+def _play(
+    player: EpisodeRunner, env: EnvConfig, episodes: int, num_envs: int, num_workers: int, counter: _Counter
+) -> list[EpisodeRow]:
+    """Divide the episodes over workers and collect their rows."""
+    count = min(max(1, num_workers), episodes, num_envs)
+    shares = [part.tolist() for part in np.array_split(np.arange(episodes), count)]
+    widths = [len(part) for part in np.array_split(np.arange(num_envs), count)]
+    with _in_evaluation_mode(player.policy):
+        sent = _on_cpu(player) if num_workers else player
+        arguments = [(env, sent, share, width) for share, width in zip(shares, widths, strict=True)]
+        workers = start_workers(Evaluator, arguments, processes=num_workers > 0)
+        try:
+            return [row for rows in workers.call("run", [()] * count, on_message=counter) for row in rows]
+        finally:
+            workers.close()
+
+
+@contextmanager
+def _in_evaluation_mode(policy: EvaluatedPolicy) -> Iterator[None]:
+    """Put every part of a policy into evaluation mode, and back into its own afterwards."""
+    if not isinstance(policy, nn.Module):
+        yield
+        return
+    modes = [(part, part.training) for part in policy.modules()]
+    policy.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+
+
+def _on_cpu(player: EpisodeRunner) -> EpisodeRunner:
+    """Return a player for worker processes, its policy on the CPU."""
+    policy = player.policy
+    return replace(player, policy=policy.on_cpu() if isinstance(policy, Policy | BestOfN) else policy)
+
+
+def _row_to_json(row: EpisodeRow) -> dict[str, Any]:
+    data = {f.name: getattr(row, f.name) for f in fields(row) if f.compare}
+    data["metrics"] = {name: value if math.isfinite(value) else None for name, value in row.metrics.items()}
+    return data
+
+
+def _row_from_json(data: Mapping[str, Any]) -> EpisodeRow:
+    metrics = {name: math.nan if value is None else value for name, value in data["metrics"].items()}
+    return EpisodeRow(**{**data, "metrics": metrics})

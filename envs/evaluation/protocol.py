@@ -1,0 +1,193 @@
+"""The protocol of an evaluation: what is held fixed, how it is written down, and what it makes of a policy.
+
+Legend: E episodes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from envs.engine.pixels import CAMERA_OPTIONS, seen_by
+from envs.fit import require_fit
+from envs.rollouts.player import BLOCK_ROWS, EvaluatedPolicy
+from envs.spec import EnvConfig, options_of
+from policies.encoders import ImageShape
+from policies.errors import CapabilityError, ConfigError
+from policies.execution.replanning import Replanner, WarmStart, with_act_steps
+from policies.paths import with_paths
+from policies.storage.checksums import sha256
+from policies.wrappers.sketch_guidance import Steering, steered
+
+NOISES = ("random", "zero")
+SEEDS = 2**32  # what every simulator takes: 0 to SEEDS - 1
+_VERSIONS = ("mujoco", "gymnasium", "burnish")
+
+
+def check_seeds(name: str, first: int, count: int = 1) -> None:
+    """Refuse seeds that a simulator would not take.
+
+    Args:
+        name: Configuration key of the first seed.
+        first: The first seed.
+        count: How many consecutive seeds are used.
+
+    Raises:
+        ConfigError: If one of them is negative or too large.
+    """
+    if first < 0 or first + max(count, 1) > SEEDS:
+        largest = SEEDS - max(count, 1)
+        raise ConfigError(f"{name} must be from 0 to {largest}; got {first}.")
+
+
+@dataclass
+class EvaluationSettings:
+    """The protocol of an evaluation, the only home of its defaults; hashed and stored with the numbers."""
+
+    episodes: int = (
+        100  # episode i starts from seed first_seed + i; at least 100 for numbers that are reported
+    )
+    first_seed: int = 0  # seed of the first episode
+    noise_seed: int = 0  # root of the episodes' sampling noise
+    start_noise: str = "random"  # random | zero: where denoising starts from
+    sampling_noise: str = "random"  # random | zero: the steps of a stochastic sampler
+    steps: int | None = None  # denoising steps; null: the policy's own
+    num_envs: int = 16  # episodes side by side; never changes a number
+    act_steps: int | None = None  # actions executed before the policy decides again; null: the policy's own
+    warm_start: WarmStart = field(default_factory=WarmStart)
+    steer: Steering = field(default_factory=Steering)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name, least in (("episodes", 0), ("num_envs", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}.")
+        check_seeds("first_seed", self.first_seed, self.episodes)
+        check_seeds("noise_seed", self.noise_seed)
+        for name in ("steps", "act_steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, or null; got {getattr(self, name)}.")
+        for name in ("start_noise", "sampling_noise"):
+            if getattr(self, name) not in NOISES:
+                raise ConfigError(f"{name} must be random or zero; got '{getattr(self, name)}'.")
+            if self.steer.is_on and getattr(self, name) == "zero":
+                raise ConfigError(f"{name}=zero and steer exclude each other. Leave one of them out.")
+        if self.steer.is_on and self.warm_start.is_on:
+            raise ConfigError("steer and warm_start both say where a plan begins. Give one of them.")
+
+
+def described(env: EnvConfig, settings: EvaluationSettings, staged_env: EnvConfig) -> dict[str, Any]:
+    """Return the protocol: everything that the numbers depend on but the policy, as JSON values.
+
+    Args:
+        env: The task.
+        settings: What is held fixed.
+        staged_env: The task with the cameras of the policy.
+    """
+    numbers = json.loads(json.dumps({**asdict(settings), "steer": settings.steer.describe()}))
+    del numbers["num_envs"]  # changes no number
+    return {
+        "env": describe_task(env),
+        **numbers,
+        **_describe_images(staged_env),
+        "block_rows": BLOCK_ROWS,
+        "engine": "exact",
+        "versions": {name: _version(name) for name in (*_VERSIONS, *env.spec.packages)},
+    }
+
+
+def describe_task(env: EnvConfig) -> dict[str, Any]:
+    """Describe a task by JSON values, as protocols do."""
+    spec = env.spec
+    options = options_of(with_paths(env, _digest))
+    for name in ("demonstrator", *CAMERA_OPTIONS):  # no part of the task that is evaluated
+        options.pop(name, None)
+    description: dict[str, Any] = json.loads(
+        json.dumps(
+            {
+                "name": spec.name,
+                "options": options,
+                "max_episode_steps": spec.max_episode_steps,
+                "success_rule": spec.success_rule,
+                "reference_scores": spec.reference_scores,
+            }
+        )
+    )
+    return description
+
+
+def _digest(path: str) -> str:
+    """Return what stands for a file: the numbers depend on its content, not on its place."""
+    return f"sha256:{sha256(Path(path).expanduser())}"
+
+
+def _describe_images(task: Any) -> dict[str, Any]:
+    """Describe what the policy looks at, if it does; cameras are a matter of the policy, not of the task."""
+    if not getattr(task, "cameras", ()):
+        return {}
+    shapes = {camera: list(shape) for camera, shape in task.images.items()}
+    return {"images": {"cameras": shapes, "shadows": task.image_shadows}}
+
+
+@cache
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def prepare_eval(env: EnvConfig, policy: Any) -> EnvConfig:
+    """Return the task with the cameras that a policy looks through.
+
+    Raises:
+        ConfigError: If observations, actions or goals of the two differ in width.
+        ConfigError, CapabilityError: If it cannot show what the policy was trained on; see `seen_by`.
+        MissingExtraError: If nothing can be drawn here.
+    """
+    spec, advice = env.spec, "Evaluate it on the task it was made for."
+    require_fit(f"env={spec.name}", spec, "the policy", policy, advice=advice)
+    images: Mapping[str, ImageShape] = getattr(policy, "images", {})
+    task = seen_by(env, images)
+    if images:
+        from envs.engine.rendering import require_gl
+
+        require_gl()
+    return task
+
+
+def as_evaluated(policy: EvaluatedPolicy, settings: EvaluationSettings) -> EvaluatedPolicy:
+    """Return the policy with the steps that the settings give it, along their sketch.
+
+    Raises:
+        ConfigError: If a number of steps, a short run or a sketch does not fit it.
+        CapabilityError: If it has no such switch.
+    """
+    view = with_act_steps(with_steps(policy, settings.steps), settings.act_steps)
+    if settings.warm_start.is_on:
+        Replanner(view, settings.warm_start)
+    return steered(view, settings.steer)
+
+
+def with_steps(policy: EvaluatedPolicy, steps: int | None) -> EvaluatedPolicy:
+    """Return the policy, denoising in a given number of steps; None leaves it as it is.
+
+    Raises:
+        CapabilityError: If its sampler has no number of steps.
+    """
+    if steps is None:
+        return policy
+    sampler = getattr(policy, "sampler", None)
+    has_steps = is_dataclass(sampler) and any(f.name == "steps" for f in fields(sampler))
+    if not has_steps or not hasattr(policy, "with_sampler"):
+        raise CapabilityError(
+            f"steps={steps} needs a policy whose sampler has a number of steps; {type(policy).__name__} has "
+            f"none. Leave steps out."
+        )
+    view: EvaluatedPolicy = policy.with_sampler(replace(sampler, steps=steps))  # type: ignore[type-var]
+    return view

@@ -1,0 +1,1 @@
+"""Rollouts of policies and experts: collecting, playing episodes, recording."""

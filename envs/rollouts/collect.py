@@ -1,0 +1,167 @@
+"""Recording demonstrations of a task's scripted expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from envs.datasets.episode import Episode
+from envs.datasets.episodes import EpisodeDataset
+from envs.spec import named_options
+from policies.errors import CapabilityError, ConfigError, DatasetError
+
+if TYPE_CHECKING:
+    from envs.spec import EnvSpec, VectorEnv
+
+MAX_ATTEMPTS = 10
+"""Attempts per wanted demonstration before an expert counts as unable."""
+
+
+def photographed(env: Any, episode: Episode) -> Episode:
+    """Return an episode with what the cameras of its task saw before each action.
+
+    The episode is played once more in the exact engine, where it follows from its seed and its actions.
+
+    Raises:
+        CapabilityError: If playing it again leads elsewhere: it does not belong to the task as configured.
+        MissingExtraError: If nothing can be drawn here.
+    """
+    if not getattr(env, "cameras", ()):
+        return episode
+    vector = env.make_vector(1)
+    try:
+        return replace(episode, images=_played_again(vector, episode))
+    finally:
+        vector.close()
+
+
+def _played_again(vector: VectorEnv, episode: Episode) -> dict[str, np.ndarray]:
+    """Return images (T, H, W, 3) by camera."""
+    obs, seen = vector.reset([episode.seed])[0, -1], []
+    for t, action in enumerate(episode.actions):
+        if not np.array_equal(obs, episode.observations[t]):
+            raise CapabilityError(
+                f"this expert of {vector.spec.name} cannot be photographed: its episodes do not begin or go "
+                f"on as those of the task (seed {episode.seed}, step {t}). Leave env.cameras out, or choose "
+                f"another expert."
+            )
+        seen.append(vector.images())
+        obs = vector.step_chunk(action[None, None]).obs[0, -1]
+    return {camera: np.concatenate([images[camera][:, 0] for images in seen]) for camera in seen[0]}
+
+
+class Demonstrable(Protocol):
+    """An environment configuration with a scripted expert."""
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+        ...
+
+    def demonstrate(self, seed: int) -> Episode:
+        """Do the episode of a seed; the same seed gives the same episode."""
+        ...
+
+
+def collect(
+    env: Demonstrable,
+    *,
+    episodes: int,
+    first_seed: int = 0,
+    noise: float | None = None,
+    expert: str | None = None,
+    keep_failures: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> EpisodeDataset:
+    """Record an expert on the episodes of consecutive seeds.
+
+    The result depends on the arguments alone. `success` and `seed` are kept per episode, and `meta` tells
+    the task, the first seed and the number of attempts.
+
+    Args:
+        env: Configuration of a task with an expert.
+        episodes: Number of episodes to keep.
+        first_seed: Seed of the first attempt; attempt i has seed first_seed + i.
+        noise: Noise of the expert, in its own units; None: as configured in `env.demonstrator`.
+        expert: Which of the task's experts, where there are several; None: as in `env.demonstrator`.
+        keep_failures: Also keep episodes without success. A task without a rule of success keeps all.
+        progress: Called after every attempt with the numbers of episodes kept and of attempts.
+
+    Raises:
+        CapabilityError: If the task has no expert, or its expert cannot be photographed.
+        ConfigError: If `episodes` is below 1, the expert has no noise to set, or there is only one expert.
+        DatasetError: If fewer than one attempt in ten succeeds.
+    """
+    if not hasattr(env, "demonstrate"):
+        raise CapabilityError(f"env={env.spec.name} has no expert to record; choose a task that has one.")
+    if episodes < 1:
+        raise ConfigError(f"episodes must be at least 1; got {episodes}.")
+    env = _told(env, {"noise": noise, "expert": expert})
+    attempts = _Attempts(env, episodes, first_seed, keep_failures or not env.spec.success_rule, progress)
+    dataset = EpisodeDataset.from_episodes(attempts, meta=_origin(env) | {"first_seed": first_seed})
+    dataset.meta["attempts"] = attempts.done
+    return dataset
+
+
+@dataclass
+class _Attempts:
+    """Attempts of an expert; iterating makes them, and gives the episodes to keep one by one.
+
+    Attributes:
+        wanted: Episodes to keep.
+        keeps_all: Also those without success.
+        done: Attempts so far.
+    """
+
+    env: Any
+    wanted: int
+    first_seed: int
+    keeps_all: bool
+    progress: Callable[[int, int], None] | None
+    done: int = 0
+
+    def __iter__(self) -> Iterator[Episode]:
+        """Yield the episodes.
+
+        Raises:
+            DatasetError: If there are too few.
+        """
+        kept = 0
+        while kept < self.wanted:
+            if self.done == MAX_ATTEMPTS * self.wanted:
+                raise DatasetError(
+                    f"the expert of {self.env.spec.name} succeeded in {kept} of {self.done} attempts; "
+                    f"expected {self.wanted}. Lower its noise, or keep failures."
+                )
+            episode = self.env.demonstrate(self.first_seed + self.done)
+            self.done += 1
+            is_kept = episode.success or self.keeps_all
+            kept += is_kept
+            if is_kept:
+                episode = photographed(self.env, episode)
+            if self.progress is not None:
+                self.progress(kept, self.done)
+            if is_kept:
+                yield episode
+
+
+_WISHES = {"noise": "has no noise to set", "expert": "is the only one of its task"}
+
+
+def _told(env: Any, wishes: Mapping[str, Any]) -> Any:
+    """Return the configuration with what is wished of its demonstrator; None is no wish."""
+    given = {name: value for name, value in wishes.items() if value is not None}
+    if not given:
+        return env
+    for name, value in given.items():
+        if not hasattr(getattr(env, "demonstrator", None), name):
+            raise ConfigError(f"the expert of {env.spec.name} {_WISHES[name]}; got {name}={value}.")
+    return replace(env, demonstrator=replace(env.demonstrator, **given))
+
+
+def _origin(env: Any) -> dict[str, Any]:
+    """Describe where the episodes come from, in plain values."""
+    return {"source": f"demonstrations of {env.spec.name}", "env": named_options(env)}

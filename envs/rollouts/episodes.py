@@ -1,0 +1,84 @@
+"""Episodes under way and episodes that have ended, and the seeds they start from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from envs.spec import Array, ChunkStep
+
+
+@dataclass(frozen=True)
+class EpisodeRow:
+    """One episode that has ended.
+
+    `episode` counts the episodes of an evaluation, or of one environment while training; `length` is in
+    control steps. `observations` (length + 1, Do) and `actions` (length, Da) are there on request only.
+    """
+
+    seed: int
+    episode: int
+    return_: float
+    length: int
+    success: bool
+    terminated: bool
+    truncated: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+    observations: Array | None = field(default=None, repr=False, compare=False)
+    actions: Array | None = field(default=None, repr=False, compare=False)
+
+
+class EpisodeTracker:
+    """Counts of n running episodes."""
+
+    def __init__(self, n: int) -> None:
+        self.seed = np.zeros(n, np.int64)
+        self.episode = np.zeros(n, np.int64)
+        self.return_ = np.zeros(n)
+        self.length = np.zeros(n, np.int64)
+        self.success = np.zeros(n, bool)
+
+    def begin(self, rows: Array, seeds: Sequence[int], episodes: Array | Sequence[int]) -> None:
+        """Note the seeds and numbers of new episodes."""
+        self.seed[rows] = seeds
+        self.episode[rows] = episodes
+
+    def add(self, step: ChunkStep) -> None:
+        """Add what a chunk brought."""
+        self.return_ += step.rewards.sum(axis=1)
+        self.length += step.length
+        self.success |= step.success
+
+    def reset(self, rows: Array) -> None:
+        """Start counting anew."""
+        self.return_[rows] = 0.0
+        self.length[rows] = 0
+        self.success[rows] = False
+
+    def rows(self, ended: Array, step: ChunkStep) -> list[EpisodeRow]:
+        """Describe the episodes that this chunk ended."""
+        return [
+            EpisodeRow(
+                seed=int(self.seed[i]),
+                episode=int(self.episode[i]),
+                return_=float(self.return_[i]),
+                length=int(self.length[i]),
+                success=bool(self.success[i]),
+                terminated=bool(step.terminated[i]),
+                truncated=bool(step.truncated[i]),
+                metrics={name: float(values[i]) for name, values in step.metrics.items()},
+            )
+            for i in ended.tolist()
+        ]
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return all counts."""
+        return {name: values.copy() for name, values in vars(self).items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from `state_dict`."""
+        for name, values in vars(self).items():
+            values[:] = np.asarray(state[name])

@@ -1,0 +1,296 @@
+"""Play seeded episodes such that nothing but the episode's own number can change what happens in it.
+
+The policy is called on blocks of a fixed number of rows, and an episode always occupies the same row of
+its block (its lane). So neither the other episodes, nor the number of environments, nor the shape of a
+matrix product, whose rounding may depend on size and row, can touch the result. What a policy remembers
+from one decision to the next is kept with the episode; first decisions and later ones are different blocks.
+
+Legend: N environments, M of them playing, To observation history, Th horizon, Ta executed steps, Do and Da
+widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
+from envs.spec import Array, EnvConfig, VectorEnv
+from policies.execution.replanning import Replanner, WarmStart
+from policies.protocols import ChunkSpec, Observation
+from policies.seeds import seeded_generator
+
+BLOCK_ROWS = 8  # rows of every call of the policy
+NETWORK_CALLS = "network_calls"
+"""Metric of an episode that was played from warm starts: evaluations of the network per decision."""
+
+
+class EvaluatedPolicy(Protocol):
+    """What an evaluation needs of a policy."""
+
+    chunk: ChunkSpec
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """Shape of one row of noise."""
+        ...
+
+    def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw noise (n, *noise_shape)."""
+        ...
+
+    def act(self, obs: Any, *, noise: Tensor | None = None) -> Tensor:
+        """Map `state` (B, To, Do) to physical actions (B, Ta, Da), deterministically given the noise.
+
+        A task with goals gives `goal` (B, Dg) as well. A policy with `images` (shapes by camera) is also
+        given images (B, To, H, W, 3) uint8 by camera.
+        """
+        ...
+
+
+@dataclass
+class Memory:
+    """What an episode keeps from one decision to the next.
+
+    Shapes:
+        plan: (Th, Da), normalised; None: nothing was decided, or the policy does not remember.
+    """
+
+    plan: Tensor | None = None
+    calls: int = 0
+    decisions: int = 0
+
+    def remember(self, plan: Tensor, calls: int) -> None:
+        """Note a decision and the evaluations of the network that it took."""
+        self.plan = plan
+        self.calls += calls
+        self.decisions += 1
+
+
+@dataclass(frozen=True)
+class EpisodeRunner:
+    """A policy with the switches of an evaluation."""
+
+    policy: EvaluatedPolicy
+    first_seed: int
+    noise_seed: int
+    start_noise: str
+    sampling_noise: str
+    keep: bool
+    warm_start: WarmStart = field(default_factory=WarmStart)
+
+    @cached_property
+    def replanner(self) -> Replanner | None:
+        """Plans from the plans before; None where every decision is on its own."""
+        return Replanner(self.policy, self.warm_start) if self.warm_start.is_on else None
+
+    def generator(self, episode: int) -> torch.Generator:
+        """Return the noise generator of an episode."""
+        return seeded_generator(self.noise_seed, "evaluation", episode)
+
+    def noise(self, generator: torch.Generator) -> Tensor:
+        """Draw the noise of one decision, (*noise_shape), with the switched-off parts zero."""
+        noise = (self.replanner or self.policy).sample_noise(1, generator=generator)[0]
+        has_steps = noise.dim() == len(self.policy.chunk.shape) + 1
+        if self.start_noise == "zero":
+            (noise[0] if has_steps else noise).zero_()
+        if self.sampling_noise == "zero" and has_steps:
+            noise[1:] = 0.0
+        return noise
+
+    def act(
+        self,
+        obs: Mapping[str, Array],
+        noise: Sequence[Tensor],
+        lanes: Sequence[int],
+        memories: Sequence[Memory],
+    ) -> Array:
+        """Choose chunks for M episodes.
+
+        Args:
+            obs: `state` (M, To, Do), `goal` (M, Dg) and images (M, To, H, W, 3) uint8 by camera.
+            noise: Noise of each decision.
+            lanes: Fixed rows of a block.
+            memories: Of the episodes; what is to be remembered is noted there.
+
+        Returns:
+            (M, Ta, Da) physical actions.
+        """
+        out: list[Array | None] = [None] * len(lanes)
+        is_first = [memory.plan is None for memory in memories]
+        for members in _blocks(list(zip(is_first, lanes, strict=True))):
+            rows = [lanes[m] for m in members]
+            seen = {name: _placed(_tensor(values[members]), rows) for name, values in obs.items()}
+            tape = _placed(torch.stack([noise[m] for m in members]), rows)
+            with torch.inference_mode():
+                actions = self._decide(seen, tape, rows, [memories[m] for m in members]).cpu().numpy()
+            for member, row in zip(members, rows, strict=True):
+                out[member] = actions[row]
+        return np.stack([chunk for chunk in out if chunk is not None])
+
+    def _decide(
+        self, obs: Observation, tape: Tensor, rows: Sequence[int], memories: Sequence[Memory]
+    ) -> Tensor:
+        """Choose chunks for a block in which all episodes have a plan, or none has."""
+        if self.replanner is None:
+            return self.policy.act(obs, noise=tape)
+        plans = [memory.plan for memory in memories if memory.plan is not None]
+        previous = _placed(torch.stack(plans), rows) if plans else None
+        decision = self.replanner.decide(obs, noise=tape, previous=previous)
+        for memory, row in zip(memories, rows, strict=True):
+            memory.remember(decision.plan[row], decision.calls)
+        return decision.actions
+
+
+class Evaluator:
+    """One worker's share of an evaluation.
+
+    Args:
+        env: The task, with the cameras that the policy looks through.
+        player: The policy and its switches.
+        episodes: Numbers of the episodes to play.
+        num_envs: Environments of this worker.
+    """
+
+    notify: Callable[[Any], None]
+
+    def __init__(self, env: EnvConfig, player: EpisodeRunner, episodes: list[int], num_envs: int) -> None:
+        self._player = player
+        self._waiting = _Queue(episodes)
+        width = min(num_envs, len(episodes))
+        self._vector: VectorEnv = env.make_vector(width, obs_steps=self._player.policy.chunk.obs_steps)
+        self._tally = EpisodeTracker(width)
+        self._episode = np.full(width, -1)  # -1: this environment has nothing left to play
+        self._obs = np.zeros((width, self._vector.obs_steps, self._vector.spec.obs_dim))
+        self._generators: list[torch.Generator] = [torch.Generator()] * width
+        self._reels = [_Reel() for _ in range(width)]
+        self._memories = [Memory() for _ in range(width)]
+
+    def run(self) -> list[EpisodeRow]:
+        """Play all episodes."""
+        done: list[EpisodeRow] = []
+        self._begin(np.arange(len(self._episode)))
+        while (self._episode >= 0).any():
+            ended = self._advance()
+            done += ended
+            if ended:
+                self.notify(len(ended))
+        return done
+
+    def close(self) -> None:
+        """Release the simulators."""
+        self._vector.close()
+
+    def _begin(self, rows: Array) -> None:
+        """Start the next waiting episodes in these rows."""
+        for row in rows.tolist():
+            lane = int(self._episode[row]) % BLOCK_ROWS if self._episode[row] >= 0 else row % BLOCK_ROWS
+            self._episode[row] = episode = self._waiting.take(lane)
+            if episode < 0:
+                continue
+            seed = self._player.first_seed + episode
+            self._obs[row] = self._vector.reset([seed], [row])[0]
+            self._generators[row] = self._player.generator(episode)
+            self._tally.reset(np.array([row]))
+            self._tally.begin(np.array([row]), [seed], [episode])
+            self._reels[row] = _Reel([self._obs[row, -1].copy()[None]])
+            self._memories[row] = Memory()
+
+    def _advance(self) -> list[EpisodeRow]:
+        """Execute one chunk in every environment that plays."""
+        active = self._episode >= 0
+        playing = np.flatnonzero(active)
+        noise = [self._player.noise(self._generators[i]) for i in playing.tolist()]
+        lanes = (self._episode[playing] % BLOCK_ROWS).tolist()
+        memories = [self._memories[i] for i in playing.tolist()]
+        state = {"state": self._obs[playing]}
+        obs = state | self._vector.goals(playing) | self._vector.images(playing)
+        chosen = self._player.act(obs, noise, lanes, memories)
+        actions = np.zeros((len(active), *chosen.shape[1:]), chosen.dtype)
+        actions[playing] = chosen
+        step = self._vector.step_chunk(actions, active)
+        self._tally.add(step)
+        self._obs[playing] = step.obs[playing]
+        if self._player.keep:
+            for i in playing.tolist():
+                self._reels[i].add(step.path[i, : step.length[i]], actions[i, : step.length[i]])
+        ended = np.flatnonzero(step.done & active)
+        rows = self._tally.rows(ended, step)
+        rows = [_counted(row, self._memories[i]) for i, row in zip(ended.tolist(), rows, strict=True)]
+        if self._player.keep:
+            rows = [self._reels[i].develop(row) for i, row in zip(ended.tolist(), rows, strict=True)]
+        self._begin(ended)
+        return rows
+
+
+class _Reel:
+    """Observations and actions of one running episode."""
+
+    def __init__(self, observations: list[Array] | None = None) -> None:
+        self._observations = observations or []
+        self._actions: list[Array] = []
+
+    def add(self, path: Array, actions: Array) -> None:
+        """Append the observations after some control steps and their actions."""
+        self._observations.append(path)
+        self._actions.append(actions)
+
+    def develop(self, row: EpisodeRow) -> EpisodeRow:
+        """Attach the trajectory to the episode's row."""
+        return replace(
+            row, observations=np.concatenate(self._observations), actions=np.concatenate(self._actions)
+        )
+
+
+class _Queue:
+    """Episodes that wait, handed out lane by lane so that blocks stay full."""
+
+    def __init__(self, episodes: Sequence[int]) -> None:
+        self._lanes: dict[int, list[int]] = {}
+        for episode in reversed(episodes):
+            self._lanes.setdefault(episode % BLOCK_ROWS, []).append(episode)
+
+    def take(self, lane: int) -> int:
+        """Return an episode of this lane, else of the fullest one, else -1."""
+        queue = self._lanes.get(lane) or max(self._lanes.values(), key=len, default=[])
+        return queue.pop() if queue else -1
+
+
+def _counted(row: EpisodeRow, memory: Memory) -> EpisodeRow:
+    """Add the evaluations of the network per decision, where they were counted."""
+    if not memory.decisions:
+        return row
+    return replace(row, metrics={**row.metrics, NETWORK_CALLS: memory.calls / memory.decisions})
+
+
+def _tensor(values: Array) -> Tensor:
+    """Return states as float32, and images as they are."""
+    tensor = torch.from_numpy(values)
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+def _placed(values: Tensor, rows: Sequence[int]) -> Tensor:
+    """Put values (M, ...) into rows of a block that is zero elsewhere."""
+    block = values.new_zeros(BLOCK_ROWS, *values.shape[1:])
+    block[list(rows)] = values
+    return block
+
+
+def _blocks(places: Sequence[tuple[bool, int]]) -> list[list[int]]:
+    """Group members by kind (first decision, later one) so that no block holds a lane twice.
+
+    As few blocks as that allows.
+    """
+    blocks: dict[tuple[bool, int], list[int]] = {}
+    used: dict[tuple[bool, int], int] = {}
+    for member, place in enumerate(places):
+        block = used.get(place, 0)
+        used[place] = block + 1
+        blocks.setdefault((place[0], block), []).append(member)
+    return list(blocks.values())

@@ -1,0 +1,88 @@
+"""What a demonstrator does, written down step by step."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from envs.datasets.episode import Episode
+from envs.spec import StepResult
+
+Array = np.ndarray
+_FIRST = np.zeros(1, np.int64)
+
+
+class Stepper(Protocol):
+    """A simulator of one or more environments, of which a demonstrator uses the first."""
+
+    def reset(self, row: int, seed: int) -> Array: ...  # noqa: D102
+
+    def step(self, rows: Array, actions: Array) -> StepResult: ...  # noqa: D102
+
+
+class Recording:
+    """One episode in row 0 of a stepper.
+
+    Args:
+        stepper: Simulator.
+        seed: Of the episode.
+        terminate_on_success: Whether a success terminates the episode; see `EnvSpec`.
+
+    Attributes:
+        observations: (Do,) each, the first one before any action.
+        actions: (Da,) each, as executed, float32.
+        rewards: One per action.
+        ended: Whether the last step terminated the episode.
+        is_solved: Whether the last step was a success.
+        was_solved: Whether any step was.
+    """
+
+    def __init__(self, stepper: Stepper, seed: int, *, terminate_on_success: bool = False) -> None:
+        self._stepper, self._seed, self._ends_solved = stepper, seed, terminate_on_success
+        self.observations: list[Array] = [stepper.reset(0, seed)]
+        self.actions: list[Array] = []
+        self.rewards: list[float] = []
+        self.ended = self.is_solved = self.was_solved = False
+        self._extras: dict[str, list[Array]] = {}
+
+    def __len__(self) -> int:
+        """Return the number of steps so far."""
+        return len(self.actions)
+
+    @property
+    def now(self) -> Array:
+        """The present observation (Do,)."""
+        return self.observations[-1]
+
+    def step(self, action: Array, **extras: Array) -> None:
+        """Execute an action (Da,), which lies in the box, and note what came of it.
+
+        Args:
+            action: What to do.
+            extras: What is true before it and is kept with the step, `states` for instance.
+        """
+        action = np.asarray(action, np.float32)
+        for name, value in extras.items():
+            self._extras.setdefault(name, []).append(value)
+        step = self._stepper.step(_FIRST, action[None])
+        self.observations.append(step.obs[0])
+        self.actions.append(action)
+        self.rewards.append(float(step.reward[0]))
+        self.is_solved = bool(step.success[0])
+        self.ended = bool(step.terminated[0]) or (self._ends_solved and self.is_solved)
+        self.was_solved = self.was_solved or self.is_solved
+
+    def episode(self, *, truncated: bool, success: bool, **extras: Array) -> Episode:
+        """Return the episode, with `extras` (T, …) of whole episodes beside those of steps."""
+        kept: dict[str, Any] = {name: np.stack(values) for name, values in self._extras.items()}
+        return Episode(
+            observations=np.stack(self.observations),
+            actions=np.stack(self.actions),
+            rewards=np.array(self.rewards),
+            terminated=self.ended,
+            truncated=truncated,
+            success=success,
+            seed=self._seed,
+            extras=kept | extras,
+        )

@@ -1,0 +1,1 @@
+"""Adroit hand tasks."""

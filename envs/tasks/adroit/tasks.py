@@ -1,0 +1,326 @@
+"""Adroit: a Shadow hand opens a door, hammers a nail, turns a pen or moves a ball (24 to 30 joints).
+
+Physics, observations, rewards and success are those of gymnasium-robotics' `AdroitHand*-v1`: its own
+environment works on one `MjData` per row, one compiled model and its sensitivities shared by all, so every
+number equals the original bit for bit. What a reset draws lies in the model (where the door, the nail, the
+ball or its target is, how the pen should lie); each row keeps its own and hands it over before it moves.
+
+Legend: N environments, M of them addressed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+
+from envs.datasets.scores import reference
+from envs.engine.physics import get_physics, set_physics
+from envs.engine.pixels import HasCameras
+from envs.engine.vector import ChunkVector
+from envs.spec import EnvSpec, StepResult
+from envs.tasks.adroit.door_starts import DoorStart, read_starts
+from policies.errors import ConfigError
+from policies.paths import path_field
+from policies.registry import register
+
+Array = np.ndarray
+
+CONTROL_HZ = 100.0
+REWARDS = ("dense", "sparse")
+_MODULE = "gymnasium_robotics.envs.adroit_hand"
+_FINGERS = {"FF": ("first finger", 4), "MF": ("middle finger", 4), "RF": ("ring finger", 4)}
+_HAND = (
+    *(f"wrist joint {i}" for i in (1, 0)),
+    *(f"{name} joint {i}" for name, count in _FINGERS.values() for i in reversed(range(count))),
+    *(f"little finger joint {i}" for i in reversed(range(5))),
+    *(f"thumb joint {i}" for i in reversed(range(5))),
+)
+
+
+def _xyz(name: str, unit: str = "m") -> tuple[str, ...]:
+    return tuple(f"{name} {axis} [{unit}]" for axis in "xyz")
+
+
+def _angles(joints: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{joint} [m]" if "slide" in joint else f"{joint} angle [rad]" for joint in joints)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Where a task keeps what a reset draws.
+
+    Attributes:
+        module: Of gymnasium-robotics, below `adroit_hand`.
+        made: Its class.
+        placed: Fields of the model, each with the environment's attribute that holds the row of the object.
+        measured: Attributes of the environment that a reset measures.
+    """
+
+    module: str
+    made: str
+    placed: tuple[tuple[str, str], ...]
+    measured: tuple[str, ...] = ()
+
+
+class AdroitStepper:
+    """Steps N copies of one of the tasks.
+
+    Args:
+        scene: The task.
+        reward: "dense" or "sparse".
+        num_envs: N.
+        starts: Where episodes begin, by seed modulo their number; none: as drawn from the seed.
+
+    Raises:
+        MissingExtraError: If gymnasium-robotics is not installed.
+    """
+
+    can_save = True
+
+    def __init__(self, scene: Scene, reward: str, num_envs: int, starts: tuple[DoorStart, ...] = ()) -> None:
+        if num_envs < 1:
+            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
+        self._env = load_adroit(scene, reward)
+        import mujoco
+
+        self.num_envs = num_envs
+        self.model = self._env.model
+        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        self._starts = starts
+        # Views into the model, and what each row wants there.
+        self._placed = [(name, getattr(self._env, at)) for name, at in scene.placed]
+        self._views = [getattr(self.model, name)[at] for name, at in self._placed]
+        self._places = [np.tile(view, (num_envs, 1)) for view in self._views]
+        self._measured = {name: np.ones(num_envs) for name in scene.measured}
+
+    def reset(self, row: int, seed: int) -> Array:
+        """Start an episode as gymnasium-robotics does for this seed, or where a demonstration did; (Do,)."""
+        env = self._bind(row)
+        obs, _ = env.reset(seed=seed)
+        if self._starts:
+            obs = self._starts[seed % len(self._starts)].apply(env)
+        for places, view in zip(self._places, self._views, strict=True):
+            places[row] = view
+        for name, values in self._measured.items():
+            values[row] = getattr(env, name)
+        return np.asarray(obs, np.float64)
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, Da) for one control step (5 physics steps)."""
+        obs, reward, success = [], np.empty(len(rows)), np.zeros(len(rows), bool)
+        for i, row in enumerate(rows.tolist()):
+            seen, reward[i], _, _, info = self._bind(row).step(actions[i])
+            obs.append(seen)
+            success[i] = bool(info["success"])
+        no = np.zeros(len(rows), bool)
+        return StepResult(np.stack(obs), reward, no, no, success)
+
+    def metrics(self) -> dict[str, Array]:
+        """Return nothing: return and success say it all."""
+        return {}
+
+    def look(self, row: int) -> dict[str, Array]:
+        """Return where the things are that resets put elsewhere."""
+        return {str(i): places[row].copy() for i, places in enumerate(self._places)}
+
+    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
+        """Put them there in a model for drawing."""
+        for i, (name, at) in enumerate(self._placed):
+            getattr(model, name)[at] = look[str(i)]
+
+    def get_state(self) -> dict[str, Any]:
+        """Return everything the next steps depend on, what the resets drew included."""
+        return {
+            "physics": get_physics(self.model, self.datas),
+            "places": [places.copy() for places in self._places],
+            "measured": {name: values.copy() for name, values in self._measured.items()},
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `get_state`."""
+        set_physics(self.model, self.datas, state["physics"])
+        self._places = [np.array(places, np.float64) for places in state["places"]]
+        self._measured = {name: np.array(values, np.float64) for name, values in state["measured"].items()}
+
+    def close(self) -> None:
+        """Drop the simulators."""
+        self.datas = []
+
+    def _bind(self, row: int) -> Any:
+        """Let the shared environment work on the simulator of a row."""
+        self._env.data = self.datas[row]
+        for view, places in zip(self._views, self._places, strict=True):
+            view[:] = places[row]
+        for name, values in self._measured.items():
+            setattr(self._env, name, values[row])
+        return self._env
+
+
+@lru_cache(maxsize=8)
+def load_adroit(scene: Scene, reward: str) -> Any:
+    """Build gymnasium-robotics' environment of a task once per process.
+
+    Raises:
+        MissingExtraError: If gymnasium-robotics is not installed.
+    """
+    from policies.extras import require
+
+    with contextlib.redirect_stderr(io.StringIO()):  # its import prints news about the rewards
+        module = require(f"{_MODULE}.{scene.module}", extra="adroit")
+    env = getattr(module, scene.made)(reward_type=reward)
+    view, model = env.mujoco_renderer.default_cam_config, env.model
+    # MuJoCo's free camera, from where gymnasium-robotics looks, but at the hand and not below the table.
+    model.stat.center, model.stat.extent = (0.0, 0.0, 0.2), view["distance"] / 1.5
+    model.vis.global_.azimuth = view["azimuth"]
+    return env
+
+
+@dataclass(frozen=True)
+class _Adroit(HasCameras):
+    """What the four configurations share."""
+
+    max_episode_steps: int = 200  # control steps, then truncated
+    terminate_on_success: bool = False  # true: solving the task ends an episode; false: only the limit does
+    reward: str = "dense"  # "dense", or "sparse": 10 while solved, -0.1 otherwise
+
+    name = ""
+    scene = Scene("", "", ())
+    success_rule = ""
+    arm: ClassVar[tuple[str, ...]] = ()
+    objects: ClassVar[tuple[str, ...]] = ()
+    hidden = 0  # leading joints that are not observed
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        super().__post_init__()
+        if self.max_episode_steps < 1:
+            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
+        if self.reward not in REWARDS:
+            raise ConfigError(f"env.reward must be one of {', '.join(REWARDS)}; got '{self.reward}'.")
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+        joints = (*self.arm, *_HAND)
+        obs_names = (*_angles(joints[self.hidden :]), *self.objects)
+        scores = reference(f"{self.name.removeprefix('adroit-')}-human-v1")
+        as_recorded = self.reward == "dense" and not self.terminate_on_success  # what the scores are of
+        return EnvSpec(
+            name=self.name,
+            family="adroit",
+            obs_dim=len(obs_names),
+            action_dim=len(joints),
+            action_low=(-1.0,) * len(joints),
+            action_high=(1.0,) * len(joints),
+            max_episode_steps=self.max_episode_steps,
+            control_hz=CONTROL_HZ,
+            obs_names=obs_names,
+            action_names=tuple(f"{joint} target [of its range]" for joint in joints),
+            success_rule=self.success_rule,
+            terminate_on_success=self.terminate_on_success,
+            reference_scores=(scores.min_return, scores.max_return) if as_recorded else None,
+            packages=("gymnasium-robotics",),
+        )
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
+        """Build the exact engine for N environments.
+
+        Raises:
+            MissingExtraError: If gymnasium-robotics is not installed.
+        """
+        return self.vector_of(AdroitStepper(self.scene, self.reward, num_envs), obs_steps)
+
+    def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
+        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        from envs.engine.rendering import replay_frames
+
+        return replay_frames(self.make_vector(1), seed, actions, **options)
+
+
+_TURNS = tuple(f"arm rotation {axis}" for axis in "xyz")
+
+
+@register("env", "adroit-door")
+@dataclass(frozen=True)
+class AdroitDoor(_Adroit):
+    """Undo the latch and open a door (`AdroitHandDoor-v1`)."""
+
+    starts: str | None = path_field()  # D4RL file whose demonstrations' starts are used, by seed; null: drawn
+
+    name = "adroit-door"
+    scene = Scene("adroit_door", "AdroitHandDoorEnv", (("body_pos", "door_body_id"),))
+    success_rule = "the door is open by 1.35 rad"
+    arm = ("arm slide z", *_TURNS)
+    hidden = 1
+    objects = (
+        *("latch angle [rad]", "door hinge angle [rad]", *_xyz("palm"), *_xyz("handle")),
+        *(*_xyz("palm - handle"), "door open beyond 1 rad [-1 or 1]"),
+    )
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
+        """Build the exact engine for N environments.
+
+        Raises:
+            MissingExtraError: If gymnasium-robotics is not installed.
+            DatasetError: If the file of the starts lacks them.
+        """
+        starts = read_starts(self.starts) if self.starts is not None else ()
+        stepper = AdroitStepper(self.scene, self.reward, num_envs, starts)
+        return self.vector_of(stepper, obs_steps)
+
+
+@register("env", "adroit-hammer")
+@dataclass(frozen=True)
+class AdroitHammer(_Adroit):
+    """Pick up a hammer and drive a nail into a board (`AdroitHandHammer-v1`)."""
+
+    name = "adroit-hammer"
+    scene = Scene("adroit_hammer", "AdroitHandHammerEnv", (("body_pos", "target_body_id"),))
+    success_rule = "the nail is within 1 cm of its goal"
+    arm = _TURNS[:2]
+    objects = (
+        *("nail slide [m]", *_xyz("hammer speed", "m/s, clipped to 1"), *_xyz("hammer spin", "rad/s, to 1")),
+        *(*_xyz("palm"), *_xyz("hammer"), *_xyz("hammer Euler angle", "rad"), *_xyz("nail")),
+        "force on the nail [N, clipped to 1]",
+    )
+
+
+@register("env", "adroit-pen")
+@dataclass(frozen=True)
+class AdroitPen(_Adroit):
+    """Turn a pen in the hand to a wanted orientation (`AdroitHandPen-v1`)."""
+
+    name = "adroit-pen"
+    scene = Scene(
+        "adroit_pen",
+        "AdroitHandPenEnv",
+        (("body_quat", "target_obj_body_id"),),
+        measured=("pen_length", "tar_length"),
+    )
+    success_rule = "the pen is within 7.5 cm of its place and its axis within 18 degrees of the wanted one"
+    objects = (
+        *(*_xyz("pen"), *_xyz("pen speed", "m/s"), *_xyz("pen spin", "rad/s"), *_xyz("pen axis", "1")),
+        *(*_xyz("wanted axis", "1"), *_xyz("pen - wanted"), *_xyz("axis - wanted", "1")),
+    )
+
+
+@register("env", "adroit-relocate")
+@dataclass(frozen=True)
+class AdroitRelocate(_Adroit):
+    """Take a ball to a place in the air (`AdroitHandRelocate-v1`)."""
+
+    name = "adroit-relocate"
+    scene = Scene(
+        "adroit_relocate",
+        "AdroitHandRelocateEnv",
+        (("body_pos", "obj_body_id"), ("site_pos", "target_obj_site_id")),
+    )
+    success_rule = "the ball is within 10 cm of its target"
+    arm = (*(f"arm slide {axis}" for axis in "xyz"), *_TURNS)
+    objects = (*_xyz("palm - ball"), *_xyz("palm - target"), *_xyz("ball - target"))

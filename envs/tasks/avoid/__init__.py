@@ -1,0 +1,1 @@
+"""The obstacle-avoidance task."""

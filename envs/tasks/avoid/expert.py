@@ -1,0 +1,188 @@
+"""A multi-modal demonstrator of `avoid`: picks a way through the pillars, then wobbles along it like a hand.
+
+Every episode draws a way (uniformly), where in each gap to pass, a pace, and two Ornstein-Uhlenbeck
+processes: one makes the pace vary, the other pushes the disc sideways off its path. The sideways push
+shrinks near the rows, as a person steadies the hand there. The hand always steers back to its path, so
+nearly every demonstration succeeds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from scipy.interpolate import PchipInterpolator
+
+from policies.errors import ConfigError
+
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
+    from envs.spec import StepResult
+    from envs.tasks.avoid.scene import AvoidScene
+
+_NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
+
+WOBBLE_M = 0.01  # standard deviation of the sideways wobble far from the rows, at noise = 1
+AIM_M = 0.004  # standard deviation of the aim inside a gap [m], at noise = 1, cut at two of them
+PACE_SPREAD = 0.15  # relative spread of the pace, between episodes and within one, at noise = 1
+WOBBLE_STEPS = 8.0  # correlation time of wobble and pace [control steps]
+STEADY_M = 0.0078  # largest wobble near a row [m]
+NEAR_M = 0.05  # what is near: distance to a row [m]
+RESPONSE_S = 0.05  # how far ahead the hand feels the disc move [s]
+LOOK_M = 0.03  # how far ahead on its path the hand aims
+
+
+@dataclass(frozen=True)
+class AvoidDemonstrator:
+    """Options of the demonstrator."""
+
+    noise: float = 1.0  # scale of aim error, wobble and pace variation, >= 0; 0 is a machine-like path
+    pace: float = 0.75  # mean speed as a share of the largest step, in (0, 1]
+    num_modes: int | None = None  # use only the first ways, in the order of `AvoidScene.modes`; None = all
+    modes: tuple[int, ...] = ()  # use exactly these ways (ids); () = see num_modes
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        if not (0 <= self.noise < math.inf and 0 < self.pace <= 1):
+            raise ConfigError(
+                "env.demonstrator needs noise >= 0 and 0 < pace <= 1; "
+                f"got noise={self.noise}, pace={self.pace}. Defaults are 1.0 and 0.75."
+            )
+        if self.num_modes is not None and self.modes:
+            raise ConfigError(
+                "env.demonstrator takes num_modes or modes, not both; "
+                f"got num_modes={self.num_modes} and modes={self.modes}. Remove one."
+            )
+
+    def ways(self, num_direct: int) -> tuple[int, ...]:
+        """Return the ids of the ways to choose from.
+
+        Raises:
+            ConfigError: If an id or the number is beyond the `num_direct` direct ways.
+        """
+        count = num_direct if self.num_modes is None else self.num_modes
+        chosen = self.modes or tuple(range(count))
+        if not chosen or min(chosen) < 0 or max(chosen) >= num_direct:
+            raise ConfigError(
+                f"env.demonstrator knows the ways 0 to {num_direct - 1}; "
+                f"got num_modes={self.num_modes}, modes={self.modes}. Choose among those."
+            )
+        return chosen
+
+
+def plan(
+    scene: AvoidScene, way: tuple[int, ...], start: np.ndarray, *, noise: float, rng: np.random.Generator
+) -> Callable[[float], float]:
+    """Draw a smooth path x(y) from the start through one gap of every row and over the finish line.
+
+    Shapes:
+        start: (2,) position [m].
+
+    Args:
+        scene: Where everything stands.
+        way: Gap index of every row.
+        start: Where the disc is.
+        noise: Scale of the aim error inside each gap.
+        rng: Draws the aims.
+    """
+    ys, xs = [start[1]], [start[0]]
+    for row_y, centers, gap in zip(scene.row_y, scene.gap_x, way, strict=True):
+        aim = centers[gap] + noise * AIM_M * np.clip(rng.standard_normal(), -2, 2)
+        ys += [row_y - 0.02, row_y + 0.02]
+        xs += [aim, aim]
+    ys.append(scene.finish_y + 0.1)
+    xs.append(xs[-1] + noise * WOBBLE_M * rng.standard_normal())
+    return PchipInterpolator(ys, xs, extrapolate=True)
+
+
+class Hand:
+    """One demonstration in progress: gives the next action for an observation.
+
+    Args:
+        scene: Where everything stands.
+        path: Path to follow, x(y) in metres.
+        options: How to demonstrate.
+        rng: Draws pace and wobble.
+    """
+
+    def __init__(
+        self,
+        scene: AvoidScene,
+        path: Callable[[float], float],
+        *,
+        options: AvoidDemonstrator,
+        rng: np.random.Generator,
+    ) -> None:
+        self._path, self._noise, self._rng = path, options.noise, rng
+        self._rows = np.asarray(scene.row_y)
+        spread = options.noise * PACE_SPREAD * np.clip(rng.standard_normal(), -2, 2)
+        self._pace = options.pace * np.exp(spread)
+        self._drift = np.zeros(2)  # Ornstein-Uhlenbeck processes of unit variance: pace, sideways push
+
+    def act(self, position: np.ndarray, velocity: np.ndarray) -> np.ndarray:
+        """Return the next action.
+
+        Shapes:
+            position, velocity: (2,) of the disc [m], [m/s].
+            returns: (2,) in [-1, 1].
+        """
+        keep = np.exp(-1.0 / WOBBLE_STEPS)
+        self._drift = keep * self._drift + np.sqrt(1 - keep**2) * self._rng.standard_normal(2)
+        pace = np.clip(self._pace * (1 + 2 * self._noise * PACE_SPREAD * self._drift[0]), 0.25, 1.0)
+        soon = position + velocity * RESPONSE_S
+        y = soon[1] + LOOK_M
+        way = np.array([float(self._path(y)) + self._wobble(y), y]) - soon
+        return np.clip(pace * way / np.hypot(*way), -1.0, 1.0)
+
+    def _wobble(self, y: float) -> float:
+        """Sideways push [m] at height y: free far from the rows, small near them."""
+        push = self._noise * WOBBLE_M * self._drift[1]
+        distance = np.min(np.abs(self._rows - y))
+        limit = STEADY_M + max(0.0, distance - NEAR_M)
+        return float(limit * np.tanh(push / limit))
+
+
+class DiscStepper(Protocol):
+    """A simulator whose row 0 the hand may move; observations are (x, y, x speed, y speed)."""
+
+    scene: AvoidScene
+
+    def reset(self, row: int, seed: int) -> np.ndarray: ...  # noqa: D102
+
+    def step(self, rows: np.ndarray, actions: np.ndarray) -> StepResult: ...  # noqa: D102
+
+    def metrics(self) -> dict[str, np.ndarray]: ...  # noqa: D102
+
+    def physics_state(self, row: int) -> np.ndarray: ...  # noqa: D102
+
+
+def demonstrate_avoid(
+    stepper: DiscStepper, seed: int, options: AvoidDemonstrator, *, max_steps: int
+) -> Episode:
+    """Do one episode in row 0 of a stepper.
+
+    Recorded beside the usual: the physics state before each action (`states`: time, positions,
+    velocities) and the way taken (`mode`, the same on every frame, -1 if the disc did not get through).
+
+    Args:
+        stepper: Simulator of the task.
+        seed: Seed of the episode; decides way, pace and wobble as well.
+        options: How to demonstrate.
+        max_steps: Time limit in control steps.
+    """
+    from envs.rollouts.recording import Recording
+
+    rng, scene = np.random.default_rng((seed, _NOISE_STREAM)), stepper.scene
+    record = Recording(stepper, seed)
+    ways = options.ways(scene.num_direct)
+    way = scene.modes[ways[int(rng.integers(len(ways)))]]
+    path = plan(scene, way, record.now[:2], noise=options.noise, rng=rng)
+    hand = Hand(scene, path, options=options, rng=rng)
+    while not record.ended and len(record) < max_steps:
+        action = hand.act(record.now[:2], record.now[2:])
+        record.step(action, states=stepper.physics_state(0))
+    mode = np.full(len(record), stepper.metrics()["mode"][0])
+    return record.episode(truncated=len(record) >= max_steps, success=record.is_solved, mode=mode)

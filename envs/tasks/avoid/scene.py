@@ -1,0 +1,98 @@
+"""The scene of `avoid`: model, obstacles, start and goal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise, product
+from typing import TYPE_CHECKING, Any
+
+from assets import path as asset_path
+
+if TYPE_CHECKING:
+    import mujoco
+
+
+START_SPREAD_M = (0.02, 0.01)  # half-width of the uniform start box around the origin, x and y [m]
+
+
+@dataclass(frozen=True)
+class AvoidScene:
+    """Where everything stands, read from the MuJoCo model (metres)."""
+
+    row_y: tuple[float, ...]  # one per row, in the order they are met
+    pillar_x: tuple[tuple[float, ...], ...]  # pillar centres of every row, left to right
+    bumps: tuple[tuple[float, float], ...]  # centres of the half pillars that close rows beside the walls
+    pillar_radius: float
+    disc_radius: float
+    half_width: float  # inner faces of the side walls are at x = +-half_width
+    back_y: float  # inner face of the wall behind the start
+    finish_y: float
+
+    @cached_property
+    def obstacles(self) -> tuple[tuple[float, float], ...]:
+        """Centres of all pillars and bumps."""
+        pillars = tuple((x, y) for y, row in zip(self.row_y, self.pillar_x, strict=True) for x in row)
+        return pillars + self.bumps
+
+    @cached_property
+    def gap_x(self) -> tuple[tuple[float, ...], ...]:
+        """Centres of the gaps between neighbouring pillars of every row, left to right."""
+        return tuple(tuple((a + b) / 2 for a, b in pairwise(row)) for row in self.pillar_x)
+
+    @cached_property
+    def modes(self) -> tuple[tuple[int, ...], ...]:
+        """Every way through, as the gap taken in each row; a mode's id is its place here.
+
+        The first `num_direct` are the direct ways: from a gap only to the nearest gaps of the next row.
+        Detours, which squeeze sideways between two rows, come after them.
+        """
+        return tuple(sorted(product(*(range(len(row)) for row in self.gap_x)), key=self._detour))
+
+    @cached_property
+    def num_direct(self) -> int:
+        """Number of direct ways through."""
+        return sum(not self._detour(way)[0] for way in self.modes)
+
+    def mode_name(self, mode: int) -> str:
+        """Name a mode by its gaps counted from the left, e.g. `1-0-1`; `none` for an unfinished way."""
+        return "none" if mode < 0 else "-".join(str(gap) for gap in self.modes[mode])
+
+    def _detour(self, way: tuple[int, ...]) -> tuple[bool, tuple[int, ...]]:
+        xs = [row[gap] for row, gap in zip(self.gap_x, way, strict=True)]
+        spacing = self.pillar_x[0][1] - self.pillar_x[0][0]
+        return any(abs(b - a) > spacing for a, b in pairwise(xs)), way
+
+
+@cache
+def load_model() -> mujoco.MjModel:
+    """Compile the task's MuJoCo model once per process; every environment shares it and nobody changes it."""
+    import mujoco
+
+    return mujoco.MjModel.from_xml_path(str(asset_path("avoid.xml")))
+
+
+@cache
+def load_scene() -> AvoidScene:
+    """Read the scene from the model."""
+    return read_scene(load_model())
+
+
+def read_scene(model: mujoco.MjModel) -> AvoidScene:
+    """Read the scene from a model whose pillars are named `row_<row>_<number>` and `bump_<row>_<number>`."""
+    geoms = [model.geom(i) for i in range(model.ngeom)]
+    rows: dict[str, list[Any]] = {}
+    for geom in (geom for geom in geoms if geom.name.startswith("row_")):
+        rows.setdefault(geom.name.rsplit("_", 1)[0], []).append(geom)
+    ordered = sorted(rows.values(), key=lambda row: row[0].pos[1])
+    right, back = model.geom("wall_right"), model.geom("wall_back")
+    return AvoidScene(
+        row_y=tuple(float(row[0].pos[1]) for row in ordered),
+        pillar_x=tuple(tuple(sorted(round(float(geom.pos[0]), 9) for geom in row)) for row in ordered),
+        bumps=tuple(tuple(geom.pos[:2].tolist()) for geom in geoms if geom.name.startswith("bump_")),
+        pillar_radius=float(ordered[0][0].size[0]),
+        disc_radius=float(model.geom("disc").size[0]),
+        half_width=float(right.pos[0] - right.size[0]),
+        back_y=float(back.pos[1] + back.size[1]),
+        finish_y=float(model.site("finish").pos[1]),
+    )

@@ -1,0 +1,215 @@
+"""`avoid`: drive a disc through staggered rows of pillars to a finish line, without touching anything.
+
+A planar end effector on two slide joints with velocity servos; an action is the velocity it shall have.
+There are many equally good ways through, one gap per row, so demonstrations are multi-modal and a policy
+that averages them hits a pillar. Position and velocity are the whole state: one observation is enough.
+
+Rules: any contact (pillar or wall) ends the episode as a failure, at the physics step where it happens;
+crossing the finish line ends it as a success with reward 1 (every other step is worth 0); both are
+`terminated`. After `max_episode_steps` the episode is `truncated`.
+
+Metric `mode`: the way taken, an index into `AvoidScene.modes`; -1 while rows are left to cross.
+
+Legend: N environments, M of them addressed, R rows of pillars, G gaps of the widest row. Positions are
+(x, y) in metres; y grows from start to finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.engine.pixels import HasCameras
+from envs.engine.vector import ChunkVector
+from envs.spec import EnvSpec, StepResult
+from envs.tasks.avoid.expert import AvoidDemonstrator, demonstrate_avoid
+from envs.tasks.avoid.scene import START_SPREAD_M, AvoidScene, load_model, load_scene
+from policies.errors import ConfigError
+from policies.registry import register
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from envs.datasets.episode import Episode
+
+Array = np.ndarray
+
+CONTROL_HZ = 20.0
+MAX_SPEED = 0.4  # speed that an action of 1 asks for, per axis [m/s]
+
+
+def start_position(seed: int) -> Array:
+    """Draw the (2,) start position of the episode with this seed."""
+    return np.random.default_rng(seed).uniform(-1.0, 1.0, 2) * START_SPREAD_M
+
+
+class AvoidStepper:
+    """Steps N discs, each in its own simulator state of one shared model; exact.
+
+    Args:
+        num_envs: N.
+    """
+
+    can_save = True
+
+    def __init__(self, num_envs: int) -> None:
+        import mujoco
+
+        if num_envs < 1:
+            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
+        self.num_envs = num_envs
+        self.model = load_model()
+        self.scene = load_scene()
+        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        # Views into the simulators' memory, made once: each attribute access would build a new one.
+        self._qpos = [data.qpos for data in self.datas]
+        self._qvel = [data.qvel for data in self.datas]
+        self._ctrl = [data.ctrl for data in self.datas]
+        self._mj_step = mujoco.mj_step
+        self._substeps = range(round(1.0 / CONTROL_HZ / self.model.opt.timestep))
+        self._row_y = np.array(self.scene.row_y)
+        self._gap_x = _padded(self.scene.gap_x)
+        self._mode_of = _mode_table(self.scene)
+        self._position = np.zeros((num_envs, 2))
+        self._gaps = np.full((num_envs, len(self._row_y)), -1)
+
+    def reset(self, row: int, seed: int) -> Array:
+        """Put the disc of one row at the seed's start, at rest; returns (4,)."""
+        import mujoco
+
+        mujoco.mj_resetData(self.model, self.datas[row])
+        self._position[row] = self._qpos[row][:] = start_position(seed)
+        mujoco.mj_forward(self.model, self.datas[row])
+        self._gaps[row] = -1
+        return np.concatenate([self._position[row], np.zeros(2)])
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, 2) for one control step, or until contact."""
+        index = rows.tolist()
+        speeds = MAX_SPEED * np.asarray(actions, np.float64)
+        hit = np.array([self._drive(i, speed) for i, speed in zip(index, speeds, strict=True)])
+        position = np.concatenate([self._qpos[i] for i in index]).reshape(-1, 2)
+        velocity = np.concatenate([self._qvel[i] for i in index]).reshape(-1, 2)
+        self._note_gaps(rows, self._position[rows], position)
+        self._position[rows] = position
+        success = ~hit & (position[:, 1] >= self.scene.finish_y)
+        obs = np.concatenate([position, velocity], axis=1)
+        return StepResult(obs, success.astype(np.float64), hit | success, np.zeros_like(hit), success)
+
+    def metrics(self) -> dict[str, Array]:
+        """Return the way taken, (N,) `mode`."""
+        crossed = (self._gaps >= 0).all(axis=1)
+        return {"mode": np.where(crossed, self._mode_of[tuple(np.maximum(self._gaps, 0).T)], -1)}
+
+    def physics_state(self, row: int) -> Array:
+        """Return time, positions and velocities of one simulator, (5,)."""
+        return recorded_physics(self.datas[row])
+
+    def get_state(self) -> dict[str, Array]:
+        """Return integration states (N, nstate), from which physics continues bit-exactly, and gaps."""
+        return {"physics": get_physics(self.model, self.datas), "gaps": self._gaps.copy()}
+
+    def set_state(self, state: Mapping[str, Array]) -> None:
+        """Continue from `get_state`."""
+        set_physics(self.model, self.datas, state["physics"])
+        for row in range(self.num_envs):
+            self._position[row] = self._qpos[row]
+        self._gaps = np.array(state["gaps"])
+
+    def close(self) -> None:
+        """Drop the simulators."""
+        self.datas, self._qpos, self._qvel, self._ctrl = [], [], [], []
+
+    def _drive(self, row: int, speed: Array) -> bool:
+        """Advance one simulator; returns whether the disc touched something, and stops there."""
+        model, data, mj_step = self.model, self.datas[row], self._mj_step
+        self._ctrl[row][:] = speed
+        for _ in self._substeps:
+            mj_step(model, data)
+            if data.ncon:
+                return True
+        return False
+
+    def _note_gaps(self, rows: Array, before: Array, after: Array) -> None:
+        """Record the gap of every row that moves from `before` to `after` (M, 2) crossed forwards."""
+        y0, y1 = before[:, 1:], after[:, 1:]
+        crossed = (y0 < self._row_y) & (self._row_y <= y1)  # (M, R)
+        if not crossed.any():
+            return
+        disc, row = np.nonzero(crossed)
+        share = (self._row_y[row] - y0[disc, 0]) / (y1[disc, 0] - y0[disc, 0])
+        x = before[disc, 0] + share * (after[disc, 0] - before[disc, 0])
+        self._gaps[rows[disc], row] = np.abs(self._gap_x[row] - x[:, None]).argmin(axis=1)
+
+
+@register("env", "avoid")
+@dataclass(frozen=True)
+class Avoid(HasCameras):
+    """Drive a disc through rows of pillars to the finish line; many ways lead through."""
+
+    max_episode_steps: int = 100  # control steps of 50 ms, then truncated
+    image_shadows: bool = False  # true: with shadows, which takes several times longer without a GPU
+    demonstrator: AvoidDemonstrator = field(default_factory=AvoidDemonstrator)  # who `demonstrate` is
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+        if self.max_episode_steps < 1:
+            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
+        return EnvSpec(
+            name="avoid",
+            family="avoid",
+            obs_dim=4,
+            action_dim=2,
+            action_low=(-1.0, -1.0),
+            action_high=(1.0, 1.0),
+            max_episode_steps=self.max_episode_steps,
+            control_hz=CONTROL_HZ,
+            obs_names=("disc x [m]", "disc y [m]", "disc x speed [m/s]", "disc y speed [m/s]"),
+            action_names=(f"x speed [{MAX_SPEED} m/s]", f"y speed [{MAX_SPEED} m/s]"),
+            success_rule="the disc crosses the finish line without having touched a pillar or a wall",
+            episode_metrics=("mode",),
+        )
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
+        """Build the exact engine for N environments."""
+        return self.vector_of(AvoidStepper(num_envs), obs_steps)
+
+    def demonstrate(self, seed: int) -> Episode:
+        """Record one demonstration; way, wobble and start all follow from the seed."""
+        return demonstrate_avoid(AvoidStepper(1), seed, self.demonstrator, max_steps=self.max_episode_steps)
+
+    def mode_names(self) -> tuple[str, ...]:
+        """Name every value of the metric `mode`; the direct ways come first."""
+        scene = load_scene()
+        return tuple(scene.mode_name(mode) for mode in range(len(scene.modes)))
+
+    def figure(self, panels: Mapping[str, tuple[Sequence[Array], Sequence[bool]]]) -> Figure:
+        """Draw one panel of trajectories per title, e.g. before and after; see `envs.tasks.avoid.figures`."""
+        from envs.tasks.avoid.figures import avoid_figure
+
+        return avoid_figure(panels)
+
+    def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
+        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        from envs.engine.rendering import replay_frames
+
+        return replay_frames(self.make_vector(1), seed, actions, camera="tilted", **options)
+
+
+def _padded(gap_x: tuple[tuple[float, ...], ...]) -> Array:
+    """Return gap centres as (R, G), infinite where a row has fewer gaps."""
+    widest = max(len(row) for row in gap_x)
+    return np.array([row + (np.inf,) * (widest - len(row)) for row in gap_x])
+
+
+def _mode_table(scene: AvoidScene) -> Array:
+    """Return mode ids indexed by the gap of every row."""
+    table = np.full([len(row) for row in scene.gap_x], -1)
+    for mode, way in enumerate(scene.modes):
+        table[way] = mode
+    return table

@@ -1,0 +1,281 @@
+"""Franka kitchen: a nine-joint arm does four of seven household tasks, in any order (gymnasium-robotics).
+
+Physics, noise, control and goals are those of `FrankaKitchen-v1`, step by step and bit for bit; one
+compiled model is shared by one `MjData` per environment. The observation has the layout of D4RL's kitchen
+data: 9 robot positions, 21 object positions, and the 30 positions that the task asks for (constant).
+
+Differences from D4RL's `kitchen-*-v0`, all inherited from gymnasium-robotics: sensor noise is 1 % of the
+robot's and 0.05 % of the objects' amplitudes (D4RL: 10 %), and a sub-task counts by the true, not by the
+noisy position. As in D4RL the controller starts from the noisy position it observed last.
+
+Legend: N environments, M of them addressed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from envs.datasets.scores import reference
+from envs.engine.physics import get_physics, set_physics
+from envs.engine.pixels import HasCameras
+from envs.engine.vector import ChunkVector
+from envs.spec import EnvSpec, StepResult
+from policies.errors import ConfigError
+from policies.registry import register
+
+Array = np.ndarray
+
+NUM_ROBOT = 9
+NUM_POSITIONS = 30
+_BURNERS = ("bottom right", "bottom left", "top right", "top left")
+_POSITION_NAMES = (
+    *(f"arm joint {i} angle [rad]" for i in range(1, 8)),
+    "right finger position [m]",
+    "left finger position [m]",
+    *(f"{burner} {part}" for burner in _BURNERS for part in ("knob angle [rad]", "burner position [m]")),
+    "light switch angle [rad]",
+    "light joint position [m]",
+    "slide cabinet position [m]",
+    "left hinge cabinet angle [rad]",
+    "right hinge cabinet angle [rad]",
+    "microwave door angle [rad]",
+    *(f"kettle {axis} [m]" for axis in "xyz"),
+    *(f"kettle quaternion {part} [1]" for part in "wxyz"),
+)
+_ACTION_NAMES = (
+    *(f"arm joint {i} speed [2 rad/s]" for i in range(1, 8)),
+    "right finger speed [2 m/s]",
+    "left finger speed [2 m/s]",
+)
+
+
+class KitchenStepper:
+    """Steps N kitchens.
+
+    Args:
+        tasks: Names of the sub-tasks, as gymnasium-robotics spells them.
+        num_envs: N.
+        robot_noise: Scale of the noise on robot positions.
+        object_noise: Scale of the noise on object positions.
+
+    Raises:
+        MissingExtraError: If gymnasium-robotics is not installed.
+    """
+
+    can_save = True
+
+    def __init__(
+        self, tasks: tuple[str, ...], num_envs: int, robot_noise: float, object_noise: float
+    ) -> None:
+        if num_envs < 1:
+            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
+        kitchen = load_kitchen()
+        import mujoco
+        from gymnasium_robotics.envs.franka_kitchen import kitchen_env
+
+        robot = kitchen.robot_env
+        self.num_envs = num_envs
+        self.model = kitchen.model
+        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        self._start = robot.init_qpos.copy()
+        self._skip, self._dt = robot.frame_skip, robot.dt
+        self._speed = robot.act_rng
+        self._speed_limits = robot.robot_vel_bound[:NUM_ROBOT].T
+        self._position_limits = robot.robot_pos_bound[:NUM_ROBOT].T
+        # The objects' amplitudes begin one entry early, as in gymnasium-robotics.
+        self._robot_noise = robot_noise * robot.robot_pos_noise_amp[:NUM_ROBOT]
+        self._object_noise = object_noise * robot.robot_pos_noise_amp[NUM_ROBOT - 1 :]
+        self._radius = kitchen_env.BONUS_THRESH
+        self._goals = [
+            (kitchen_env.OBS_ELEMENT_INDICES[task], kitchen_env.OBS_ELEMENT_GOALS[task]) for task in tasks
+        ]
+        self._wanted = np.zeros(NUM_POSITIONS)
+        for index, goal in self._goals:
+            self._wanted[index] = goal
+        self._rngs = [np.random.default_rng(0) for _ in range(num_envs)]  # each reset seeds its own
+        self._observed = np.zeros((num_envs, NUM_ROBOT))  # robot positions, with noise
+        self._completed = np.zeros((num_envs, len(tasks)), bool)
+
+    def reset(self, row: int, seed: int) -> Array:
+        """Start an episode as gymnasium-robotics does for this seed; returns (60,)."""
+        import mujoco
+        from gymnasium.utils import seeding
+
+        self._rngs[row], _ = seeding.np_random(seed)
+        data = self.datas[row]
+        mujoco.mj_resetData(self.model, data)
+        data.qpos[:] = self._start
+        mujoco.mj_forward(self.model, data)
+        self._completed[row] = False
+        return self._observe(row)
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, 9) for one control step (40 physics steps)."""
+        import mujoco
+
+        obs = np.empty((len(rows), 2 * NUM_POSITIONS))
+        reward = np.empty(len(rows))
+        for i, row in enumerate(rows.tolist()):
+            data = self.datas[row]
+            data.ctrl[:] = self._control(row, actions[i])
+            mujoco.mj_step(self.model, data, nstep=self._skip)
+            obs[i] = self._observe(row)
+            reward[i] = self._judge(row)
+        success = self._completed[rows].all(axis=1)
+        return StepResult(obs, reward, success, np.zeros(len(rows), bool), success)
+
+    def metrics(self) -> dict[str, Array]:
+        """Return the number of sub-tasks completed in the running episodes, (N,)."""
+        return {"subtasks": self._completed.sum(axis=1).astype(np.float64)}
+
+    def get_state(self) -> dict[str, Any]:
+        """Return everything the next steps depend on, the state of the noise included."""
+        return {
+            "physics": get_physics(self.model, self.datas),
+            "observed": self._observed.copy(),
+            "completed": self._completed.copy(),
+            "noise": [rng.bit_generator.state for rng in self._rngs],
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `get_state`."""
+        self._observed = np.array(state["observed"], np.float64)
+        self._completed = np.array(state["completed"], bool)
+        set_physics(self.model, self.datas, state["physics"])
+        for row in range(self.num_envs):
+            self._rngs[row].bit_generator.state = state["noise"][row]
+
+    def close(self) -> None:
+        """Drop the simulators."""
+        self.datas = []
+
+    def _control(self, row: int, action: Array) -> Array:
+        """Turn joint speeds (9,) into joint targets, counted from the observed positions."""
+        speed = np.clip(action * self._speed, *self._speed_limits)
+        target: Array = np.clip(self._observed[row] + speed * self._dt, *self._position_limits)
+        return target
+
+    def _observe(self, row: int) -> Array:
+        """Read the noisy positions and append the wanted ones, (60,)."""
+        qpos, rng = self.datas[row].qpos, self._rngs[row]
+        robot = qpos[:NUM_ROBOT] + self._robot_noise * rng.uniform(-1.0, 1.0, NUM_ROBOT)
+        rng.uniform(size=NUM_ROBOT)  # noise of the velocities, which this layout leaves out
+        objects = qpos[NUM_ROBOT:] + self._object_noise * rng.uniform(-1.0, 1.0, NUM_POSITIONS - NUM_ROBOT)
+        rng.uniform(size=self.model.nv - NUM_ROBOT)
+        self._observed[row] = robot
+        return np.concatenate([robot, objects, self._wanted])
+
+    def _judge(self, row: int) -> float:
+        """Mark the sub-tasks that are done now and return how many are new."""
+        qpos = self.datas[row].qpos
+        done = np.array([np.linalg.norm(qpos[index] - goal) < self._radius for index, goal in self._goals])
+        new = done & ~self._completed[row]
+        self._completed[row] |= done
+        return float(new.sum())
+
+
+@lru_cache(maxsize=1)
+def load_kitchen() -> Any:
+    """Build gymnasium-robotics' environment once per process, for its model and constants.
+
+    Raises:
+        MissingExtraError: If gymnasium-robotics is not installed.
+    """
+    from policies.extras import require
+
+    with contextlib.redirect_stderr(io.StringIO()):  # its import prints news about other tasks
+        module = require("gymnasium_robotics.envs.franka_kitchen", extra="kitchen")
+    kitchen = module.KitchenEnv()
+    view, model = kitchen.robot_env.mujoco_renderer.default_cam_config, kitchen.model
+    model.stat.center, model.stat.extent = view["lookat"], view["distance"] / 1.5  # as MuJoCo's free camera
+    model.vis.global_.azimuth, model.vis.global_.elevation = view["azimuth"], view["elevation"]
+    return kitchen
+
+
+@dataclass(frozen=True)
+class _Kitchen(HasCameras):
+    """What the three configurations share."""
+
+    max_episode_steps: int = 280  # control steps, then truncated
+    robot_noise_ratio: float = 0.01  # of the robot's noise amplitudes, as in gymnasium-robotics
+    object_noise_ratio: float = 0.0005  # of the objects' noise amplitudes, as in gymnasium-robotics
+
+    name = ""
+    tasks = ("microwave", "kettle", "light switch", "slide cabinet")
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        super().__post_init__()
+        if self.max_episode_steps < 1:
+            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
+        for key in ("robot_noise_ratio", "object_noise_ratio"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"env.{key} must not be negative; got {getattr(self, key)}.")
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+        scores = reference(f"{self.name}-v0")
+        return EnvSpec(
+            name=self.name,
+            family="kitchen",
+            obs_dim=2 * NUM_POSITIONS,
+            action_dim=NUM_ROBOT,
+            action_low=(-1.0,) * NUM_ROBOT,
+            action_high=(1.0,) * NUM_ROBOT,
+            max_episode_steps=self.max_episode_steps,
+            control_hz=12.5,
+            obs_names=(*_POSITION_NAMES, *(f"wanted {name}" for name in _POSITION_NAMES)),
+            action_names=_ACTION_NAMES,
+            success_rule=f"all four sub-tasks were completed: {', '.join(self.tasks)}",
+            reference_scores=(scores.min_return, scores.max_return),
+            episode_metrics=("subtasks",),
+            packages=("gymnasium-robotics",),
+        )
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
+        """Build the exact engine for N environments.
+
+        Raises:
+            MissingExtraError: If gymnasium-robotics is not installed.
+        """
+        stepper = KitchenStepper(self.tasks, num_envs, self.robot_noise_ratio, self.object_noise_ratio)
+        return self.vector_of(stepper, obs_steps)
+
+    def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
+        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        from envs.engine.rendering import replay_frames
+
+        return replay_frames(self.make_vector(1), seed, actions, **options)
+
+
+@register("env", "kitchen-complete")
+@dataclass(frozen=True)
+class KitchenComplete(_Kitchen):
+    """Four sub-tasks; its data are demonstrations of exactly these, in order (D4RL `kitchen-complete-v0`)."""
+
+    name = "kitchen-complete"
+
+
+@register("env", "kitchen-partial")
+@dataclass(frozen=True)
+class KitchenPartial(_Kitchen):
+    """The same sub-tasks; some of its data solve them among others (D4RL `kitchen-partial-v0`)."""
+
+    name = "kitchen-partial"
+
+
+@register("env", "kitchen-mixed")
+@dataclass(frozen=True)
+class KitchenMixed(_Kitchen):
+    """Four sub-tasks that no demonstration does together (D4RL `kitchen-mixed-v0`)."""
+
+    name = "kitchen-mixed"
+    tasks = ("microwave", "kettle", "bottom burner", "light switch")

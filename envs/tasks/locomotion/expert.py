@@ -1,0 +1,118 @@
+"""Trained actors as demonstrators of locomotion: who walks, and how unsteadily.
+
+`expert` and `medium` are policy directories in `assets/actors`, learned from the reward alone by
+`python -m benchmarks.studies.actors`: the best checkpoint of a run, and the one whose return is nearest to a third of
+that. `random` draws uniform actions. `medium-expert` lets the two take turns: episodes of even seeds are the
+medium's, those of odd seeds the expert's, so that consecutive seeds give half of each. `mixed` lets every
+episode draw one of the three and an unsteadiness of its own, which covers states and returns as the replay
+buffer of a learner does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import as_file, files
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from envs.datasets.episode import Episode
+from envs.rollouts.recording import Recording
+from policies.errors import ConfigError
+
+if TYPE_CHECKING:
+    from envs.spec import EnvSpec
+    from envs.tasks.locomotion.stepper import RobotStepper
+    from policies.policy import Policy
+
+Act = Callable[[np.ndarray], np.ndarray]
+"""Maps an observation (Do,) to an action (Da,)."""
+
+SINGLE = ("expert", "medium", "random")
+TURNS = ("medium", "expert")
+"""Who walks the episodes of even and of odd seeds, for `medium-expert`."""
+EXPERTS = (*SINGLE, "medium-expert", "mixed")
+MIXED_NOISE = 0.3  # largest unsteadiness that `mixed` draws, beside the one that is asked for
+_NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
+
+
+@dataclass(frozen=True)
+class LocomotionDemonstrator:
+    """Options of the demonstrator."""
+
+    expert: str = "expert"  # expert | medium | random | medium-expert | mixed
+    noise: float = 0.0  # standard deviation of Gaussian noise on every action entry [share of full scale]
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        if self.expert not in EXPERTS:
+            raise ConfigError(
+                f"env.demonstrator.expert must be one of {', '.join(EXPERTS)}; got '{self.expert}'."
+            )
+        if not 0 <= self.noise < math.inf:
+            raise ConfigError(f"env.demonstrator.noise must be 0 or more and finite; got {self.noise}.")
+
+
+@cache
+def actor(task: str, tier: str) -> Policy:
+    """Load an actor that comes with the package.
+
+    Args:
+        task: Name of the environment.
+        tier: `expert` or `medium`.
+    """
+    from policies.storage.policy_folder import load_policy
+
+    with as_file(files("assets") / "actors" / task / tier) as directory:
+        return load_policy(directory)
+
+
+def demonstrate_locomotion(
+    stepper: RobotStepper, seed: int, options: LocomotionDemonstrator, *, spec: EnvSpec
+) -> Episode:
+    """Walk one episode in row 0 of a stepper.
+
+    Recorded are the actions that were executed, noise included, and the physics state before each
+    (`states`: time, positions, velocities).
+
+    Args:
+        stepper: Simulator of the task.
+        seed: Seed of the episode; decides the draws of the demonstrator as well.
+        options: How to demonstrate.
+        spec: The task; its `max_episode_steps` ends the episode.
+    """
+    rng = np.random.default_rng((seed, _NOISE_STREAM))
+    low, high = (np.asarray(side, np.float32) for side in (spec.action_low, spec.action_high))
+    act, noise = _walker(spec.name, seed, options, rng, high)
+    record = Recording(stepper, seed)
+    while not record.ended and len(record) < spec.max_episode_steps:
+        wanted = act(record.now) + noise * high * rng.standard_normal(len(high))
+        record.step(np.clip(wanted, low, high), states=stepper.physics_state(0))
+    return record.episode(truncated=len(record) >= spec.max_episode_steps, success=False)
+
+
+def _walker(
+    task: str, seed: int, options: LocomotionDemonstrator, rng: np.random.Generator, high: np.ndarray
+) -> tuple[Act, float]:
+    """Return who walks, and how unsteadily."""
+    tier, noise = options.expert, options.noise
+    if tier == "medium-expert":
+        tier = TURNS[seed % len(TURNS)]
+    elif tier == "mixed":
+        tier = SINGLE[int(rng.integers(len(SINGLE)))]
+        noise += MIXED_NOISE * float(rng.random())
+    if tier == "random":
+        return lambda _: rng.uniform(-high, high), noise
+    policy: Any = actor(task, tier)
+    return lambda obs: _chosen(policy, obs), noise
+
+
+def _chosen(policy: Policy, obs: np.ndarray) -> np.ndarray:
+    """Return the action (Da,) of a policy of single actions."""
+    noise = torch.zeros(1, *policy.noise_shape)  # it acts by its mean; nothing is drawn
+    action: np.ndarray = policy.act(torch.from_numpy(obs[None, None]).float(), noise=noise)[0, 0].numpy()
+    return action

@@ -1,0 +1,201 @@
+"""The engine of gymnasium's robots: many in one process, bit for bit what gymnasium computes.
+
+One compiled model is shared by one `MjData` per environment; `mj_step` advances them, and observations,
+rewards and terminations are computed for all of them at once in gymnasium's own arithmetic, so every number
+equals `gymnasium.make("Hopper-v5")` exactly. Actions are clipped to the box first, as the wrapped
+environments of D4RL do, so the control cost never charges for what the motors cannot do.
+
+Legend: N environments, M of them addressed, Ta executed steps, nq and nv widths of positions and velocities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.spec import StepResult
+from policies.errors import ConfigError
+
+if TYPE_CHECKING:
+    import mujoco
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True)
+class States:
+    """What a robot's numbers are made of.
+
+    Shapes:
+        qpos: (M, nq). qvel: (M, nv). more: other fields of `MjData` by name, (M, ...).
+    """
+
+    qpos: Array
+    qvel: Array
+    more: Mapping[str, Array]
+
+
+class Robot(Protocol):
+    """What distinguishes the robots; the configurations in `envs.tasks.locomotion.planar` implement it.
+
+    Shapes:
+        actions: (M, Da). x_velocity: (M,) [m/s]. fell: (M,) bool.
+    """
+
+    @property
+    def xml_file(self) -> str:
+        """Name of a model that gymnasium ships."""
+        ...
+
+    @property
+    def frame_skip(self) -> int:
+        """Physics steps per control step."""
+        ...
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields of `MjData` that the robot looks at, beside positions and velocities."""
+        ...
+
+    def noise(self, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]:
+        """Draw what a reset adds to the initial qpos (nq,) and qvel (nv,)."""
+        ...
+
+    def observe(self, states: States) -> Array:
+        """Return observations (M, Do)."""
+        ...
+
+    def x(self, states: States, model: mujoco.MjModel) -> Array:
+        """Return the place (M,) [m] whose change is the speed."""
+        ...
+
+    def has_fallen(self, states: States) -> Array:
+        """Return (M,) whether the robot left its healthy range."""
+        ...
+
+    def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
+        """Return rewards (M,)."""
+        ...
+
+
+class RobotStepper:
+    """Steps N copies of one robot; exact, and as fast as `mj_step` allows.
+
+    Args:
+        robot: Model, observation, reward and termination.
+        num_envs: N.
+    """
+
+    can_save = True
+
+    def __init__(self, robot: Robot, num_envs: int) -> None:
+        import mujoco
+
+        if num_envs < 1:
+            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
+        self.robot = robot
+        self.num_envs = num_envs
+        self.model = load_model(robot.xml_file)
+        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        self._mj_step: Callable[..., None] = mujoco.mj_step
+        # Contact forces are not part of a step unless a sensor asks for them.
+        self._forces = mujoco.mj_rnePostConstraint if "cfrc_ext" in robot.fields else None
+        self._dt = self.model.opt.timestep * robot.frame_skip
+        # Views into the simulators' memory, made once: each attribute access would build a new one.
+        self._names = ("qpos", "qvel", *robot.fields)
+        self._views = [[getattr(data, name) for name in self._names] for data in self.datas]
+        self._ctrl = [data.ctrl for data in self.datas]
+        self._start = (self.datas[0].qpos.copy(), self.datas[0].qvel.copy())
+        self._x = np.zeros(num_envs)
+
+    def reset(self, row: int, seed: int) -> Array:
+        """Start an episode as gymnasium does for this seed; returns (Do,)."""
+        import mujoco
+        from gymnasium.utils import seeding
+
+        rng, _ = seeding.np_random(seed)
+        data = self.datas[row]
+        mujoco.mj_resetData(self.model, data)
+        qpos_noise, qvel_noise = self.robot.noise(rng, self.model.nq, self.model.nv)
+        data.qpos[:] = self._start[0] + qpos_noise
+        data.qvel[:] = self._start[1] + qvel_noise
+        mujoco.mj_forward(self.model, data)
+        states = self._states([view[None] for view in self._views[row]])
+        self._x[row] = self.robot.x(states, self.model)[0]
+        observation: Array = self.robot.observe(states)[0]
+        return observation
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, Da) for one control step (`frame_skip` physics steps)."""
+        return self.step_through(rows, actions[:, None]).at(0)
+
+    def step_through(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by whole chunks (M, Ta, Da), one robot after the other, also when it falls.
+
+        A robot's memory stays in the cache, and everything but the physics happens once per chunk.
+        """
+        m, steps = actions.shape[:2]
+        seen = [np.empty((m, steps, *view.shape)) for view in self._views[0]]
+        mj_step, forces, model, skip = self._mj_step, self._forces, self.model, self.robot.frame_skip
+        for i, (row, chunk) in enumerate(zip(rows.tolist(), actions, strict=True)):
+            data, ctrl, views = self.datas[row], self._ctrl[row], self._views[row]
+            pairs = [(out[i], view) for out, view in zip(seen, views, strict=True)]
+            for j in range(steps):
+                ctrl[:] = chunk[j]
+                mj_step(model, data, nstep=skip)
+                if forces is not None:
+                    forces(model, data)
+                for out, view in pairs:
+                    out[j] = view
+        return self._judge(rows, seen, actions)
+
+    def _judge(self, rows: Array, seen: list[Array], actions: Array) -> StepResult:
+        """Return what states (M, Ta, ...) and actions (M, Ta, Da) are worth."""
+        shape = actions.shape[:2]
+        states = self._states([part.reshape(-1, *part.shape[2:]) for part in seen])
+        x = np.concatenate([self._x[rows, None], self.robot.x(states, self.model).reshape(shape)], axis=1)
+        self._x[rows] = x[:, -1]
+        x_velocity = ((x[:, 1:] - x[:, :-1]) / self._dt).reshape(-1)
+        has_fallen, flat = self.robot.has_fallen(states), actions.reshape(-1, actions.shape[-1])
+        reward = self.robot.reward(states, x_velocity, flat, has_fallen)
+        obs = self.robot.observe(states)
+        obs, no = obs.reshape(*shape, obs.shape[1]), np.zeros(shape, bool)
+        return StepResult(obs, reward.reshape(shape), has_fallen.reshape(shape), no, no)
+
+    def _states(self, parts: list[Array]) -> States:
+        return States(parts[0], parts[1], dict(zip(self._names[2:], parts[2:], strict=True)))
+
+    def metrics(self) -> dict[str, Array]:
+        """Return nothing: the return says it all."""
+        return {}
+
+    def physics_state(self, row: int) -> Array:
+        """Return time, positions and velocities of a row, as robomimic's files keep them."""
+        return recorded_physics(self.datas[row])
+
+    def get_state(self) -> dict[str, Array]:
+        """Return the integration states (N, nstate), from which physics continues bit-exactly, and x (N,)."""
+        return {"physics": get_physics(self.model, self.datas), "x": self._x.copy()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `get_state`."""
+        set_physics(self.model, self.datas, state["physics"])
+        self._x = np.array(state["x"], np.float64)
+
+    def close(self) -> None:
+        """Drop the simulators."""
+        self.datas, self._views, self._ctrl = [], [], []
+
+
+def load_model(xml_file: str) -> mujoco.MjModel:
+    """Compile one of the robots that gymnasium ships."""
+    from importlib.resources import as_file, files
+
+    import mujoco
+
+    with as_file(files("gymnasium") / "envs" / "mujoco" / "assets" / xml_file) as path:
+        return mujoco.MjModel.from_xml_path(str(path))

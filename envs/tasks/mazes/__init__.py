@@ -1,0 +1,1 @@
+"""Point and ant mazes of D4RL and OGBench."""

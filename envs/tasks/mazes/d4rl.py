@@ -1,0 +1,324 @@
+"""Mazes: a point or an ant goes to a goal that differs from episode to episode (gymnasium-robotics).
+
+Physics, starts, goals and rewards are those of `PointMaze_*-v3` and `AntMaze_*-v4`, step by step and bit for
+bit; one compiled model is shared by one `MjData` per environment. The observation is flat: positions,
+velocities, and the goal (x, y) at its end, so that whatever learns from a state can be told where to go. For
+the ant these are the 29 entries of D4RL and OGBench, and the goal. With `goal=separate` the goal is handed
+out beside the observation, for policies that are conditioned on goals.
+
+A point is driven by forces at 100 Hz, as in gymnasium-robotics. With `control=waypoint` an action is a place
+to go to, which a PD controller turns into forces; with `hold`, it is kept for several steps of the simulator.
+
+Legend: N environments, M of them addressed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from envs.datasets.scores import reference
+from envs.spec import EnvSpec, StepResult
+from envs.tasks.mazes.expert import FORCES, MazeDemonstrator, demonstrate_maze, pd_force, places
+from envs.tasks.mazes.layouts import Cell, Layout, layout, load_model
+from envs.tasks.mazes.stepper import ANT_NAMES, MazeRows, MazeTask, ant_torques
+from policies.errors import ConfigError
+from policies.registry import register
+
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
+
+Array = np.ndarray
+
+RADIUS_M = 0.45  # of the goal
+SPEED_LIMIT = 5.0  # of a point, per axis [m/s]
+REWARDS = ("sparse", "dense")
+CONTROLS = ("force", "waypoint")
+GOALS = ("appended", "separate")
+_POINT_NAMES = ("x [m]", "y [m]", "x speed [m/s]", "y speed [m/s]")
+
+
+class MazeStepper(MazeRows):
+    """Steps N agents, each in its own simulator state of one shared model; exact.
+
+    Args:
+        task: Agent, maze and rules.
+        num_envs: N.
+
+    Raises:
+        MissingExtraError: If gymnasium-robotics is not installed.
+    """
+
+    def __init__(self, task: _Maze, num_envs: int) -> None:
+        super().__init__(load_model(task.agent_file(), task.layout), task.layout, num_envs)
+        self.task = task
+
+    def reset(self, row: int, seed: int) -> Array:
+        """Start an episode as gymnasium-robotics does for this seed; returns (Do,)."""
+        import mujoco
+        from gymnasium.utils import seeding
+
+        rng, _ = seeding.np_random(seed)
+        self._start[row], self._goal[row] = self.maze.draw(rng, *self.task.ends)
+        data = self.datas[row]
+        mujoco.mj_resetData(self.model, data)
+        data.qpos[:2] = self._start[row]
+        mujoco.mj_forward(self.model, data)
+        return self._observe(row)
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, Da) for one control step."""
+        for row, action in zip(rows.tolist(), actions, strict=True):
+            self.task.drive(self.model, self.datas[row], action)
+        obs = np.stack([self._observe(row) for row in rows.tolist()])
+        # Over an axis, as gymnasium-robotics does: a dot product may round once less, on some processors.
+        distance = np.linalg.norm(obs[:, :2] - self._goal[rows], axis=-1)
+        success = distance <= RADIUS_M
+        reward = np.exp(-distance) if self.task.reward == "dense" else success.astype(np.float64)
+        ended = success & (not self.task.continuing)
+        return StepResult(obs, reward, ended, np.zeros_like(ended), success)
+
+    def _observe(self, row: int) -> Array:
+        data = self.datas[row]
+        goal = () if self.task.goal == "separate" else self._goal[row]
+        return np.concatenate([data.qpos, data.qvel, goal])
+
+
+@dataclass(frozen=True)
+class _Maze(MazeTask):
+    """What all mazes share; the subclasses below give agent and maze."""
+
+    max_episode_steps: int = 300  # control steps, then truncated
+    continuing: bool = False  # true: reaching the goal does not end an episode, as D4RL's maze2d
+    reward: str = "sparse"  # sparse: 1 within 0.45 m of the goal, else 0 | dense: exp(-distance)
+    goal: str = "appended"  # appended: the last entries of the state | separate: the goal of the policy
+    start_cell: tuple[int, ...] = ()  # row and column that episodes start in, from the upper left; (): any
+    goal_cell: tuple[int, ...] = ()  # row and column of the goal; (): any
+
+    maze = ""
+    goal_choices = GOALS
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        super().__post_init__()
+        if self.reward not in REWARDS:
+            raise ConfigError(f"env.reward must be one of {', '.join(REWARDS)}; got '{self.reward}'.")
+        for key in ("start_cell", "goal_cell"):
+            cell = tuple(getattr(self, key))
+            if cell and cell not in self.layout.cells:
+                raise ConfigError(
+                    f"env.{key} must be row and column of a free cell of '{self.maze}', or (); got {cell}. "
+                    f"Its grid is {' '.join(self.layout.rows)}."
+                )
+
+    @property
+    def ends(self) -> tuple[Cell | None, Cell | None]:
+        """The cells of start and goal, where they are given."""
+        start, goal = (tuple(cell) or None for cell in (self.start_cell, self.goal_cell))
+        return start, goal  # type: ignore[return-value]
+
+    @abstractmethod
+    def agent_file(self) -> str:
+        """Return the MJCF file of the agent.
+
+        Raises:
+            MissingExtraError: If gymnasium-robotics is not installed.
+        """
+
+    @abstractmethod
+    def drive(self, model: Any, data: Any, action: Array) -> None:
+        """Advance one simulator by a control step."""
+
+    def stepper(self, num_envs: int) -> MazeStepper:
+        """Build the simulators of N environments.
+
+        Raises:
+            MissingExtraError: If gymnasium-robotics is not installed.
+        """
+        return MazeStepper(self, num_envs)
+
+
+@dataclass(frozen=True)
+class _PointMaze(_Maze):
+    """A ball on two slide joints, driven by forces."""
+
+    control: str = "force"  # force | waypoint: an action is a place [m], which a PD controller goes to
+    hold: int = 1  # steps of the simulator (10 ms) for which an action is kept
+    demonstrator: MazeDemonstrator = field(default_factory=MazeDemonstrator)  # who `demonstrate` is
+
+    packages = ("gymnasium-robotics",)
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        super().__post_init__()
+        if self.control not in CONTROLS:
+            raise ConfigError(f"env.control must be one of {', '.join(CONTROLS)}; got '{self.control}'.")
+        if self.hold < 1:
+            raise ConfigError(f"env.hold must be at least 1; got {self.hold}.")
+
+    @property
+    def layout(self) -> Layout:
+        """The maze; its cells are 1 m wide."""
+        return layout(self.maze)
+
+    def agent_file(self) -> str:
+        """Return the MJCF file of the point."""
+        from importlib.resources import files
+
+        from policies.extras import require
+
+        with contextlib.redirect_stderr(io.StringIO()):  # its import prints news about other tasks
+            require("gymnasium_robotics", extra="mazes")
+        return str(files("gymnasium_robotics") / "envs" / "assets" / "point" / "point.xml")
+
+    def drive(self, model: Any, data: Any, action: Array) -> None:
+        """Advance one simulator by `hold` steps; as in gymnasium-robotics, each begins with limited speed."""
+        import mujoco
+
+        qpos, qvel, ctrl = (
+            data.qpos,
+            data.qvel,
+            data.ctrl,
+        )  # views: each attribute access would build a new one
+        is_place = self.control == "waypoint"
+        for _ in range(self.hold):
+            if max(map(abs, qvel.tolist())) > SPEED_LIMIT:
+                qvel[:] = np.clip(qvel, -SPEED_LIMIT, SPEED_LIMIT)
+            mujoco.mj_forward(model, data)
+            ctrl[:] = pd_force(qpos, qvel, action) if is_place else action
+            mujoco.mj_step(model, data)
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+        if self.control == "waypoint":
+            limit, names = self.layout.half_size, ("wanted x [m]", "wanted y [m]")
+        else:
+            limit, names = np.ones(2), ("x force [100 N]", "y force [100 N]")
+        return self.describe(_POINT_NAMES, names, limit, hz=100.0 / self.hold, radius_m=RADIUS_M)
+
+    def demonstrate(self, seed: int) -> Episode:
+        """Record one demonstration; way, wobble, start and goal all follow from the seed.
+
+        Where the goal is no part of the state, every step has it as the extra key `goal`.
+        """
+        return demonstrate_maze(
+            self.stepper(1),
+            self.layout,
+            seed,
+            self.demonstrator,
+            FORCES if self.control == "force" else places(self.layout),
+            step_s=0.01 * self.hold,
+            max_steps=self.max_episode_steps,
+            keep_goal=self.goal == "separate",
+        )
+
+
+@register("env", "pointmaze-umaze")
+@dataclass(frozen=True)
+class PointMazeUmaze(_PointMaze):
+    """A point goes to a goal in a maze of one corridor (`PointMaze_UMaze-v3`)."""
+
+    name = "pointmaze-umaze"
+    maze = "umaze"
+
+
+@register("env", "pointmaze-medium")
+@dataclass(frozen=True)
+class PointMazeMedium(_PointMaze):
+    """A point goes to a goal in a maze with one loop (`PointMaze_Medium-v3`)."""
+
+    max_episode_steps: int = 600  # control steps, then truncated
+
+    name = "pointmaze-medium"
+    maze = "medium"
+
+
+@register("env", "pointmaze-large")
+@dataclass(frozen=True)
+class PointMazeLarge(_PointMaze):
+    """A point goes to a goal in a maze with several ways between most places (`PointMaze_Large-v3`)."""
+
+    max_episode_steps: int = 800  # control steps, then truncated
+
+    name = "pointmaze-large"
+    maze = "large"
+
+
+@dataclass(frozen=True)
+class _AntMaze(_Maze):
+    """Gymnasium's ant, driven by the torques of eight joints.
+
+    Where a return is 1 for success and 0 otherwise, its D4RL score is the success rate in percent.
+    """
+
+    @property
+    def layout(self) -> Layout:
+        """The maze; its cells are 4 m wide."""
+        return layout(self.maze, cell_m=4.0, height_m=0.5)
+
+    def agent_file(self) -> str:
+        """Return the MJCF file of the ant."""
+        from importlib.resources import files
+
+        return str(files("gymnasium") / "envs" / "mujoco" / "assets" / "ant.xml")
+
+    def drive(self, model: Any, data: Any, action: Array) -> None:
+        """Advance one simulator by five physics steps of 10 ms."""
+        import mujoco
+
+        data.ctrl[:] = action
+        mujoco.mj_step(model, data, nstep=5)
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+        known = reference(self.name)
+        scores = (known.min_return, known.max_return)
+        is_success = self.reward == "sparse" and not self.continuing
+        return self.describe(
+            ANT_NAMES,
+            ant_torques(150),
+            np.ones(8),
+            hz=20.0,
+            radius_m=RADIUS_M,
+            scores=scores if is_success else None,
+        )
+
+
+@register("env", "antmaze-umaze")
+@dataclass(frozen=True)
+class AntMazeUmaze(_AntMaze):
+    """An ant goes to a goal in a maze of one corridor (`AntMaze_UMaze-v4`)."""
+
+    max_episode_steps: int = 700  # control steps, then truncated
+
+    name = "antmaze-umaze"
+    maze = "umaze"
+
+
+@register("env", "antmaze-medium")
+@dataclass(frozen=True)
+class AntMazeMedium(_AntMaze):
+    """An ant goes to a goal in a maze with one loop (`AntMaze_Medium-v4`)."""
+
+    max_episode_steps: int = 1000  # control steps, then truncated
+
+    name = "antmaze-medium"
+    maze = "medium"
+
+
+@register("env", "antmaze-large")
+@dataclass(frozen=True)
+class AntMazeLarge(_AntMaze):
+    """An ant goes to a goal in a maze with several ways between most places (`AntMaze_Large-v4`)."""
+
+    max_episode_steps: int = 1000  # control steps, then truncated
+
+    name = "antmaze-large"
+    maze = "large"

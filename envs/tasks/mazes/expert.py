@@ -1,0 +1,265 @@
+"""A demonstrator of the point mazes: plans a way through the cells, then follows it with a PD controller.
+
+A breadth-first search gives every cell its distance from the goal; the way is drawn among all that are at
+most `detour` cells longer than the shortest and visit no cell twice. The point follows a carrot: the place on
+the way that lies a little ahead of it. Noise bends the way inside the cells and makes the carrot wobble.
+
+Source:
+    D4RL's maze2d data, arXiv 2004.07219, come from a planner and a PD controller as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from policies.errors import ConfigError
+
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
+    from envs.spec import StepResult
+    from envs.tasks.mazes.layouts import Cell, Layout
+
+Array = np.ndarray
+
+KP, KD = 10.0, 1.0  # force of 1 per 10 cm of distance, and per m/s of speed
+BEND = (
+    0.08  # standard deviation of the way's corners around centres of cells [cells], at noise = 1, cut at two
+)
+WOBBLE = 0.04  # standard deviation of the carrot's wobble [cells], at noise = 1
+WOBBLE_S = 0.3  # its correlation time [s]
+PACE_SPREAD = 0.15  # relative spread of the pace between episodes, at noise = 1
+_NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
+
+
+@dataclass(frozen=True)
+class MazeDemonstrator:
+    """Options of the demonstrator."""
+
+    noise: float = 1.0  # scale of bends, wobble and pace variation, >= 0; 0 goes through the centres of cells
+    pace: float = 3.0  # speed along the way [m/s], in (0, 4]
+    detour: int = 0  # cells by which a way may be longer than the shortest; one is drawn among all such ways
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        if not (0 <= self.noise < math.inf and 0 < self.pace <= 4 and self.detour >= 0):
+            raise ConfigError(
+                "env.demonstrator needs noise >= 0, 0 < pace <= 4 and detour >= 0; got "
+                f"noise={self.noise}, pace={self.pace}, detour={self.detour}. Defaults are 1.0, 3.0 and 0."
+            )
+
+
+def pd_force(position: Array, velocity: Array, target: Array) -> Array:
+    """Return the force (..., 2), in [-1, 1], that leads to a target, all (..., 2)."""
+    return np.clip(KP * (target - position) - KD * velocity, -1.0, 1.0)
+
+
+def distances(maze: Layout, goal: Cell) -> dict[Cell, int]:
+    """Return how many cells every cell is away from the goal: a breadth-first search."""
+    found, waiting = {goal: 0}, deque([goal])
+    while waiting:
+        cell = waiting.popleft()
+        for other in maze.neighbours(cell):
+            if other not in found:
+                found[other] = found[cell] + 1
+                waiting.append(other)
+    return found
+
+
+def ways(maze: Layout, start: Cell, goal: Cell, *, detour: int = 0) -> list[tuple[Cell, ...]]:
+    """Return all ways between two cells that visit no cell twice, shortest first.
+
+    Args:
+        maze: The maze.
+        start: First cell.
+        goal: Last cell.
+        detour: Cells by which a way may be longer than the shortest.
+    """
+    left = distances(maze, goal)
+    longest = left[start] + detour
+    found: list[tuple[Cell, ...]] = []
+    open_ways: list[tuple[Cell, ...]] = [(start,)]
+    while open_ways:
+        way = open_ways.pop()
+        if way[-1] == goal:
+            found.append(way)
+            continue
+        # A cell whose shortest rest would be too long leads nowhere.
+        steps = (cell for cell in maze.neighbours(way[-1]) if cell not in way)
+        open_ways += [(*way, cell) for cell in steps if len(way) + left[cell] <= longest]
+    return sorted(found, key=lambda way: (len(way), way))
+
+
+class Way:
+    """A polyline that is followed from wherever the point is.
+
+    Args:
+        corners: (n, 2) places [m], at least two.
+        cell_m: Side of a cell of the maze [m].
+    """
+
+    def __init__(self, corners: Array, cell_m: float = 1.0) -> None:
+        self._from, self._side = corners[:-1], np.diff(corners, axis=0)
+        self._length = np.maximum(np.linalg.norm(self._side, axis=1), 1e-9)
+        self._end = np.cumsum(self._length)
+        self._along = 0.0  # how far the point has come
+        self._back, self._forth = 0.5 * cell_m, 1.0 * cell_m  # how far from there it may be next
+
+    def ahead(self, position: Array, look: float) -> Array:
+        """Return the place (2,) that lies `look` metres ahead of the place next to a position (2,)."""
+        share = ((position - self._from) * self._side).sum(axis=1) / self._length**2
+        share = share.clip(0.0, 1.0)
+        distance = np.linalg.norm(self._from + share[:, None] * self._side - position, axis=1)
+        along = self._end - (1.0 - share) * self._length
+        # Only what lies near what was reached counts, lest the way be left for a later piece next door.
+        reachable = (along >= self._along - self._back) & (along <= self._along + self._forth)
+        nearest = np.where(reachable, distance, np.inf).argmin()
+        self._along = max(self._along, float(along[nearest]))
+        return self.place(self._along + look)
+
+    def place(self, along: float) -> Array:
+        """Return the place (2,) at a length along the way; behind its end, its end."""
+        i = min(int(np.searchsorted(self._end, along)), len(self._end) - 1)
+        share = np.clip(1.0 - (self._end[i] - along) / self._length[i], 0.0, 1.0)
+        place: Array = self._from[i] + share * self._side[i]
+        return place
+
+
+class Guide:
+    """One demonstration in progress: gives the place to go to for a position.
+
+    Args:
+        maze: The maze.
+        start, goal: (2,) [m].
+        options: How to demonstrate.
+        lag_s: How far behind the carrot the point is [s].
+        rng: Draws way, bends, pace and wobble.
+        step_s: Time between two decisions [s].
+    """
+
+    def __init__(
+        self,
+        maze: Layout,
+        start: Array,
+        goal: Array,
+        *,
+        options: MazeDemonstrator,
+        lag_s: float,
+        step_s: float,
+        rng: np.random.Generator,
+    ) -> None:
+        self._rng, self._noise = rng, options.noise * maze.cell_m
+        choice = ways(maze, maze.cell(start), maze.cell(goal), detour=options.detour)
+        cells = choice[int(rng.integers(len(choice)))][1:-1]
+        bends = BEND * self._noise * rng.standard_normal((len(cells), 2)).clip(-2, 2)
+        corners = [maze.center(cell) + bend for cell, bend in zip(cells, bends, strict=True)]
+        self._way = Way(np.stack([start, *corners, goal]), maze.cell_m)
+        spread = PACE_SPREAD * options.noise * np.clip(rng.standard_normal(), -2, 2)
+        self._look = look_ahead(options.pace * math.exp(spread), lag_s, step_s)
+        self._keep = math.exp(-step_s / WOBBLE_S)
+        self._wobble = np.zeros(2)
+
+    def target(self, position: Array) -> Array:
+        """Return where to go (2,) from a position (2,) [m]."""
+        fresh = math.sqrt(1 - self._keep**2) * self._rng.standard_normal(2)
+        self._wobble = self._keep * self._wobble + fresh
+        return self._way.ahead(position, self._look) + WOBBLE * self._noise * self._wobble
+
+
+def look_ahead(pace: float, lag_s: float, step_s: float) -> float:
+    """Return how far ahead [m] the carrot must be for a pace [m/s], when it moves every `step_s` [s].
+
+    At a constant speed the point is `lag_s` behind (a spring's force equals a damper's after damping over
+    stiffness seconds); a carrot that rests for a control step is half a step behind on average.
+    """
+    return pace * (lag_s + step_s / 2)
+
+
+@dataclass(frozen=True)
+class Pull:
+    """How a point is led to a place: by what action, between -limit and limit, and how far behind it stays.
+
+    Args:
+        action: Returns the action (2,) for an observation (Do,) and a place (2,) [m].
+        limit: (2,) largest action.
+        lag_s: Distance over speed at a constant speed [s].
+    """
+
+    action: Callable[[Array, Array], Array]
+    limit: Array
+    lag_s: float = KD / KP
+
+
+FORCES = Pull(lambda obs, place: pd_force(obs[:2], obs[2:4], place), np.ones(2))
+"""For points that are pushed."""
+
+
+def places(maze: Layout) -> Pull:
+    """Return how points are led that a PD controller brings to the place of an action."""
+    return Pull(lambda _, place: place, maze.half_size)
+
+
+def moves(full_m: float, step_s: float, lag_s: float) -> Pull:
+    """Return how points are led that an action moves.
+
+    Args:
+        full_m: How far an action of 1 moves [m].
+        step_s: Length of a control step [s].
+        lag_s: See `Pull`.
+    """
+    gain = step_s / (lag_s * full_m)
+    return Pull(lambda obs, place: gain * (place - obs[:2]), np.ones(2), lag_s)
+
+
+class MazeSimulator(Protocol):
+    """A simulator whose row 0 the demonstrator may move."""
+
+    def reset(self, row: int, seed: int) -> Array: ...  # noqa: D102
+
+    def step(self, rows: Array, actions: Array) -> StepResult: ...  # noqa: D102
+
+    def physics_state(self, row: int) -> Array: ...  # noqa: D102
+
+    def start_and_goal(self, row: int) -> tuple[Array, Array]: ...  # noqa: D102
+
+
+def demonstrate_maze(
+    stepper: MazeSimulator,
+    maze: Layout,
+    seed: int,
+    options: MazeDemonstrator,
+    pull: Pull,
+    *,
+    step_s: float,
+    max_steps: int,
+    keep_goal: bool = False,
+) -> Episode:
+    """Do one episode in row 0 of a stepper of a point.
+
+    Recorded beside the usual: the physics state before each action (`states`: time, positions, velocities).
+
+    Args:
+        stepper: Simulator of the task.
+        maze: Its maze.
+        seed: Seed of the episode; decides way and wobble as well.
+        options: How to demonstrate.
+        pull: What an action does.
+        step_s: Length of a control step [s].
+        max_steps: Time limit in control steps.
+        keep_goal: Whether to record the goal (2,) of every step as well, as `goal`.
+    """
+    from envs.rollouts.recording import Recording
+
+    rng, record = np.random.default_rng((seed, _NOISE_STREAM)), Recording(stepper, seed)
+    start, goal = stepper.start_and_goal(0)
+    guide = Guide(maze, start, goal, options=options, lag_s=pull.lag_s, step_s=step_s, rng=rng)
+    told = {"goal": goal} if keep_goal else {}
+    while not record.ended and len(record) < max_steps:
+        action = pull.action(record.now, guide.target(record.now[:2]))
+        record.step(np.clip(action, -pull.limit, pull.limit), states=stepper.physics_state(0), **told)
+    return record.episode(truncated=len(record) >= max_steps, success=record.was_solved)

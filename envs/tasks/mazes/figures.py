@@ -1,0 +1,111 @@
+"""Mazes from above: drawn, and photographed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from envs.tasks.avoid.figures import FAILURE, INK, PILLAR, SUCCESS
+from envs.tasks.mazes.layouts import Layout
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDTH_IN = 4.2  # of a panel
+_MARGIN = 1.05  # what a photograph shows, over the maze's size
+_FREE_CAMERA_EXTENTS = 1.5  # MuJoCo's free camera is that many extents of the model away
+
+
+def maze_figure(
+    maze: Layout,
+    panels: Mapping[str, tuple[Sequence[np.ndarray], Sequence[bool]]],
+    *,
+    has_goals: bool = True,
+) -> Figure:
+    """Draw one panel of episodes per title, side by side.
+
+    Args:
+        maze: The maze.
+        panels: For every title the trajectories and their outcomes, as `draw_maze` takes them.
+        has_goals: See there.
+
+    Returns:
+        A figure that needs no display; save it with `savefig`.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    height = WIDTH_IN * maze.half_size[1] / maze.half_size[0] + 0.6
+    figure = Figure(figsize=(WIDTH_IN * len(panels), height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    for axes, (title, (trajectories, outcomes)) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+    ):
+        draw_maze(axes, maze, trajectories, outcomes, title=title, has_goals=has_goals)
+    return figure
+
+
+def draw_maze(
+    ax: Axes,
+    maze: Layout,
+    trajectories: Sequence[np.ndarray],
+    outcomes: Sequence[bool],
+    *,
+    title: str = "",
+    has_goals: bool = True,
+) -> None:
+    """Draw episodes from above: walls, a dot where each began, a ring around its goal, one line per episode.
+
+    Successes are green; failures are orange and end in a cross.
+
+    Shapes:
+        trajectories: one (L+1, 4 or more) array per episode, x and y [m] first and its goal last.
+
+    Args:
+        ax: Where to draw.
+        maze: The maze.
+        trajectories: Observations of the episodes.
+        outcomes: Whether each episode succeeded.
+        title: First line above the count of successes.
+        has_goals: Whether observations end with the goal; else no ring is drawn.
+    """
+    _draw_walls(ax, maze)
+    alpha = float(np.clip(18.0 / max(len(trajectories), 1), 0.3, 0.9))
+    for i in sorted(range(len(trajectories)), key=lambda i: bool(outcomes[i])):
+        path = np.asarray(trajectories[i])
+        color = SUCCESS if outcomes[i] else FAILURE
+        ax.plot(path[:, 0], path[:, 1], color=color, alpha=alpha, linewidth=1.1, zorder=3)
+        ax.plot(*path[0, :2], "o", color=INK, markersize=2.5, zorder=4)
+        if has_goals:
+            ax.plot(*path[0, -2:], "o", color=color, markersize=6, markerfacecolor="none", zorder=4)
+        if not outcomes[i]:
+            ax.plot(*path[-1, :2], "X", color=color, markersize=5.5, markeredgecolor="white", zorder=5)
+    good, total = int(np.sum(outcomes)), len(outcomes)
+    score = f"{good / total:.0%} reach the goal ({good} of {total})" if total else "no episodes"
+    ax.set_title(f"{title}\n{score}" if title else score, fontsize=9.5, color=INK, loc="left")
+
+
+def _draw_walls(ax: Axes, maze: Layout) -> None:
+    """Draw what does not move."""
+    from matplotlib.patches import Rectangle
+
+    for cell in maze.walls:
+        corner = maze.center(cell) - maze.cell_m / 2
+        wall = Rectangle(
+            tuple(corner), maze.cell_m, maze.cell_m, facecolor=PILLAR, edgecolor=PILLAR, zorder=2
+        )
+        ax.add_patch(wall)
+    (left, bottom), (right, top) = maze.middle - maze.half_size, maze.middle + maze.half_size
+    ax.set(xlim=(left, right), ylim=(bottom, top), aspect="equal")
+    ax.set_axis_off()
+
+
+def see_from_above(model: Any, maze: Layout) -> None:
+    """Point the free camera of a model for drawing down at the whole maze, in pictures not upright."""
+    model.stat.center = [*maze.middle, 0.0]
+    model.vis.global_.azimuth, model.vis.global_.elevation = 90.0, -89.0
+    seen = _FREE_CAMERA_EXTENTS * np.tan(np.deg2rad(model.vis.global_.fovy) / 2)  # half of a picture's height
+    model.stat.extent = _MARGIN * float(maze.half_size.max()) / seen

@@ -1,0 +1,280 @@
+"""OGBench's mazes: a point, an ant or a humanoid goes to a goal in mazes of four sizes.
+
+Each is `<agent>maze-<maze>-v0` in OGBench's names, with its five tasks: where an episode begins and where it
+shall lead. `goal=fixed` is OGBench's single task `<agent>maze-<maze>-singletask-task<k>-v0`, whose goal is a
+part of the task and not of the observation; datasets of these mazes fit it. With `appended` and `separate`
+the goal differs from episode to episode and is told, as its place (OGBench's `use_oracle_rep`).
+
+The names begin with `og-`, for other mazes have the plain ones (`envs.tasks.mazes.d4rl`): gymnasium-robotics' agents have
+other bodies, rates and starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from envs.spec import EnvSpec
+from envs.tasks.mazes.expert import MazeDemonstrator, demonstrate_maze, moves
+from envs.tasks.mazes.layouts import Layout
+from envs.tasks.mazes.ogbench_layouts import ogbench_layout
+from envs.tasks.mazes.ogbench_stepper import NUM_TASKS, OgbenchMazeStepper
+from envs.tasks.mazes.stepper import ANT_NAMES, MazeTask, ant_torques
+from policies.errors import ConfigError
+from policies.registry import register
+
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
+
+GOALS = ("fixed", "appended", "separate")
+_MOVE_M = 0.2  # by which an action of 1 moves a point
+_POINT_HZ = 10.0
+_LAG_S = 0.3  # of a demonstrated point behind what it follows
+_LEG = ("hip x", "hip z", "hip y", "knee", "ankle y", "ankle x")
+_ARM = ("shoulder 1", "shoulder 2", "elbow")
+_HUMANOID_JOINTS = (
+    *(f"abdomen {axis}" for axis in "zyx"),
+    *(f"{side} {joint}" for side in ("right", "left") for joint in _LEG),
+    *(f"{side} {joint}" for side in ("right", "left") for joint in _ARM),
+)
+_HUMANOID_MOTORS = (
+    *(f"abdomen {axis}" for axis in "yzx"),
+    *(f"{side} {joint}" for side in ("right", "left") for joint in (*_LEG[:4], *_LEG[:3:-1])),
+    *(f"{side} {joint}" for side in ("right", "left") for joint in _ARM),
+)
+_FULL_NM = {"abdomen": 40, "hip x": 40, "hip z": 40, "hip y": 120, "knee": 80, "ankle": 20}
+_FULL_NM |= {"shoulder": 20, "elbow": 40}
+_HUMANOID_NAMES = (
+    *(f"torso {axis} [m]" for axis in "xy"),
+    *(f"{joint} angle [rad]" for joint in _HUMANOID_JOINTS),
+    "head height [m]",
+    *(
+        f"{limb} {axis} seen from the torso [m]"
+        for limb in ("left hand", "left foot", "right hand", "right foot")
+        for axis in "xyz"
+    ),
+    *(f"torso {axis} axis upwards [1]" for axis in "xyz"),
+    *(f"centre of mass {axis} speed [m/s]" for axis in "xyz"),
+    *(f"torso {axis} speed [m/s]" for axis in "xyz"),
+    *(f"torso {axis} rate [rad/s]" for axis in "xyz"),
+    *(f"{joint} rate [rad/s]" for joint in _HUMANOID_JOINTS),
+)
+
+
+def _torque_name(motor: str) -> str:
+    """Return the name of an action of the humanoid."""
+    full = next(torque for part, torque in _FULL_NM.items() if part in motor)
+    return f"{motor} torque [{full} Nm]"
+
+
+@dataclass(frozen=True)
+class _OgbenchMaze(MazeTask):
+    """What all of them share; the subclasses below give agent and maze."""
+
+    task: int = 1  # 1 to 5: start and goal, in OGBench's numbering; 0: drawn, where the goal is told
+    goal: str = "fixed"  # fixed: by the task alone | appended: ends the state | separate: the policy's goal
+    max_episode_steps: int = 1000  # control steps, then truncated
+
+    agent = ""
+    maze = ""
+    radius_m = 0.5  # of the goal
+    goal_choices = GOALS
+    packages = ("ogbench",)
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        super().__post_init__()
+        if not 0 <= self.task <= NUM_TASKS:
+            raise ConfigError(f"env.task of {self.name} must be 1 to {NUM_TASKS}, or 0; got {self.task}.")
+        if self.task == 0 and self.goal == "fixed":
+            raise ConfigError(
+                f"env.task=0 draws one of the {NUM_TASKS} tasks of {self.name}, and with env.goal=fixed "
+                f"nobody is told which. Choose env.task=1 to {NUM_TASKS}, or env.goal=appended or separate."
+            )
+
+    @property
+    def layout(self) -> Layout:
+        """The maze, in OGBench's frame."""
+        return ogbench_layout(self.maze)
+
+    def stepper(self, num_envs: int) -> OgbenchMazeStepper:
+        """Build the simulators of N environments.
+
+        Raises:
+            MissingExtraError: If OGBench is not installed.
+        """
+        return OgbenchMazeStepper(
+            f"{self.agent}maze-{self.maze}",
+            self.layout,
+            num_envs,
+            task=self.task,
+            single=self.goal == "fixed",
+            tell_goal=self.goal == "appended",
+        )
+
+
+@dataclass(frozen=True)
+class _Point(_OgbenchMaze):
+    """A ball of 0.7 m radius that an action moves by up to 20 cm per axis."""
+
+    agent = "point"
+    radius_m = 1.0
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+        moved = ("x change [20 cm]", "y change [20 cm]")
+        return self.describe(("x [m]", "y [m]"), moved, np.ones(2), hz=_POINT_HZ, radius_m=self.radius_m)
+
+
+@dataclass(frozen=True)
+class _GuidedPoint(_Point):
+    """A point that has a demonstrator."""
+
+    demonstrator: MazeDemonstrator = field(default_factory=lambda: MazeDemonstrator(pace=1.6))
+
+    def demonstrate(self, seed: int) -> Episode:
+        """Record one demonstration; way, wobble, start and goal all follow from the seed.
+
+        Where the goal is told beside the state, every step has it as the extra key `goal`.
+        """
+        return demonstrate_maze(
+            self.stepper(1),
+            self.layout,
+            seed,
+            self.demonstrator,
+            moves(_MOVE_M, 1 / _POINT_HZ, _LAG_S),
+            step_s=1 / _POINT_HZ,
+            max_steps=self.max_episode_steps,
+            keep_goal=self.goal == "separate",
+        )
+
+
+@register("env", "og-pointmaze-medium")
+@dataclass(frozen=True)
+class OgPointMazeMedium(_GuidedPoint):
+    """A point goes to a goal in OGBench's `pointmaze-medium`; five tasks."""
+
+    name = "og-pointmaze-medium"
+    maze = "medium"
+
+
+@register("env", "og-pointmaze-large")
+@dataclass(frozen=True)
+class OgPointMazeLarge(_GuidedPoint):
+    """A point goes to a goal in OGBench's `pointmaze-large`; five tasks."""
+
+    name = "og-pointmaze-large"
+    maze = "large"
+
+
+@register("env", "og-pointmaze-giant")
+@dataclass(frozen=True)
+class OgPointMazeGiant(_GuidedPoint):
+    """A point goes to a goal in OGBench's `pointmaze-giant`; five tasks."""
+
+    name = "og-pointmaze-giant"
+    maze = "giant"
+
+
+@register("env", "og-pointmaze-teleport")
+@dataclass(frozen=True)
+class OgPointMazeTeleport(_Point):
+    """A point in OGBench's `pointmaze-teleport`, where two holes lead to one of three places; five tasks."""
+
+    name = "og-pointmaze-teleport"
+    maze = "teleport"
+
+
+@dataclass(frozen=True)
+class _Ant(_OgbenchMaze):
+    """OGBench's ant, driven by the torques of eight joints."""
+
+    agent = "ant"
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+        return self.describe(ANT_NAMES, ant_torques(30), np.ones(8), hz=10.0, radius_m=self.radius_m)
+
+
+@register("env", "og-antmaze-medium")
+@dataclass(frozen=True)
+class OgAntMazeMedium(_Ant):
+    """An ant goes to a goal in OGBench's `antmaze-medium`; five tasks."""
+
+    name = "og-antmaze-medium"
+    maze = "medium"
+
+
+@register("env", "og-antmaze-large")
+@dataclass(frozen=True)
+class OgAntMazeLarge(_Ant):
+    """An ant goes to a goal in OGBench's `antmaze-large`; five tasks."""
+
+    name = "og-antmaze-large"
+    maze = "large"
+
+
+@register("env", "og-antmaze-giant")
+@dataclass(frozen=True)
+class OgAntMazeGiant(_Ant):
+    """An ant goes to a goal in OGBench's `antmaze-giant`; five tasks."""
+
+    name = "og-antmaze-giant"
+    maze = "giant"
+
+
+@register("env", "og-antmaze-teleport")
+@dataclass(frozen=True)
+class OgAntMazeTeleport(_Ant):
+    """An ant in OGBench's `antmaze-teleport`, where two holes lead to one of three places; five tasks."""
+
+    name = "og-antmaze-teleport"
+    maze = "teleport"
+
+
+@dataclass(frozen=True)
+class _Humanoid(_OgbenchMaze):
+    """DeepMind's humanoid, driven by the torques of 21 joints."""
+
+    max_episode_steps: int = 2000  # control steps, then truncated
+
+    agent = "humanoid"
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+        motors = tuple(_torque_name(motor) for motor in _HUMANOID_MOTORS)
+        return self.describe(_HUMANOID_NAMES, motors, np.ones(21), hz=40.0, radius_m=self.radius_m)
+
+
+@register("env", "og-humanoidmaze-medium")
+@dataclass(frozen=True)
+class OgHumanoidMazeMedium(_Humanoid):
+    """A humanoid goes to a goal in OGBench's `humanoidmaze-medium`; five tasks."""
+
+    name = "og-humanoidmaze-medium"
+    maze = "medium"
+
+
+@register("env", "og-humanoidmaze-large")
+@dataclass(frozen=True)
+class OgHumanoidMazeLarge(_Humanoid):
+    """A humanoid goes to a goal in OGBench's `humanoidmaze-large`; five tasks."""
+
+    name = "og-humanoidmaze-large"
+    maze = "large"
+
+
+@register("env", "og-humanoidmaze-giant")
+@dataclass(frozen=True)
+class OgHumanoidMazeGiant(_Humanoid):
+    """A humanoid goes to a goal in OGBench's `humanoidmaze-giant`; five tasks."""
+
+    max_episode_steps: int = 4000  # control steps, then truncated
+
+    name = "og-humanoidmaze-giant"
+    maze = "giant"

@@ -1,0 +1,148 @@
+"""OGBench's mazes, many in one process: a point, an ant or a humanoid goes to a goal.
+
+Physics, resets, observations and the rule of success are OGBench's own methods; one environment of theirs
+works on the rows in turn. Every number equals OGBench stepped one by one.
+
+OGBench draws task, places and exits of teleports from numpy's global generator. Here each episode has a
+generator of its own that gives what the global one would give after `np.random.seed(seed)`.
+
+Legend: N environments, M of them addressed.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from envs.spec import StepResult
+from envs.tasks.mazes.layouts import Layout
+from envs.tasks.mazes.stepper import MazeRows
+
+Array = np.ndarray
+
+NUM_TASKS = 5
+_WORD = 2**32
+_NEAR = 1.5  # a teleport takes whoever is that many of its radii away
+
+
+class OgbenchMazeStepper(MazeRows):
+    """Steps N agents in one of OGBench's mazes.
+
+    Args:
+        world: OGBench's name, e.g. `antmaze-large`.
+        maze: Its layout.
+        num_envs: N.
+        task: 1 to 5, which start and goal; 0: one of them is drawn for each episode.
+        single: Rules of OGBench's single tasks: the goal is the middle of its cell, success is judged before
+            an action, rewards are -1 and 0. Otherwise goals lie anywhere in the inner part of their cell,
+            success is judged after an action, rewards are 0 and 1.
+        tell_goal: Whether observations end with the goal.
+
+    Raises:
+        MissingExtraError: If OGBench is not installed.
+    """
+
+    mark = "geom"
+
+    def __init__(
+        self, world: str, maze: Layout, num_envs: int, *, task: int, single: bool, tell_goal: bool
+    ) -> None:
+        self._env = load_maze(world)
+        super().__init__(self._env.model, maze, num_envs)
+        self._agent: Any = super(type(self._env), self._env)  # the environment without its maze
+        self._task, self._single, self._tell_goal = task, single, tell_goal
+        self._rngs = [global_generator(0) for _ in range(num_envs)]  # each reset seeds its own
+
+    def reset(self, row: int, seed: int) -> Array:
+        """Start an episode as OGBench does for this seed; returns the observation (Do,)."""
+        env, rng = self._bind(row), global_generator(seed)
+        task = env.task_infos[(self._task or rng.randint(1, NUM_TASKS + 1)) - 1]
+        self._start[row] = self._beside(task["init_xy"], rng)
+        self._goal[row] = task["goal_xy"] if self._single else self._beside(task["goal_xy"], rng)
+        self._rngs[row] = rng
+        self._agent.reset(seed=seed)
+        env.set_xy(self._start[row])
+        return self._told(row, env.get_ob())
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, Da) for one control step."""
+        obs, success = [], np.empty(len(rows), bool)
+        for i, row in enumerate(rows.tolist()):
+            env = self._bind(row)
+            if self._single:
+                success[i] = env.compute_success()
+            obs.append(self._told(row, self._agent.step(actions[i])[0]))
+            if not self._single:
+                success[i] = env.compute_success()
+            self._teleport(row)
+        reward = success - 1.0 if self._single else success.astype(np.float64)
+        return StepResult(np.stack(obs), reward, success.copy(), np.zeros_like(success), success)
+
+    def get_state(self) -> dict[str, Any]:
+        """Return everything the next steps depend on."""
+        return super().get_state() | {"generators": [rng.get_state(legacy=False) for rng in self._rngs]}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `get_state`; forces of the next step follow from positions and velocities."""
+        import mujoco
+
+        super().set_state(state)
+        for rng, saved in zip(self._rngs, state["generators"], strict=True):
+            rng.set_state(saved)
+        for data in self.datas:
+            mujoco.mj_step1(self.model, data)  # the humanoid's step begins in the middle of MuJoCo's
+
+    def _bind(self, row: int) -> Any:
+        """Let the shared environment work on a row; returns it."""
+        env = self._env
+        env.model, env.data, env.cur_goal_xy = self.model, self.datas[row], self._goal[row]
+        return env
+
+    def _told(self, row: int, obs: Array) -> Array:
+        return np.concatenate([obs, self._goal[row]]) if self._tell_goal else obs
+
+    def _beside(self, place: tuple[float, float], rng: np.random.RandomState) -> Array:
+        """Return a place (2,) in the inner part of a cell, with OGBench's draws."""
+        env = self._env
+        shift = [rng.uniform(low=-env._noise, high=env._noise) * env._maze_unit / 4 for _ in place]
+        return np.add(place, shift)
+
+    def _teleport(self, row: int) -> None:
+        """Move an agent near the entry of a teleport to an exit; as in OGBench, it sees that a step later."""
+        env, holes = self._env, self._env._teleport_info
+        if holes is None:
+            return
+        reach, place = _NEAR * holes["teleport_radius"], env.get_xy()
+        if any(np.linalg.norm(place - np.array(hole)) <= reach for hole in holes["teleport_in_xys"]):
+            exits = holes["teleport_out_xys"]
+            env.set_xy(np.array(exits[self._rngs[row].randint(len(exits))]))
+
+
+def global_generator(seed: int) -> np.random.RandomState:
+    """Return a generator that draws as numpy's global one after `np.random.seed(seed)`; any seed >= 0."""
+    words = [seed // _WORD**i % _WORD for i in range(seed.bit_length() // 32 + 1)]
+    return np.random.RandomState(seed if seed < _WORD else words)
+
+
+@cache
+def load_maze(world: str) -> Any:
+    """Build OGBench's environment of a maze once per process.
+
+    Raises:
+        MissingExtraError: If OGBench is not installed.
+    """
+    from policies.extras import require
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing the viewer complains about a missing display
+        require("ogbench", extra="ogbench")
+        import gymnasium
+
+        env = gymnasium.make(f"{world}-v0", disable_env_checker=True).unwrapped
+    os.unlink(env.fullpath)  # type: ignore[attr-defined]  # its model, which OGBench leaves among temporary files
+    return env

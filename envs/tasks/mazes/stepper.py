@@ -1,0 +1,241 @@
+"""What the mazes of all packages share: agents in rows of one model, goals, descriptions and pictures.
+
+Legend: N environments, M of them addressed.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+
+from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.engine.pixels import HasCameras
+from envs.engine.vector import ChunkVector
+from envs.spec import EnvSpec, StepResult
+from envs.tasks.mazes.layouts import Layout
+from policies.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from envs.datasets.episodes import EpisodeDataset
+
+Array = np.ndarray
+
+_log = logging.getLogger(__name__)
+
+GOAL_NAMES = ("goal x [m]", "goal y [m]")
+_LOOKED_AT = 10_000  # positions of a dataset, about
+_IN_WALLS = 0.05  # share of them that is no mistake of rounding
+_LEGS = ("front left", "front right", "back left", "back right")
+_JOINTS = tuple(f"{leg} {joint}" for leg in _LEGS for joint in ("hip", "ankle"))
+ANT_NAMES = (
+    *(f"torso {axis} [m]" for axis in "xyz"),
+    *(f"torso quaternion {part} [1]" for part in "wxyz"),
+    *(f"{joint} angle [rad]" for joint in _JOINTS),
+    *(f"torso {axis} speed [m/s]" for axis in "xyz"),
+    *(f"torso {axis} rate [rad/s]" for axis in "xyz"),
+    *(f"{joint} rate [rad/s]" for joint in _JOINTS),
+)
+
+
+def ant_torques(full_nm: int) -> tuple[str, ...]:
+    """Return the names of an ant's actions, in the order of its motors.
+
+    Args:
+        full_nm: Torque of an action of 1 [Nm].
+    """
+    legs = (_LEGS[3], *_LEGS[:3])
+    return tuple(f"{leg} {joint} torque [{full_nm} Nm]" for leg in legs for joint in ("hip", "ankle"))
+
+
+class MazeRows(ABC):
+    """Steps N agents, each in its own simulator state of one shared model; exact.
+
+    Args:
+        model: The compiled maze with its agent and something called `target`.
+        maze: Its layout.
+        num_envs: N.
+    """
+
+    can_save = True
+    mark: Literal["site", "geom"] = "site"  # what of the model is called `target` and marks the goal
+
+    def __init__(self, model: Any, maze: Layout, num_envs: int) -> None:
+        if num_envs < 1:
+            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
+        import mujoco
+
+        self.model, self.maze, self.num_envs = model, maze, num_envs
+        self.datas = [mujoco.MjData(model) for _ in range(num_envs)]
+        self._start = np.zeros((num_envs, 2))
+        self._goal = np.zeros((num_envs, 2))
+
+    @abstractmethod
+    def reset(self, row: int, seed: int) -> Array:
+        """Start the episode of a seed in one row; returns (Do,)."""
+
+    @abstractmethod
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, Da) for one control step."""
+
+    def look(self, row: int) -> dict[str, Array]:
+        """Return where the goal is."""
+        return {"goal": self._goal[row].copy()}
+
+    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
+        """Mark the goal in a model for drawing, and let its free camera see the whole maze from above."""
+        from envs.tasks.mazes.figures import see_from_above
+
+        getattr(model, self.mark)("target").pos[:2] = look["goal"]
+        see_from_above(model, self.maze)
+
+    def metrics(self) -> dict[str, Array]:
+        """Return nothing: success and return say it all."""
+        return {}
+
+    def goals(self) -> Array:
+        """Return where the running episodes shall lead, (N, 2) [m]."""
+        return self._goal
+
+    def start_and_goal(self, row: int) -> tuple[Array, Array]:
+        """Return where an episode began and where it shall lead, (2,) each [m]."""
+        return self._start[row].copy(), self._goal[row].copy()
+
+    def physics_state(self, row: int) -> Array:
+        """Return time, positions and velocities of one simulator."""
+        return recorded_physics(self.datas[row])
+
+    def get_state(self) -> dict[str, Any]:
+        """Return everything the next steps depend on."""
+        physics = get_physics(self.model, self.datas)
+        return {"physics": physics, "start": self._start.copy(), "goal": self._goal.copy()}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `get_state`."""
+        set_physics(self.model, self.datas, state["physics"])
+        self._start, self._goal = (np.array(state[key], np.float64) for key in ("start", "goal"))
+
+    def close(self) -> None:
+        """Drop the simulators."""
+        self.datas = []
+
+
+class MazeTask(HasCameras, ABC):
+    """What configurations of mazes share; the fields named here are declared by those."""
+
+    name = ""
+    max_episode_steps: int
+    goal: str  # whether, and how, the goal is told
+    goal_choices: tuple[str, ...] = ()
+    packages: ClassVar[tuple[str, ...]] = ()  # see `EnvSpec.packages`
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        super().__post_init__()
+        if self.max_episode_steps < 1:
+            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
+        if self.goal not in self.goal_choices:
+            raise ConfigError(f"env.goal must be one of {', '.join(self.goal_choices)}; got '{self.goal}'.")
+
+    @property
+    @abstractmethod
+    def layout(self) -> Layout:
+        """The maze."""
+
+    @property
+    @abstractmethod
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+
+    @abstractmethod
+    def stepper(self, num_envs: int) -> MazeRows:
+        """Build the simulators of N environments.
+
+        Raises:
+            MissingExtraError: If their package is not installed.
+        """
+
+    def describe(
+        self,
+        obs: tuple[str, ...],
+        actions: tuple[str, ...],
+        limit: Array,
+        *,
+        hz: float,
+        radius_m: float,
+        scores: tuple[float, float] | None = None,
+    ) -> EnvSpec:
+        """Return the description of the task.
+
+        Args:
+            obs: Names of what is observed of the agent.
+            actions: Names of the actions.
+            limit: (Da,) their largest values.
+            hz: Control steps per second.
+            radius_m: Distance from the goal that is a success [m].
+            scores: D4RL's (random, expert) returns, where they are those of the task.
+        """
+        obs = (*obs, *GOAL_NAMES) if self.goal == "appended" else obs
+        return EnvSpec(
+            name=self.name,
+            family="maze",
+            obs_dim=len(obs),
+            action_dim=len(actions),
+            action_low=tuple((-limit).tolist()),
+            action_high=tuple(limit.tolist()),
+            max_episode_steps=self.max_episode_steps,
+            control_hz=hz,
+            obs_names=obs,
+            action_names=actions,
+            success_rule=f"within {radius_m:g} m of the goal",
+            reference_scores=scores,
+            goal_dim=len(GOAL_NAMES) if self.goal == "separate" else 0,
+            state_goal_dim=len(GOAL_NAMES) if self.goal == "appended" else 0,
+            packages=self.packages,
+        )
+
+    def check_recording(self, dataset: EpisodeDataset) -> None:
+        """Warn of data whose positions lie in walls: they are of another maze, or count from elsewhere.
+
+        Args:
+            dataset: Recorded states, which begin with x and y [m].
+        """
+        step = max(dataset.num_frames // _LOOKED_AT, 1)
+        inside = self.layout.is_free(dataset.observations[::step, :2].numpy())
+        if inside.mean() < 1 - _IN_WALLS:
+            _log.warning(
+                "%s: %.0f %% of the recorded positions lie in walls of env=%s, so what is learned from them "
+                "cannot be judged in it. They are of another maze, or count from another corner, as those of "
+                "D4RL's own AntMaze and maze2d files do.",
+                dataset.source, 100 * (1 - inside.mean()), self.name,
+            )  # fmt: skip
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
+        """Build the exact engine for N environments.
+
+        Raises:
+            MissingExtraError: If the package of the maze is not installed.
+        """
+        return self.vector_of(self.stepper(num_envs), obs_steps)
+
+    def figure(self, panels: Mapping[str, tuple[Sequence[Array], Sequence[bool]]]) -> Figure:
+        """Draw one panel of trajectories per title, e.g. before and after; see `envs.tasks.mazes.figures`."""
+        from envs.tasks.mazes.figures import maze_figure
+
+        return maze_figure(self.layout, panels, has_goals=self.goal == "appended")
+
+    def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
+        """Photograph an episode from above (F, height, width, 3); options as in `replay_frames`."""
+        from envs.engine.rendering import replay_frames
+
+        stepper = self.stepper(1)
+        stepper.reset(0, seed)
+        stepper.model = copy.copy(stepper.model)
+        stepper.set_appearance(stepper.model, stepper.look(0))
+        return replay_frames(ChunkVector(self.spec, stepper), seed, actions, **options)

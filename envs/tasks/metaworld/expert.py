@@ -1,0 +1,84 @@
+"""Meta-World's scripted policies as demonstrators, one for each of its tasks.
+
+They look only at the present observation, so noise on the executed actions is corrected for, and widens the
+states a clone sees.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from envs.datasets.episode import Episode
+from envs.rollouts.recording import Recording
+from envs.spec import StepResult
+from policies.errors import ConfigError
+
+Array = np.ndarray
+
+_NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
+
+
+@dataclass(frozen=True)
+class ScriptedDemonstrator:
+    """Options of the demonstrator."""
+
+    noise: float = 0.0  # standard deviation of Gaussian noise on every executed action entry, box is [-1, 1]
+    hold: int = 10  # control steps that are recorded after the first success
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        if not (0 <= self.noise < math.inf and self.hold >= 0):
+            raise ConfigError(
+                "env.demonstrator needs noise >= 0 and hold >= 0; "
+                f"got noise={self.noise}, hold={self.hold}. Defaults are 0.0 and 10."
+            )
+
+
+class Steppable(Protocol):
+    """A simulator whose row 0 the demonstrator uses."""
+
+    def reset(self, row: int, seed: int) -> Array: ...  # noqa: D102
+
+    def step(self, rows: Array, actions: Array) -> StepResult: ...  # noqa: D102
+
+    def physics_state(self, row: int) -> Array: ...  # noqa: D102
+
+
+def demonstrate(
+    stepper: Steppable,
+    task: str,
+    seed: int,
+    options: ScriptedDemonstrator,
+    *,
+    max_steps: int,
+    terminate_on_success: bool = False,
+) -> Episode:
+    """Do one episode, up to the first success where that terminates it, or a few steps more.
+
+    Recorded are the actions that were executed, noise included, and the physics state before each
+    (`states`: time, positions, velocities).
+
+    Args:
+        stepper: Simulator of the task.
+        task: Name without its version.
+        seed: Seed of the episode; decides the noise as well.
+        options: How to demonstrate.
+        max_steps: Time limit in control steps.
+        terminate_on_success: Whether solving the task terminates the episode.
+    """
+    from metaworld.policies import ENV_POLICY_MAP
+
+    policy, rng = ENV_POLICY_MAP[f"{task}-v3"](), np.random.default_rng((seed, _NOISE_STREAM))
+    record, left = Recording(stepper, seed, terminate_on_success=terminate_on_success), max_steps
+    while left > 0 and not record.ended:
+        was_solved, wanted = record.was_solved, policy.get_action(record.now)
+        action = np.clip(wanted + options.noise * rng.standard_normal(len(wanted)), -1, 1)
+        record.step(action, states=stepper.physics_state(0))
+        left -= 1
+        if record.was_solved and not was_solved:
+            left = min(left, options.hold)
+    return record.episode(truncated=not record.ended, success=record.was_solved)

@@ -1,0 +1,287 @@
+"""Meta-World: a Sawyer arm does one of fifty household tasks, chosen by an option (Meta-World v3).
+
+Physics, observation, reward and success are Meta-World's own: its environment works on one `MjData` per row,
+and everything else that it keeps (Python attributes, positions that a reset writes into the model) belongs to
+the row and is handed over before it moves. Goals are in the observation, as in its multi-task benchmarks.
+
+Difference from Meta-World: where things are follows from the seed of the episode alone; its benchmarks draw
+fifty places beforehand and take one of them. Nothing of the episode before is left when one begins.
+
+Legend: N environments, M of them addressed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.engine.pixels import HasCameras
+from envs.engine.vector import ChunkVector
+from envs.spec import EnvSpec, StepResult
+from envs.tasks.metaworld.expert import ScriptedDemonstrator, demonstrate
+from policies.errors import ConfigError
+from policies.registry import register
+
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
+
+Array = np.ndarray
+
+TASKS = (
+    *("assembly", "basketball", "bin-picking", "box-close", "button-press", "button-press-topdown"),
+    *("button-press-topdown-wall", "button-press-wall", "coffee-button", "coffee-pull", "coffee-push"),
+    *("dial-turn", "disassemble", "door-close", "door-lock", "door-open", "door-unlock", "drawer-close"),
+    *("drawer-open", "faucet-close", "faucet-open", "hammer", "hand-insert", "handle-press"),
+    *("handle-press-side", "handle-pull", "handle-pull-side", "lever-pull", "peg-insert-side"),
+    *("peg-unplug-side", "pick-out-of-hole", "pick-place", "pick-place-wall", "plate-slide"),
+    *("plate-slide-back", "plate-slide-back-side", "plate-slide-side", "push", "push-back", "push-wall"),
+    *("reach", "reach-wall", "shelf-place", "soccer", "stick-pull", "stick-push", "sweep", "sweep-into"),
+    *("window-close", "window-open"),
+)
+_IN_MODEL = ("body_pos", "body_quat", "geom_pos", "site_pos")  # what resets write into the model
+_WINDOWS = ("xpos", "xipos", "geom_xpos", "site_xpos", "qpos", "qvel", "mocap_pos")  # of a simulator's data
+_NUMBERS = (bool, int, float, np.generic)
+_NO_LIMIT = 2**31 - 1
+
+
+def _frame_names(when: str) -> tuple[str, ...]:
+    objects = (
+        (
+            *(f"object {i} {axis}{when} [m]" for axis in "xyz"),
+            *(f"object {i} quaternion {p}{when} [1]" for p in "xyzw"),
+        )
+        for i in (1, 2)
+    )
+    hand = (*(f"hand {axis}{when} [m]" for axis in "xyz"), f"gripper opening{when} [of full]")
+    return (*hand, *(name for names in objects for name in names))
+
+
+_OBS_NAMES = (*_frame_names(""), *_frame_names(" before"), *(f"goal {axis} [m]" for axis in "xyz"))
+_ACTION_NAMES = (*(f"hand {axis} change [1 cm]" for axis in "xyz"), "gripper closing [of full]")
+
+
+class MetaworldStepper:
+    """Steps N copies of one task.
+
+    Args:
+        task: One of `TASKS`.
+        num_envs: N.
+
+    Raises:
+        MissingExtraError: If Meta-World is not installed.
+    """
+
+    can_save = True
+
+    def __init__(self, task: str, num_envs: int) -> None:
+        if num_envs < 1:
+            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
+        self._env, self._fresh = load_metaworld(task)
+        import mujoco
+
+        self.num_envs = num_envs
+        self.model = self._env.model
+        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        self._memory = [deepcopy(self._fresh) for _ in range(num_envs)]
+
+    def reset(self, row: int, seed: int) -> Array:
+        """Start an episode in one row; returns the observation (39,)."""
+        env = self._begin(row)
+        env.seed(seed)
+        env.reset_model()  # draws until things have room
+        place = env._last_rand_vec
+        env = self._begin(row)
+        env._last_rand_vec, env._freeze_rand_vec = place, True
+        obs, _ = env.reset()
+        self._memory[row] = remember(env)
+        return np.asarray(obs, np.float64)
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, 4) for one control step (5 physics steps)."""
+        obs, reward, success = [], np.empty(len(rows)), np.zeros(len(rows), bool)
+        for i, row in enumerate(rows.tolist()):
+            env = self._bind(row)
+            seen, reward[i], _, _, info = env.step(actions[i])
+            self._memory[row] = remember(env)
+            obs.append(seen)
+            success[i] = bool(info["success"])
+        no = np.zeros(len(rows), bool)
+        return StepResult(np.stack(obs), reward, no, no, success)
+
+    def physics_state(self, row: int) -> Array:
+        """Return time, positions and velocities of one row, (1 + nq + nv,)."""
+        return recorded_physics(self.datas[row])
+
+    def look(self, row: int) -> dict[str, Array]:
+        """Return where the things are that resets put elsewhere, goals among them."""
+        return {name: self._memory[row][name].copy() for name in _IN_MODEL}
+
+    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
+        """Put them there in a model for drawing."""
+        for name, value in look.items():
+            getattr(model, name)[:] = value
+
+    def metrics(self) -> dict[str, Array]:
+        """Return nothing: return and success say it all."""
+        return {}
+
+    def get_state(self) -> dict[str, Any]:
+        """Return everything the next steps depend on."""
+        return {"physics": get_physics(self.model, self.datas), "memory": deepcopy(self._memory)}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `get_state`."""
+        set_physics(self.model, self.datas, state["physics"])
+        for row in range(self.num_envs):
+            self._memory[row] = deepcopy(dict(state["memory"][row]))
+
+    def close(self) -> None:
+        """Drop the simulators."""
+        self.datas = []
+
+    def _begin(self, row: int) -> Any:
+        """Bind a row in which nothing has happened."""
+        import mujoco
+
+        self._memory[row] = deepcopy(self._fresh)
+        env = self._bind(row)
+        mujoco.mj_resetData(self.model, env.data)
+        mujoco.mj_forward(self.model, env.data)
+        return env
+
+    def _bind(self, row: int) -> Any:
+        """Let the shared environment work on a row; returns it."""
+        data = self._env.data = self.datas[row]
+        for name, value in self._memory[row].items():
+            if name in _IN_MODEL:
+                getattr(self.model, name)[:] = value
+            elif isinstance(value, Mapping):
+                field, start, size = value["window"]
+                setattr(self._env, name, getattr(data, field).reshape(-1)[start : start + size])
+            else:
+                setattr(self._env, name, value)
+        return self._env
+
+
+def remember(env: Any) -> dict[str, Any]:
+    """Return what Meta-World's environment keeps besides its physics: numbers, and arrays.
+
+    Some of its arrays are windows into the simulator, by oversight or not: where the object was in the
+    beginning moves along with it in some tasks, and rewards follow. Of these the place is kept, as a mapping
+    `window` -> [field of the data, first entry, entries], which survives being saved.
+    """
+    kept: dict[str, Any] = {name: getattr(env.model, name).copy() for name in _IN_MODEL}
+    for name, value in vars(env).items():
+        if isinstance(value, np.ndarray):
+            kept[name] = _window(value, env.data) or value.copy()
+        elif value is None or isinstance(value, _NUMBERS):
+            kept[name] = value.item() if isinstance(value, np.generic) else value
+    return kept
+
+
+def _window(value: Array, data: Any) -> dict[str, list[Any]] | None:
+    """Return where in the simulator's memory an array lies; None where it has memory of its own."""
+    for name in _WINDOWS:
+        owner = getattr(data, name)
+        if np.may_share_memory(value, owner):
+            start = (
+                value.__array_interface__["data"][0] - owner.__array_interface__["data"][0]
+            ) // owner.itemsize
+            return {"window": [name, int(start), int(value.size)]}
+    return None
+
+
+@lru_cache(maxsize=4)
+def load_metaworld(task: str) -> tuple[Any, dict[str, Any]]:
+    """Build Meta-World's environment of a task once per process.
+
+    Returns:
+        The environment, and what it remembers while nothing has happened.
+
+    Raises:
+        MissingExtraError: If Meta-World is not installed.
+    """
+    from policies.extras import require
+
+    module = require("metaworld", extra="metaworld")
+    env = module.ALL_V3_ENVIRONMENTS[f"{task}-v3"]()
+    env._partially_observable = False
+    vars(env).pop("sawyer_observation_space", None)  # cached with the bounds of a hidden goal
+    env._freeze_rand_vec, env.seeded_rand_vec = False, True
+    env._set_task_called = True
+    env.max_path_length = _NO_LIMIT
+    return env, remember(env)
+
+
+@register("env", "metaworld")
+@dataclass(frozen=True)
+class Metaworld(HasCameras):
+    """One of fifty tasks of a Sawyer arm, `env.task=reach` for instance (Meta-World v3, goal observed)."""
+
+    task: str = "reach"  # name of the task without its version, e.g. pick-place or drawer-open
+    max_episode_steps: int = 500  # control steps, then truncated
+    terminate_on_success: bool = False  # true: solving the task ends an episode; false: only the limit does
+    demonstrator: ScriptedDemonstrator = field(default_factory=ScriptedDemonstrator)
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        super().__post_init__()
+        if self.task not in TASKS:
+            near = get_close_matches(self.task, TASKS, 5, 0.4)
+            close = f"; near it: {', '.join(near)}" if near else ""
+            raise ConfigError(f"env.task must be one of Meta-World's {len(TASKS)}; got '{self.task}'{close}.")
+        if self.max_episode_steps < 1:
+            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+        return EnvSpec(
+            name="metaworld",
+            family="metaworld",
+            obs_dim=len(_OBS_NAMES),
+            action_dim=len(_ACTION_NAMES),
+            action_low=(-1.0,) * len(_ACTION_NAMES),
+            action_high=(1.0,) * len(_ACTION_NAMES),
+            max_episode_steps=self.max_episode_steps,
+            control_hz=80.0,
+            obs_names=_OBS_NAMES,
+            action_names=_ACTION_NAMES,
+            success_rule=f"Meta-World reports success of {self.task}",
+            terminate_on_success=self.terminate_on_success,
+            packages=("metaworld",),
+        )
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
+        """Build the exact engine for N environments.
+
+        Raises:
+            MissingExtraError: If Meta-World is not installed.
+        """
+        return self.vector_of(MetaworldStepper(self.task, num_envs), obs_steps)
+
+    def demonstrate(self, seed: int) -> Episode:
+        """Let Meta-World's scripted policy do the episode of this seed."""
+        stepper = MetaworldStepper(self.task, 1)
+        return demonstrate(
+            stepper,
+            self.task,
+            seed,
+            self.demonstrator,
+            max_steps=self.max_episode_steps,
+            terminate_on_success=self.terminate_on_success,
+        )
+
+    def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
+        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        from envs.engine.rendering import replay_frames
+
+        frames = replay_frames(self.make_vector(1), seed, actions, camera="corner2", **options)
+        return frames[:, ::-1, ::-1].copy()  # the camera hangs upside down

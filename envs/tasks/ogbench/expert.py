@@ -1,0 +1,144 @@
+"""OGBench's oracles as demonstrators: approach, grasp, lift, carry, lower; press; pull and push.
+
+In the mode `task` its Markov oracles do what a plan names, one subtask after the other. They look only at the
+present state, so a disturbed movement is corrected rather than continued; noise on the executed actions
+therefore widens the states a clone sees, at little cost in success.
+
+The modes `play` and `noisy` follow OGBench's recipes for its datasets: long episodes of one drawn subtask
+after the other, whatever the task; see `envs.tasks.ogbench.play`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from envs.datasets.episode import Episode
+from envs.rollouts.recording import Recording
+from envs.tasks.ogbench.plans import Array, Subtask, next_subtask, recorded
+from envs.tasks.ogbench.stepper import OgbenchStepper
+from policies.errors import ConfigError
+
+MODES = ("task", "play", "noisy")
+_NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
+_CLEAR = {"cube": 0.16, "button": 0.16, "drawer": 0.18, "window": 0.28}  # height of a free gripper [m]
+_DONE = {"cube": 0.02, "drawer": 0.01, "window": 0.01}  # how close the oracles bring things [m]
+
+
+@dataclass(frozen=True)
+class OracleDemonstrator:
+    """Options of the demonstrator."""
+
+    mode: str = "task"  # "task"; "play" or "noisy": OGBench's recipes for its datasets, no task in mind
+    noise: float = 0.0  # standard deviation of Gaussian noise on every executed action entry, box is [-1, 1]
+    min_norm: float = 0.4  # smallest distance the oracle reacts to as if farther away [m], sets its pace
+    length: int = 1001  # control steps of an episode of play
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        if not (0 <= self.noise < math.inf and 0 <= self.min_norm < math.inf):
+            raise ConfigError(
+                "env.demonstrator needs noise >= 0 and min_norm >= 0; "
+                f"got noise={self.noise}, min_norm={self.min_norm}. Defaults are 0.0 and 0.4."
+            )
+        if self.mode not in MODES:
+            raise ConfigError(f"env.demonstrator.mode must be one of {', '.join(MODES)}; got '{self.mode}'.")
+        if self.mode != "task" and self.noise > 0:
+            raise ConfigError(
+                f"env.demonstrator.noise belongs to mode=task; got noise={self.noise} with mode={self.mode}, "
+                "which has OGBench's own noise."
+            )
+        if self.length < 1:
+            raise ConfigError(f"env.demonstrator.length must be at least 1; got {self.length}.")
+
+
+def demonstrate(world: str, task: int, seed: int, options: OracleDemonstrator, *, max_steps: int) -> Episode:
+    """Do one episode.
+
+    Recorded are the actions that were executed, noise included, the physics state before each (`states`:
+    time, positions, velocities), and the states of the buttons where there are any (`button_states`).
+
+    Args:
+        world: OGBench's name.
+        task: 1 to 5.
+        seed: Seed of the episode; decides the noise as well.
+        options: How to demonstrate.
+        max_steps: Time limit in control steps, of the mode `task`.
+    """
+    if options.mode != "task":
+        from envs.tasks.ogbench.play import play
+
+        return play(world, task, seed, noisy=options.mode == "noisy", length=options.length)
+    stepper, rng = OgbenchStepper(world, task, 1), np.random.default_rng((seed, _NOISE_STREAM))
+    record = Recording(stepper, seed)
+    worker: _Worker | None = None
+    while not record.ended and len(record) < max_steps:
+        env = stepper.bind(0)
+        if worker is None or worker.is_done(env):
+            worker = _Worker(_subtask(env), options.min_norm, always_closed=world.startswith("puzzle"))
+        wanted = worker.act(env, record.now)
+        action = np.clip(wanted + options.noise * rng.standard_normal(len(wanted)), -1, 1)
+        recorded(stepper, record, action)
+    return record.episode(truncated=len(record) >= max_steps, success=record.ended)
+
+
+class _Worker:
+    """One subtask in the hands of its oracle."""
+
+    def __init__(self, subtask: Subtask, min_norm: float, *, always_closed: bool) -> None:
+        name = f"{subtask.kind.capitalize()}MarkovOracle"
+        module = importlib.import_module(f"ogbench.manipspace.oracles.markov.{subtask.kind}_markov")
+        closed = {"gripper_always_closed": always_closed} if subtask.kind == "button" else {}
+        self._oracle = getattr(module, name)(env=None, min_norm=min_norm, **closed)
+        # The oracle's own reset draws where to withdraw to from global state.
+        self._oracle._final_pos, self._oracle._final_yaw = np.array([0.425, 0.0, 0.3]), 0.0
+        self._oracle._done, self._oracle._step = False, 0
+        self._subtask = subtask
+
+    def act(self, env: Any, obs: Array) -> Array:
+        """Return the oracle's action (5,)."""
+        action: Array = self._oracle.select_action(obs, {**env.compute_ob_info(), **self._aim(env)})
+        return action
+
+    def is_done(self, env: Any) -> bool:
+        """Tell whether the subtask is done and the gripper free above it, or the oracle has given up."""
+        if self._oracle.done:
+            return True
+        info, task = env.compute_ob_info(), self._subtask
+        if task.kind == "button":
+            there = info[f"privileged/button_{task.index}_state"] == task.wanted
+        elif task.kind == "cube":
+            off = np.linalg.norm(info[f"privileged/block_{task.index}_pos"] - task.wanted)
+            there = off <= _DONE["cube"] and info["proprio/gripper_contact"][0] < 0.1
+        else:
+            there = abs(info[f"privileged/{task.kind}_pos"][0] - task.wanted) <= _DONE[task.kind]
+        return bool(there and info["proprio/effector_pos"][2] > _CLEAR[task.kind])
+
+    def _aim(self, env: Any) -> dict[str, Any]:
+        """Name the target as OGBench does while it collects data."""
+        task, data = self._subtask, env._data
+        if task.kind == "cube":
+            values = {"block": task.index, "block_pos": task.wanted, "block_yaw": np.zeros(1)}
+        elif task.kind == "button":
+            top = data.site_xpos[env._button_site_ids[task.index]]
+            values = {"button": task.index, "button_state": task.wanted, "button_top_pos": top.copy()}
+        else:
+            joint = env._model.joint(f"{task.kind}_slide").id
+            handle = data.site_xpos[getattr(env, f"_{task.kind}_site_id")]
+            way = (task.wanted - data.joint(joint).qpos[0]) * data.xaxis[joint]
+            values = {f"{task.kind}_pos": np.array([task.wanted]), f"{task.kind}_handle_pos": handle + way}
+        return {f"privileged/target_{name}": value for name, value in values.items()}
+
+
+def _subtask(env: Any) -> Subtask:
+    """Return the next subtask; where nothing is left, hold the first thing where it is wanted."""
+    planned = next_subtask(env)
+    if planned is not None:
+        return planned
+    if hasattr(env, "_num_cubes"):
+        return Subtask("cube", 0, env._data.mocap_pos[env._cube_target_mocap_ids[0]].copy())
+    return Subtask("button", 0, int(env._cur_button_states[0]))

@@ -1,0 +1,215 @@
+"""What to do next in OGBench's worlds so that everything comes to lie as wanted, one subtask at a time.
+
+OGBench's oracles move one cube, press one button, or move the drawer or the window. The tasks want several of
+these, some of which are in the way of others: a cube lies on another or where one is wanted, a drawer is
+locked, a press turns the neighbours too. The planners look at the present state and name the next subtask;
+after it they are asked again, so that whatever went wrong is planned for.
+
+Legend: n cubes or buttons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from envs.rollouts.recording import Recording
+from envs.tasks.ogbench.plans import Subtask, next_subtask
+from envs.tasks.ogbench.stepper import OgbenchStepper
+
+Array = np.ndarray
+
+_PLACED = 0.035  # a cube counts as placed within this [m]; OGBench asks for 0.04
+_CUBE = 0.04  # edge of a cube [m]
+_ROOM = 0.06  # between centres of cubes, for the gripper's fingers [m]
+_MOVED = 0.035  # a drawer or window counts as moved within this [m]; OGBench asks for 0.04
+_SPARE = tuple(product((0.35, 0.425, 0.5), (-0.2, -0.1, 0.0, 0.1, 0.2)))  # where a cube may wait (x, y) [m]
+_BEYOND = -0.3  # cubes wanted further left than this y belong into the drawer [m]
+
+
+@dataclass(frozen=True)
+class Subtask:
+    """One thing to do.
+
+    Attributes:
+        kind: "cube", "button", "drawer" or "window": whose oracle does it.
+        index: Which cube or button.
+        wanted: Position of the cube (3,), state of the button, or position of drawer or window [m].
+    """
+
+    kind: str
+    index: int
+    wanted: Any
+
+
+def next_subtask(env: Any) -> Subtask | None:
+    """Name the next subtask in OGBench's environment; None where nothing is left to do."""
+    if hasattr(env, "_target_drawer_pos"):
+        return _next_in_scene(env)
+    if hasattr(env, "_cur_button_states"):
+        presses = fewest_presses(env._cur_button_states != env._target_button_states, env._num_cols)
+        tops = env._data.site_xpos[env._button_site_ids]
+        return _press(env, _nearest(presses, tops, gripper_of(env))) if presses else None
+    places, targets = cubes_of(env)
+    move = next_move(places, targets)
+    return None if move is None else Subtask("cube", *move)
+
+
+def gripper_of(env: Any) -> Array:
+    """Return where the gripper is, (3,)."""
+    place: Array = env._data.site_xpos[env._pinch_site_id]
+    return place
+
+
+def cubes_of(env: Any) -> tuple[Array, Array]:
+    """Return where the cubes are and where they are wanted, (n, 3) each."""
+    joints = (env._data.joint(f"object_joint_{i}") for i in range(env._num_cubes))
+    return np.stack([joint.qpos[:3] for joint in joints]), env._data.mocap_pos[env._cube_target_mocap_ids]
+
+
+# -- cubes -------------------------------------------------------------------------------------------------
+
+
+def next_move(places: Array, targets: Array) -> tuple[int, Array] | None:
+    """Choose the next cube and where it goes; None where all are placed.
+
+    A cube can be taken if none lies on it, and be put down where there is room and, above the table, where
+    what it shall lie on is placed. Where no cube can go to its target, one of them waits beside.
+
+    Shapes:
+        places, targets: (n, 3) [m].
+    """
+    wrong = [i for i in range(len(places)) if np.linalg.norm(places[i] - targets[i]) > _PLACED]
+    if not wrong:
+        return None
+    loose = [i for i in range(len(places)) if not _covered(i, places)]
+    for i in wrong:
+        if i in loose and _vacant(i, places, targets):
+            return i, targets[i]
+    waiting = next((i for i in loose if i in wrong), loose[0])
+    taken = np.concatenate([places, targets])[:, :2]
+    spot = max(_SPARE, key=lambda spot: np.linalg.norm(taken - spot, axis=1).min())
+    return waiting, np.array([*spot, _CUBE / 2])
+
+
+def _covered(i: int, places: Array) -> bool:
+    """Tell whether another cube lies on cube i."""
+    beside = np.linalg.norm(places[:, :2] - places[i, :2], axis=1)
+    return bool(((beside < _CUBE) & (places[:, 2] > places[i, 2] + _CUBE / 2)).any())
+
+
+def _vacant(i: int, places: Array, targets: Array) -> bool:
+    """Tell whether cube i can be put where it is wanted."""
+    others = np.delete(places, i, axis=0)
+    beside = np.linalg.norm(others[:, :2] - targets[i, :2], axis=1)
+    if ((beside < _ROOM) & (others[:, 2] > targets[i, 2] - _CUBE / 2)).any():
+        return False
+    below = np.linalg.norm(others - (targets[i] - [0, 0, _CUBE]), axis=1)
+    return bool(targets[i, 2] < _CUBE or (below < _PLACED).any())
+
+
+# -- buttons -----------------------------------------------------------------------------------------------
+
+
+def fewest_presses(wrong: Array, columns: int) -> list[int]:
+    """Solve the puzzle: which buttons to press so that exactly the wrong ones change.
+
+    A press turns a button and its neighbours in rows and columns, so presses add up modulo 2. All solutions
+    follow from one of them and those presses that change nothing; the shortest is returned.
+
+    Args:
+        wrong: (n,) bool, which states differ from the wanted ones.
+        columns: Buttons per row.
+
+    Raises:
+        ValueError: If no presses lead there.
+    """
+    n = len(wrong)
+    rows = np.concatenate([_turned(n, columns), wrong[:, None]], axis=1).astype(np.uint8)
+    pivots: list[int] = []
+    for column in range(n):
+        row = next((r for r in range(len(pivots), n) if rows[r, column]), None)
+        if row is None:
+            continue
+        rows[[len(pivots), row]] = rows[[row, len(pivots)]]
+        clear = rows[:, column].astype(bool)
+        clear[len(pivots)] = False
+        rows[clear] ^= rows[len(pivots)]
+        pivots.append(column)
+    if rows[len(pivots) :, n].any():
+        raise ValueError("no presses turn exactly these buttons.")
+    free = [column for column in range(n) if column not in pivots]
+    best: list[int] | None = None
+    for chosen in product((0, 1), repeat=len(free)):
+        presses = np.zeros(n, np.uint8)
+        presses[free] = chosen
+        turned = rows[: len(pivots), free] @ np.array(chosen, np.uint8) if free else 0
+        presses[pivots] = (rows[: len(pivots), n] + turned) % 2
+        found = np.flatnonzero(presses).tolist()
+        best = found if best is None or len(found) < len(best) else best
+    assert best is not None
+    return best
+
+
+def _turned(n: int, columns: int) -> Array:
+    """Return (n, n) bool: button i turns when button j is pressed."""
+    row, column = np.divmod(np.arange(n), columns)
+    distance = np.abs(row[:, None] - row) + np.abs(column[:, None] - column)
+    return distance <= 1
+
+
+def _nearest(presses: Sequence[int], tops: Array, gripper: Array) -> int:
+    """Return the button that is closest to the gripper."""
+    return min(presses, key=lambda i: float(np.linalg.norm(tops[i, :2] - gripper[:2])))
+
+
+def _press(env: Any, button: int) -> Subtask:
+    return Subtask("button", button, int((env._cur_button_states[button] + 1) % env._num_button_states))
+
+
+# -- scene -------------------------------------------------------------------------------------------------
+
+
+def _next_in_scene(env: Any) -> Subtask | None:
+    """Cube first, through the open drawer where it belongs inside; then drawer, window and buttons."""
+    data = env._data
+    places, targets = cubes_of(env)
+    drawer, window = (float(data.joint(name).qpos[0]) for name in ("drawer_slide", "window_slide"))
+    if targets[0, 1] < _BEYOND:
+        if not env._is_in_drawer(places[0]):
+            opened = _slide(env, "drawer", drawer, -0.16)
+            return opened if opened is not None else Subtask("cube", 0, env._drawer_center.copy())
+    elif np.linalg.norm(places[0] - targets[0]) > _PLACED:
+        return Subtask("cube", 0, targets[0])
+    for kind, at, wanted in (
+        ("drawer", drawer, env._target_drawer_pos),
+        ("window", window, env._target_window_pos),
+    ):
+        moved = _slide(env, kind, at, float(wanted))
+        if moved is not None:
+            return moved
+    wrong = np.flatnonzero(env._cur_button_states != env._target_button_states).tolist()
+    tops = data.site_xpos[env._button_site_ids]
+    return _press(env, _nearest(wrong, tops, gripper_of(env))) if wrong else None
+
+
+def _slide(env: Any, kind: str, at: float, wanted: float) -> Subtask | None:
+    """Move the drawer or the window, unlocking it first; None where it is there."""
+    if abs(at - wanted) <= _MOVED:
+        return None
+    lock = ("drawer", "window").index(kind)
+    return _press(env, lock) if env._cur_button_states[lock] == 0 else Subtask(kind, 0, wanted)
+
+
+Array = np.ndarray
+
+
+def recorded(stepper: OgbenchStepper, record: Recording, action: Array) -> None:
+    """Execute an action, which lies in the box; physics and buttons before it are kept."""
+    buttons = stepper.button_states(0)
+    extras = {} if buttons is None else {"button_states": buttons}
+    record.step(action, states=stepper.physics_state(0), **extras)

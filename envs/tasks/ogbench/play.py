@@ -1,0 +1,122 @@
+"""OGBench's recipes for its datasets: one drawn subtask after the other, in episodes of fixed length.
+
+- `play`: plans through key poses, with noise that is correlated in time.
+- `noisy`: the Markov oracle, with noise of a strength that is drawn per episode and one action in ten drawn.
+
+Which cube, where to and whether on top of another is drawn after every finished subtask. An episode of
+`scene` whose cube leaves what a camera sees of the table and the drawer counts as a failure, so that it is
+not kept. Rewards are those of a task, judged on the state before an action, although nobody pursues it; they
+never end an episode.
+
+Source:
+    OGBench (arXiv 2410.20092), datasets of its manipulation worlds; noise and probabilities of their
+    generation.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from envs.datasets.episode import Episode
+from envs.engine.seeding import seeded_globally
+from envs.rollouts.recording import Recording
+from envs.tasks.ogbench.plans import recorded
+from envs.tasks.ogbench.stepper import OgbenchStepper
+
+Array = np.ndarray
+
+_STREAM = 2  # keeps these draws apart from those of the task and of the demonstrator's noise
+_KINDS = {"cube": ("cube",), "scene": ("cube", "button", "drawer", "window"), "puzzle": ("button",)}
+_P_STACK = {"cube-single": (0.0, 0.0), "cube-double": (0.0, 0.25), "cube-triple": (0.05, 0.35)}
+_P_STACK_ELSEWHERE = (0.5, 0.5)
+_NOISE_SHAPE = np.array([1.0, 1.0, 1.0, 3.0, 10.0])
+_MAX_NOISE, _P_RANDOM = 0.1, 0.1
+_CUBE_Y, _CUBE_Z = 15, 16  # entries of qpos: the first cube lies behind 14 joints of the arm
+_TABLE_Y, _DRAWER_Z = (
+    (-0.3, 0.29),
+    (0.06, 0.08),
+)  # where a cube stays visible, in y; inside the drawer, in z [m]
+
+
+def play(world: str, task: int, seed: int, *, noisy: bool, length: int) -> Episode:
+    """Play one episode; it follows from the seed.
+
+    Args:
+        world: OGBench's name.
+        task: Whose rewards are recorded, 1 to 5.
+        seed: Seed of the episode.
+        noisy: `noisy` instead of `play`.
+        length: Control steps.
+    """
+    stepper, judge = OgbenchStepper(world, 0, 1), _Judge(world, task, seed)
+    record, rng = Recording(stepper, seed), np.random.default_rng((seed, _STREAM))
+    p_stack = rng.uniform(*_P_STACK.get(world, _P_STACK_ELSEWHERE))
+    noise = rng.uniform(0, _MAX_NOISE) * _NOISE_SHAPE
+    with seeded_globally((seed, _STREAM)):  # the oracles draw from numpy's global generator
+        env = stepper.bind(0)
+        oracles = _oracles(env, world, noisy)
+        obs, info = record.observations[0], env.compute_ob_info()
+        oracle = oracles[info["privileged/target_task"]]
+        oracle.reset(obs, info)
+        while len(record) < length:
+            action = np.array(oracle.select_action(record.now, info))
+            if noisy:
+                action = _disturbed(action, noise, rng)
+            judge.look(env)
+            recorded(stepper, record, np.clip(action, -1, 1))
+            info = stepper.bind(0).compute_ob_info()
+            if oracle.done:
+                obs, info = stepper.draw_target(0, p_stack)
+                oracle = oracles[info["privileged/target_task"]]
+                oracle.reset(obs, info)
+    record.ended, record.rewards = False, judge.rewards
+    episode = record.episode(truncated=True, success=True)
+    visible = world != "scene" or stays_visible(episode.extras["states"][:, 1:])
+    return episode if visible else record.episode(truncated=True, success=False)
+
+
+def stays_visible(qpos: Array) -> bool:
+    """Tell whether the cube of `scene` stays on the visible part of the table or in the drawer, (T, nq)."""
+    y, z = qpos[:, _CUBE_Y], qpos[:, _CUBE_Z]
+    in_drawer = (z >= _DRAWER_Z[0]) & (z <= _DRAWER_Z[1])
+    return not bool(((y >= _TABLE_Y[1]) | ((y <= _TABLE_Y[0]) & ~in_drawer)).any())
+
+
+class _Judge:
+    """Rewards of a task for states of somebody else's simulator."""
+
+    def __init__(self, world: str, task: int, seed: int) -> None:
+        self._stepper = OgbenchStepper(world, task, 1)
+        self._stepper.reset(0, seed)
+        self.rewards: list[float] = []
+
+    def look(self, played: Any) -> None:
+        """Judge the state that OGBench's environment is in now."""
+        env = self._stepper.bind(0)
+        env._data.qpos[:] = played._data.qpos
+        if hasattr(env, "_cur_button_states"):
+            env._cur_button_states = played._cur_button_states.copy()
+        self.rewards.append(float(env.compute_reward()))
+
+
+def _oracles(env: Any, world: str, noisy: bool) -> dict[str, Any]:
+    """Build an oracle per kind of subtask."""
+    style = "markov" if noisy else "plan"
+    options = {"min_norm": 0.4} if noisy else {"noise": 0.1, "noise_smoothing": 0.5}
+    found = {}
+    for kind in _KINDS[world.partition("-")[0]]:
+        module = importlib.import_module(f"ogbench.manipspace.oracles.{style}.{kind}_{style}")
+        made = getattr(module, f"{kind.capitalize()}{style.capitalize()}Oracle")
+        closed = {"gripper_always_closed": world.startswith("puzzle")} if kind == "button" else {}
+        found[kind] = made(env=env, **options, **closed)
+    return found
+
+
+def _disturbed(action: Array, noise: Array, rng: np.random.Generator) -> Array:
+    """Add noise (5,), or replace the action by a drawn one."""
+    if rng.uniform() < _P_RANDOM:
+        return rng.uniform(-1, 1, len(action))
+    return action + noise * rng.standard_normal(len(action))

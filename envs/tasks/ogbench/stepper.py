@@ -1,0 +1,198 @@
+"""OGBench's manipulation worlds, many in one process: a UR5e arm with cubes, buttons, a drawer and a window.
+
+Simulator, controller, observation and reward are OGBench's own; this module steps them without what nobody
+looks at between steps (colours of cubes, repeated bookkeeping) and shares one compiled model and one
+controller among all environments of a process. Every number equals OGBench stepped one by one.
+
+Rewards and the end of an episode are judged on the state *before* an action, as in OGBench: minus the number
+of parts that are not as wanted; the step after all of them are has reward 0, is a success and terminates.
+
+A reset depends on its seed alone. OGBench lets the goal scene settle under actions drawn from fresh entropy;
+here they are drawn from the seed.
+
+What a world remembers besides the physics (states of buttons, what is wanted) and what it keeps in the model
+(locks of drawer and window, marks of their targets) belongs to a row, and is handed over before it moves.
+
+Legend: N environments, M of them addressed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.spec import StepResult
+from policies.errors import ConfigError
+
+Array = np.ndarray
+
+NUM_TASKS = 5
+
+
+class OgbenchStepper:
+    """Steps N copies of one of OGBench's single tasks, or of a world in which data are collected.
+
+    Args:
+        world: OGBench's name, e.g. `cube-double`.
+        task: 1 to 5, what is wanted; 0: nothing, targets are drawn with `env.set_new_target` (`play`).
+        num_envs: N.
+
+    Raises:
+        MissingExtraError: If OGBench is not installed.
+    """
+
+    can_save = True
+
+    def __init__(self, world: str, task: int, num_envs: int) -> None:
+        if num_envs < 1:
+            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
+        self._env, self._fresh = load_world(world, play=task == 0)
+        self._task = task
+        import mujoco
+
+        self.num_envs = num_envs
+        self.model = self._env.model
+        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        self._solved = np.zeros(num_envs, bool)  # everything is as wanted now
+        self._memory = [deepcopy(self._fresh) for _ in range(num_envs)]
+        self._rngs = [np.random.default_rng(0) for _ in range(num_envs)]  # each reset seeds its own
+        self._pinch = self._env._pinch_site_id
+
+    def reset(self, row: int, seed: int) -> Array:
+        """Start an episode in one row; returns the observation (Do,)."""
+        self._memory[row] = deepcopy(self._fresh)
+        env = self.bind(row)
+        obs: Array = env.reset(seed=seed)[0]
+        self._rngs[row] = env.np_random
+        self._memory[row] = env.remember()
+        self._solved[row] = False
+        return obs
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, 5) for one control step (25 physics steps)."""
+        obs, reward, ended = [], np.empty(len(rows)), self._solved[rows]
+        for i, row in enumerate(rows.tolist()):
+            env = self.bind(row)
+            reward[i] = env.compute_reward()
+            env.advance(actions[i])
+            obs.append(env.compute_observation())
+            self._solved[row] = env.is_solved()
+            self._memory[row] = env.remember()
+        return StepResult(np.stack(obs), reward, ended, np.zeros(len(rows), bool), ended)
+
+    def draw_target(self, row: int, p_stack: float) -> tuple[Array, dict[str, Any]]:
+        """Draw what is wanted next, in a world without a task; returns observation and named state.
+
+        Args:
+            row: The environment.
+            p_stack: Probability that a cube is wanted on top of another.
+        """
+        env = self.bind(row)
+        obs, info = env.set_new_target(p_stack=p_stack)
+        self._memory[row] = env.remember()
+        return obs, info
+
+    def physics_state(self, row: int) -> Array:
+        """Return time, positions and velocities of one row, (1 + nq + nv,)."""
+        return recorded_physics(self.datas[row])
+
+    def button_states(self, row: int) -> Array | None:
+        """Return the states of the buttons of one row; None where the world has none."""
+        states = self._memory[row].get("_cur_button_states")
+        return None if states is None else np.array(states)
+
+    def look(self, row: int) -> dict[str, Array]:
+        """Return what besides positions decides how a row looks: states of buttons, and targets."""
+        return {name: value.copy() for name, value in self._memory[row].items()}
+
+    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
+        """Colour a model for drawing as in OGBench's visual worlds: see-through arm, no targets."""
+        self._env.paint(model, look)
+
+    def metrics(self) -> dict[str, Array]:
+        """Return nothing: success says it all."""
+        return {}
+
+    def get_state(self) -> dict[str, Any]:
+        """Return everything the next steps depend on.
+
+        Besides the integration state and what the rows remember that is the gripper pose, which the
+        controller reads from the kinematics of the last physics step.
+        """
+        return {
+            "physics": get_physics(self.model, self.datas),
+            "gripper_pos": np.stack([data.site_xpos[self._pinch] for data in self.datas]),
+            "gripper_mat": np.stack([data.site_xmat[self._pinch] for data in self.datas]),
+            "solved": self._solved.copy(),
+            "memory": {key: np.stack([row[key] for row in self._memory]) for key in self._fresh},
+            "generators": [rng.bit_generator.state for rng in self._rngs],
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `get_state`."""
+        self._solved = np.array(state["solved"], bool)
+        set_physics(self.model, self.datas, state["physics"])
+        for row, data in enumerate(self.datas):
+            data.site_xpos[self._pinch] = state["gripper_pos"][row]
+            data.site_xmat[self._pinch] = state["gripper_mat"][row]
+            for key in self._fresh:
+                self._memory[row][key] = np.array(state["memory"][key][row])
+            if "generators" in state:  # states of cube-single were saved without them; nothing draws there
+                self._rngs[row].bit_generator.state = state["generators"][row]
+
+    def close(self) -> None:
+        """Drop the simulators."""
+        self.datas = []
+
+    def bind(self, row: int) -> Any:
+        """Let the shared environment work on a row; returns it."""
+        env = self._env
+        env._data, env._reward_task_id, env._np_random = self.datas[row], self._task or None, self._rngs[row]
+        env.recall(self._memory[row])
+        return env
+
+
+@cache
+def load_world(world: str, play: bool = False) -> tuple[Any, dict[str, Array]]:
+    """Build OGBench's environment once per process; compiling its model takes over a second.
+
+    The tasks of a world differ in what a reset does and what is wanted, nothing else.
+
+    Args:
+        world: OGBench's name.
+        play: In the mode in which data are collected.
+
+    Returns:
+        The environment, and what it remembers while nothing has happened.
+
+    Raises:
+        MissingExtraError: If OGBench is not installed.
+    """
+    from policies.extras import require
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # importing the viewer complains about a missing display
+        require("ogbench", extra="ogbench")
+        require("dm_control", extra="ogbench")  # OGBench imports it only when a world is built
+        import gymnasium
+
+        from envs.tasks.ogbench.world import derived
+
+        # As OGBench registers them.
+        spec = gymnasium.spec(f"{world}-v0" if play else f"{world}-singletask-task1-v0")
+        assert isinstance(spec.entry_point, str)
+        module, _, name = spec.entry_point.partition(":")
+        made = derived(getattr(importlib.import_module(module), name))
+        mode = {"mode": "data_collection", "terminate_at_goal": False} if play else {}
+        env = made(**spec.kwargs, **mode)
+    env.compile()
+    fresh = env.remember()
+    env.reset(seed=0)
+    return env, fresh

@@ -1,0 +1,201 @@
+"""OGBench's manipulation tasks: a UR5e arm with a gripper moves cubes, presses buttons, opens and closes.
+
+Each is a world of `envs.tasks.ogbench.stepper` with five tasks, `<world>-play-singletask-task<k>-v0` in OGBench's names:
+where things are in the beginning and where they are wanted. The target is part of the task, not of the
+observation, which describes the arm and everything that moves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from envs.engine.pixels import HasCameras
+from envs.engine.vector import ChunkVector
+from envs.spec import EnvSpec
+from envs.tasks.ogbench.expert import OracleDemonstrator, demonstrate
+from envs.tasks.ogbench.stepper import NUM_TASKS, OgbenchStepper
+from policies.errors import ConfigError
+from policies.registry import register
+
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
+
+Array = np.ndarray
+
+_JOINTS = ("shoulder pan", "shoulder lift", "elbow", "wrist 1", "wrist 2", "wrist 3")
+_ARM_NAMES = (
+    *(f"{joint} angle [rad]" for joint in _JOINTS),
+    *(f"{joint} rate [rad/s]" for joint in _JOINTS),
+    "gripper x - 0.425 m [dm]",
+    "gripper y [dm]",
+    "gripper z [dm]",
+    "gripper yaw cosine [1]",
+    "gripper yaw sine [1]",
+    "gripper closing [1/3 of full]",
+    "gripper contact force [50 N]",
+)
+_ACTION_NAMES = (
+    "gripper x change [5 cm]",
+    "gripper y change [5 cm]",
+    "gripper z change [5 cm]",
+    "gripper yaw change [0.3 rad]",
+    "gripper closing change [of full]",
+)
+_SLIDE_NAMES = (
+    *("drawer position [1/18 m]", "drawer speed [m/s]"),
+    *("window position [1/15 m]", "window speed [m/s]"),
+)
+
+
+def _cube_names(cube: str) -> tuple[str, ...]:
+    return (
+        f"{cube} x - 0.425 m [dm]",
+        f"{cube} y [dm]",
+        f"{cube} z [dm]",
+        *(f"{cube} quaternion {part} [1]" for part in "wxyz"),
+        f"{cube} yaw cosine [1]",
+        f"{cube} yaw sine [1]",
+    )
+
+
+def _button_names(button: int) -> tuple[str, ...]:
+    states = (f"button {button} is in state {state} [0 or 1]" for state in range(2))
+    return (*states, f"button {button} position [1/120 m]", f"button {button} speed [m/s]")
+
+
+@dataclass(frozen=True)
+class _World(HasCameras):
+    """What the configurations share."""
+
+    task: int = 1  # 1 to 5: what is where, and what is wanted, in OGBench's numbering
+    max_episode_steps: int = 500  # control steps, then truncated
+    demonstrator: OracleDemonstrator = field(default_factory=OracleDemonstrator)
+
+    name = ""
+    num_cubes = 0
+    num_buttons = 0
+    has_slides = False  # a drawer and a window
+    success_rule = ""
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        super().__post_init__()
+        if not 1 <= self.task <= NUM_TASKS:
+            raise ConfigError(f"env.task of {self.name} must be 1 to {NUM_TASKS}; got {self.task}.")
+        if self.max_episode_steps < 1:
+            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+        cubes = ["cube"] if self.num_cubes == 1 else [f"cube {i}" for i in range(self.num_cubes)]
+        obs_names = (
+            *_ARM_NAMES,
+            *(name for cube in cubes for name in _cube_names(cube)),
+            *(name for button in range(self.num_buttons) for name in _button_names(button)),
+            *(_SLIDE_NAMES if self.has_slides else ()),
+        )
+        return EnvSpec(
+            name=self.name,
+            family="manipulation",
+            obs_dim=len(obs_names),
+            action_dim=len(_ACTION_NAMES),
+            action_low=(-1.0,) * len(_ACTION_NAMES),
+            action_high=(1.0,) * len(_ACTION_NAMES),
+            max_episode_steps=self.max_episode_steps,
+            control_hz=20.0,
+            obs_names=obs_names,
+            action_names=_ACTION_NAMES,
+            success_rule=self.success_rule,
+            packages=("ogbench", "dm-control"),
+        )
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
+        """Build the exact engine for N environments.
+
+        Raises:
+            MissingExtraError: If OGBench is not installed.
+        """
+        return self.vector_of(OgbenchStepper(self.name, self.task, num_envs), obs_steps)
+
+    def demonstrate(self, seed: int) -> Episode:
+        """Let the oracles do the episode of this seed."""
+        limit = self.max_episode_steps
+        return demonstrate(self.name, self.task, seed, self.demonstrator, max_steps=limit)
+
+    def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
+        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        from envs.engine.rendering import replay_frames
+
+        return replay_frames(self.make_vector(1), seed, actions, camera="front", **options)
+
+
+@register("env", "cube-single")
+@dataclass(frozen=True)
+class CubeSingle(_World):
+    """Move a cube to its target (OGBench `cube-single-play-singletask-task<k>-v0`); sparse reward."""
+
+    max_episode_steps: int = 200  # control steps, then truncated
+
+    name = "cube-single"
+    num_cubes = 1
+    success_rule = "the centre of the cube is within 4 cm of its target"
+
+
+@register("env", "cube-double")
+@dataclass(frozen=True)
+class CubeDouble(_World):
+    """Move one or two cubes, swap or stack them (OGBench `cube-double-play-singletask-task<k>-v0`)."""
+
+    name = "cube-double"
+    num_cubes = 2
+    success_rule = "the centre of every cube is within 4 cm of its target"
+
+
+@register("env", "cube-triple")
+@dataclass(frozen=True)
+class CubeTriple(_World):
+    """Move, unstack, rotate or stack three cubes (OGBench `cube-triple-play-singletask-task<k>-v0`)."""
+
+    max_episode_steps: int = 1000  # control steps, then truncated
+
+    name = "cube-triple"
+    num_cubes = 3
+    success_rule = "the centre of every cube is within 4 cm of its target"
+
+
+@register("env", "scene")
+@dataclass(frozen=True)
+class Scene(_World):
+    """Arrange a cube, a drawer and a window with locks (OGBench `scene-play-singletask-task<k>-v0`)."""
+
+    max_episode_steps: int = 750  # control steps, then truncated
+
+    name = "scene"
+    num_cubes = 1
+    num_buttons = 2
+    has_slides = True
+    success_rule = "cube, drawer and window are within 4 cm of their targets and both locks as wanted"
+
+
+@register("env", "puzzle-3x3")
+@dataclass(frozen=True)
+class Puzzle3x3(_World):
+    """Turn 9 lights with buttons that turn neighbours too (OGBench `puzzle-3x3-play-singletask-...`)."""
+
+    name = "puzzle-3x3"
+    num_buttons = 9
+    success_rule = "all nine lights are as wanted"
+
+
+@register("env", "puzzle-4x4")
+@dataclass(frozen=True)
+class Puzzle4x4(_World):
+    """Turn 16 lights with buttons that turn neighbours too (OGBench `puzzle-4x4-play-singletask-...`)."""
+
+    name = "puzzle-4x4"
+    num_buttons = 16
+    success_rule = "all sixteen lights are as wanted"

@@ -1,0 +1,1 @@
+"""Robosuite's manipulation tasks."""

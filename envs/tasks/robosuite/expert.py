@@ -1,0 +1,212 @@
+"""Demonstrators of `lift`, `can` and `square`: small programs over what the arm sees.
+
+A program is a generator: it looks at the present poses, yields one action, and looks again. Everything is a
+servo on the present state, so a disturbed movement is corrected; whoever drops a thing fetches it again, and
+a nut that jams on its peg is raised, aligned anew and lowered again. Every episode draws where to grasp and
+where to put things, and noise on the executed actions widens the states a clone sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from envs.datasets.episode import Episode
+from envs.rollouts.recording import Recording
+from envs.spec import StepResult
+from envs.tasks.robosuite.expert_arm import CLOSED, OPEN, ArmObservation, Target, heading
+from policies.errors import ConfigError
+
+Array = np.ndarray
+Moves = Iterator[Array]
+"""Actions (7,) of a program."""
+
+_NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
+_LINGER = 5  # control steps for which a task stays solved before the recording ends
+
+
+@dataclass(frozen=True)
+class ArmDemonstrator:
+    """Options of the demonstrator."""
+
+    noise: float = 0.05  # standard deviation of Gaussian noise on the arm's action entries, box is [-1, 1]
+    pace: float = 1.0  # largest translation command, in (0, 1]
+    spread: float = 1.0  # scale of the random offsets of grasps and places, >= 0
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        if not (0 <= self.noise < math.inf and 0 < self.pace <= 1 and 0 <= self.spread < math.inf):
+            raise ConfigError(
+                "env.demonstrator needs noise >= 0, 0 < pace <= 1 and spread >= 0; got "
+                f"noise={self.noise}, pace={self.pace}, spread={self.spread}. Defaults are 0.05, 1.0 and 1.0."
+            )
+
+
+class ArmStepper(Protocol):
+    """A simulator of robosuite's tasks that shows its state."""
+
+    @property
+    def datas(self) -> list[Any]: ...  # noqa: D102
+
+    def reset(self, row: int, seed: int) -> Array: ...  # noqa: D102
+
+    def step(self, rows: Array, actions: Array) -> StepResult: ...  # noqa: D102
+
+    def names(self, row: int) -> Any: ...  # noqa: D102
+
+
+def demonstrate(
+    stepper: ArmStepper,
+    seed: int,
+    options: ArmDemonstrator,
+    *,
+    program: str,
+    max_steps: int,
+    terminate_on_success: bool = False,
+) -> Episode:
+    """Do one episode in row 0 of a stepper.
+
+    It ends a few steps after the task was solved, or with the first of them where success terminates.
+    Recorded are the actions that were executed, noise included, and the physics state before each
+    (`states`: time, positions, velocities).
+
+    Args:
+        stepper: Simulator of the task.
+        seed: Seed of the episode; decides the noise as well.
+        options: How to demonstrate.
+        program: "lift", "can" or "square".
+        max_steps: Time limit in control steps.
+        terminate_on_success: Whether solving the task terminates the episode.
+    """
+    rng = np.random.default_rng((seed, _NOISE_STREAM))
+    record = Recording(stepper, seed, terminate_on_success=terminate_on_success)
+    sight = ArmObservation(stepper.names(0), stepper.datas[0], pace=options.pace)
+    moves = PROGRAMS[program](sight, rng, options.spread)
+    solved = 0
+    while not record.ended and solved < _LINGER and len(record) < max_steps:
+        action = next(moves)
+        action[:6] += options.noise * rng.standard_normal(6)
+        record.step(np.clip(action, -1, 1), states=sight.physics_state())
+        solved = solved + 1 if record.is_solved else 0
+    return record.episode(truncated=not record.ended, success=record.ended or solved >= _LINGER)
+
+
+# -- movements ------------------------------------------------------------------------------------------
+
+
+def go(
+    sight: ArmObservation, target: Callable[[], Target], *, grip: float, within: float, limit: int = 80
+) -> Moves:
+    """Move towards a target, which may move itself, until nearer than `within` [m] and almost still."""
+    for _ in range(limit):
+        goal, before = target(), sight.hand
+        distance, turn = sight.distance(goal)
+        yield sight.toward(goal, grip)
+        if distance < within and turn < 0.05 and np.linalg.norm(sight.hand - before) < within / 2:
+            return
+
+
+def above(height: float) -> Array:
+    """Return an offset (3,) upwards [m]."""
+    return np.array([0.0, 0.0, height])
+
+
+def wait(sight: ArmObservation, steps: int, *, grip: float) -> Moves:
+    """Stay where the hand is."""
+    target = Target(sight.hand, sight.heading)
+    for _ in range(steps):
+        yield sight.toward(target, grip)
+
+
+def fetch(sight: ArmObservation, point: Callable[[], Array], yaw: float, *, up: float) -> Moves:
+    """Grasp something from above and raise it by `up` [m].
+
+    Args:
+        sight: What the arm sees.
+        point: Where to grasp, (3,).
+        yaw: Direction of the hand [rad].
+        up: How far to raise it.
+    """
+    if sight.hand[2] < point()[2] + 0.08:  # never sweep over the table
+        high = np.array([*sight.hand[:2], point()[2] + 0.1])
+        yield from go(sight, lambda: Target(high, sight.heading), grip=OPEN, within=0.02)
+    yield from go(sight, lambda: Target(point() + above(0.1), yaw), grip=OPEN, within=0.02)
+    yield from go(sight, lambda: Target(point(), yaw), grip=OPEN, within=0.01, limit=40)
+    yield from wait(sight, 8, grip=CLOSED)
+    top = sight.hand + above(up)
+    yield from go(sight, lambda: Target(top, yaw), grip=CLOSED, within=0.02, limit=40)
+
+
+# -- programs -------------------------------------------------------------------------------------------
+
+
+def lift(sight: ArmObservation, rng: np.random.Generator, spread: float) -> Moves:
+    """Grasp the cube by two of its sides and raise it, as often as it takes."""
+    while True:
+        offset = spread * np.array([*rng.uniform(-0.01, 0.01, 2), rng.uniform(-0.005, 0.01)])
+        yaw = sight.nearest_heading(heading(sight.frame_of_object), turn=math.pi / 2)
+        yield from fetch(sight, lambda: sight.object + offset, yaw, up=0.15)  # noqa: B023
+        while sight.is_held():
+            yield from wait(sight, 5, grip=CLOSED)
+
+
+def can(sight: ArmObservation, rng: np.random.Generator, spread: float) -> Moves:
+    """Carry the can over its bin, lower it, and let go."""
+    while True:
+        offset = spread * np.array([*rng.uniform(-0.01, 0.01, 2), rng.uniform(0.0, 0.02)])
+        place = sight.bin + spread * np.array([*rng.uniform(-0.03, 0.03, 2), 0.0])
+        yaw = sight.natural_heading(sight.object)
+        yield from fetch(sight, lambda: sight.object + offset, yaw, up=0.25)  # noqa: B023
+        if sight.is_held():
+            lead = sight.hand - sight.object
+            yaw = sight.natural_heading(place)
+            over, down = place + lead + above(0.28), place + lead + above(0.09)
+            yield from go(sight, lambda: Target(over, yaw), grip=CLOSED, within=0.03)  # noqa: B023
+            yield from go(sight, lambda: Target(down, yaw), grip=CLOSED, within=0.02, limit=40)  # noqa: B023
+            yield from wait(sight, 8, grip=OPEN)
+        away = sight.hand + above(0.2)
+        yield from go(sight, lambda: Target(away, yaw), grip=OPEN, within=0.03, limit=30)  # noqa: B023
+
+
+def square(sight: ArmObservation, rng: np.random.Generator, spread: float) -> Moves:
+    """Take the nut by its handle and put it over the peg; fetch it again where that fails."""
+    while True:
+        along = spread * rng.uniform(-0.008, 0.008)
+        across = heading(sight.frame_of_object) + math.pi / 2  # the fingers close across the handle
+        yaw = sight.nearest_heading(across, turn=math.pi)
+        yield from fetch(sight, lambda: sight.handle + along * sight.frame_of_object[:, 0], yaw, up=0.2)  # noqa: B023
+        while sight.is_held() and not sight.is_on_peg():
+            aim = sight.peg + spread * np.array([*rng.uniform(-0.002, 0.002, 2), 0.0])
+            yield from _align(sight, aim)
+            yield from _lower(sight, aim)
+        yield from wait(sight, 8, grip=OPEN)
+        away = sight.hand + above(0.12)
+        yield from go(sight, lambda: Target(away, sight.heading), grip=OPEN, within=0.03, limit=30)  # noqa: B023
+
+
+def _align(sight: ArmObservation, aim: Array) -> Moves:
+    """Bring the held nut over the peg, its sides parallel to the peg's."""
+    if sight.object[2] < aim[2] + 0.02:
+        high = sight.hand + above(aim[2] + 0.04 - sight.object[2])
+        yield from go(sight, lambda: Target(high, sight.heading), grip=CLOSED, within=0.01, limit=30)
+    yield from go(sight, lambda: sight.carrying(aim + above(0.04)), grip=CLOSED, within=0.004)
+
+
+def _lower(sight: ArmObservation, aim: Array) -> Moves:
+    """Lower the held nut while keeping it centred; give up where it does not sink any more."""
+    lowest, still = sight.object[2], 0
+    while sight.is_held() and not sight.is_on_peg() and still < 10:
+        yield sight.toward(sight.carrying(np.array([*aim[:2], sight.object[2] - 0.03])), CLOSED)
+        still = 0 if sight.object[2] < lowest - 0.001 else still + 1
+        lowest = min(lowest, sight.object[2])
+
+
+PROGRAMS: dict[str, Callable[[ArmObservation, np.random.Generator, float], Moves]] = {
+    "lift": lift,
+    "can": can,
+    "square": square,
+}

@@ -1,0 +1,287 @@
+"""robosuite's tasks without robosuite between the physics steps.
+
+The compiled model, the reset and the rules are robosuite's; what runs 25 times per control step is MuJoCo and
+one compiled function, `envs/tasks/robosuite/osc_controller.py:drive`. robosuite computes the state of every physics step
+three times (twice for its controllers); here that is done once, by stepping in two halves with the control
+law in between. The physics is the same to rounding of the torques.
+
+One scene per process is compiled and shared, so an environment more costs a few hundred kilobytes. A reset
+lets robosuite start the episode and copies the state.
+
+Legend: N environments, M of them addressed, A arms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from envs.engine.physics import get_physics, set_physics
+from envs.spec import StepResult
+from envs.tasks.robosuite.observations import judge, reader
+from envs.tasks.robosuite.osc_controller import FINGER_RATE, compiled
+from envs.tasks.robosuite.reference_stepper import begin, hide_collisions, make_robosuite
+from policies.errors import CheckpointError, ConfigError
+
+Array = np.ndarray
+
+COMMAND = 7  # entries of an arm's action: translation, rotation, gripper
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Where one arm is in the model's arrays.
+
+    Shapes:
+        entries: (7, 7) places of its inertia in `qM`.
+        limits: (7, 2) torques.
+        finger_range: (2, 2) positions that the finger motors accept.
+    """
+
+    qpos: slice
+    dofs: slice
+    motors: slice
+    fingers: Array
+    site: int
+    root: int
+    entries: Array
+    limits: Array
+    finger_range: Array
+
+
+class Limb:
+    """One arm of one environment: its command, and views into the simulator's memory.
+
+    Args:
+        arm: Where the arm is.
+        data: The simulator.
+    """
+
+    def __init__(self, arm: Arm, data: Any) -> None:
+        self.rest = np.zeros(7)  # posture at the beginning of the episode
+        self.grip = np.zeros(2)  # wanted finger opening, -1 to 1 of the range
+        self._fingers, self._ctrl = arm.fingers, data.ctrl
+        self._middle, self._half = arm.finger_range.mean(axis=1), np.diff(arm.finger_range)[:, 0] / 2
+        self._hand = data.site_xpos[arm.site], data.site_xmat[arm.site].reshape(3, 3)
+        self._goal = np.zeros(3), np.zeros((3, 3))
+        self._set_goal, self._drive = compiled()
+        self.joints = data.qpos[arm.qpos]
+        self._motion = self.joints, data.qvel[arm.dofs], data.qfrc_bias[arm.dofs], data.cdof[arm.dofs]
+        self._others = (
+            *(data.subtree_com[arm.root], *self._hand, arm.entries, arm.limits),
+            *(self.rest, *self._goal, data.ctrl[arm.motors]),
+        )
+
+    def begin(self) -> None:
+        """Take the present posture as the one to keep, and the fingers as half open."""
+        self.rest[:], self.grip[:] = self.joints, 0.0
+
+    def command(self, action: Array) -> None:
+        """Accept a command (7,) for the state of MuJoCo's position stage."""
+        self._set_goal(action[:6], *self._hand, *self._goal)
+        self.grip += np.array([-1.0, 1.0]) * FINGER_RATE * np.sign(action[6])
+        np.clip(self.grip, -1.0, 1.0, out=self.grip)
+        self._ctrl[self._fingers] = self._middle + self._half * self.grip
+
+    def drive(self, inertia: Array) -> None:
+        """Set the motors for the state of MuJoCo's velocity stage, with inertias like its `qM`."""
+        self._drive(*self._motion, inertia, *self._others)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A compiled task of robosuite's: its own environment, for resets, and where its arms are."""
+
+    env: Any
+    model: Any
+    arms: tuple[Arm, ...]
+    num_substeps: int
+
+
+@lru_cache(maxsize=8)
+def load_scene(task: str, num_arms: int) -> Scene:
+    """Compile a task once per process; takes about a second.
+
+    Raises:
+        MissingExtraError: If robosuite is not installed.
+    """
+    import mujoco
+
+    env = make_robosuite(task, num_arms)
+    begin(env, 0)
+    model = env.sim.model._model
+    model.opt.disableflags |= mujoco.mjtDisableBit.mjDSBL_SENSOR  # forces at the wrist, which nobody reads
+    arms = tuple(_arm(env, model, robot) for robot in env.robots)
+    return Scene(env, model, arms, int(env.control_timestep / env.model_timestep))
+
+
+def _arm(env: Any, model: Any, robot: Any) -> Arm:
+    """Find an arm in the model."""
+    qpos, dofs = list(robot._ref_arm_joint_pos_indexes), list(robot._ref_arm_joint_vel_indexes)
+    motors = list(robot._ref_actuators_indexes_dict["right"])
+    fingers = list(robot._ref_joint_gripper_actuator_indexes["right"])
+    site = robot.eef_site_id["right"]
+    return Arm(
+        qpos=_run(qpos),
+        dofs=_run(dofs),
+        motors=_run(motors),
+        fingers=np.array(fingers),
+        site=site,
+        root=int(model.body_rootid[model.site_bodyid[site]]),
+        entries=_inertia_entries(model, dofs),
+        limits=model.actuator_ctrlrange[motors].copy(),
+        finger_range=model.actuator_ctrlrange[fingers].copy(),
+    )
+
+
+def _run(indices: Sequence[int]) -> slice:
+    """Return consecutive indices as a slice, so that an array's part is a view."""
+    return slice(indices[0], indices[0] + len(indices))
+
+
+def _inertia_entries(model: Any, dofs: Sequence[int]) -> Array:
+    """Return where `qM` holds M[i, j] of a chain of joints: a row lists a joint's ancestors, itself first."""
+    entries = np.empty((len(dofs), len(dofs)), np.int64)
+    for i, dof in enumerate(dofs):
+        place, ancestor = int(model.dof_Madr[dof]), dof
+        for j in range(i, -1, -1):
+            assert ancestor == dofs[j]  # the joints of an arm follow each other
+            entries[i, j] = entries[j, i] = place
+            place, ancestor = place + 1, int(model.dof_parentid[ancestor])
+    return entries
+
+
+class FastStepper:
+    """Steps N copies of a task of robosuite's; all share one model.
+
+    Args:
+        task: Name of robosuite's environment.
+        num_arms: A, 1 or 2.
+        keys: Names of robosuite's observations in the order wanted; a minus sign in front negates one.
+        num_envs: N.
+
+    Raises:
+        MissingExtraError: If robosuite is not installed.
+    """
+
+    can_save = True
+
+    def __init__(self, task: str, num_arms: int, keys: Sequence[str], num_envs: int) -> None:
+        if num_envs < 1:
+            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
+        self.scene = load_scene(task, num_arms)
+        import mujoco
+
+        self.num_envs, self.model = num_envs, self.scene.model
+        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        self._spare = mujoco.MjData(self.model)
+        self._limbs = [[Limb(arm, data) for arm in self.scene.arms] for data in self.datas]
+        self._read, self._is_solved = reader(self.scene.env, keys), judge(self.scene.env)
+        self._halves: tuple[Callable[..., None], ...] = (mujoco.mj_step1, mujoco.mj_step2)
+        self._kinematics: Callable[..., None] = mujoco.mj_kinematics
+
+    def reset(self, row: int, seed: int) -> Array:
+        """Start an episode in one row; returns the observation (Do,)."""
+        import mujoco
+
+        begin(self.scene.env, seed)
+        data = self.datas[row]
+        mujoco.mj_copyData(data, self.model, self.scene.env.sim.data._data)
+        for limb in self._limbs[row]:
+            limb.begin()
+        return self._observe(data)
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        """Advance rows (M,) by actions (M, Da) for one control step (25 physics steps)."""
+        obs, success = [], np.zeros(len(rows), bool)
+        for i, row in enumerate(rows.tolist()):
+            data = self.datas[row]
+            self._advance(data, self._limbs[row], np.asarray(actions[i], np.float64))
+            success[i] = self._is_solved(data)  # by the poses before the last physics step, as in robosuite
+            obs.append(self._observe(data))
+        no = np.zeros(len(rows), bool)
+        return StepResult(np.stack(obs), success.astype(np.float64), no, no, success)
+
+    def names(self, row: int) -> Any:
+        """Return robosuite's environment, which knows the names of things; its own state means nothing."""
+        return self.scene.env
+
+    def look(self, row: int) -> dict[str, Array]:
+        """Return nothing: positions decide how a row looks."""
+        return {}
+
+    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
+        """Hide what a model for drawing has for collisions only, as robosuite does."""
+        hide_collisions(model)
+
+    def metrics(self) -> dict[str, Array]:
+        """Return nothing: success says it all."""
+        return {}
+
+    def get_state(self) -> dict[str, Array]:
+        """Return everything the next steps depend on: physics, postures (N, A, 7) and grips (N, A, 2)."""
+        limbs = self._limbs
+        return {
+            "physics": get_physics(self.model, self.datas),
+            "rest": np.array([[limb.rest for limb in arms] for arms in limbs]),
+            "grip": np.array([[limb.grip for limb in arms] for arms in limbs]),
+        }
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from `get_state`.
+
+        Raises:
+            CheckpointError: If the state is that of another engine.
+        """
+        import mujoco
+
+        if not isinstance(state, Mapping) or not {"physics", "rest", "grip"} <= state.keys():
+            raise CheckpointError("the state is not one of env.engine=fast; use the engine that was saved.")
+        set_physics(self.model, self.datas, state["physics"])
+        for row, data in enumerate(self.datas):
+            mujoco.mj_forward(self.model, data)
+            for arm, limb in enumerate(self._limbs[row]):
+                limb.rest[:], limb.grip[:] = state["rest"][row][arm], state["grip"][row][arm]
+
+    def close(self) -> None:
+        """Drop the simulators; the compiled scene stays for the next ones."""
+        self.datas, self._limbs = [], []
+
+    def _advance(self, data: Any, limbs: Sequence[Limb], action: Array) -> None:
+        """Execute one action (Da,): a new goal after the first position stage, then torques at every step."""
+        model, (first_half, second_half), inertia = self.model, self._halves, data.qM
+        first_half(model, data)
+        first_inertia = self._first_inertia(limbs) if data.time == 0.0 else inertia
+        for arm, limb in enumerate(limbs):
+            limb.command(action[arm * COMMAND : (arm + 1) * COMMAND])
+            limb.drive(first_inertia)
+        second_half(model, data)
+        for _ in range(self.scene.num_substeps - 1):
+            first_half(model, data)
+            for limb in limbs:
+                limb.drive(inertia)
+            second_half(model, data)
+
+    def _first_inertia(self, limbs: Sequence[Limb]) -> Array:
+        """Return what robosuite's controllers take for `qM` (nM,) in the first physics step of an episode.
+
+        They look at the arms before the reset opens the fingers.
+        """
+        import mujoco
+
+        self._spare.qpos[:] = self.model.qpos0
+        for arm, limb in zip(self.scene.arms, limbs, strict=True):
+            self._spare.qpos[arm.qpos] = limb.rest
+        mujoco.mj_fwdPosition(self.model, self._spare)
+        inertia: Array = self._spare.qM
+        return inertia
+
+    def _observe(self, data: Any) -> Array:
+        """Return the observation (Do,) of the present state."""
+        # Poses only: cheaper than a full forward pass, and nothing that the next step starts from changes.
+        self._kinematics(self.model, data)
+        return self._read(data)

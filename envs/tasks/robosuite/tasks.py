@@ -1,0 +1,242 @@
+"""robomimic's state tasks in robosuite 1.5.1: lift, can, square and transport.
+
+Franka arms move by changes of the hand's pose (operational-space control at 20 Hz, stiffness 150). The
+reward is 1 on every step on which the task is solved; nothing but the limit ends an episode, unless
+`env.terminate_on_success` says so (as in off-policy work on these tasks, e.g. QC, arXiv 2507.07969).
+
+The observation is robomimic's: hand position, hand quaternion and finger positions of each arm, then the
+`object` vector. Since robosuite 1.5 that vector has another order (and, in lift, another sign):
+`object_layout` must name the kind of file a policy was cloned from.
+
+robosuite compiles the models, begins the episodes and makes the rules; what steps is `env.engine`:
+`envs/tasks/robosuite/fast_stepper.py:FastStepper` or robosuite itself, `envs/tasks/robosuite/reference_stepper.py:RobosuiteStepper`.
+
+Differences from robomimic's rollouts on robosuite 1.4.1, which DPPO (arXiv 2409.00588) used:
+
+- Deltas are in the world frame and `lite_physics` is off, both as in robosuite 1.4.1; the defaults of
+  1.5.1 turn the commands of transport's arms by 90 degrees.
+- Observations describe the state after the step. robosuite reports them from before the last physics
+  step, and can's and square's relative poses from older positions still (zeros after a reset).
+- Models are compiled once (`hard_reset=False`), so what robosuite draws at compilation, the sizes of
+  lift's cube and of the head of transport's hammer, is the same in all environments and episodes.
+- A reset depends on its seed alone and leaves numpy's global generator as it was.
+
+Legend: N environments, M of them addressed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from envs.engine.pixels import HasCameras
+from envs.engine.vector import ChunkVector
+from envs.spec import EnvSpec
+from envs.tasks.robosuite.expert import ArmDemonstrator, demonstrate
+from envs.tasks.robosuite.fast_stepper import FastStepper
+from envs.tasks.robosuite.reference_stepper import RobosuiteStepper, hide_collisions
+from policies.errors import ConfigError
+from policies.registry import register
+
+if TYPE_CHECKING:
+    from envs.datasets.episode import Episode
+
+Array = np.ndarray
+
+LAYOUTS = ("v15", "v141")
+ENGINES = ("fast", "robosuite")
+_ARM = ("eef_pos", "eef_quat", "gripper_qpos")
+_TURN = tuple(f"rotation about {axis} [0.5 rad]" for axis in "xyz")
+_COMMAND = (*(f"hand {axis} change [5 cm]" for axis in "xyz"), *_TURN, "gripper closing [1]")
+
+
+def entry_names(key: str) -> tuple[str, ...]:
+    """Name the entries of one of robosuite's observations, with units.
+
+    Example:
+        >>> entry_names("cube_pos")
+        ('cube x [m]', 'cube y [m]', 'cube z [m]')
+    """
+    label = key.removesuffix("_pos").removesuffix("_quat").removesuffix("_qpos").replace("_", " ")
+    label = label.replace("SquareNut", "nut").replace("Can", "can")
+    if key.endswith("_quat"):
+        return tuple(f"{label} quaternion {part} [1]" for part in "xyzw")
+    if key.endswith("_qpos"):
+        return tuple(f"{label} finger {side} [m]" for side in ("right", "left"))
+    if "_in_" in key:
+        return (f"{label} [0 or 1]",)
+    return tuple(f"{label} {axis} [m]" for axis in "xyz")
+
+
+@dataclass(frozen=True)
+class _Robosuite(HasCameras):
+    """What the four configurations share."""
+
+    max_episode_steps: int = 300  # control steps, then truncated
+    terminate_on_success: bool = False  # true: solving the task ends an episode; false: only the limit does
+    object_layout: str = "v15"  # order of `object`: "v15" or "v141", as in robomimic's low_dim_v15.hdf5
+    engine: str = "fast"  # "fast", our control law on robosuite's model, or "robosuite", its own step
+
+    name = ""
+    task = ""
+    num_arms = 1
+    success_rule = ""
+    object_v15: ClassVar[tuple[str, ...]] = ()
+    object_v141: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse values outside their range."""
+        super().__post_init__()
+        if self.max_episode_steps < 1:
+            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
+        if self.object_layout not in LAYOUTS:
+            choices = ", ".join(LAYOUTS)
+            raise ConfigError(f"env.object_layout must be one of {choices}; got '{self.object_layout}'.")
+        if self.engine not in ENGINES:
+            choices = ", ".join(ENGINES)
+            raise ConfigError(f"env.engine must be one of {choices}; got '{self.engine}'.")
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Names of robosuite's observations that make up ours, in order."""
+        arms = (f"robot{arm}_{key}" for arm in range(self.num_arms) for key in _ARM)
+        return (*arms, *(self.object_v15 if self.object_layout == "v15" else self.object_v141))
+
+    @property
+    def spec(self) -> EnvSpec:
+        """Describe the task."""
+        obs_names = tuple(name for key in self.keys for name in entry_names(key))
+        action_names = _COMMAND
+        if self.num_arms == 2:
+            action_names = tuple(f"robot{arm} {name}" for arm in range(2) for name in _COMMAND)
+        return EnvSpec(
+            name=self.name,
+            family="robosuite",
+            obs_dim=len(obs_names),
+            action_dim=len(action_names),
+            action_low=(-1.0,) * len(action_names),
+            action_high=(1.0,) * len(action_names),
+            max_episode_steps=self.max_episode_steps,
+            control_hz=20.0,
+            obs_names=obs_names,
+            action_names=action_names,
+            success_rule=self.success_rule,
+            terminate_on_success=self.terminate_on_success,
+            packages=("robosuite",),
+        )
+
+    def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
+        """Build N environments; robosuite's own engine takes about a second for each.
+
+        Raises:
+            MissingExtraError: If robosuite is not installed.
+        """
+        return self.vector_of(self._stepper(num_envs), obs_steps)
+
+    def _stepper(self, num_envs: int) -> FastStepper | RobosuiteStepper:
+        engine = FastStepper if self.engine == "fast" else RobosuiteStepper
+        return engine(self.task, self.num_arms, self.keys, num_envs)
+
+    def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
+        """Photograph an episode (F, height, width, 3); options as in `envs.engine.rendering.replay_frames`."""
+        from envs.engine.rendering import replay_frames
+
+        vector = self.make_vector(1)
+        model = vector.stepper.model  # type: ignore[attr-defined]
+        hide_collisions(model)
+        return replay_frames(vector, seed, actions, camera="frontview", **options)
+
+
+@dataclass(frozen=True)
+class _Demonstrated(_Robosuite):
+    """What the configurations with a demonstrator share."""
+
+    demonstrator: ArmDemonstrator = field(default_factory=ArmDemonstrator)
+
+    def demonstrate(self, seed: int) -> Episode:
+        """Let the demonstrator do the episode of this seed."""
+        stepper = self._stepper(1)
+        return demonstrate(
+            stepper,
+            seed,
+            self.demonstrator,
+            program=self.name,
+            max_steps=self.max_episode_steps,
+            terminate_on_success=self.terminate_on_success,
+        )
+
+
+@register("env", "lift")
+@dataclass(frozen=True)
+class Lift(_Demonstrated):
+    """Lift a cube (robosuite `Lift`)."""
+
+    name = "lift"
+    task = "Lift"
+    success_rule = "the centre of the cube is more than 4 cm above the table"
+    object_v15 = ("cube_pos", "cube_quat", "gripper_to_cube_pos")
+    object_v141 = ("cube_pos", "cube_quat", "-gripper_to_cube_pos")
+
+
+@register("env", "can")
+@dataclass(frozen=True)
+class Can(_Demonstrated):
+    """Put a can into its bin (robosuite `PickPlaceCan`)."""
+
+    name = "can"
+    task = "PickPlaceCan"
+    success_rule = "the can lies in its bin and the gripper has left it"
+    object_v15 = ("Can_to_robot0_eef_pos", "Can_to_robot0_eef_quat", "Can_pos", "Can_quat")
+    object_v141 = ("Can_pos", "Can_quat", "Can_to_robot0_eef_pos", "Can_to_robot0_eef_quat")
+
+
+@register("env", "square")
+@dataclass(frozen=True)
+class Square(_Demonstrated):
+    """Put a square nut on its peg (robosuite `NutAssemblySquare`)."""
+
+    max_episode_steps: int = 400  # control steps, then truncated
+
+    name = "square"
+    task = "NutAssemblySquare"
+    success_rule = "the nut is around the square peg and the gripper has left it"
+    object_v15 = (
+        "SquareNut_to_robot0_eef_pos",
+        "SquareNut_to_robot0_eef_quat",
+        "SquareNut_pos",
+        "SquareNut_quat",
+    )
+    object_v141 = (
+        "SquareNut_pos",
+        "SquareNut_quat",
+        "SquareNut_to_robot0_eef_pos",
+        "SquareNut_to_robot0_eef_quat",
+    )
+
+
+_TRANSPORT_BODIES = (
+    *("payload_pos", "payload_quat", "trash_pos", "trash_quat", "lid_handle_pos", "lid_handle_quat"),
+    *("target_bin_pos", "trash_bin_pos"),
+)
+_TRANSPORT_FLAGS = ("payload_in_target_bin", "trash_in_trash_bin")
+_TRANSPORT_OFFSETS = (
+    *("gripper0_to_payload", "gripper0_to_lid_handle"),
+    *("gripper1_to_payload", "gripper1_to_trash"),
+)
+
+
+@register("env", "transport")
+@dataclass(frozen=True)
+class Transport(_Robosuite):
+    """Two arms hand a payload from bin to bin and remove trash (robosuite `TwoArmTransport`)."""
+
+    max_episode_steps: int = 800  # control steps, then truncated
+
+    name = "transport"
+    task = "TwoArmTransport"
+    num_arms = 2
+    success_rule = "the payload is in the target bin and the trash in the trash bin"
+    object_v15 = (*_TRANSPORT_BODIES, *_TRANSPORT_FLAGS, *_TRANSPORT_OFFSETS)
+    object_v141 = (*_TRANSPORT_BODIES, *_TRANSPORT_OFFSETS, *_TRANSPORT_FLAGS)

@@ -1,0 +1,175 @@
+"""Backbones made of backbones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from policies.backbones import Backbone
+from policies.errors import ConfigError
+from policies.networks.weight_cache import WeightCache
+from policies.protocols import BoundField, Cond
+
+
+class SwitchedField(nn.Module):
+    """One network for the noisy steps and another for the last ones; itself a backbone.
+
+    Rows whose network time is below `switch_time` see `tuned`, all others the frozen `base`; or the other way
+    round, where network times grow towards the action. Used where only the last denoising steps are tuned.
+    The two networks must not share parameters.
+
+    Args:
+        base: Frozen network; its parameters stop requiring gradients.
+        tuned: Network that is trained.
+        switch_time: In network time (for diffusion the integer timestep, so that `tuned` sees timesteps
+            0 ... switch_time - 1).
+        tuned_above: `tuned` sees the times from `switch_time` on, as the last steps of a flow are.
+
+    Raises:
+        ConfigError: If the two networks share a parameter.
+    """
+
+    def __init__(
+        self, base: Backbone, tuned: Backbone, switch_time: float, *, tuned_above: bool = False
+    ) -> None:
+        super().__init__()
+        if {id(weight) for weight in base.parameters()} & {id(weight) for weight in tuned.parameters()}:
+            raise ConfigError(
+                "SwitchedField needs two networks without common parameters; got networks that share some. "
+                "Pass a deep copy as tuned."
+            )
+        for weight in base.parameters():
+            weight.requires_grad_(False)
+        self.base: Any = base
+        self.tuned: Any = tuned
+        self.switch_time, self.tuned_above = float(switch_time), tuned_above
+        self._cache: WeightCache[_Split] = WeightCache()
+
+    def is_tuned(self, time: Tensor) -> Tensor:
+        """Return whether rows of these network times see the tuned network."""
+        return time >= self.switch_time if self.tuned_above else time < self.switch_time
+
+    def forward(
+        self,
+        x: Tensor,
+        time: Tensor,
+        cond: Cond,
+        cond_row: Tensor | None = None,
+        time_row: Tensor | None = None,
+        second_time: Tensor | None = None,
+    ) -> Tensor:
+        """Evaluate each row with the network of its time; see `policies.backbones.Backbone`.
+
+        On a CPU every row costs one network. On an accelerator (and while tracing) looking at the times would
+        stall the host, so both networks run and the result is selected; callers that know on which side all
+        of their rows lie should call `tuned` or `base` directly.
+
+        Shapes:
+            x: (M, Th, Da) -> (M, Th, Da). Others as for `Backbone`.
+        """
+        is_tuned = self.is_tuned(time)
+        if _is_traced() or time.device.type != "cpu":
+            rows = is_tuned if time_row is None else is_tuned.index_select(0, time_row)
+            arguments = (x, time, cond, cond_row, time_row, second_time)
+            return torch.where(rows[:, None, None], self.tuned(*arguments), self.base(*arguments))
+        if bool(is_tuned.all()):
+            return self.tuned(x, time, cond, cond_row, time_row, second_time)
+        if not bool(is_tuned.any()):
+            return self.base(x, time, cond, cond_row, time_row, second_time)
+        rows = is_tuned if time_row is None else is_tuned.index_select(0, time_row)
+        return self._by_side(rows, x, time, cond, cond_row, time_row, second_time)
+
+    def _by_side(
+        self,
+        is_tuned: Tensor,
+        x: Tensor,
+        time: Tensor,
+        cond: Cond,
+        cond_row: Tensor | None,
+        time_row: Tensor | None,
+        second_time: Tensor | None,
+    ) -> Tensor:
+        """Evaluate the rows of each side with its network and put them back in order."""
+        out = torch.empty_like(x)
+        for side, network in ((is_tuned, self.tuned), (~is_tuned, self.base)):
+            index = side.nonzero().squeeze(1)
+
+            def pick(part: Tensor | None, index: Tensor = index) -> Tensor | None:
+                return None if part is None else part.index_select(0, index)
+
+            rows = network(
+                x.index_select(0, index),
+                pick(time) if time_row is None else time,
+                cond.rows(index) if cond_row is None else cond,
+                pick(cond_row),
+                pick(time_row),
+                pick(second_time) if time_row is None else second_time,
+            )
+            out = out.index_copy(0, index, rows)
+        return out
+
+    def features(
+        self, cond: Cond, times: Tensor, second_times: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the tuned network makes of times and conditions; see `Backbone`."""
+        return self.tuned.features(cond, times, second_times)
+
+    def energy(self, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
+        """Return the energy (M,) of every row under the network of its time (M,); both must have one."""
+        energies = self.tuned.energy(x, time, cond), self.base.energy(x, time, cond)
+        return torch.where(self.is_tuned(time), *energies)
+
+    def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
+        """Bind each network to its own times; a step runs one network only. See `Backbone`.
+
+        Pass the same `times` tensor every time: its split is kept (on an accelerator, reading it waits).
+        A tracer cannot read times: unless the split is sealed, both networks run and the result is selected.
+        """
+        if _is_traced() and not self._cache.sealed:
+            return self._bind_both(cond, times, second_times)
+        sources = (times,) if second_times is None else (times, second_times)
+        split = self._cache.get(sources, lambda: _Split(times, second_times, self.is_tuned(times)))
+        base = self.base.bind(cond, *split.base_times) if split.has_base else None
+        tuned = self.tuned.bind(cond, *split.tuned_times) if split.has_tuned else None
+        steps: list[tuple[BoundField, int]] = [
+            (tuned, place) if is_tuned else (base, place)  # type: ignore[misc]
+            for is_tuned, place in zip(split.is_tuned, split.place, strict=True)
+        ]
+
+        def bound(k: int, x: Tensor) -> Tensor:
+            evaluate, place = steps[k]
+            return evaluate(place, x)
+
+        return bound
+
+    def _bind_both(self, cond: Cond, times: Tensor, second_times: Tensor | None) -> BoundField:
+        is_tuned = self.is_tuned(times)
+        base, tuned = (network.bind(cond, times, second_times) for network in (self.base, self.tuned))
+        return lambda k, x: torch.where(is_tuned[k], tuned(k, x), base(k, x))
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+class _Split:
+    """Times (K,) divided into those of the tuned and those of the base network.
+
+    `is_tuned[k]` tells the side of step k, `place[k]` its position among the times of that side, which are
+    (times, second times or None).
+    """
+
+    def __init__(self, times: Tensor, second_times: Tensor | None, is_tuned: Tensor) -> None:
+        self.is_tuned: list[bool] = is_tuned.tolist()
+        self.has_tuned, self.has_base = any(self.is_tuned), not all(self.is_tuned)
+        sides = [[k for k, side in enumerate(self.is_tuned) if side == wanted] for wanted in (True, False)]
+        self.tuned_times, self.base_times = (
+            (times[index], None if second_times is None else second_times[index])
+            for index in (torch.tensor(side, dtype=torch.long) for side in sides)
+        )
+        self.place = [self.is_tuned[:k].count(side) for k, side in enumerate(self.is_tuned)]
+
+
+__all__ = ["SwitchedField"]

@@ -1,0 +1,286 @@
+"""What it means to combine predictions: weighted sums, and mixtures that follow densities along a chain.
+
+Legend: N members, B batch, Th horizon, Da action width, k denoising step; eps_i noise, s_i = -eps_i / sigma
+score and q_i density of member i at the state x; w_i weights.
+
+    convex    sum_i w_i eps_i                          sum_i w_i = 1; the score of prod_i q_i^w_i
+    product   sum_i w_i eps_i                          any weights: all of them at once ("and")
+    cfg_sum   eps_0 + sum_{i>0} w_i (eps_i - eps_0)    member 0 is the base that the others are compared with
+    or        sum_i r_i eps_i                          score of the mixture sum_i w_i q_i,
+              r = softmax(log w_i + log q_i / T)       any one of them
+
+A sum with weights that add up to one is the same in every parametrisation p of one state. It is computed as
+p_1 + sum_{i>1} w_i (p_i - p_1), so that weights (1, 0), or equal members, give one member bit for bit.
+
+Densities. The state after an ancestral step has, by Bayes' rule, log q_i(x') = log q_i(x) + log q_i(x' | x) -
+log q(x | x'); the last term is the forward process, the same for all members, and the middle one the Gaussian
+of the step with the member's mean m_i. Up to a common constant, and up to the error of every ancestral step,
+
+    log q_i += -1/2 |x' - m_i|^2 / std^2,              log q_i = 0 at pure noise
+
+This is the Ito density estimator of SuperDiff (arXiv 2412.17762, theorem 1) before the step goes to zero: no
+divergence of a network is needed, because the injected noise supplies it. Hence the sampler must inject all
+of it: a deterministic one, or one with a share of the noise, does not fit.
+
+Source: GPC (arXiv 2510.01068), section 4; arXiv 2206.01714 (product); 2207.12598 (cfg_sum); 2412.17762 (or).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.protocols import BoundField
+from policies.samplers.step_table import StepTable, transition
+
+OPERATORS = ("convex", "product", "cfg_sum", "or")
+
+Weight = float | tuple[tuple[float, float], ...]
+"""A number, or knots (t, w) over sampling time between which the weight is linear, and constant beyond."""
+
+_STD_TOLERANCE = 0.01  # of the noise of a step, relative
+
+
+@dataclass(frozen=True)
+class Composition:
+    """How the members of a composition are combined.
+
+    Args:
+        weights: One per member, in their order. `convex`: they add up to 1 at every time (negative ones
+            extrapolate). `product`: any. `cfg_sum`: 1 for the base, then any. `or`: constant shares.
+        operator: `convex`, `product`, `cfg_sum` or `or`.
+        columns: For every member, the entries of the observed state that it sees; None: all of them. Empty:
+            None for all.
+        obs_dim: Width of the observed state, needed where every member sees columns only.
+        temperature: T of `or`; above 1 the choice between the members is less sharp.
+
+    Raises:
+        ConfigError: If a value is unknown, or the weights do not fit the operator.
+    """
+
+    weights: tuple[Weight, ...]
+    operator: str = "convex"
+    columns: tuple[tuple[int, ...] | None, ...] = ()
+    obs_dim: int | None = None
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Bring lists to tuples and check the values."""
+        object.__setattr__(self, "weights", tuple(_weight(weight) for weight in self.weights))
+        columns = tuple(None if one is None else tuple(one) for one in self.columns)
+        object.__setattr__(self, "columns", columns or (None,) * len(self.weights))
+        if self.operator not in OPERATORS:
+            raise ConfigError(f"operator must be one of {', '.join(OPERATORS)}; got '{self.operator}'.")
+        if not self.weights or len(self.columns) != len(self.weights):
+            raise ConfigError(
+                f"a composition needs one weight per member, and columns for all of them or for none; got "
+                f"{len(self.weights)} weights and {len(self.columns)} columns."
+            )
+        if not self.temperature > 0:
+            raise ConfigError(f"temperature must be positive; got {self.temperature}.")
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        values = torch.stack([weight_at(weight, self._knots) for weight in self.weights])
+        total = values.sum(dim=0)
+        adds_up = bool(((total - 1).abs() < 1e-6).all())
+        shown = [list(weight) if isinstance(weight, tuple) else weight for weight in self.weights]
+        if self.operator == "convex" and not adds_up:
+            raise ConfigError(
+                f"weights of operator=convex must add up to 1 at every time; got {shown}. Rescale them, or "
+                f"use operator=product."
+            )
+        if self.operator == "cfg_sum" and not bool((values[0] == 1).all()):
+            raise ConfigError(
+                f"operator=cfg_sum takes its first member as the base, whose weight is 1; got {shown}. Give "
+                f"the strength of every other member after it."
+            )
+        is_constant = not any(isinstance(weight, tuple) for weight in self.weights)
+        if self.operator == "or" and not (is_constant and adds_up and bool((values >= 0).all())):
+            raise ConfigError(
+                f"weights of operator=or are shares of a mixture: constant, none negative, adding up to 1; "
+                f"got {shown}."
+            )
+
+    @property
+    def _knots(self) -> Tensor:
+        """All times (M,) between which weights are linear."""
+        times = [t for weight in self.weights if isinstance(weight, tuple) for t, _ in weight]
+        return torch.tensor([0.0, *times], dtype=torch.float64)
+
+    @property
+    def active(self) -> tuple[int, ...]:
+        """The members that are ever asked: the first, where all weights are zero."""
+        used = (self.coefficients(self._knots) != 0).any(dim=1).tolist()
+        return tuple(i for i, is_used in enumerate(used) if is_used) or (0,)
+
+    def coefficients(self, t: Tensor) -> Tensor:
+        """Return the factor of every member's eps at sampling times t (M,), (N, M)."""
+        values = torch.stack([weight_at(weight, t) for weight in self.weights])
+        if self.operator == "cfg_sum":
+            values = torch.cat([(1 - values[1:].sum(dim=0))[None], values[1:]])
+        return values
+
+    @staticmethod
+    def heard(coefficients: Tensor, reached: Tensor) -> Tensor:
+        """Give the factors (N, M) of members that do not reach (N, M) a noise level to the others.
+
+        Where no other has a weight, they keep it.
+        """
+        heard = torch.where(reached, coefficients, 0.0)
+        wanted, left = coefficients.sum(dim=0), heard.sum(dim=0)
+        return torch.where(left.abs() > 1e-6, heard * (wanted / left), coefficients)
+
+    def surplus(self, coefficients: Tensor) -> Tensor:
+        """Return by how much factors (N, M) add up to more than 1, (M,); zero where they must not."""
+        total = coefficients.sum(dim=0) - 1
+        free = self.operator == "product"
+        return torch.where(total.abs() > 1e-9, total, 0.0) if free else torch.zeros_like(total)
+
+
+def _weight(weight: Weight | Sequence[Sequence[float]]) -> Weight:
+    """Check a weight and bring knots to tuples.
+
+    Raises:
+        ConfigError: If a number is not finite, or the times of knots do not rise within [0, 1].
+    """
+    if isinstance(weight, (int, float)):
+        if not math.isfinite(weight):
+            raise ConfigError(f"weights must be finite; got {weight}.")
+        return float(weight)
+    try:
+        knots = tuple((float(t), float(w)) for t, w in weight)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"a weight is a number or a list of knots [t, w]; got {weight!r}.") from error
+    times = [t for t, _ in knots]
+    rises = all(a < b for a, b in pairwise(times))
+    if not knots or not rises or not 0 <= times[0] <= times[-1] <= 1 or not all(map(_is_finite, knots)):
+        raise ConfigError(f"knots [t, w] of a weight need times that rise from 0 to 1; got {list(knots)}.")
+    return knots
+
+
+def _is_finite(knot: tuple[float, float]) -> bool:
+    return math.isfinite(knot[0]) and math.isfinite(knot[1])
+
+
+def weight_at(weight: Weight, t: Tensor) -> Tensor:
+    """Return a weight at sampling times t, shaped and typed like t."""
+    if not isinstance(weight, tuple):
+        return torch.full_like(t, weight)
+    times, values = torch.tensor(weight, dtype=t.dtype, device=t.device).T.contiguous()
+    if len(times) == 1:
+        return values.expand_as(t)
+    right = torch.searchsorted(times, t.contiguous()).clamp(1, len(times) - 1)
+    share = ((t - times[right - 1]) / (times[right] - times[right - 1])).clamp(0, 1)
+    return torch.lerp(values[right - 1], values[right], share)
+
+
+def combine(predictions: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
+    """Return sum_i w_i p_i of predictions (B, Th, Da) in one parametrisation, for weights that add up to 1.
+
+    Args:
+        predictions: Of the members.
+        weights: Numbers, or tensors that broadcast against a prediction; the first is not used.
+    """
+    first, out = predictions[0], predictions[0]
+    for prediction, weight in zip(predictions[1:], weights[1:], strict=True):
+        out = out + weight * (prediction - first)
+    return out
+
+
+def responsibilities(shares: Sequence[float], log_density: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return softmax_i(log w_i + log q_i / T) for log densities (N, ...), up to a common constant."""
+    prior = torch.tensor([math.log(share) for share in shares], dtype=log_density.dtype)
+    prior = prior.to(log_density.device).reshape(-1, *(1,) * (log_density.dim() - 1))
+    return torch.softmax(prior + log_density / temperature, dim=0)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A weighted sum at one step: `combine` of the chosen members, and what weights beyond one add.
+
+    Attributes:
+        chosen: Members whose weight is not zero.
+        weights: Of these.
+        surplus: By how much they add up to more than 1.
+        noise_free: p / x for eps = 0: what the surplus is measured from.
+    """
+
+    chosen: tuple[int, ...]
+    weights: tuple[float, ...]
+    surplus: float
+    noise_free: float
+
+    def __call__(self, ask: Callable[[int], Tensor], x: Tensor) -> Tensor:
+        """Ask the chosen members and combine what they say."""
+        predictions = [ask(member) for member in self.chosen]
+        out = combine(predictions, self.weights)
+        return out + self.surplus * (predictions[0] - self.noise_free * x) if self.surplus else out
+
+
+class BoundMixture:
+    """The network of a mixture along one chain; `bound(k, x)` must be called in the order of the steps.
+
+    Args:
+        table: Steps of the sampler.
+        members: Bound networks, in the parametrisation of the table.
+        shares: Of the members, all positive.
+        temperature: See `Composition`.
+
+    Attributes:
+        log_density: (N, B), relative to each other, of the state that was asked for last; (N, 1) at first.
+    """
+
+    log_density: Tensor
+
+    def __init__(
+        self, table: StepTable, members: Sequence[BoundField], shares: Sequence[float], temperature: float
+    ) -> None:
+        self._table, self._members = table, members
+        self._shares, self._temperature = shares, temperature
+        self._next = -1
+        self._means: list[Tensor] = []
+
+    def __call__(self, k: int, x: Tensor) -> Tensor:
+        """Evaluate the mixture at step k and state x (B, Th, Da)."""
+        self._follow(k, x)
+        predictions = [member(k, x) for member in self._members]
+        if k < self._table.num_steps - 1:
+            self._means = [transition(self._table, k, x, prediction) for prediction in predictions]
+        self._next = k + 1
+        shares = responsibilities(self._shares, self.log_density, self._temperature)
+        return combine(predictions, list(shares[..., None, None].unbind(0)))
+
+    def _follow(self, k: int, x: Tensor) -> None:
+        """Add what the step before says about the members; a chain begins with equal densities."""
+        if k != self._next:
+            self.log_density = x.new_zeros(len(self._members), 1)  # the same for all rows
+            return
+        std = self._table.to_device("std", x)[k - 1]
+        errors = [((x - mean) / std).square().sum(dim=(-2, -1)) for mean in self._means]
+        self.log_density = self.log_density - 0.5 * torch.stack(errors)
+
+
+def require_ancestral(table: StepTable) -> None:
+    """Refuse steps along which densities cannot be followed.
+
+    Raises:
+        ConfigError: If a step but the last injects another noise than the reverse of the process.
+    """
+    alpha, sigma = (torch.tensor(a, dtype=torch.float64) for a in (table.alpha, table.sigma))
+    noise = sigma / alpha
+    full = alpha[1:] * noise[1:] * (1 - (noise[1:] / noise[:-1]).square()).clamp(min=0).sqrt()
+    difference = (table.schedule_std[:-1] - full[:, None]).abs()
+    fits = bool((difference <= _STD_TOLERANCE * full[:, None]).all()) and bool((table.std[:-1] > 0).all())
+    if table.memory is not None or not fits:
+        raise ConfigError(
+            "operator=or follows the densities of the members along the chain, for which every step must "
+            "inject the whole noise of the reverse process; this sampler does not. Use sampler=ddpm with all "
+            "levels, or sampler=ancestral with eta=1 (and more steps: densities are only as good as these)."
+        )

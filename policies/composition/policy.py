@@ -1,0 +1,332 @@
+"""Composition: several policies act as one, by combining what their networks say at every denoising step.
+
+Legend: N members, member 0 leads; B batch, To observation history, Th horizon, Da action width; x noisy
+chunk, t sampling time, eps predicted noise, x0 predicted clean chunk.
+
+The lead's process and a sampler of it drive the loop. At every step each member is asked at the state moved
+to its own path, at equal signal-to-noise ratio and through physical units (`policies.composition.time_matching`); its answer is
+written in the lead's parametrisation, and the answers are combined (`policies.composition.operators`). Where the path of
+a member is never as noisy as the lead's (a flow starts from pure noise, a diffusion close to it), its weight
+goes to the others. Members may be of any process with a Gaussian path, with encoders, normalisers,
+observation histories and observed entries of their own, and may be compositions themselves. They must agree
+on what a chunk is: action width, horizon and first executed row.
+
+Source: General Policy Composition, arXiv 2510.01068. Deviations from its code: members need not share
+process, schedule or normaliser; weights are checked against the operator; every member keeps its own history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from policies.composition.observation import (
+    ComposedEncoder,
+    check_members,
+    joint_normalizer,
+    named,
+    of_members,
+    require_field,
+    sizes_of,
+)
+from policies.composition.operators import (
+    BoundMixture,
+    Composition,
+    Sum,
+    Weight,
+    combine,
+    require_ancestral,
+)
+from policies.composition.time_matching import (
+    TimeMatch,
+    TimeMatchTable,
+    UnitChange,
+    is_reached,
+    matched_time,
+    time_matches,
+)
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError, ConfigError
+from policies.policy import Policy
+from policies.protocols import BoundField, Chain, Cond, Evaluate
+from policies.samplers.ode import Euler
+from policies.samplers.step_table import StepRules, StepTable
+
+
+@dataclass(frozen=True, kw_only=True)
+class _At(StepRules):
+    """A sampler that asks a member at given times; its steps are not taken."""
+
+    times: tuple[float, ...]
+
+    def table(self, process: Any) -> StepTable:
+        """Lay the times out."""
+        return Euler().over(process, self.times)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A member as the lead's sampler asks it.
+
+    Attributes:
+        view: The member, laid out over the times at which it is asked.
+        table: What leads to it and back at every step; None: it shares path and units with the lead.
+        limit: Bound that its own sampler puts on x0, which a translated answer keeps to.
+        reached: (K,), the steps whose noise its path reaches.
+    """
+
+    view: DenoisingPolicy
+    table: TimeMatchTable | None
+    limit: float | None
+    reached: Tensor
+
+    def bind(self, cond: Cond) -> BoundField:
+        """Bind the member to its condition; the result speaks of states and outputs of the lead."""
+        bound = self.view.bind(cond)
+        if self.table is None:
+            return bound
+        rows, limit = self.table.rows(cond.vec), self.limit
+
+        def linked(k: int, x: Tensor) -> Tensor:
+            state = rows[k].state(x)
+            return rows[k].output(x, state, bound(k, state), limit)
+
+        return linked
+
+
+class ComposedPolicy(DenoisingPolicy):
+    """Several policies that act as one.
+
+    It samples, takes hooks and warm starts, is saved, exported and evaluated like any denoising policy, and
+    may be steered through its noise. It has no network of its own.
+
+    Args:
+        members: The policies; the first one leads.
+        composition: How they are combined.
+        sampler: How the lead's process is integrated; None: as the lead does.
+
+    Raises:
+        CapabilityError: If a member has no denoising field, or one that cannot be asked at any time.
+        ConfigError: If the members do not fit together, or the sampler does not fit them.
+    """
+
+    def __init__(self, members: Sequence[Policy], composition: Composition, *, sampler: Any = None) -> None:
+        nn.Module.__init__(self)
+        fields = [require_field(number, member) for number, member in enumerate(members)]
+        check_members(fields, composition)
+        lead = fields[0]
+        self.members = nn.ModuleList(fields)
+        self.composition = composition
+        self.process = lead.process
+        sizes = sizes_of(fields, composition)
+        self.chunk = replace(lead.chunk, obs_steps=sizes.obs_steps)
+        self.encoder = ComposedEncoder(fields, composition.columns, sizes)
+        self.normalizer = joint_normalizer(fields, composition.columns, sizes)
+        own = lead.sampler if sampler is None else sampler
+        self.config = replace(  # guidance is the members' own
+            lead.config, sampler=own, obs_steps=sizes.obs_steps, goal_dropout=0.0, guidance=1.0
+        )
+        self._use_sampler(own, tuned_steps=None, log_prob_min_std=None)
+        self.register_load_state_dict_post_hook(_relink)
+
+    def _use_sampler(self, sampler: Any, *, tuned_steps: int | None, log_prob_min_std: float | None) -> None:
+        super()._use_sampler(sampler, tuned_steps=tuned_steps, log_prob_min_std=log_prob_min_std)
+        t = torch.tensor(self.table.times, dtype=torch.float64)
+        self._parts = tuple(self._part(member, t) for member in self.fields)
+        if self.composition.operator == "or":
+            require_ancestral(self.table)
+        self._active = self.composition.active
+        reached = torch.stack([part.reached for part in self._parts])
+        self._sums = _sums(self.composition, self.process, t[:-1], reached)
+
+    def _part(self, member: DenoisingPolicy, t: Tensor) -> _Part:
+        """Lay a member out over the times (K+1,) of the sampler."""
+        lead = self.fields[0]
+        units = UnitChange.between(lead.normalizer, member.normalizer)
+        if member.process == lead.process and units.are_same:
+            everywhere = torch.ones_like(t[:-1], dtype=torch.bool)
+            return _Part(member.with_sampler(self.sampler), None, None, everywhere)
+        if member.process.has_second_time and not getattr(self.sampler, "takes_whole_steps", False):
+            raise CapabilityError(
+                f"{named(member)} predicts over whole steps, which this sampler of the lead does not take. "
+                f"Use sampler=euler."
+            )
+        t_member = matched_time(lead.process, member.process, units, t)
+        view = member.with_sampler(_At(times=tuple(t_member.tolist())))
+        places = (lead.process, member.process, units, t[:-1], t_member[:-1])
+        limit = getattr(member.sampler, "clip_x0", None)
+        return _Part(view, TimeMatchTable(time_matches(*places)), limit, is_reached(*places))
+
+    @property
+    def fields(self) -> list[DenoisingPolicy]:
+        """The members, the lead first."""
+        return [member for member in self.members if isinstance(member, DenoisingPolicy)]
+
+    def with_weights(self, *weights: Weight) -> Self:
+        """Return a view of this composition with other weights; networks are shared.
+
+        Raises:
+            ConfigError: If they do not fit the operator.
+        """
+        view = self._view()
+        view.composition = replace(self.composition, weights=weights)
+        check_members(self.fields, view.composition)
+        view._use_sampler(self.sampler, tuned_steps=None, log_prob_min_std=None)
+        return view
+
+    def with_act_steps(self, act_steps: int) -> Self:
+        """Return a view of which the lead executes another number of rows."""
+        view = super().with_act_steps(act_steps)
+        lead, *others = self.fields
+        view.members = nn.ModuleList([lead.with_act_steps(act_steps), *others])
+        return view
+
+    # -- NoiseDecoder ---------------------------------------------------------------------------------
+
+    def bind(self, cond: Cond) -> BoundField:
+        """Bind the members that have a weight to their conditions and to the steps of the sampler."""
+        conds = of_members(cond)
+        bound = {i: self._parts[i].bind(conds[i]) for i in self._active}
+        if self.composition.operator == "or":
+            shares = [float(self.composition.weights[i]) for i in bound]  # type: ignore[arg-type]
+            return BoundMixture(self.table, list(bound.values()), shares, self.composition.temperature)
+        sums = self._sums
+        return lambda k, x: sums[k](lambda i: bound[i](k, x), x)
+
+    # -- Field ----------------------------------------------------------------------------------------
+
+    def evaluate(self, cond: Cond) -> Evaluate:
+        """Return the composition as a function of state and sampling times; see `Evaluate`.
+
+        Raises:
+            CapabilityError: If it is a mixture, which is known along a chain only.
+        """
+        if self.composition.operator == "or":
+            raise CapabilityError(
+                "a composition with operator=or knows the densities of its members along a denoising chain "
+                "only; it cannot be asked at a single state. Use operator=convex."
+            )
+        conds, composition, process = of_members(cond), self.composition, self.process
+        chosen = composition.active
+
+        def net(x: Tensor, t: Tensor, until: Tensor | None = None, *, level: Tensor | None = None) -> Tensor:
+            wide = t.double()
+            answers = [_ask(self.fields[0], self.fields[i], conds[i], x, wide) for i in chosen]
+            predictions, reached = zip(*answers, strict=True)
+            weights = composition.heard(composition.coefficients(wide)[list(chosen)], torch.stack(reached))
+            surplus = composition.surplus(weights)
+            out = combine(predictions, [weight.to(x.dtype)[:, None, None] for weight in weights])
+            if composition.operator != "product":
+                return out
+            from_x = surplus * _noise_free(process, wide)
+            more, share = (value.to(x.dtype)[:, None, None] for value in (surplus, from_x))
+            return out + more * predictions[0] - share * x
+
+        return net
+
+    # -- what belongs to the members ------------------------------------------------------------------
+
+    @property
+    def field(self) -> Any:
+        """A composition has no network of its own."""
+        return self._refuse_training()
+
+    @property
+    def scored_net(self) -> Any:
+        """A composition has no network of its own."""
+        return self._refuse_training()
+
+    def sample_chain(
+        self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> Chain:
+        """Refuse: chains are recorded to train the network that made them."""
+        return self._refuse_training()
+
+    def _refuse_training(self) -> NoReturn:
+        raise CapabilityError(
+            "a composition has no network of its own that could be fine-tuned. Fine-tune its members, or "
+            "steer it through its noise."
+        )
+
+
+def compose(
+    members: Sequence[Policy],
+    weights: Sequence[Weight],
+    *,
+    operator: str = Composition.operator,
+    columns: Sequence[Sequence[int] | None] = (),
+    obs_dim: int | None = None,
+    temperature: float = Composition.temperature,
+    sampler: Any = None,
+) -> ComposedPolicy:
+    """Compose policies; see `Composition` for the options and `ComposedPolicy` for the result.
+
+    Example:
+        >>> from policies.policy import PolicyConfig, build_policy
+        >>> one, two = (build_policy(PolicyConfig(), obs_dim=3, action_dim=2, seed=s) for s in (0, 1))
+        >>> compose([one, two], [0.4, 0.6]).act(torch.zeros(5, 1, 3)).shape
+        torch.Size([5, 4, 2])
+    """
+    seen = tuple(None if one is None else tuple(one) for one in columns)
+    composition = Composition(tuple(weights), operator, seen, obs_dim, temperature)
+    return ComposedPolicy(members, composition, sampler=sampler)
+
+
+def _ask(
+    lead: DenoisingPolicy, member: DenoisingPolicy, cond: Cond, x: Tensor, t: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return what a member says in the lead's words, and where the noise is one that its path reaches.
+
+    Shapes:
+        x: (B, Th, Da), the lead's states. t: (B,) float64, its times.
+    """
+    units = UnitChange.between(lead.normalizer, member.normalizer)
+    kind = member.process.kind
+    if member.process == lead.process and units.are_same:
+        return member.predict(x, t.to(x.dtype), cond, kind=kind), torch.ones_like(t, dtype=torch.bool)
+    t_member = matched_time(lead.process, member.process, units, t)
+    places = (lead.process, member.process, units, t, t_member)
+    match = TimeMatch(*time_matches(*places).to(x)[:, :, None].unbind(0))
+    state = match.state(x)
+    raw = member.predict(state, t_member.to(x.dtype), cond, kind=kind)
+    return match.output(x, state, raw, getattr(member.sampler, "clip_x0", None)), is_reached(*places)
+
+
+def _sums(composition: Composition, process: Any, t: Tensor, reached: Tensor) -> tuple[Sum, ...]:
+    """Work out the weighted sum of every step, at times t (K,) float64 reached by members (N, K).
+
+    Raises:
+        ConfigError: If weights do not add up to 1 where the path has no signal: eps says nothing there.
+    """
+    coefficients = composition.heard(composition.coefficients(t), reached)
+    surplus = composition.surplus(coefficients)
+    alpha, _ = process.alpha_sigma(t)
+    if bool(((surplus != 0) & (alpha == 0)).any()):
+        raise ConfigError(
+            "weights that do not add up to 1 scale the noise, which is all there is at the first step of "
+            "this process. Let a policy with process=diffusion or edm lead, or rescale the weights."
+        )
+    noise_free = _noise_free(process, t) if bool(surplus.any()) else torch.zeros_like(t)
+    sums = []
+    rows = zip(coefficients.T.tolist(), surplus.tolist(), noise_free.tolist(), strict=True)
+    for weights, more, share in rows:
+        chosen = tuple(i for i, weight in enumerate(weights) if weight) or composition.active[:1]
+        sums.append(Sum(chosen, tuple(weights[i] for i in chosen), more, share))
+    return tuple(sums)
+
+
+def _noise_free(process: Any, t: Tensor) -> Tensor:
+    """Return the network's output per state at times t where it predicts no noise at all."""
+    factor: Tensor = process.convert(torch.ones_like(t), t, torch.zeros_like(t), "eps", process.kind)
+    return factor
+
+
+def _relink(policy: ComposedPolicy, _: Any) -> None:
+    """Lay the members out anew: how they are asked depends on their normalisers, which were loaded."""
+    policy._use_sampler(
+        policy.sampler, tuned_steps=policy.tuned_steps, log_prob_min_std=policy.log_prob_min_std
+    )

@@ -1,0 +1,214 @@
+"""Acting by descent on an energy: the loop and the policy of `process=ebt`.
+
+Legend: B batch, Th horizon, Da action width, S most steps; E (B,) energy.
+
+A row walks until the gradient of its energy is flat, then takes one step more and stays where it is; what the
+other rows of its batch do does not matter.
+
+Source: EBT-Policy, arXiv 2510.27545, and its released code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, NoReturn, Self
+
+import torch
+from torch import Tensor
+
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError, ConfigError
+from policies.networks.energy import BoundEnergy, EnergyField
+from policies.one_step import require_own_sampler
+from policies.policy import Policy, PolicyConfig, reduce_elements
+from policies.processes.base import incompatible
+from policies.processes.ebt import EnergyDescent, where_on
+from policies.protocols import TE, Cond, Reduction, SampleHook
+from policies.registry import name_of, register
+
+
+@register("sampler", "descent")
+@dataclass(frozen=True)
+class Descent:
+    """Walk down the energy until it is flat.
+
+    Source: EBT-Policy (arXiv 2510.27545); deviation: every row stops by itself.
+    """
+
+    steps: int = 20  # S, most steps of a walk
+    min_slope: float = 1e-3  # norm of the gradient at which a row takes its last step
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.steps < 1:
+            raise ConfigError(f"sampler.steps must be at least 1; got {self.steps}.")
+        if not self.min_slope >= 0:
+            raise ConfigError(f"sampler.min_slope must not be negative; got {self.min_slope}.")
+
+    def table(self, process: Any) -> NoReturn:
+        """Refuse a process that is integrated step by step.
+
+        Raises:
+            ConfigError: Always; a descent asks for no noise levels.
+        """
+        raise incompatible(self, process, needs="ebt", instead=name_of("sampler", process.default_sampler()))
+
+
+class Descended(NamedTuple):
+    """Where walks ended.
+
+    Shapes:
+        action: (B, Th, Da), normalised. energy: (B,), where the last step was taken. steps: (B,) int64.
+    """
+
+    action: Tensor
+    energy: Tensor
+    steps: Tensor
+
+
+def descend(
+    process: EnergyDescent, sampler: Descent, energy: BoundEnergy, x: Tensor, *, first_step: int = 0
+) -> Descended:
+    """Walk down an energy.
+
+    On a CPU the loop ends when all rows have stopped. On an accelerator (and while tracing) looking would
+    stall the host, so it runs to its end and the rows that have stopped stay where they are.
+
+    Args:
+        process: What a step is.
+        sampler: How many there are.
+        energy: Energy and gradient, bound to the condition.
+        x: (B, Th, Da), where the walks begin.
+        first_step: Steps that are left out at the beginning.
+    """
+    v = torch.zeros_like(x)
+    walks = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
+    steps = torch.ones(x.shape[0], dtype=torch.int64, device=x.device)
+    may_look = type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling()
+    for _ in range(first_step, sampler.steps - 1):
+        *new, _, gradient = process.step(energy, x, v)
+        x, v = where_on(walks, tuple(new), (x, v))
+        steps = steps + walks
+        walks = walks & (process.slope(gradient.detach()) > sampler.min_slope)
+        if may_look and not bool(walks.any()):
+            break
+    x, _, value, _ = process.step(energy, x, v)
+    return Descended(x, value, steps)
+
+
+class DescentPolicy(Policy):
+    """A policy that walks from noise to a chunk down an energy.
+
+    Attributes:
+        field: The gradient of the energy.
+        sampler: When a walk ends; replaced, not mutated (`with_sampler`).
+    """
+
+    is_deterministic = True
+
+    def __init__(self, config: PolicyConfig, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
+        require_own_sampler(config.process, config.sampler)
+        self.process: EnergyDescent = config.process
+        self.sampler: Descent = config.sampler
+        net = config.backbone.build(self.chunk.shape, self.encoder.cond_dim, token_dim=self.encoder.token_dim)
+        self.field = EnergyField(net, "mean")
+        self.register_buffer("no_time", torch.zeros(1), persistent=False)
+
+    def with_sampler(self, sampler: Any) -> Self:
+        """Return a view of this policy, with the same weights, whose walks end otherwise.
+
+        Raises:
+            ConfigError: If the sampler is one of another process.
+        """
+        require_own_sampler(self.process, sampler)
+        view = self._view()
+        view.sampler = sampler
+        return view
+
+    # -- NoiseDecoder ---------------------------------------------------------------------------------
+
+    def decode(
+        self,
+        cond: Cond,
+        noise: Tensor,
+        *,
+        grad: bool = False,
+        start: tuple[Tensor, float] | None = None,
+        hooks: Sequence[SampleHook] = (),
+    ) -> Tensor:
+        """Walk from noise (B, Th, Da), or from a start, to a normalised chunk (B, Th, Da).
+
+        Args:
+            cond: Encoded observations.
+            noise: Where walks begin.
+            grad: Keep the graph (to weights, noise and start), through all steps.
+            start: (x, t): begin at x (B, Th, Da) instead, and leave out the share t of the steps.
+            hooks: None.
+
+        Raises:
+            CapabilityError: If hooks are given: they change clean and noisy parts of states, which a walk has
+                not.
+        """
+        if hooks:
+            raise CapabilityError(
+                "a policy with process=ebt has no noise levels, so its states have no clean part that hooks "
+                "could change. Leave them out, or use a policy with process=energy, which has both."
+            )
+        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            return self.descend(cond, noise, start=start).action
+
+    def descend(self, cond: Cond, noise: Tensor, *, start: tuple[Tensor, float] | None = None) -> Descended:
+        """Walk as `decode` does and tell how high walks ended and how long they were."""
+        x, first = (noise, 0) if start is None else (start[0], self._step_at(start[1]))
+        return descend(self.process, self.sampler, self.bind(cond), x, first_step=first)
+
+    def _step_at(self, t: float) -> int:
+        """Return the first step that does not belong to the share t.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        most = self.sampler.steps
+        first = math.ceil(most * t - 1e-6)
+        if not 0 <= first < most:
+            raise ConfigError(
+                f"a start time must lie in 0..{1 - 1 / most:.4g}, where the last of {most} steps begins; got "
+                f"{t:.4g}."
+            )
+        return first
+
+    def bind(self, cond: Cond) -> BoundEnergy:
+        """Bind the energy and its gradient to conditions."""
+        return self.field.bind_energy(cond, self.get_buffer("no_time"))
+
+    def energy(self, x: Tensor, t: Tensor, cond: Cond) -> Tensor:
+        """Return the energy (B,) of chunks x (B, Th, Da); the time t has no influence."""
+        return self.field.energy(x, self.get_buffer("no_time").expand(x.shape[0]), cond)
+
+    # -- MatchingLoss ---------------------------------------------------------------------------------
+
+    def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
+        """Draw where walks begin, and their steps; the times (n,) are zero."""
+        t = torch.zeros(n, device=self.device, dtype=self.dtype)
+        te = TE(t, self._randn((n, *self.chunk.shape), generator))
+        return replace(te, more=self.process.more_draws(te, generator=generator))
+
+    def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
+        """The loss of the process; `action` (B, Th, Da) normalised."""
+        return reduce_elements(self.process.losses(self.bind(cond), action, te), reduce)
+
+
+class EnergyPolicy(DenoisingPolicy):
+    """A denoising policy whose network is the gradient of an energy."""
+
+    def energy(self, x: Tensor, t: Tensor, cond: Cond) -> Tensor:
+        """Return the energy (B,) of chunks x (B, Th, Da) as states at sampling times t (B,).
+
+        The density of these states is proportional to exp(-energy / sigma(t)). Energies may be compared
+        between chunks at one time and one condition. Clean chunks are ranked at the last trained level,
+        `process.levels()[0]`: at t = 1, where there is no noise, the network was never trained.
+        """
+        return self.field.energy(x, self.process.net_time(t), cond)

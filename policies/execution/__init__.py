@@ -1,0 +1,1 @@
+"""Action chunks on a robot: executor, replanning, observation history."""

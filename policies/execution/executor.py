@@ -1,0 +1,280 @@
+"""Executing plans that take time to make: a receding horizon, one command per control step.
+
+A decision looks at the observation of step s and its plan arrives at step s + d, while the plans before it
+are executed. What happens then is a choice (`Execution`); which row is executed when is the business of
+`policies.runner.Track`, which the exported runner uses too.
+
+Legend: B lanes (robots, episodes), To observation history, Th predicted horizon, R rows of a plan from the
+newest observation on, Da action width, n control steps between decisions, d of latency. Rows are counted from
+the newest observation:
+
+    mask_i = 1                              i < d             committed: executed before the plan arrives
+    mask_i = c (e^c - 1) / (e - 1)          d <= i < R - n    c = (R - n - i) / (R - n - d + 1)
+    mask_i = 0                              otherwise         the plan before does not speak of it
+
+Source: Real-Time Chunking (arXiv 2506.07339), eq. 5 for the mask. Deviation: the plan before replaces the
+clean estimate (`policies.samplers.hooks.Inpaint`) where RTC guides towards it by a gradient through the network; so
+every denoising policy can do it, with any sampler, at the cost of sampling.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError, ConfigError
+from policies.execution.replanning import Decision, Replanner, WarmStart, shifted, with_act_steps
+from policies.policy import Policy
+from policies.protocols import ChunkSpec
+from policies.runner import Limits, Track
+from policies.samplers.hooks import Inpaint
+
+__all__ = ["Decision", "Execution", "Executor", "Replanner", "WarmStart", "shifted", "with_act_steps"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Execution:
+    """How plans are executed while the next ones are made."""
+
+    act_steps: int | None = None  # n, steps from one decision to the next; null: own, or what latency leaves
+    latency: int = 0  # d, control steps from an observation to its plan, simulated
+    compensate: bool = True  # skip the rows whose time is over when a plan arrives
+    ensemble: float | None = None  # mix plans that speak of a step by exp(-ensemble age rank); null: newest
+    inpaint: bool = False  # hold on to what is committed, and softly to the rest of the plan before
+    max_jump: float | None = None  # largest change of a command from one step to the next, physical units
+    warm_start: WarmStart = field(default_factory=WarmStart)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.act_steps is not None and self.act_steps < 1:
+            raise ConfigError(f"act_steps must be at least 1, or null; got {self.act_steps}.")
+        if self.latency < 0:
+            raise ConfigError(f"latency must be 0 or more control steps; got {self.latency}.")
+        if self.ensemble is not None and not self.ensemble >= 0:
+            raise ConfigError(f"ensemble must be 0 or more, or null; got {self.ensemble}.")
+        if self.max_jump is not None and not self.max_jump > 0:
+            raise ConfigError(f"max_jump must be positive, or null; got {self.max_jump}.")
+        if self.inpaint and self.warm_start.is_on:
+            raise ConfigError(
+                "inpaint and warm_start both say what a plan takes over from the one before. Give one."
+            )
+        if self.inpaint and not self.compensate:
+            raise ConfigError("inpaint holds on to rows that are skipped; it needs compensate=true.")
+
+
+@dataclass
+class _Lane:
+    """One robot: its plans over time, and the plan that is on its way.
+
+    Attributes:
+        track: Plans that have arrived.
+        plan: The newest one, normalised (Th, Da); None: nothing was decided.
+        is_sound: Whether that plan is finite, so that the next one may take something over from it.
+        begun: Step of its observation.
+        arrives: Step at which it is delivered.
+    """
+
+    track: Track
+    plan: Tensor | None = None
+    is_sound: bool = True
+    begun: int = 0
+    arrives: int = 0
+
+
+class Executor:
+    """Acts in lanes side by side, one command per control step.
+
+    Args:
+        policy: The policy.
+        execution: What happens while it decides.
+        low: Smallest action (Da,), physical; None: no limit.
+        high: Largest action (Da,).
+
+    Attributes:
+        calls: Evaluations of the network at the last step in each of its lanes; 0 where nothing was decided.
+
+    Raises:
+        CapabilityError: If the policy cannot begin a plan from another one and is asked to.
+        ConfigError: If the execution does not fit its horizon.
+    """
+
+    def __init__(self, policy: Policy, execution: Execution, *, low: Any = None, high: Any = None) -> None:
+        self.calls: list[int] = []
+        self._policy, self._execution = policy, execution
+        warm = execution.warm_start
+        self._replanner = Replanner(policy, warm) if warm.is_on else None
+        if execution.inpaint and not isinstance(policy, DenoisingPolicy):
+            raise CapabilityError(
+                f"inpaint needs a policy that denoises its plan; {type(policy).__name__} does not. Leave it "
+                "out."
+            )
+        self._start, self._rows = policy.chunk.action_start, rows_of(policy.chunk)
+        self._act_steps = interval(policy.chunk, execution)
+        low, high = (None if side is None else np.asarray(side, np.float32) for side in (low, high))
+        self._limits = Limits(low, high, execution.max_jump)
+        self._lanes: dict[int, _Lane] = {}
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """Shape of one row of noise."""
+        return (self._replanner or self._policy).noise_shape
+
+    def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
+        """Draw noise (n, *noise_shape)."""
+        return (self._replanner or self._policy).sample_noise(n, generator=generator)
+
+    def track(self, lane: int) -> Track:
+        """Return the plans of a lane, with what was counted there."""
+        return self._lane(lane).track
+
+    def reset(self, lanes: Iterable[int] | None = None) -> None:
+        """Forget lanes, where episodes begin; None: all."""
+        for lane in list(self._lanes) if lanes is None else lanes:
+            self._lanes.pop(lane, None)
+
+    @torch.no_grad()
+    def act(
+        self,
+        obs: Any,
+        *,
+        lanes: Sequence[int] | None = None,
+        noise: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Return the commands of one control step: observations (B, To, Do) -> (B, Da), physical units.
+
+        The first plan of a lane is waited for; every later one arrives after the latency.
+
+        Args:
+            obs: As `Policy.act`.
+            lanes: The lane of each row, none twice; None: 0 to B - 1.
+            noise: (B, *noise_shape), of which the rows that decide use theirs.
+            generator: Source of the noise when none is given.
+        """
+        items = self._policy.observation(obs)
+        count = len(next(iter(items.values())))
+        chosen = [self._lane(lane) for lane in (range(count) if lanes is None else lanes)]
+        if noise is None:
+            noise = self.sample_noise(count, generator=generator)
+        self.calls = [0] * count
+        for lane in chosen:
+            self._deliver(lane)
+        due = [i for i, lane in enumerate(chosen) if lane.track.is_due]
+        for rows in _alike(due, chosen):
+            self._decide({name: value[rows] for name, value in items.items()}, noise[rows], rows, chosen)
+        for lane in chosen:
+            self._deliver(lane)
+        return torch.from_numpy(np.stack([lane.track.next() for lane in chosen]))
+
+    def _lane(self, lane: int) -> _Lane:
+        if lane not in self._lanes:
+            execution = self._execution
+            options: dict[str, Any] = {"compensate": execution.compensate, "ensemble": execution.ensemble}
+            self._lanes[lane] = _Lane(Track(self._act_steps, limits=self._limits, **options))
+        return self._lanes[lane]
+
+    def _decide(self, obs: Any, noise: Tensor, rows: Sequence[int], chosen: Sequence[_Lane]) -> None:
+        """Plan for lanes that all have a plan of the same age, or none, or one that is not finite."""
+        lanes = [chosen[i] for i in rows]
+        is_first = lanes[0].plan is None
+        known = [lane.plan for lane in lanes if lane.plan is not None and lane.is_sound]
+        previous = torch.stack(known) if known else None
+        elapsed = lanes[0].track.step - lanes[0].begun
+        plans, calls = self._plan(obs, noise, previous, elapsed)
+        for i, lane, plan in zip(rows, lanes, plans, strict=True):
+            lane.track.begin()
+            lane.plan, lane.begun = plan, lane.track.step
+            lane.arrives = lane.begun + (0 if is_first else self._execution.latency)
+            self.calls[i] = calls
+
+    def _plan(self, obs: Any, noise: Tensor, previous: Tensor | None, elapsed: int) -> tuple[Tensor, int]:
+        """Return plans (B, Th, Da), normalised, and the evaluations of the network that each took."""
+        if self._replanner is not None:
+            decision = self._replanner.decide(obs, noise=noise, previous=previous, elapsed=elapsed)
+            return decision.plan, decision.calls
+        hooks = []
+        if self._execution.inpaint and previous is not None:
+            mask = committed(self._rows, elapsed, self._execution.latency, start=self._start)
+            hooks.append(Inpaint(shifted(previous, elapsed), mask.to(previous)[:, None]))
+        policy = self._policy
+        plan = policy.decode(policy.encode(policy.observation(obs)), noise, hooks=hooks)
+        return plan, policy.table.num_steps if isinstance(policy, DenoisingPolicy) else 1
+
+    def _deliver(self, lane: _Lane) -> None:
+        """Hand out the plan whose time has come."""
+        if lane.track.is_pending and lane.plan is not None and lane.track.step >= lane.arrives:
+            rows = lane.plan[None, self._start :]
+            speak = self._policy.physical if self._replanner is None else self._replanner.physical
+            plan = speak(rows)[0].float().cpu().numpy()
+            lane.is_sound = bool(np.isfinite(plan).all())
+            lane.track.deliver(plan)
+
+
+def rows_of(chunk: ChunkSpec) -> int:
+    """Return R, the rows of a plan from the newest observation on."""
+    return chunk.horizon - chunk.action_start
+
+
+def interval(chunk: ChunkSpec, execution: Execution) -> int:
+    """Return n, the control steps from one decision to the next.
+
+    The next plan arrives n + d steps after the observation of the one before, whose rows must last until
+    then: a decision begins d steps before they end. Where n is the policy's own, it is lowered to that.
+
+    Raises:
+        ConfigError: If the rows do not last, whenever the next decision begins.
+    """
+    rows, latency, wanted = rows_of(chunk), execution.latency, execution.act_steps or chunk.act_steps
+    steps = wanted
+    if execution.act_steps is None and rows - latency >= max(1, latency):
+        steps = min(wanted, rows - latency)
+    if max(steps, latency) + latency > rows:
+        raise ConfigError(
+            f"a plan of {rows} rows must last for act_steps={wanted} steps and latency={latency} more; lower "
+            f"one of them, or train with a longer horizon."
+        )
+    if steps < wanted:
+        _log.warning(
+            "plans have %d rows, of which act_steps=%d would be executed; with latency=%d a decision begins "
+            "every %d steps instead, so that its plan arrives before the rows of the last one end. To decide "
+            "as seldom as before, train with a longer horizon.",
+            *(rows, wanted, latency, steps),
+        )
+    return steps
+
+
+def committed(rows: int, elapsed: int, latency: int, *, start: int = 0) -> Tensor:
+    """Return how much of the plan before each row keeps; (start + rows,), see the top of the file.
+
+    Args:
+        rows: R.
+        elapsed: n, control steps since the plan before.
+        latency: d.
+        start: Rows that lie in the past, which are kept.
+    """
+    left = rows - elapsed
+    weights = [1.0] * (start + latency)
+    for i in range(latency, rows):
+        c = max(0.0, left - i) / max(1, left - latency + 1)
+        weights.append(c * math.expm1(c) / math.expm1(1.0))
+    return torch.tensor(weights)
+
+
+def _alike(due: Sequence[int], lanes: Sequence[_Lane]) -> list[list[int]]:
+    """Group rows whose lanes decide for the first time, or equally long after plans that are as sound."""
+    groups: dict[tuple[int | None, bool], list[int]] = {}
+    for i in due:
+        lane = lanes[i]
+        age = None if lane.plan is None else lane.track.step - lane.begun
+        groups.setdefault((age, lane.is_sound), []).append(i)
+    return list(groups.values())

@@ -1,0 +1,1 @@
+"""Export to ONNX, whole or step by step, and the exported folder."""

@@ -1,0 +1,175 @@
+"""The exported folder: names of the files, what each of them says, and how they replace what was there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from policies import runner
+from policies.errors import ExportError
+from policies.export.card import card_of
+from policies.export.onnx_graph import OPSET, SampledPolicy, arrays_of, random_inputs, worst_of
+from policies.policy import Policy
+from policies.runner import ENCODER, LOOP, MODEL, SAMPLE, SIGNATURE, STEP
+
+REPORT, CARD, RUNNER = "report.json", "README.md", "runner.py"
+PROGRAM, PACKAGE = "policy.pt2", "policy.aot.pt2"
+MODELS = (MODEL, ENCODER, STEP, LOOP, PROGRAM, PACKAGE)
+"""Files that hold the policy, in all formats."""
+
+Run = Callable[[Mapping[str, Tensor]], list[np.ndarray]]
+"""Inputs by name -> actions (B, Ta, Da) and plan (B, R, Da)."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What is known of the task that a policy was made for; it goes into the signature. None: not known.
+
+    Attributes:
+        task: Name of the task.
+        control_hz: Rate at which the rows of an action chunk are executed.
+        obs_names: Name and unit of every observation entry, (Do,).
+        action_names: Name and unit of every action entry, (Da,).
+        action_low: Smallest action of the task, (Da,), physical units; the graph does not clip.
+        action_high: Largest action of the task, (Da,).
+        provenance: What is stored with the policy about its origin: task, algorithm, seed; JSON values.
+    """
+
+    task: str | None = None
+    control_hz: float | None = None
+    obs_names: Sequence[str] | None = None
+    action_names: Sequence[str] | None = None
+    action_low: Sequence[float] | None = None
+    action_high: Sequence[float] | None = None
+    provenance: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written and how well it agrees.
+
+    `parity` rows: batch, max_abs_difference (physical action units, relative to the largest magnitude
+    where that exceeds 1). `latency` rows: batch, eager_ms and one column for every way to run the export
+    (onnx_ms; pt2_ms, aot_ms), medians on one thread. `opset` is that of ONNX, None for another format.
+    `notes` say what was left out, and why.
+    """
+
+    directory: str
+    format: str
+    graph: str
+    opset: int | None
+    tolerance: float
+    parity: list[dict[str, float]]
+    latency: list[dict[str, float]]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def worst(self) -> float:
+        """Largest difference over all batch sizes; NaN if any is."""
+        return worst_of(self.parity)
+
+
+def refuse_to_replace(directory: str | Path, *, overwrite: bool) -> None:
+    """Refuse to write into a directory that holds something, unless told to.
+
+    Raises:
+        ExportError: If it is a file, or not empty and `overwrite` is false.
+    """
+    target = Path(directory)
+    if target.exists() and not target.is_dir():
+        raise ExportError(f"out={target} is a file; choose another directory.")
+    if not overwrite and target.is_dir() and any(target.iterdir()):
+        raise ExportError(f"out={target} exists; choose another directory or say overwrite=true.")
+
+
+@contextlib.contextmanager
+def draft_of(target: Path) -> Iterator[Path]:
+    """Collect files aside and move them into `target` when all is well; a failure before changes nothing."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as draft:
+        yield Path(draft)
+        target.mkdir(exist_ok=True)
+        for name in (*MODELS, RUNNER):  # those of another format
+            (target / name).unlink(missing_ok=True)
+        for path in Path(draft).iterdir():
+            path.replace(target / path.name)
+
+
+def signature(
+    policy: Policy, around: Surroundings, *, kind: str = "onnx", graph: str = "whole"
+) -> dict[str, Any]:
+    """Describe inputs and outputs of the export; `B` is the dynamic batch, null is what is not known."""
+    chunk = policy.chunk
+
+    def feature(*shape: int, units: str = "physical", **facts: Any) -> dict[str, Any]:
+        return {"shape": ["B", *shape], "dtype": "float32", "units": units} | facts
+
+    inputs = {
+        "observation": feature(chunk.obs_steps, policy.obs_dim, names=_entries(around.obs_names)),
+        "noise": feature(*policy.noise_shape, units="standard normal"),
+    }
+    if policy.goal_dim:
+        inputs["goal"] = feature(policy.goal_dim, names=None)
+    for camera, shape in policy.images.items():
+        inputs[camera] = feature(chunk.obs_steps, *shape, units="0 to 255, red green blue", dtype="uint8")
+    action = feature(
+        chunk.act_steps,
+        chunk.action_dim,
+        names=_entries(around.action_names),
+        low=_entries(around.action_low),
+        high=_entries(around.action_high),
+    )
+    plan = feature(chunk.horizon - chunk.action_start, chunk.action_dim)
+    return {
+        "format": kind,
+        "graph": graph,
+        "inputs": inputs,
+        "outputs": {"action": action, "plan": plan},
+        "task": around.task,
+        "control_hz": around.control_hz,
+        "obs_steps": chunk.obs_steps,
+        "horizon": chunk.horizon,
+        "action_start": chunk.action_start,
+        "act_steps": chunk.act_steps,
+        "noise_changes_action": policy.noise_sensitive,
+        "opset": OPSET if kind == "onnx" else None,
+        "provenance": dict(around.provenance),
+    }
+
+
+def _entries(values: Sequence[Any] | None) -> list[Any] | None:
+    return None if values is None else list(values)
+
+
+@torch.no_grad()
+def write_facts(
+    model: SampledPolicy,
+    run: Run,
+    target: Path,
+    report: ExportReport,
+    generator: torch.Generator,
+    facts: dict[str, Any],
+) -> None:
+    """Write sample, report and README; the signature is there."""
+    inputs = random_inputs(model.policy, 2, generator)
+    arrays: dict[str, Any] = {**arrays_of(inputs), "action": run(inputs)[0]}
+    np.savez(target / SAMPLE, **arrays)
+    (target / REPORT).write_text(json.dumps(asdict(report), indent=2) + "\n")
+    (target / CARD).write_text(card_of(facts, asdict(report)))
+
+
+def write_signature(target: Path, facts: dict[str, Any]) -> None:
+    """Write what inputs and outputs are, and for ONNX the program that runs them."""
+    (target / SIGNATURE).write_text(json.dumps(facts, indent=2) + "\n")
+    if facts["format"] == "onnx":
+        shutil.copyfile(runner.__file__, target / RUNNER)

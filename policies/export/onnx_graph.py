@@ -1,0 +1,341 @@
+"""Graphs of a policy: functions of tensors, traced to ONNX and compared with the originals.
+
+Three functions can be traced: the whole policy, its encoder, and one evaluation of its network. Each is a
+`Traceable`: it knows its inputs, makes examples of them, and says whether gradients are part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from policies import runner
+from policies.errors import ExportError
+from policies.extras import require
+from policies.networks.energy import EnergyField
+from policies.networks.weight_cache import seal
+from policies.normalizer import CentredNormalizer, Normalizer
+from policies.policy import Policy
+
+OPSET = 18
+
+_TRACED_BATCH = 3
+SYMBOLIC_BATCH = 1009  # sizes that are equal would be taken for one, so this is no other size, nor a product
+_NUDGE = 1e-6  # of the noise, whose deviation is 1: about what rounding adds up to
+_log = logging.getLogger(__name__)
+
+
+class Traceable(nn.Module):
+    """A function of tensors that is to become a graph; derive and give it `forward(inputs)`.
+
+    Args:
+        policy: What it is a function of.
+
+    Attributes:
+        outputs: Names of what it returns.
+        fixed: Names of inputs whose first dimension is not the batch.
+        is_sealed: Whether all that depends on weights alone may become constants of the graph.
+    """
+
+    outputs: tuple[str, ...] = ()
+    fixed: frozenset[str] = frozenset()
+    is_sealed = True
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__()
+        self.policy: Any = policy
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether evaluating it takes gradients, which a graph cannot: they must be part of it."""
+        return any(isinstance(part, EnergyField) for part in self.policy.modules())
+
+    def copy(self) -> Self:
+        """Return an independent copy."""
+        return type(self)(self.policy.clone())
+
+    def example(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draw inputs."""
+        return random_inputs(self.policy, batch, generator)
+
+
+class SampledPolicy(Traceable):
+    """The function that is exported: physical observations and noise to physical actions."""
+
+    outputs = ("action", "plan")
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return actions (B, Ta, Da) and the plan (B, R, Da), all rows from the first executed one on.
+
+        Shapes:
+            inputs: `observation` (B, To, Do), `noise` (B, *noise_shape) and what else the policy sees: `goal`
+            (B, Dg), images (B, To, H, W, 3) by camera.
+        """
+        cond = self.policy.encode(observation_of(inputs))
+        chunk, spec = self.policy.decode(cond, inputs["noise"]), self.policy.chunk
+        plan = self.policy.physical(chunk[:, spec.action_start :])
+        return plan[:, : spec.act_steps], plan
+
+
+def observation_of(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the observation that a policy is given, from the inputs of a graph."""
+    seen = {name: value for name, value in inputs.items() if name not in ("observation", "noise")}
+    return {"state": inputs["observation"], **seen}
+
+
+def random_inputs(policy: Policy, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """Draw observations inside the range of the statistics, images of random bytes, and noise."""
+
+    def feature(name: str, *shape: int) -> Tensor:
+        return policy.normalizer.decode(name, 0.7 * torch.randn(batch, *shape, generator=generator))
+
+    inputs = {
+        "observation": feature("state", policy.chunk.obs_steps, policy.obs_dim),
+        "noise": torch.randn(batch, *policy.noise_shape, generator=generator),
+    }
+    if policy.goal_dim:
+        inputs["goal"] = feature("goal", policy.goal_dim)
+    for camera, shape in policy.images.items():
+        size = (batch, policy.chunk.obs_steps, *shape)
+        inputs[camera] = torch.randint(0, 256, size, generator=generator, dtype=torch.uint8)
+    return inputs
+
+
+def refuse_foreign_loops(policy: Policy) -> None:
+    """Refuse a sampler that decides in Python at every step.
+
+    Raises:
+        ExportError: If the policy has one, or one that it is wrapped around.
+    """
+    layers = list(_layers(policy))
+    if any(getattr(getattr(one, "table", None), "loop", None) is not None for one in layers):
+        inside = "" if len(layers) == 1 else f", inside {type(policy).__name__},"
+        raise ExportError(
+            f"a policy with sampler=diffusers{inside} cannot be exported: it runs another program's loop, "
+            "which decides in Python at every step. Export policy.with_sampler(...) with a sampler of this "
+            "package."
+        )
+
+
+def _layers(policy: Any) -> Iterator[Any]:
+    """Yield a policy and those that it is wrapped around, outermost first."""
+    while policy is not None:
+        yield policy
+        policy = getattr(policy, "base", None)
+
+
+def write_checked_graph(
+    model: Traceable, path: Path, batch_sizes: Sequence[int], tolerance: float, seed: int
+) -> list[dict[str, float]]:
+    """Write a graph that reproduces the model at every batch size and return the parity table.
+
+    Tracing at one batch size and freeing that dimension afterwards takes a third of the time of tracing with
+    a symbolic one, but is wrong for a network that computes with its batch size: then the latter is done, and
+    at once where gradients of energies are part of the graph.
+
+    Raises:
+        ExportError: If neither graph reproduces the model.
+    """
+    traced = ready_to_trace(model, seed)
+    for is_symbolic in (True,) if traced.has_gradients else (False, True):
+        _write_graph(traced, path, seed, is_symbolic=is_symbolic)
+        parity = _parity(model, open_session(path), batch_sizes, seed)
+        worst = worst_of(parity)
+        if worst <= tolerance:
+            return parity
+    raise unlike(model, worst, batch_sizes, tolerance, seed)
+
+
+def ready_to_trace(model: Traceable, seed: int) -> Any:
+    """Return a copy of a model that rounds as little, in which what depends on weights alone is constant."""
+    traced = model.copy()
+    for part in list(traced.modules()):
+        for name, child in part.named_children():
+            if isinstance(child, Normalizer):
+                setattr(part, name, CentredNormalizer(child))
+    if traced.is_sealed:
+        with torch.no_grad():
+            traced(traced.example(_TRACED_BATCH, torch.Generator().manual_seed(seed)))
+        seal(traced)
+    return traced
+
+
+def unlike(
+    model: Traceable, worst: float, batch_sizes: Sequence[int], tolerance: float, seed: int
+) -> ExportError:
+    """Return the error of an export that does not reproduce its policy."""
+    own = own_rounding(model, batch_sizes, seed)
+    why = (
+        f" The policy itself changes by {own:.2e} where its noise does by {_NUDGE:.0e}: rounding decides "
+        "what it does, on any machine. Train it to be smoother, or name the difference that you accept, "
+        "tolerance=<difference>."
+        if own > tolerance
+        else ""
+    )
+    return ExportError(
+        f"the exported graph must reproduce the policy within {tolerance:.0e} for batches of "
+        f"{', '.join(map(str, batch_sizes))}; it differs by {worst:.2e}. Nothing was written.{why}"
+    )
+
+
+def own_rounding(model: Traceable, batch_sizes: Sequence[int], seed: int) -> float:
+    """Return the largest change of what a model returns where its noise changes as rounding does."""
+    generator, largest = torch.Generator().manual_seed(seed), 0.0
+    for batch in batch_sizes:
+        inputs = model.example(batch, generator)
+        if "noise" not in inputs:
+            continue
+        nudge = _NUDGE * torch.randn(inputs["noise"].shape, generator=generator)
+        moved = model(inputs | {"noise": inputs["noise"] + nudge})
+        for one, other in zip(model(inputs), moved, strict=True):
+            largest = max(largest, float((one - other).detach().abs().max()))
+    return largest
+
+
+def _write_graph(model: Traceable, path: Path, seed: int, *, is_symbolic: bool) -> None:
+    """Trace the model and write the graph, weights included, with a dynamic batch."""
+    size = SYMBOLIC_BATCH if model.has_gradients else _TRACED_BATCH
+    inputs = model.example(size, torch.Generator().manual_seed(seed))
+    shapes = dynamic_shapes(model, inputs)
+    call: dict[str, Any] = {"f": str(path)}
+    try:
+        with quiet_tracing():
+            if model.has_gradients:
+                call |= {"model": spell_out(model, inputs), "args": tuple(inputs.values())}
+                call |= {"dynamic_shapes": tuple(shapes.values())}
+            else:
+                call |= {"model": model, "kwargs": {"inputs": inputs}}
+                call |= {"dynamic_shapes": {"inputs": shapes} if is_symbolic else None}
+            torch.onnx.export(
+                **call,
+                input_names=list(inputs),
+                output_names=list(model.outputs),
+                opset_version=OPSET,
+                external_data=False,
+                dynamo=True,
+            )
+    except Exception as error:
+        raise ExportError(f"the policy could not be traced to ONNX: {error}") from error
+    if not is_symbolic:
+        _free_batch(path, model.fixed)
+
+
+def dynamic_shapes(model: Traceable, inputs: Mapping[str, Tensor]) -> dict[str, dict[int, Any]]:
+    """Return for every input its dimensions of any size."""
+    batch = torch.export.Dim("batch", min=1, max=65536)
+    return {name: {} if name in model.fixed else {0: batch} for name in inputs}
+
+
+@contextlib.contextmanager
+def quiet_tracing() -> Iterator[None]:
+    """Trace without gradients and without chatter."""
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stdout(io.StringIO()),
+        _quiet("torch.onnx"),
+        _quiet("onnxscript"),
+        torch.no_grad(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def spell_out(model: Traceable, inputs: Mapping[str, Tensor]) -> nn.Module:
+    """Return a function of the inputs' values, of elementary operations, those of gradients among them."""
+    names = list(inputs)
+    trace = make_fx(
+        lambda *values: model(dict(zip(names, values, strict=True))),
+        tracing_mode="symbolic",
+        decomposition_table=dict(torch.export.default_decompositions()),
+        _allow_non_fake_inputs=True,  # weights
+    )
+    return trace(*inputs.values())
+
+
+def _free_batch(path: Path, fixed: frozenset[str]) -> None:
+    """Let the first dimension of inputs and outputs be any number; forget the shapes between them."""
+    onnx = require("onnx", extra="export", what="export")
+    graph = onnx.load(path)
+    for value in (*graph.graph.input, *graph.graph.output):
+        if value.name not in fixed:
+            value.type.tensor_type.shape.dim[0].dim_param = "batch"
+    del graph.graph.value_info[:]
+    onnx.save(graph, path)
+
+
+def _parity(model: Traceable, session: Any, batch_sizes: Sequence[int], seed: int) -> list[dict[str, float]]:
+    """Compare graph and model on random inputs, one row per batch size."""
+
+    def run(inputs: Mapping[str, Tensor]) -> list[np.ndarray]:
+        return runner.run(session, arrays_of(inputs))
+
+    return parity_of(model, run, batch_sizes, seed)
+
+
+def parity_of(model: Traceable, run: Any, batch_sizes: Sequence[int], seed: int) -> list[dict[str, float]]:
+    """Compare a function of inputs with the model on random ones, one row per batch size."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for batch in batch_sizes:
+        inputs = model.example(batch, generator)
+        rows.append({"batch": batch, "max_abs_difference": _difference(model, run, inputs)})
+    return rows
+
+
+@torch.no_grad()
+def _difference(model: Traceable, run: Any, inputs: dict[str, Tensor]) -> float:
+    """Return the difference of `ExportReport`; infinite where the graph does not run or has another shape."""
+    expected = [output.numpy() for output in model(inputs)]
+    try:
+        found = run(inputs)
+    except Exception:  # onnxruntime's errors have no common class
+        _log.debug("the graph does not run on inputs of batch %d", len(expected[0]), exc_info=True)
+        return math.inf
+    if [array.shape for array in found] != [array.shape for array in expected]:
+        return math.inf
+    pairs = zip(found, expected, strict=True)
+    return float(np.max([np.abs(a - b).max() / max(1.0, np.abs(b).max()) for a, b in pairs]))
+
+
+def worst_of(parity: Sequence[dict[str, float]]) -> float:
+    """Return the largest difference of a parity table; NaN if any is."""
+    return float(np.max([row["max_abs_difference"] for row in parity]))
+
+
+def open_session(path: str | Path, *, threads: int = 1) -> Any:
+    """Open an ONNX file with onnxruntime on the CPU."""
+    require("onnxruntime", extra="export", what="export")
+    return runner.open_session(path, threads=threads)
+
+
+def arrays_of(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    """Return inputs as arrays."""
+    return {name: value.numpy() for name, value in inputs.items()}
+
+
+def run_graph(session: Any, inputs: Mapping[str, Tensor]) -> np.ndarray:
+    """Return the actions of a graph, (B, Ta, Da)."""
+    return runner.run(session, arrays_of(inputs))[0]
+
+
+@contextlib.contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    """Silence a chatty logger for the duration."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,221 @@
+"""What an exported folder says of itself, read as the words of a stranger.
+
+`signature.json` is checked once, here, before anything is opened or allocated: evaluation and server build on
+what this returns.
+
+Legend: B batch, To observation history, Th predicted horizon, Ta executed steps, R rows of a plan, Do, Da, Dg
+widths of observation, action and goal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from policies.errors import CheckpointError, ConfigError, ExportError
+from policies.protocols import ChunkSpec
+from policies.runner import SIGNATURE
+from policies.storage.features import Feature, short
+from policies.storage.strict_json import read_json
+
+KINDS = (("onnx", "whole"), ("onnx", "step"), ("torch", "whole"))
+"""Formats and graphs that there are."""
+
+MAX_NUMBERS = 2**26
+"""Of one row of one input or output; a camera of 1080 by 1920 pixels has 2**23."""
+
+_DTYPES = ("float32", "uint8")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """An exported folder's description, checked.
+
+    Attributes:
+        facts: All of `signature.json`.
+        format: `onnx` or `torch`.
+        inputs: By name, without the batch: `observation` (To, Do), `goal` (Dg,), images (To, H, W, 3).
+        noise_shape: Of one row of noise.
+        action: (Ta, Da).
+        chunk: Horizons.
+        low: Smallest action (Da,), physical; None: not known.
+        high: Largest action (Da,).
+        task: Name of the task; None: not known.
+        control_hz: Rate at which actions are executed; None: not known.
+        provenance: What is stored about the origin of the policy.
+    """
+
+    facts: Mapping[str, Any]
+    format: str
+    inputs: Mapping[str, Feature]
+    noise_shape: tuple[int, ...]
+    action: Feature
+    chunk: ChunkSpec
+    low: tuple[float, ...] | None
+    high: tuple[float, ...] | None
+    task: str | None
+    control_hz: float | None
+    provenance: Mapping[str, Any]
+
+    @property
+    def obs_dim(self) -> int:
+        """Do."""
+        return self.inputs["observation"].shape[-1]
+
+    @property
+    def goal_dim(self) -> int:
+        """Dg; 0: there is no goal."""
+        return self.inputs["goal"].shape[0] if "goal" in self.inputs else 0
+
+
+def is_exported(folder: Path) -> bool:
+    """Tell whether a folder is one that `burnish export` wrote."""
+    return (folder / SIGNATURE).is_file()
+
+
+def read_signature(folder: Path) -> Signature:
+    """Return what an exported folder says of itself.
+
+    Raises:
+        CheckpointError: If it is no exported folder.
+        ExportError: If its signature cannot be read, or does not describe a policy; names file and key.
+    """
+    if not is_exported(folder):
+        raise CheckpointError(f"{folder} is no exported policy: it holds no {SIGNATURE}.")
+    try:
+        facts = read_json(folder / SIGNATURE)  # its errors name the file
+    except (OSError, ValueError) as error:
+        raise ExportError(f"{error} It must describe an exported policy; export that again.") from None
+    try:
+        return _checked(facts)
+    except ValueError as error:
+        raise ExportError(
+            f"{folder / SIGNATURE} must describe an exported policy: {error} Export that again."
+        ) from None
+
+
+def _checked(facts: dict[str, Any]) -> Signature:
+    """Return the signature.
+
+    Raises:
+        ValueError: If a value is missing, of another type, or contradicts another one; names the key.
+    """
+    kind = (facts.get("format"), facts.get("graph"))
+    if kind not in KINDS:
+        known = ", ".join(" with ".join(one) for one in KINDS)
+        raise ValueError(f"format and graph must be one of {known}; got {short(kind)}.")
+    inputs = {str(name): _feature(f"inputs.{name}", one) for name, one in _map(facts, "inputs").items()}
+    outputs = _map(facts, "outputs")
+    action, plan = (_feature(f"outputs.{name}", outputs.get(name)) for name in ("action", "plan"))
+    if not {"observation", "noise"} <= inputs.keys():
+        raise ValueError(f"inputs must hold observation and noise; got {short(sorted(inputs))}.")
+    noise = inputs.pop("noise")
+    chunk = _chunk(facts, action, plan)
+    _check_inputs(inputs, chunk)
+    described = outputs["action"]
+    return Signature(
+        facts=facts,
+        format=str(facts["format"]),
+        inputs=inputs,
+        noise_shape=noise.shape,
+        action=action,
+        chunk=chunk,
+        low=_limits(described, "low", chunk.action_dim),
+        high=_limits(described, "high", chunk.action_dim),
+        task=_task(facts),
+        control_hz=_rate(facts),
+        provenance=_map(facts, "provenance") if "provenance" in facts else {},
+    )
+
+
+def _chunk(facts: Mapping[str, Any], action: Feature, plan: Feature) -> ChunkSpec:
+    """Return the horizons, which the shapes of the outputs repeat."""
+    if len(action.shape) != 2:
+        raise ValueError(f"outputs.action.shape must be [B, Ta, Da]; got {action.shape} without its batch.")
+    names = ("horizon", "act_steps", "obs_steps", "action_start")
+    horizon, act_steps, obs_steps, start = (_count(name, facts.get(name), least=0) for name in names)
+    try:
+        chunk = ChunkSpec(action.shape[1], horizon, act_steps, obs_steps, start)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    for name, found, rows in (("action", action, act_steps), ("plan", plan, horizon - start)):
+        if found != Feature((rows, chunk.action_dim)):
+            raise ValueError(
+                f"outputs.{name} must have {rows} rows of {chunk.action_dim} float32 by the horizons; got "
+                f"{found.shape}, {found.dtype}."
+            )
+    return chunk
+
+
+def _check_inputs(inputs: Mapping[str, Feature], chunk: ChunkSpec) -> None:
+    """Check that every input is a history, a goal, or images."""
+    for name, feature in inputs.items():
+        shape, is_image = feature.shape, feature.dtype == "uint8"
+        if name == "goal":
+            fits = len(shape) == 1 and not is_image
+        elif name == "observation":
+            fits = len(shape) == 2 and shape[0] == chunk.obs_steps and not is_image
+        else:
+            fits = len(shape) == 4 and (shape[0], shape[3]) == (chunk.obs_steps, 3) and is_image
+        if not fits:
+            raise ValueError(
+                f"inputs.{short(name)} must be observation (To, Do), goal (Dg) or images (To, H, W, 3) of "
+                f"uint8 with To={chunk.obs_steps}; got {shape}, {feature.dtype}."
+            )
+
+
+def _feature(key: str, data: Any) -> Feature:
+    """Read shape and type of an input or output, without its batch."""
+    if not isinstance(data, dict) or data.get("dtype") not in _DTYPES:
+        raise ValueError(f"{short(key)} must be an object with shape, and dtype one of {', '.join(_DTYPES)}.")
+    shape = data.get("shape")
+    if not isinstance(shape, list) or not 1 <= len(shape) <= 8 or shape[0] != "B":
+        raise ValueError(f"{short(key)}.shape must be a list that begins with 'B'; got {short(shape)}.")
+    sizes = tuple(_count(f"{key}.shape", size) for size in shape[1:])
+    if math.prod(sizes) > MAX_NUMBERS:
+        raise ValueError(f"{short(key)}.shape must have at most {MAX_NUMBERS} numbers; got {short(shape)}.")
+    return Feature(sizes, data["dtype"])
+
+
+def _map(data: Mapping[str, Any], key: str) -> dict[str, Any]:
+    found = data.get(key)
+    if not isinstance(found, dict):
+        raise ValueError(f"{key} must be an object; got {short(found)}.")
+    return found
+
+
+def _count(key: str, value: Any, least: int = 1) -> int:
+    if type(value) is not int or not least <= value <= MAX_NUMBERS:
+        raise ValueError(f"{short(key)} must be whole, {least} to {MAX_NUMBERS}; got {short(value)}.")
+    return value
+
+
+def _limits(action: Mapping[str, Any], key: str, width: int) -> tuple[float, ...] | None:
+    """Read limits of actions; `read_json` lets no number pass that is not finite."""
+    values = action.get(key)
+    if values is None:
+        return None
+    if not isinstance(values, list) or len(values) != width or not all(map(_is_number, values)):
+        raise ValueError(f"outputs.action.{key} must hold {width} numbers, or null; got {short(values)}.")
+    return tuple(float(value) for value in values)
+
+
+def _task(facts: Mapping[str, Any]) -> str | None:
+    task = facts.get("task")
+    if task is not None and not isinstance(task, str):
+        raise ValueError(f"task must be a text, or null; got {short(task)}.")
+    return task
+
+
+def _rate(facts: Mapping[str, Any]) -> float | None:
+    rate = facts.get("control_hz")
+    if rate is not None and not (_is_number(rate) and rate > 0):
+        raise ValueError(f"control_hz must be positive, or null; got {short(rate)}.")
+    return None if rate is None else float(rate)
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)

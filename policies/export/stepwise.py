@@ -1,0 +1,179 @@
+"""An export in pieces: a graph of the observation, one of a single evaluation of the network, and a table.
+
+The table holds what the sampler does around the evaluations, so that a runner can run the loop itself.
+Tracing takes a K-th of the time of the whole sampler, which matters for gradients of large networks. A
+descent on an energy has one step, the same at every place of its walk.
+
+Legend: B batch, K denoising steps, Th predicted horizon, Da action width, C condition width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policies.composition.policy import ComposedPolicy
+from policies.denoising import DenoisingPolicy
+from policies.energy_policies import DescentPolicy
+from policies.errors import ExportError
+from policies.export.onnx_graph import Traceable, observation_of, random_inputs, refuse_foreign_loops
+from policies.policy import Policy
+from policies.protocols import Cond
+from policies.samplers.step_table import Coefficients, StepTable
+
+_SPELLED_OUT = ("x0_x", "x0_pred", "eps_x", "eps_pred", "slope", "to_x0", "to_eps")
+_COMPACT = ("ratio", "limit", "mean_y", "mean_x", "mean_pred")
+_TIMES = frozenset({"time", "second_time"})
+
+
+def require_steps(policy: Policy) -> DenoisingPolicy | DescentPolicy:
+    """Return a policy whose steps can be exported one by one.
+
+    Raises:
+        ExportError: If it has none; says why.
+    """
+    refuse_foreign_loops(policy)
+    if isinstance(policy, ComposedPolicy):
+        reason = "its members are asked at times of their own and weighted anew at every step"
+    elif not isinstance(policy, DenoisingPolicy | DescentPolicy):
+        reason = f"{type(policy).__name__} has no denoising steps of one evaluation each"
+    else:
+        return policy
+    raise ExportError(f"graph=step cannot export this policy: {reason}. Use graph=whole.")
+
+
+def parts_of(cond: Cond) -> dict[str, Tensor]:
+    """Return the tensors of a condition by name."""
+    parts = {"cond": cond.vec, "tokens": cond.tokens}
+    if cond.free is not None:
+        parts |= {"free": cond.free.vec, "free_tokens": cond.free.tokens}
+    return {name: part for name, part in parts.items() if part is not None}
+
+
+def cond_of(parts: Mapping[str, Tensor]) -> Cond:
+    """Put a condition together from `parts_of`."""
+    free = Cond(parts["free"], parts.get("free_tokens")) if "free" in parts else None
+    return Cond(parts["cond"], parts.get("tokens"), free)
+
+
+class EncodedObservation(Traceable):
+    """The first piece: physical observations to the tensors of a condition."""
+
+    has_gradients = False
+
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy)
+        self.outputs = tuple(parts_of(_example_cond(policy, 1, torch.Generator().manual_seed(0))))
+
+    def example(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draw observations."""
+        inputs = random_inputs(self.policy, batch, generator)
+        return {name: value for name, value in inputs.items() if name != "noise"}
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return the parts of the condition."""
+        return tuple(parts_of(self.policy.encode(observation_of(inputs))).values())
+
+
+class OneEvaluation(Traceable):
+    """The second piece: state, condition and time to the output of the network, (B, Th, Da)."""
+
+    outputs = ("prediction",)
+    fixed = _TIMES
+    is_sealed = False  # tables of times would be constants, and times are inputs here
+
+    def example(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draw a state and a condition, at the time of a step that is drawn too."""
+        x = torch.randn(batch, *self.policy.chunk.shape, generator=generator)
+        cond = parts_of(_example_cond(self.policy, batch, generator))
+        k = int(torch.randint(self.policy.table.num_steps, (1,), generator=generator))
+        times = {name: value[k : k + 1].clone() for name, value in _times_of(self.policy.table).items()}
+        return {"x": x, **cond, **times}
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor]:
+        """Return the raw output of the network, guided as configured."""
+        times = [inputs[name] for name in ("time", "second_time") if name in inputs]
+        return (self.policy.bind_at(cond_of(inputs), *times)(0, inputs["x"]),)
+
+
+class OneStepDown(Traceable):
+    """The second piece of a descent: chunk and velocity before and after a step, and the slope there."""
+
+    outputs = ("x_next", "v_next", "slope")
+
+    def example(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
+        """Draw a place on a walk and a condition."""
+        x, v = (torch.randn(batch, *self.policy.chunk.shape, generator=generator) for _ in range(2))
+        return {"x": x, "v": v, **parts_of(_example_cond(self.policy, batch, generator))}
+
+    def forward(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return x and v (B, Th, Da) after the step and the slope (B,) where it was taken."""
+        process, energy = self.policy.process, self.policy.bind(cond_of(inputs))
+        x, v, _, gradient = process.step(energy, inputs["x"], inputs["v"])
+        return x, v, process.slope(gradient)
+
+
+def one_step_of(policy: DenoisingPolicy | DescentPolicy) -> Traceable:
+    """Return the second piece of a policy."""
+    return OneStepDown(policy) if isinstance(policy, DescentPolicy) else OneEvaluation(policy)
+
+
+def loop_of(policy: DenoisingPolicy | DescentPolicy) -> dict[str, Any]:
+    """Return the loop around the evaluations as JSON values; see `policies.runner`."""
+    chunk = policy.chunk
+    scale, offset = (policy.normalizer.get_buffer(f"action_{name}") for name in ("scale", "offset"))
+    return {
+        "action_start": chunk.action_start,
+        "act_steps": chunk.act_steps,
+        "action_scale": scale.tolist(),
+        "action_offset": offset.tolist(),
+        **(_walk(policy) if isinstance(policy, DescentPolicy) else _denoising(policy.table)),
+    }
+
+
+def _walk(policy: DescentPolicy) -> dict[str, Any]:
+    """Return when a walk ends."""
+    return {"walk": {"steps": policy.sampler.steps, "min_slope": policy.sampler.min_slope}}
+
+
+def _denoising(table: StepTable) -> dict[str, Any]:
+    """Return the steps of a sampler and what they keep to."""
+    is_spelled_out = table.eps_clip is not None or table.memory is not None
+    names = _SPELLED_OUT if is_spelled_out else _COMPACT
+    limits = ("clip_x0", "eps_clip", "noise_clip", "clip_state", "clip_action", "start_std", "predicts_x0")
+    return {
+        "is_deterministic": table.is_deterministic,
+        "is_spelled_out": is_spelled_out,
+        **{name: getattr(table, name) for name in limits},
+        "rows": [_row(table, k, names) for k in range(table.num_steps)],
+    }
+
+
+def _row(table: StepTable, k: int, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return step k: its times, its coefficients (1 or Da numbers each), its noise, its memory."""
+    columns = Coefficients(*table.coefficients[:, k])
+    row = {name: [_finite(number) for number in getattr(columns, name).tolist()] for name in names}
+    row |= {name: value[k : k + 1].tolist() for name, value in _times_of(table).items()}
+    row["std"] = table.std[k].tolist()
+    memory = {} if table.memory is None else table.memory._asdict()
+    return row | {name: values[k] for name, values in memory.items()}
+
+
+def _times_of(table: StepTable) -> dict[str, Tensor]:
+    """Return what the network is told of time at every step, K rows each."""
+    second = {} if table.second_time is None else {"second_time": table.second_time}
+    return {"time": table.net_time, **second}
+
+
+def _finite(number: float) -> float:
+    """Replace a coefficient that a table does not use."""
+    return number if math.isfinite(number) else 0.0
+
+
+@torch.no_grad()
+def _example_cond(policy: Policy, batch: int, generator: torch.Generator) -> Cond:
+    return policy.encode(observation_of(random_inputs(policy, batch, generator)))

@@ -1,0 +1,1 @@
+"""Weights of other programs, one file per `source=`."""

@@ -1,0 +1,117 @@
+"""Weights of other programs: what a checkpoint of theirs holds, and which policy of ours it is.
+
+One file per program; each registers a `ForeignSource` in the group `source`. `policies/importing/importing.py` does
+the rest: it builds the policy, gives every tensor its place, and refuses what has none.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from policies.errors import ConfigError
+
+AffineMap = tuple[Tensor, Tensor]
+"""(scale, offset), each (D,): physical x becomes scale x + offset."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The tensors of a checkpoint, told apart.
+
+    Attributes:
+        network: Of the denoiser, by released name.
+        tuned: Of the copy that the last denoising steps use, likewise; None: there is none.
+        maps: Normalisation of `state` and `action`, where the checkpoint has it.
+        skipped: Name of every tensor that is left out, and why.
+    """
+
+    network: Mapping[str, Tensor]
+    tuned: Mapping[str, Tensor] | None = None
+    maps: Mapping[str, AffineMap] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Network:
+    """What the tensors of a released network tell; None: they do not.
+
+    Attributes:
+        backbone: Our configuration of it.
+        cond_dim: C, width of the condition, To times Do.
+        chunk_size: Numbers in a chunk, Th times Da.
+        action_dim: Da.
+        horizon: Th.
+        obs_steps: To.
+        constants: Tensors that are no weights, by released name, with the values that ours implies.
+    """
+
+    backbone: Any
+    cond_dim: int
+    chunk_size: int | None = None
+    action_dim: int | None = None
+    horizon: int | None = None
+    obs_steps: int | None = None
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ForeignSource(ABC):
+    """A program whose weights can be read; its fields are what no tensor tells.
+
+    Attributes:
+        obs_steps: Observations that the policy sees; null: as many as the tensors tell.
+        action_dim: Width of an action; null: as the tensors tell.
+        horizon: Actions that the policy predicts; null: as the tensors tell.
+        act_steps: Actions that are executed before it decides again; null: all from the first executed one
+            (Diffusion Policy published 8 of 16, DPPO and ReinFlow the whole chunk).
+    """
+
+    obs_steps: int | None = None
+    action_dim: int | None = None
+    horizon: int | None = None
+    act_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the sizes."""
+        for size in fields(ForeignSource):
+            value = getattr(self, size.name)
+            if value is not None and value < 1:
+                raise ConfigError(f"source.{size.name} must be at least 1; got {value}.")
+
+    @abstractmethod
+    def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
+        """Tell the tensors of a checkpoint apart."""
+
+    @abstractmethod
+    def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
+        """Read the network's sizes from its tensors, with the width of an action where it is known."""
+
+    @abstractmethod
+    def keys(self, network: Network, action_dim: int) -> Mapping[str, str]:
+        """Map released parameter names of a network to ours."""
+
+    @abstractmethod
+    def parts(self) -> tuple[Any, Any]:
+        """Return the process, and the sampler that the program evaluates with."""
+
+    def first_row(self, obs_steps: int) -> int:
+        """Return the first executed row of a chunk."""
+        return 0
+
+    def steps_of_tuned(self) -> int | None:
+        """Return how many of the last denoising steps use the tuned network."""
+        return None
+
+    def maps(self, statistics: Mapping[str, np.ndarray]) -> Mapping[str, AffineMap]:
+        """Return the normalisation that a file beside the checkpoint describes.
+
+        Raises:
+            ConfigError: If the program keeps no such file, or it lacks an array.
+        """
+        raise ConfigError(f"{type(self).__name__} reads no statistics beside the checkpoint.")

@@ -1,0 +1,146 @@
+"""Sizes of the networks that DPPO and Diffusion Policy released, read from their tensors.
+
+Legend: Th rows of a chunk, Da action width, C condition width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import count, takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policies.backbones.dp_transformer import DpTransformerConfig, memory_mask
+from policies.backbones.mlp import MlpConfig
+from policies.backbones.unet1d import Unet1dConfig
+from policies.errors import CheckpointError
+from policies.importing.formats import Network
+from policies.networks.attention import causal_mask
+
+Weights = Mapping[str, Tensor]
+
+
+def is_mlp(weights: Weights) -> bool:
+    """Tell whether the tensors are those of DPPO's `DiffusionMLP`."""
+    return any(name.startswith("mlp_mean.") for name in weights)
+
+
+def is_unet(weights: Weights) -> bool:
+    """Tell whether the tensors are those of a temporal U-Net."""
+    return any(name.startswith("down_modules.") for name in weights)
+
+
+def is_transformer(weights: Weights) -> bool:
+    """Tell whether the tensors are those of Diffusion Policy's `TransformerForDiffusion`."""
+    return any(name.startswith("decoder.layers.") for name in weights)
+
+
+def mlp(weights: Weights, activation: str) -> Network:
+    """Read an MLP over the flattened chunk."""
+    time_dim = shape(weights, "time_embedding.1.weight", 2)[1]
+    cond_dims = _outputs(weights, "cond_mlp.moduleList.{}.linear_1.weight")
+    trunk: dict[str, Any]
+    if "mlp_mean.layers.0.weight" in weights:
+        blocks = len(_outputs(weights, "mlp_mean.layers.{}.l1.weight", first=1))
+        first, last = "mlp_mean.layers.0.weight", f"mlp_mean.layers.{blocks + 1}.weight"
+        trunk = {"width": shape(weights, first, 2)[0], "num_blocks": blocks}
+        trunk["layer_norm"] = "mlp_mean.layers.1.norm1.weight" in weights
+    else:
+        dims = _outputs(weights, "mlp_mean.moduleList.{}.linear_1.weight")
+        first, last = (f"mlp_mean.moduleList.{i}.linear_1.weight" for i in (0, max(len(dims) - 1, 0)))
+        trunk = {"residual": False, "hidden_dims": dims[:-1]}
+        trunk["layer_norm"] = "mlp_mean.moduleList.0.norm_1.weight" in weights
+    chunk_size = shape(weights, last, 2)[0]
+    cond_dim = shape(weights, first, 2)[1] - chunk_size - time_dim
+    if cond_dims:
+        cond_dim = shape(weights, "cond_mlp.moduleList.0.linear_1.weight", 2)[1]
+    config = MlpConfig(activation=activation, time_dim=time_dim, cond_dims=cond_dims, **trunk)
+    return Network(config, cond_dim, chunk_size=chunk_size)
+
+
+def unet(weights: Weights, time: str, **told: Any) -> Network:
+    """Read a temporal U-Net.
+
+    Args:
+        weights: By released name.
+        time: Released name of the time embedding.
+        told: Fields of `Unet1dConfig` that no tensor tells: groups, norm_eps, activation.
+    """
+    widths = _outputs(weights, "down_modules.{}.0.blocks.0.block.0.weight")
+    inner, time_dim = shape(weights, f"{time}.1.weight", 2)
+    layers = 3 if "mid_modules.0.cond_encoder.4.weight" in weights else 1
+    first, last = (0, 4) if layers == 3 else (1, 1)
+    numbers = shape(weights, f"mid_modules.0.cond_encoder.{last}.weight", 2)[0]
+    cond_dim = shape(weights, f"mid_modules.0.cond_encoder.{first}.weight", 2)[1] - time_dim
+    cond_dims = _encoder_dims(weights)
+    config = Unet1dConfig(
+        widths=widths,
+        kernel=shape(weights, "mid_modules.0.blocks.0.block.0.weight", 3)[2],
+        film="scale" if numbers == 2 * widths[-1] else "bias",
+        film_layers=layers,
+        time_dim=time_dim,
+        time_expansion=inner // time_dim,
+        cond_dims=cond_dims,
+        **told,
+    )
+    if cond_dims:
+        cond_dim = shape(weights, "cond_mlp.layers.0.weight", 2)[1]
+    return Network(config, cond_dim, action_dim=shape(weights, "final_conv.1.weight", 3)[0])
+
+
+def transformer(weights: Weights, heads: int) -> Network:
+    """Read Diffusion Policy's transformer; its masks are rebuilt and compared."""
+    _, horizon, width = shape(weights, "pos_emb", 3)
+    tokens = shape(weights, "cond_pos_emb", 3)[1]
+    causal = "mask" in weights
+    masks = {"mask": causal_mask(horizon), "memory_mask": memory_mask(horizon, tokens)} if causal else {}
+    config = DpTransformerConfig(
+        width=width,
+        depth=len(_outputs(weights, "decoder.layers.{}.linear1.weight")),
+        heads=heads,
+        memory_depth=len(_outputs(weights, "encoder.layers.{}.linear1.weight")),
+        obs_tokens=tokens - 1,
+        causal=causal,
+    )
+    return Network(
+        config,
+        cond_dim=(tokens - 1) * shape(weights, "cond_obs_emb.weight", 2)[1],
+        action_dim=shape(weights, "head.weight", 2)[0],
+        horizon=horizon,
+        obs_steps=tokens - 1,
+        constants={
+            name: torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) for name, mask in masks.items()
+        },
+    )
+
+
+def shape(weights: Weights, name: str, dims: int) -> torch.Size:
+    """Return the shape of a tensor.
+
+    Raises:
+        CheckpointError: If there is no such tensor, or it has another number of dimensions.
+    """
+    if name not in weights:
+        some = ", ".join(sorted(weights)[:4])
+        raise CheckpointError(f"the network has no tensor '{name}'; it has {len(weights)}: {some}, …")
+    found = weights[name].shape
+    if len(found) != dims or not all(found):
+        raise CheckpointError(f"'{name}' must have {dims} dimensions, none empty; got {tuple(found)}.")
+    return found
+
+
+def _outputs(weights: Weights, pattern: str, first: int = 0) -> tuple[int, ...]:
+    """Return the output widths of layers that are numbered from `first`."""
+    names = takewhile(weights.__contains__, (pattern.format(i) for i in count(first)))
+    return tuple(weights[name].shape[0] for name in names)
+
+
+def _encoder_dims(weights: Weights) -> tuple[int, ...]:
+    """Return `cond_dims` of a U-Net."""
+    if not any(name.startswith("cond_mlp.") for name in weights):
+        return ()
+    blocks = len(_outputs(weights, "cond_mlp.layers.{}.l1.weight", first=1))
+    out, width = shape(weights, f"cond_mlp.layers.{blocks + 1}.weight", 2)
+    return (*[width] * (2 * blocks + 1), out)

@@ -1,0 +1,72 @@
+"""Checkpoints of ReinFlow (arXiv 2505.22094), cloned or fine-tuned: its rectified flow on states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from policies.errors import CapabilityError, CheckpointError
+from policies.importing.dppo import asked_activation, limits_of, refuse_images, under, without
+from policies.importing.formats import AffineMap, Contents, ForeignSource, Network
+from policies.importing.networks import is_mlp, mlp
+from policies.processes.flow import RectifiedFlow
+from policies.registry import register
+from policies.samplers.ode import Euler
+
+_TUNED = "actor_ft.policy."
+
+
+@register("source", "reinflow")
+@dataclass(frozen=True)
+class ReinflowSource(ForeignSource):
+    """ReinFlow: its rectified flow (`FlowMLP`) on states, cloned or fine-tuned.
+
+    Attributes:
+        activation: Of the network: `relu` (published for Gym and transport) or `mish` (kitchen). Must be
+            given.
+        steps: Euler steps; published are 4 and 1.
+
+    Source:
+        The released code: names of the tensors, `normalization.npz`, times in [0, 1] from noise to action.
+        Deviation: step k is at k / steps; the released evaluation spreads its times to 1 inclusive, as
+        `Euler(released_times=True)` does.
+    """
+
+    activation: str | None = None
+    steps: int = 4
+
+    def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
+        """Tell the network and what only training needs apart; a network alone is taken as well."""
+        network = under(_TUNED, tensors)
+        if network:
+            skipped = {name: name.partition(".")[0] for name in tensors if not name.startswith(_TUNED)}
+            return Contents(network, skipped={name: f"{part}, of training" for name, part in skipped.items()})
+        return Contents(without("network.", tensors))
+
+    def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
+        """Read the network's sizes from its tensors."""
+        refuse_images(weights)
+        if any(name.startswith("vel_head.") for name in weights):
+            raise CapabilityError("shortcut networks cannot be imported; only rectified flows (FlowMLP) can.")
+        if not is_mlp(weights):
+            raise CheckpointError(
+                f"the tensors are not ReinFlow's FlowMLP: {', '.join(sorted(weights)[:4])}."
+            )
+        return mlp(weights, asked_activation(self.activation))
+
+    def keys(self, network: Network, action_dim: int) -> Mapping[str, str]:
+        """Map released parameter names of a network to ours."""
+        keys: Mapping[str, str] = network.backbone.official_keys()
+        return keys
+
+    def parts(self) -> tuple[Any, Any]:
+        """Return the process, and the sampler that the program evaluates with."""
+        return RectifiedFlow(time_scale=1.0), Euler(steps=self.steps)
+
+    def maps(self, statistics: Mapping[str, np.ndarray]) -> Mapping[str, AffineMap]:
+        """Return the normalisation that `normalization.npz` describes."""
+        return limits_of(statistics)

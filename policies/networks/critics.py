@@ -1,0 +1,249 @@
+"""Several networks of one shape as one: action values, and what is made of their disagreement.
+
+Legend: E members, B batch, C condition width, A width of a flattened chunk. The weights of a layer are
+stacked, (E, in, out), and all members are evaluated by one batched product; where products are large on a
+CPU, one after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from policies.errors import ConfigError
+from policies.networks.activations import ACTIVATIONS, check_activation
+
+AGGREGATES = ("min", "mean", "subset_min", "mean_std")
+_LARGE = 32_768  # rows times width
+
+
+@dataclass(frozen=True)
+class EnsembleConfig:
+    """Shape of an ensemble of action values Q(s, a), and how its weights begin."""
+
+    members: int = 2  # E
+    hidden_dims: tuple[int, ...] = (256, 256)  # widths of the hidden layers
+    activation: str = "relu"  # relu, mish or tanh
+    layer_norm: bool = False  # normalise before each activation
+    norm_after: bool = False  # normalise after each activation instead
+    norm_eps: float = 1e-5  # added to variances
+    hidden_bias: float | None = None  # initial biases of hidden layers; None: as PyTorch draws them
+    last_bound: float | None = None  # limit of the last layer's initial weights and biases; None: PyTorch's
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        object.__setattr__(self, "hidden_dims", tuple(self.hidden_dims))
+        check_activation(self.activation, where="critic.activation")
+        if self.members < 1:
+            raise ConfigError(f"critic.members must be at least 1; got {self.members}.")
+        if not self.hidden_dims or min(self.hidden_dims) < 1:
+            raise ConfigError(
+                "critic.hidden_dims must name at least one width, all at least 1; got "
+                f"{list(self.hidden_dims)}."
+            )
+        if not 0 < self.norm_eps < math.inf:
+            raise ConfigError(f"critic.norm_eps must be positive and finite; got {self.norm_eps}.")
+        if self.norm_after and not self.layer_norm:
+            raise ConfigError("critic.norm_after needs critic.layer_norm=true; got false.")
+        if self.last_bound is not None and not 0 <= self.last_bound < math.inf:
+            raise ConfigError(f"critic.last_bound must be 0 or more and finite; got {self.last_bound}.")
+
+    def build(self, cond_dim: int, action_dim: int) -> Ensemble:
+        """Build the networks for conditions (B, C) and flattened chunks (B, A)."""
+        return Ensemble(self, cond_dim + action_dim)
+
+
+class Ensemble(nn.Module):
+    """E networks from (B, in) to one number each.
+
+    Members are initialised one by one as PyTorch initialises linear layers, unless the configuration says
+    otherwise. Under autocast the last layer keeps the type of its weights: values of hundreds need more than
+    the eight bits of bfloat16.
+    """
+
+    def __init__(self, config: EnsembleConfig, in_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.activate, self.activate_ = ACTIVATIONS[config.activation]
+        sizes, members = (in_dim, *config.hidden_dims, 1), config.members
+        self.weight, self.bias = nn.ParameterList(), nn.ParameterList()
+        for fan_in, fan_out in pairwise(sizes):
+            bound = fan_in**-0.5
+            self.weight.append(torch.empty(members, fan_in, fan_out).uniform_(-bound, bound))
+            self.bias.append(torch.empty(members, 1, fan_out).uniform_(-bound, bound))
+        self._begin()
+        self.scale, self.shift = nn.ParameterList(), nn.ParameterList()
+        for width in config.hidden_dims if config.layer_norm else ():
+            self.scale.append(torch.ones(members, 1, width))
+            self.shift.append(torch.zeros(members, 1, width))
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Let weights begin as the configuration says, where it differs from PyTorch."""
+        *hidden, last = self.bias
+        if self.config.hidden_bias is not None:
+            for bias in hidden:
+                bias.fill_(self.config.hidden_bias)
+        if (bound := self.config.last_bound) is not None:
+            for part in (self.weight[-1], last):
+                part.uniform_(-bound, bound)
+
+    @property
+    def members(self) -> int:
+        """E."""
+        return self.config.members
+
+    def forward(
+        self, cond: Tensor, action: Tensor, *, members: int | None = None, frozen: bool = False
+    ) -> Tensor:
+        """Return values (E, B) of conditions (B, C) and flattened chunks (B, A).
+
+        Args:
+            cond: (B, C).
+            action: (B, A).
+            members: Evaluate the first so many only.
+            frozen: Let no gradient reach the weights; it still reaches the inputs.
+        """
+        x = torch.cat([cond, action], dim=-1)
+        count = self.members if members is None else members
+        if count == 1 or self._large(x):
+            return self._evaluate_each(x, count, frozen)
+        return self._evaluate_together(x.expand(count, *x.shape), count, frozen)
+
+    def _large(self, x: Tensor) -> bool:
+        """Return whether products are so large that a CPU is faster with one after the other."""
+        return x.device.type == "cpu" and len(x) * min(self.config.hidden_dims) >= _LARGE
+
+    def _evaluate_together(self, h: Tensor, count: int, frozen: bool) -> Tensor:
+        """Evaluate (count, B, in) by one batched product per layer."""
+        parts = (self.weight, self.bias, self.scale, self.shift)
+        weight, bias, scale, shift = (self._stacks(part, count, frozen) for part in parts)
+        return self._evaluate(torch.baddbmm, h, weight, bias, scale, shift)
+
+    def _evaluate_each(self, x: Tensor, count: int, frozen: bool) -> Tensor:
+        """Evaluate (B, in) by plain products, one member after the other."""
+        parts = (self.weight, self.bias, self.scale, self.shift)
+        stacks = ([stack.unbind(0) for stack in self._stacks(part, count, frozen)] for part in parts)
+        weight, bias, scale, shift = stacks
+        return torch.stack(
+            [
+                self._evaluate(
+                    torch.addmm, x, *([layer[e] for layer in part] for part in (weight, bias, scale, shift))
+                )
+                for e in range(count)
+            ]
+        )
+
+    def _evaluate(
+        self,
+        product: Any,
+        h: Tensor,
+        weight: list[Tensor],
+        bias: list[Tensor],
+        scale: list[Tensor],
+        shift: list[Tensor],
+    ) -> Tensor:
+        last, after = len(weight) - 1, self.config.norm_after
+        for i in range(last):
+            h = product(bias[i], h, weight[i])
+            if scale and not after:
+                h = self._normalized(h, scale[i], shift[i])
+            h = self.activate_(h)
+            if after:
+                h = self._normalized(h, scale[i], shift[i])
+        with _full_precision(h.device.type):
+            return self._read_out(product, bias[last], h, weight[last]).squeeze(-1)
+
+    def _read_out(self, product: Any, bias: Tensor, h: Tensor, weight: Tensor) -> Tensor:
+        """Evaluate the last layer: large batched products of so narrow an output are slow on a CPU."""
+        if h.ndim == 2 or not self._large(h[0]):
+            value: Tensor = product(bias, h.to(weight.dtype), weight)
+            return value
+        parts = zip(bias.unbind(0), h.unbind(0), weight.unbind(0), strict=True)
+        return torch.stack([torch.addmm(b, x.to(w.dtype), w) for b, x, w in parts])
+
+    def _normalized(self, h: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        eps = self.config.norm_eps
+        if h.ndim == 2 and h.device.type == "cpu":  # one kernel, which reads and writes the type of h
+            with _full_precision("cpu"):
+                return F.layer_norm(h, h.shape[-1:], scale[0], shift[0], eps)
+        if self._large(h[0]):
+            parts = zip(h.unbind(0), scale.unbind(0), shift.unbind(0), strict=True)
+            return torch.stack([self._normalized(*part) for part in parts])
+        return torch.addcmul(shift, F.layer_norm(h, h.shape[-1:], eps=eps), scale)
+
+    def _stacks(self, parts: nn.ParameterList, count: int, frozen: bool) -> list[Tensor]:
+        stacks = (part if count == self.members else part[:count] for part in parts)
+        return [stack.detach() if frozen else stack for stack in stacks]
+
+    @torch.no_grad()
+    def load_members(self, members: Sequence[Sequence[Mapping[str, Tensor]]]) -> None:
+        """Set the weights from layers as `nn.Linear` holds them.
+
+        Args:
+            members: Per member and layer `weight` (out, in) and `bias` (out,), and `scale` and `shift` (out,)
+                of its normalisation, where there is one.
+        """
+        for e, layers in enumerate(members):
+            for i, layer in enumerate(layers):
+                self.weight[i][e].copy_(layer["weight"].t())
+                self.bias[i][e, 0].copy_(layer["bias"])
+                if "scale" in layer:
+                    self.scale[i][e, 0].copy_(layer["scale"])
+                    self.shift[i][e, 0].copy_(layer["shift"])
+
+    def layers_of(self, member: int) -> list[dict[str, Tensor]]:
+        """Return the layers of a member as `nn.Linear` holds them; see `load_members`."""
+        layers = [
+            {"weight": weight[member].t(), "bias": bias[member, 0]}
+            for weight, bias in zip(self.weight, self.bias, strict=True)
+        ]
+        for layer, scale, shift in zip(layers, self.scale, self.shift, strict=False):
+            layer |= {"scale": scale[member, 0], "shift": shift[member, 0]}
+        return layers
+
+
+def _full_precision(device: str) -> AbstractContextManager[Any]:
+    """Return what a product in the type of its weights is computed in."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+
+
+def aggregate(values: Tensor, how: str, *, subset: Tensor | None = None, pessimism: float = 0.5) -> Tensor:
+    """Reduce values (E, ...) over the members to (...).
+
+    Args:
+        values: (E, ...).
+        how: `min`, `mean`, `subset_min` (over the members `subset`), or `mean_std` (mean - pessimism *
+            deviation, the uncorrected one).
+        subset: Indices (S,) of members, for `subset_min`.
+        pessimism: Weight of the deviation, for `mean_std`.
+
+    Raises:
+        ConfigError: If the name is unknown, or the subset is missing.
+    """
+    match how:
+        case "min":
+            return values.amin(dim=0) if values.shape[0] != 2 else torch.minimum(values[0], values[1])
+        case "mean":
+            return values.mean(dim=0)
+        case "subset_min" if subset is not None:
+            return values.index_select(0, subset).amin(dim=0)
+        case "mean_std":
+            return values.mean(dim=0) - pessimism * values.std(dim=0, correction=0)
+    raise ConfigError(
+        f"an aggregate must be one of {', '.join(AGGREGATES)} (subset_min with a subset); got '{how}'."
+    )
+
+
+def polyak(target: nn.Module, online: nn.Module, tau: float) -> None:
+    """Move the weights of `target` by the share `tau` towards those of `online`."""
+    with torch.no_grad():
+        torch._foreach_lerp_(list(target.parameters()), list(online.parameters()), tau)

@@ -1,0 +1,148 @@
+"""Normal distributions squashed into a box by tanh: the actor of soft actor-critic methods.
+
+Legend: B batch, C condition width, L numbers of a latent, eps standard normals::
+
+    g = mu(s) + sigma(s) eps,   u = tanh(g),   log pi(u | s) = sum log N(g; mu, sigma) - sum log(1 - u^2)
+
+1 - tanh(g)^2 is computed as exp(2 (log 2 - g - softplus(-2 g))), which is exact for large |g|; released
+programs add 1e-6 to it instead (`form="floored"`), which bounds the density near the edge of the box.
+
+Source: SAC, arXiv 1812.05905, appendix C.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from policies.errors import ConfigError
+from policies.networks.mlp_blocks import TrunkConfig
+
+FORMS = ("exact", "floored")
+MIN_LOG_STD, MAX_LOG_STD = -20.0, 2.0
+FLATTEST_LOG_STD = math.log(0.8741)  # at mean 0, where u has the most entropy
+_FLOOR = 1e-6
+
+
+@dataclass(frozen=True)
+class TanhGaussianConfig:
+    """Shape of the network from conditions to means and deviations."""
+
+    hidden_dims: tuple[int, ...] = (256, 256, 256)
+    activation: str = "tanh"
+    layer_norm: bool = True  # normalise before each activation
+    zero_init: bool = False  # start at mean 0 and deviation 1 everywhere
+
+    def build(self, cond_dim: int, latent_dim: int) -> TanhGaussian:
+        """Build the network for conditions (B, C) and latents (B, L)."""
+        trunk = TrunkConfig(
+            activation=self.activation,
+            layer_norm=self.layer_norm,
+            residual=False,
+            hidden_dims=tuple(self.hidden_dims),
+        )
+        net = TanhGaussian(trunk, cond_dim, latent_dim)
+        if self.zero_init:
+            outlet = net.trunk.get_submodule(f"layers.{len(self.hidden_dims) - 1}")
+            with torch.no_grad():
+                for weight in outlet.parameters():
+                    weight.zero_()
+        return net
+
+
+class TanhGaussian(nn.Module):
+    """Means and logarithms of deviations from conditions, by one network with 2 L outputs.
+
+    Args:
+        trunk: Shape of the network.
+        cond_dim: C.
+        latent_dim: L.
+        min_log_std: Lower limit of the logarithm of a deviation.
+        max_log_std: Upper limit of it.
+    """
+
+    def __init__(
+        self,
+        trunk: TrunkConfig,
+        cond_dim: int,
+        latent_dim: int,
+        *,
+        min_log_std: float = MIN_LOG_STD,
+        max_log_std: float = MAX_LOG_STD,
+    ) -> None:
+        super().__init__()
+        self.trunk = trunk.build_trunk(cond_dim, 2 * latent_dim)
+        self._limits = (min_log_std, max_log_std)
+
+    def forward(self, cond: Tensor) -> tuple[Tensor, Tensor]:
+        """Return means and logarithms of deviations (B, L) of conditions (B, C)."""
+        mean, log_std = self.trunk(cond).chunk(2, dim=1)
+        return mean, log_std.clamp(*self._limits)
+
+
+def gaussian_draw(mean: Tensor, log_std: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+    """Return g = mean + std eps (B, L) and its log-density (B,), summed over L."""
+    g = mean + log_std.exp() * eps
+    log_prob = -0.5 * eps.square() - log_std - 0.5 * math.log(2 * math.pi)
+    return g, log_prob.sum(dim=1)
+
+
+def tanh_draw(mean: Tensor, log_std: Tensor, eps: Tensor, *, form: str = "exact") -> tuple[Tensor, Tensor]:
+    """Return u = tanh(mean + std eps) (B, L) and its log-density (B,), summed over L.
+
+    Args:
+        mean: (B, L).
+        log_std: (B, L).
+        eps: Standard normals (B, L).
+        form: See the top of the file.
+    """
+    g, log_prob = gaussian_draw(mean, log_std, eps)
+    u = torch.tanh(g)
+    return u, log_prob - log_slope(g, u, form).sum(dim=1)
+
+
+def log_slope(g: Tensor, u: Tensor, form: str) -> Tensor:
+    """Return log(1 - u^2) of u = tanh(g), entry by entry.
+
+    Raises:
+        ConfigError: If there is no such form.
+    """
+    if form == "exact":
+        return 2 * (math.log(2) - g - F.softplus(-2 * g))
+    if form == "floored":
+        return torch.log(1 - u.square() + _FLOOR)
+    raise ConfigError(f"the form of a squashed density must be one of {', '.join(FORMS)}; got '{form}'.")
+
+
+def highest_entropy(max_log_std: float = MAX_LOG_STD) -> float:
+    """Return the largest entropy [nats] that one entry of u can have, that of mean 0.
+
+    Unless deviations are limited it is 0.6836, below the log 2 = 0.6931 of what is uniform in the box.
+    """
+    eps = torch.linspace(-12, 12, 4001, dtype=torch.float64)[:, None]
+    log_std = torch.full_like(eps, min(max_log_std, FLATTEST_LOG_STD))
+    log_prob = tanh_draw(torch.zeros_like(eps), log_std, eps)[1]
+    weight = torch.exp(-0.5 * eps.square()).squeeze(1)
+    return -float((weight * log_prob).sum() / weight.sum())
+
+
+def highest_gaussian_entropy(max_log_std: float = MAX_LOG_STD) -> float:
+    """Return the largest entropy [nats] that one entry of g can have."""
+    return max_log_std + 0.5 * math.log(2 * math.pi * math.e)
+
+
+LOG_2PI = math.log(2.0 * math.pi)
+
+
+def gaussian_log_prob(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Return the log density of each element of x under Normal(mean, std), unreduced."""
+    return -0.5 * ((x - mean) / std).square() - std.log() - 0.5 * LOG_2PI
+
+
+def gaussian_entropy(std: Tensor) -> Tensor:
+    """Return the entropy of each element of a normal distribution, unreduced."""
+    return std.log() + 0.5 * (1.0 + LOG_2PI)

@@ -1,0 +1,89 @@
+"""Embeddings of the network time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from policies.errors import CapabilityError
+from policies.networks.activations import mish
+
+
+def sinusoid(time: Tensor, dim: int) -> Tensor:
+    """Embed times in sines and cosines of geometrically spaced frequencies, sines first.
+
+    Shapes:
+        time: (...,) floating point, in raw network units (the integer timestep for diffusion).
+
+    Args:
+        time: Network times.
+        dim: Width, even and at least 4; frequency j of dim/2 is 10000^(-j / (dim/2 - 1)).
+
+    Returns:
+        (..., dim)
+    Source:
+        Diffusion Policy (arXiv 2303.04137) and DPPO (arXiv 2409.00588), released code.
+    """
+    half = dim // 2
+    index = torch.arange(half, device=time.device, dtype=time.dtype)
+    angle = time.unsqueeze(-1) * torch.exp(index * -(math.log(10000.0) / (half - 1)))
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+class TimeEmbedding(nn.Module):
+    """Sinusoid, then Linear dim -> expansion dim, Mish, Linear back to dim."""
+
+    def __init__(self, dim: int, *, expansion: int = 2) -> None:
+        super().__init__()
+        self.dim = dim
+        self.linear1 = nn.Linear(dim, expansion * dim)
+        self.linear2 = nn.Linear(expansion * dim, dim)
+
+    def forward(self, time: Tensor) -> Tensor:
+        """Embed network times (...,) of any real dtype; (..., dim) in the dtype of the weights."""
+        waves = sinusoid(time.to(self.linear1.weight.dtype), self.dim)
+        return self.linear2(mish(self.linear1(waves)))
+
+
+class OctaveEmbedding(nn.Module):
+    """Cosines, then sines of t, 2 t, 4 t, …: for times in [0, 1], and without weights.
+
+    Source:
+        FPO (arXiv 2507.21053), released code.
+    """
+
+    frequency: Tensor
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("frequency", 2.0 ** torch.arange(dim // 2), persistent=False)
+
+    def forward(self, time: Tensor) -> Tensor:
+        """Embed network times (...,) of any real dtype; (..., dim)."""
+        angle = time.unsqueeze(-1).to(self.frequency.dtype) * self.frequency
+        return torch.cat([angle.cos(), angle.sin()], dim=-1)
+
+
+def embed_times(
+    first: Callable[[Tensor], Tensor], second: TimeEmbedding | None, time: Tensor, second_time: Tensor | None
+) -> Tensor:
+    """Embed one network time, or the sum of two.
+
+    Args:
+        first: Embeds the first time.
+        second: Embeds the second one; None: the network was built without it.
+        time: (...,).
+        second_time: (...,), or None.
+
+    Raises:
+        CapabilityError: If a second time is missing or not expected.
+    """
+    if second is None and second_time is None:
+        return first(time)
+    if second is None or second_time is None:
+        built, called = ("without", "with") if second is None else ("with", "without")
+        raise CapabilityError(f"the network was built {built} a second time and called {called} one.")
+    return first(time) + second(second_time)

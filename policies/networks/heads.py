@@ -1,0 +1,198 @@
+"""Networks beside the denoiser: the value function, the Gaussian and the mixture actor, on the same trunk."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from policies.errors import ConfigError
+from policies.networks.mlp_blocks import TrunkConfig
+from policies.protocols import Cond
+
+
+@dataclass(frozen=True)
+class CriticConfig(TrunkConfig):
+    """State-value network V(s)."""
+
+    width: int = 256
+    activation: str = "mish"
+
+    def build(self, obs_dim: int) -> Critic:
+        """Build the critic for flattened normalised observations of `obs_dim` numbers."""
+        return Critic(self, obs_dim)
+
+    def official_keys(self) -> dict[str, str]:
+        """Map the parameter names of DPPO's released `CriticObs` to ours."""
+        return self.official_trunk_keys("Q1.", "trunk.")
+
+
+class Critic(nn.Module):
+    """Value of an observation.
+
+    Source:
+        DPPO (arXiv 2409.00588), `CriticObs` of the released code; equal up to rounding.
+    """
+
+    def __init__(self, config: CriticConfig, obs_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.trunk = config.build_trunk(obs_dim, 1)
+
+    def forward(self, obs: Tensor | Cond) -> Tensor:
+        """Return the value (B,) of encoded or normalised observations (B, ...), flattened to (B, obs_dim)."""
+        features = obs.vec if isinstance(obs, Cond) else obs
+        return self.trunk(features.flatten(1)).squeeze(1)
+
+
+@dataclass(frozen=True)
+class DensityHeadConfig(TrunkConfig):
+    """What every density over action chunks has: a deviation per action dimension, learned or fixed.
+
+    Attributes:
+        init_std: Initial standard deviation, normalised action units.
+        min_std: Lower limit of the standard deviation.
+        max_std: Upper limit of the standard deviation.
+        learn_std: False keeps `init_std` for good.
+    """
+
+    width: int = 256
+    activation: str = "mish"
+    init_std: float = 0.1
+    min_std: float = 0.01
+    max_std: float = 0.2
+    learn_std: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.min_std <= self.init_std <= self.max_std:
+            raise ConfigError(
+                "the standard deviations must satisfy 0 < min_std <= init_std <= max_std; got "
+                f"{self.min_std}, {self.init_std}, {self.max_std}."
+            )
+
+    @classmethod
+    def from_parts(cls, trunk: TrunkConfig, deviation: Any) -> Self:
+        """Combine the trunk settings of a backbone with the fields of the same names in `deviation`.
+
+        Args:
+            trunk: Where width, blocks, activation and the like come from.
+            deviation: Any object that holds `init_std`, `min_std`, `max_std` and `learn_std`.
+        """
+        known = {item.name for item in fields(TrunkConfig)}
+        sources = {item.name: trunk if item.name in known else deviation for item in fields(cls)}
+        return cls(**{name: getattr(source, name) for name, source in sources.items()})
+
+    def attach_log_var(self, head: nn.Module, shape: tuple[int, ...]) -> None:
+        """Give a head its log-variances `log_var`: a parameter, or a buffer where they stay fixed."""
+        log_var = torch.full(shape, 2 * math.log(self.init_std))
+        if self.learn_std:
+            head.register_parameter("log_var", nn.Parameter(log_var))
+        else:
+            head.register_buffer("log_var", log_var)
+
+    def std_of(self, log_var: Tensor) -> Tensor:
+        """Return standard deviations within the limits."""
+        low, high = 2 * math.log(self.min_std), 2 * math.log(self.max_std)
+        return torch.exp(0.5 * log_var.clamp(low, high))
+
+
+@dataclass(frozen=True)
+class GaussianHeadConfig(DensityHeadConfig):
+    """Gaussian distribution over action chunks."""
+
+    def build(self, chunk_shape: tuple[int, int], cond_dim: int) -> GaussianHead:
+        """Build the head for chunks (Th, Da) and conditions of width `cond_dim`."""
+        return GaussianHead(self, chunk_shape, cond_dim)
+
+    def official_keys(self) -> dict[str, str]:
+        """Map the parameter names of DPPO's released `Gaussian_MLP` to ours."""
+        deviation = {"logvar": "log_var"} if self.learn_std else {}
+        return deviation | self.official_trunk_keys("mlp_mean.", "trunk.")
+
+
+class GaussianHead(nn.Module):
+    """Mean within [-1, 1] from the condition, standard deviation from one parameter per action dimension.
+
+    The parameter is the log-variance, as in the released code, so that published learning rates keep their
+    meaning. Outside the limits it receives no gradient.
+
+    Source:
+        DPPO (arXiv 2409.00588), `Gaussian_MLP` of the released code with a learned fixed deviation.
+    """
+
+    log_var: Tensor
+
+    def __init__(self, config: GaussianHeadConfig, chunk_shape: tuple[int, int], cond_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.chunk_shape = tuple(chunk_shape)
+        self.trunk = config.build_trunk(cond_dim, chunk_shape[0] * chunk_shape[1])
+        config.attach_log_var(self, chunk_shape[1:])
+
+    def forward(self, vec: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and standard deviation, each (B, Th, Da), for conditions (B, C)."""
+        mean = torch.tanh(self.trunk(vec)).view(-1, *self.chunk_shape)
+        return mean, self.config.std_of(self.log_var).expand_as(mean)
+
+
+@dataclass(frozen=True)
+class MixtureHeadConfig(DensityHeadConfig):
+    """Mixture of Gaussian distributions over action chunks.
+
+    Attributes:
+        num_modes: M, Gaussians.
+    """
+
+    num_modes: int = 5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_modes < 1:
+            raise ConfigError(f"num_modes must be at least 1; got {self.num_modes}.")
+
+    def build(self, chunk_shape: tuple[int, int], cond_dim: int) -> MixtureHead:
+        """Build the head for chunks (Th, Da) and conditions of width `cond_dim`."""
+        return MixtureHead(self, chunk_shape, cond_dim)
+
+
+class Mixture(NamedTuple):
+    """A mixture of M diagonal Gaussians over chunks.
+
+    Shapes:
+        log_weight: (B, M) logarithms of the modes' shares, which sum to one. mean: (B, M, Th, Da).
+        std: (M, 1, Da), of each mode.
+    """
+
+    log_weight: Tensor
+    mean: Tensor
+    std: Tensor
+
+
+class MixtureHead(nn.Module):
+    """Shares and means of all modes from the condition by one trunk, a deviation per mode and dimension.
+
+    Source:
+        DPPO (arXiv 2409.00588), mixture baseline: five modes, means within [-1, 1], learned fixed deviations.
+        Deviation: shares and means have one trunk, not two, so released weights do not load.
+    """
+
+    log_var: Tensor
+
+    def __init__(self, config: MixtureHeadConfig, chunk_shape: tuple[int, int], cond_dim: int) -> None:
+        super().__init__()
+        self.config = config
+        self.chunk_shape = tuple(chunk_shape)
+        per_mode = 1 + chunk_shape[0] * chunk_shape[1]
+        self.trunk = config.build_trunk(cond_dim, config.num_modes * per_mode)
+        config.attach_log_var(self, (config.num_modes, 1, chunk_shape[1]))
+
+    def forward(self, vec: Tensor) -> Mixture:
+        """Return the mixture for conditions (B, C)."""
+        modes = self.config.num_modes
+        weight, mean = self.trunk(vec).tensor_split([modes], dim=1)
+        mean = torch.tanh(mean).view(-1, modes, *self.chunk_shape)
+        return Mixture(weight.log_softmax(dim=1), mean, self.config.std_of(self.log_var))

@@ -1,0 +1,272 @@
+"""The fully connected network shared by the denoising backbone, the critic and the Gaussian actor.
+
+A trunk maps inputs to z (its first layer's output) and z to the result, so that callers may assemble z
+from parts that are already known (`bias + x Wx^T`) instead of concatenating inputs.
+
+Residual trunk, with activation a and normalisation n (identity, or LayerNorm with eps 1e-6):
+
+    h_0 = W s + b,   u_i = a(n(W1_i a(n(h_i)) + b1_i)),   h_{i+1} = h_i + W2_i u_i + b2_i,   out = Wo h_N + bo
+
+Nothing non-linear stands between the last W2 and Wo, hence exactly
+
+    out = Wo h_{N-1} + (Wo W2) u_{N-1} + (bo + Wo b2),
+
+and the widest product shrinks to the width of the output. With one block the term Wo h_0 is linear in the
+input as well and becomes extra rows of the first layer. The products are formed inside the forward pass:
+gradients are those of the unfolded network.
+
+Source: the networks of DPPO (arXiv 2409.00588), released code: one activation-free linear layer,
+(number of hidden layers - 1) / 2 pre-activation blocks, one linear layer; and its plain variant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from policies.errors import ConfigError
+from policies.networks.activations import ACTIVATIONS, check_activation
+from policies.networks.attention import LayerNorm
+from policies.networks.weight_cache import WeightCache
+
+Finish = Callable[[Tensor], Tensor]
+"""Maps z (B, H') to the output (B, out)."""
+
+
+@dataclass(frozen=True)
+class TrunkConfig:
+    """Shape of a trunk.
+
+    Attributes:
+        width: Width of the residual stream.
+        num_blocks: Residual blocks of two linear layers each; DPPO's [512, 512, 512] is one block of 512.
+        activation: `relu`, `mish`, `tanh` or `silu`.
+        layer_norm: Normalise before each activation.
+        residual: False for a plain stack of `hidden_dims`.
+        hidden_dims: Hidden widths of the plain stack; empty for a residual trunk.
+
+    Raises:
+        ConfigError: If a value is out of range or contradicts another one.
+    """
+
+    width: int = 512
+    num_blocks: int = 1
+    activation: str = "relu"
+    layer_norm: bool = False
+    residual: bool = True
+    hidden_dims: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_activation(self.activation, where="activation")
+        for name in ("width", "num_blocks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}.")
+        if any(dim < 1 for dim in self.hidden_dims):
+            raise ConfigError(f"hidden_dims must all be at least 1; got {tuple(self.hidden_dims)}.")
+        if self.residual and self.hidden_dims:
+            raise ConfigError(
+                "a residual trunk takes width and num_blocks, and no hidden_dims; got hidden_dims="
+                f"{tuple(self.hidden_dims)}. Set residual=false or remove hidden_dims."
+            )
+        if not self.residual and not self.hidden_dims:
+            raise ConfigError("residual=false needs hidden_dims, e.g. hidden_dims=[256,256]; got none.")
+
+    def build_trunk(self, in_dim: int, out_dim: int) -> Trunk:
+        """Build the trunk with PyTorch's default initialisation."""
+        if self.residual:
+            dims = (in_dim, self.width, out_dim)
+            return ResidualTrunk(dims, self.num_blocks, self.activation, self.layer_norm)
+        return PlainTrunk((in_dim, *self.hidden_dims, out_dim), self.activation, self.layer_norm)
+
+    def official_trunk_keys(self, official: str, ours: str) -> dict[str, str]:
+        """Map the parameter names of DPPO's released networks to ours.
+
+        Args:
+            official: Prefix of the released names, e.g. `mlp_mean.`.
+            ours: Prefix of ours, e.g. `trunk.`.
+        """
+        if not self.residual:
+            return official_plain_keys(len(self.hidden_dims) + 1, official, ours, layer_norm=self.layer_norm)
+        names = {"layers.0": "inlet", f"layers.{self.num_blocks + 1}": "outlet"}
+        for i in range(self.num_blocks):
+            names |= {f"layers.{i + 1}.l{n}": f"blocks.{i}.linear{n}" for n in (1, 2)}
+            if self.layer_norm:
+                names |= {f"layers.{i + 1}.norm{n}": f"blocks.{i}.norm{n}" for n in (1, 2)}
+        return _weights_and_biases(names, official, ours)
+
+
+def official_plain_keys(
+    num_layers: int, official: str, ours: str, *, layer_norm: bool = False
+) -> dict[str, str]:
+    """Map the parameter names of DPPO's released plain MLP to those of a `PlainTrunk`."""
+    names = {f"moduleList.{i}.linear_1": f"layers.{i - 1}" if i else "inlet" for i in range(num_layers)}
+    if layer_norm:
+        names |= {f"moduleList.{i}.norm_1": f"norms.{i}" for i in range(num_layers - 1)}
+    return _weights_and_biases(names, official, ours)
+
+
+def _weights_and_biases(names: dict[str, str], official: str, ours: str) -> dict[str, str]:
+    return {
+        f"{official}{theirs}.{kind}": f"{ours}{own}.{kind}"
+        for theirs, own in names.items()
+        for kind in ("weight", "bias")
+    }
+
+
+class Fold(NamedTuple):
+    """What a trunk computes from its weights alone.
+
+    Shapes:
+        weight, bias: (H', in), (H',); z = weight s + bias. H' may exceed the width: see the top of the file.
+        feature: (out, H), reads out the last features; None for a plain trunk.
+        skip: (out,), constant part of the output; None where `bias` already holds it.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    feature: Tensor | None = None
+    skip: Tensor | None = None
+
+
+class Block(nn.Module):
+    """Pre-activation residual block of two linear layers."""
+
+    def __init__(self, width: int, activation: str, layer_norm: bool) -> None:
+        super().__init__()
+        self.linear1 = nn.Linear(width, width)
+        self.linear2 = nn.Linear(width, width)
+        self.norm1 = LayerNorm(width, eps=1e-6) if layer_norm else None
+        self.norm2 = LayerNorm(width, eps=1e-6) if layer_norm else None
+        self.activate, self.activate_ = ACTIVATIONS[activation]
+
+    def features_of(self, *, overwrite: bool) -> Finish:
+        """Return the function h (B, H) -> u (B, H), with its weights looked up once.
+
+        Args:
+            overwrite: The function may destroy h.
+        """
+        weight, bias = self.linear1.weight, self.linear1.bias
+        norm1, norm2, activate_ = self.norm1, self.norm2, self.activate_
+        if norm1 is not None and norm2 is not None:
+            return lambda h: activate_(norm2(F.linear(activate_(norm1(h)), weight, bias)))
+        activate = activate_ if overwrite else self.activate
+        return lambda h: activate_(F.linear(activate(h), weight, bias))
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Return h + W2 u + b2; (B, H)."""
+        return h + self.linear2(self.features_of(overwrite=False)(h))
+
+
+class ResidualTrunk(nn.Module):
+    """Residual network with its last block folded into the output layer."""
+
+    def __init__(
+        self, dims: tuple[int, int, int], num_blocks: int, activation: str, layer_norm: bool = False
+    ) -> None:
+        super().__init__()
+        in_dim, width, out_dim = dims
+        self.inlet = nn.Linear(in_dim, width)
+        self.blocks = nn.ModuleList(Block(width, activation, layer_norm) for _ in range(num_blocks))
+        self.outlet = nn.Linear(width, out_dim)
+        self._cache: WeightCache[Fold] = WeightCache()
+
+    @property
+    def last_block(self) -> Block:
+        """The block that is folded into the output layer."""
+        return self.blocks[-1]  # type: ignore[return-value]
+
+    def fold(self) -> Fold:
+        """Return what depends on the weights only, remembered while no gradient is asked for."""
+        inlet, outlet, last = self.inlet, self.outlet, self.last_block.linear2
+        sources = (inlet.weight, inlet.bias, outlet.weight, outlet.bias, last.weight, last.bias)
+        return self._cache.get(sources, self._fold)
+
+    def _fold(self) -> Fold:
+        weight, bias, wo = self.inlet.weight, self.inlet.bias, self.outlet.weight
+        feature = wo @ self.last_block.linear2.weight
+        skip = torch.addmv(self.outlet.bias, wo, self.last_block.linear2.bias)
+        if len(self.blocks) > 1:
+            return Fold(weight, bias, feature, skip)
+        return Fold(torch.cat([weight, wo @ weight]), torch.cat([bias, torch.addmv(skip, wo, bias)]), feature)
+
+    def finish_of(self, fold: Fold) -> Finish:
+        """Return the function z (B, H') -> out (B, out), with its weights looked up once.
+
+        The function overwrites z unless a graph is being built or traced.
+        """
+        feature = fold.feature.t()  # type: ignore[union-attr]
+        if fold.skip is None:
+            return self._finish_one_block(feature)
+        middle, skip, wo = list(self.blocks)[:-1], fold.skip, self.outlet.weight.t()
+        features = self.last_block.features_of(overwrite=False)
+
+        def finish(z: Tensor) -> Tensor:
+            for block in middle:
+                z = block(z)
+            return torch.addmm(torch.addmm(skip, z, wo), features(z), feature)
+
+        return finish
+
+    def _finish_one_block(self, feature: Tensor) -> Finish:
+        width, out = self.outlet.in_features, self.outlet.out_features
+        may_overwrite = not (torch.is_grad_enabled() or torch.compiler.is_compiling())
+        features = self.last_block.features_of(overwrite=may_overwrite)
+
+        def finish(z: Tensor) -> Tensor:
+            if may_overwrite:  # what `split` returns refuses writes wherever a graph is built
+                h, linear = z.narrow(1, 0, width), z.narrow(1, width, out)
+            else:
+                h, linear = z.split((width, out), dim=1)
+            return torch.addmm(linear, features(h), feature)
+
+        return finish
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (B, in) to (B, out)."""
+        return evaluate(self, inputs)
+
+
+class PlainTrunk(nn.Module):
+    """A stack of linear layers with (LayerNorm and) an activation between them, none at the end."""
+
+    def __init__(self, dims: Sequence[int], activation: str, layer_norm: bool = False) -> None:
+        super().__init__()
+        hidden = tuple(dims[1:-1])
+        self.inlet = nn.Linear(dims[0], dims[1])
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(dims[1:]))
+        self.norms = nn.ModuleList(LayerNorm(dim) for dim in hidden) if layer_norm else None
+        self.activate, self.activate_ = ACTIVATIONS[activation]
+
+    def fold(self) -> Fold:
+        """Return the first layer: nothing else depends on the weights only."""
+        return Fold(self.inlet.weight, self.inlet.bias)
+
+    def finish_of(self, fold: Fold) -> Finish:
+        """Return the function z (B, H) -> out (B, out), which overwrites z."""
+        layers, norms, activate_ = list(self.layers), self.norms, self.activate_
+
+        def finish(z: Tensor) -> Tensor:
+            for i, layer in enumerate(layers):
+                z = layer(activate_(z if norms is None else norms[i](z)))
+            return z
+
+        return finish
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Map (..., in) to (..., out)."""
+        return self.finish_of(self.fold())(self.inlet(inputs))
+
+
+Trunk = ResidualTrunk | PlainTrunk
+
+
+def evaluate(trunk: Trunk, inputs: Tensor) -> Tensor:
+    """Evaluate a trunk on concatenated inputs (B, in); (B, out)."""
+    fold = trunk.fold()
+    return trunk.finish_of(fold)(F.linear(inputs, fold.weight, fold.bias))

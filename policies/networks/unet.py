@@ -1,0 +1,323 @@
+"""The temporal U-Net: residual blocks of convolutions that network time and condition modulate.
+
+A block maps rows x (B, T, C) to (B, T, C') and is modulated by scale and bias (FiLM, arXiv 1709.07871):
+
+    h = a(n(conv(x))),   h <- scale h + bias,   out = a(n(conv(h))) + shortcut(x)
+
+with group normalisation n and activation a. Scale and bias are one linear layer's output,
+
+    z = (Wt a(e) + b) + Wc a(s),        or, with three layers,   z = W3 a(W2 a((Wt e + b) + Wc s) + b2) + b3
+
+of embedded time e and condition s. The first layer is linear in the two, so each part can be computed by
+itself and kept while the other changes.
+
+Two blocks per level see the rows at halved resolution on the way down, two stand in the middle, and two per
+level on the way up double the resolution again; they also see what left their level on the way down. The
+finest level has no blocks on the way up. Convolutions are matrix products (`policies/networks/convolutions.py`).
+
+Legend: B batch, Th rows of a chunk, T of them at a level, P = T or 1 with a time of their own, E and C widths
+of e and s, F numbers that modulate a block.
+
+Source: Diffusion Policy (arXiv 2303.04137) and DPPO (arXiv 2409.00588), released code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from policies.errors import ConfigError
+from policies.networks.activations import ACTIVATIONS, check_activation
+from policies.networks.convolutions import Rows, doubling, group_norm, halving, pointwise, same
+
+FILMS = ("one_plus_scale", "scale", "bias")
+"""h (1 + scale) + bias, h scale + bias, h + bias."""
+
+Modulation = tuple[Tensor | None, Tensor]
+"""Scale (None: there is none) and bias of a block, each (..., P, channels)."""
+
+ModulatedRows = Callable[[Tensor, Modulation], Tensor]
+"""Maps (B, T, C) and a modulation to (B, T, C'), with its weights looked up and laid out."""
+
+Evaluate = Callable[[Tensor, Sequence[Modulation]], Tensor]
+"""Maps chunks (B, Th, Da) and the modulation of every block to (B, Th, Da), likewise."""
+
+
+@dataclass(frozen=True)
+class UnetConfig:
+    """Shape of a temporal U-Net.
+
+    Attributes:
+        widths: Channels of the levels, finest first; published sizes are 256, 512, 1024.
+        kernel: Rows that a convolution sees, odd.
+        groups: Groups of channels that are normalised together, a divisor of every width; 0: none are.
+        final_groups: Groups of the last convolution, which has the first of the widths; null: as `groups`.
+        norm_eps: Added to the variance of a group.
+        film: What time and condition do to a block: `one_plus_scale` (h (1 + scale) + bias), `scale`
+            (h scale + bias) or `bias` (h + bias).
+        film_layers: Linear layers from time and condition to scale and bias, in every block: 1 or 3.
+        activation: `relu` or `mish`.
+
+    Raises:
+        ConfigError: If a value is out of range or contradicts another one.
+    """
+
+    widths: tuple[int, ...] = (64, 128, 256)
+    kernel: int = 5
+    groups: int = 8
+    final_groups: int | None = None
+    norm_eps: float = 1e-5
+    film: str = "one_plus_scale"
+    film_layers: int = 1
+    activation: str = "mish"
+
+    def __post_init__(self) -> None:
+        check_activation(self.activation, where="backbone.activation")
+        widths = tuple(self.widths)
+        laws = (
+            ("widths", bool(widths) and min(widths) >= 1, "be one or more widths of at least 1"),
+            ("kernel", self.kernel >= 1 and self.kernel % 2 == 1, "be odd and at least 1"),
+            ("groups", _divides(self.groups, widths), f"divide every width of {widths}, or be 0 for none"),
+            (
+                "final_groups",
+                self.final_groups is None or _divides(self.final_groups, widths[:1]),
+                f"divide the first width of {widths}, be 0 for none, or null for backbone.groups",
+            ),
+            ("norm_eps", self.norm_eps > 0, "be positive"),
+            ("film", self.film in FILMS, f"be one of {', '.join(FILMS)}"),
+            ("film_layers", self.film_layers in (1, 3), "be 1 or 3"),
+        )
+        for name, holds, law in laws:
+            if not holds:
+                raise ConfigError(f"backbone.{name} must {law}; got {getattr(self, name)}.")
+
+    @property
+    def levels(self) -> int:
+        """How many resolutions there are."""
+        return len(self.widths)
+
+    def build_unet(self, chunk_shape: tuple[int, int], parts: tuple[int, int]) -> TemporalUnet:
+        """Build the network with PyTorch's default initialisation.
+
+        Args:
+            chunk_shape: (Th, Da).
+            parts: Widths of embedded time and condition.
+        """
+        return TemporalUnet(self, chunk_shape, parts)
+
+    def build_conv(self, dims: tuple[int, int], rows: int, groups: int | None = None) -> ConvBlock:
+        """Build a convolution of T rows, normalised in `groups` groups, or as many as there are."""
+        return ConvBlock(
+            dims,
+            rows,
+            kernel=self.kernel,
+            groups=self.groups if groups is None else groups,
+            eps=self.norm_eps,
+            activation=self.activation,
+        )
+
+    def build_block(
+        self, dims: tuple[int, int], rows: int, parts: tuple[int, int], *, level: int
+    ) -> ResidualBlock:
+        """Build a residual block of T rows."""
+        after = dims[1]
+        film = Film(parts, after, kind=self.film, num_layers=self.film_layers, activation=self.activation)
+        return ResidualBlock(
+            self.build_conv(dims, rows), self.build_conv((after, after), rows), film, level=level
+        )
+
+
+def _divides(groups: int, widths: tuple[int, ...]) -> bool:
+    return groups == 0 or (groups > 0 and not any(width % groups for width in widths))
+
+
+class ConvBlock(nn.Module):
+    """Convolution, group normalisation (0 groups: none) and activation.
+
+    Args:
+        dims: Channels before and after.
+        rows: T.
+        kernel: Rows that the convolution sees, odd.
+        groups: Groups of channels that are normalised together.
+        eps: Added to the variance of a group.
+        activation: By name.
+    """
+
+    def __init__(
+        self, dims: tuple[int, int], rows: int, *, kernel: int, groups: int, eps: float, activation: str
+    ) -> None:
+        super().__init__()
+        self.rows = rows
+        self.conv = nn.Conv1d(*dims, kernel, padding=kernel // 2)
+        self.norm = nn.GroupNorm(groups, dims[1], eps=eps) if groups else None
+        self.activate, _ = ACTIVATIONS[activation]
+
+    def ready(self) -> Rows:
+        """Return the block as a function, with its weights looked up and laid out."""
+        convolve, activate = same(self.conv, self.rows), self.activate
+        if self.norm is None:
+            return lambda x: activate(convolve(x))
+        normalise = group_norm(self.norm)
+        return lambda x: activate(normalise(convolve(x)))
+
+
+class Film(nn.Module):
+    """Turns time and condition into scale and bias of one block.
+
+    Args:
+        parts: Widths of time and condition.
+        channels: Of the block.
+        kind: One of `FILMS`.
+        num_layers: 1 or 3, see the top of the file.
+        activation: By name.
+    """
+
+    def __init__(
+        self, parts: tuple[int, int], channels: int, *, kind: str, num_layers: int, activation: str
+    ) -> None:
+        super().__init__()
+        self.parts, self.kind = parts, kind
+        numbers = channels if kind == "bias" else 2 * channels
+        widths = (sum(parts), *[numbers] * num_layers)
+        self.layers: Any = nn.ModuleList(map(nn.Linear, widths[:-1], widths[1:]))
+        self.activate, _ = ACTIVATIONS[activation]
+
+    def features(self, part: Tensor) -> Tensor:
+        """Return what the first layer sees of time or condition: a(part), or the part as it is."""
+        return self.activate(part) if len(self.layers) == 1 else part
+
+    def of_time(self, features: Tensor) -> Tensor:
+        """Return the first layer's part of the time, its bias included; (..., E) -> (..., F)."""
+        first = self.layers[0]
+        return F.linear(features, first.weight[:, : self.parts[0]], first.bias)
+
+    def of_cond(self, features: Tensor) -> Tensor:
+        """Return the first layer's part of the condition; (..., C) -> (..., F)."""
+        return F.linear(features, self.layers[0].weight[:, self.parts[0] :])
+
+    def modulation(self, z: Tensor) -> Modulation:
+        """Return scale and bias from the sum of both parts (..., F)."""
+        for layer in list(self.layers)[1:]:
+            z = layer(self.activate(z))
+        if self.kind == "bias":
+            return None, z
+        scale, bias = z.chunk(2, dim=-1)
+        return (1 + scale if self.kind == "one_plus_scale" else scale), bias
+
+
+class ResidualBlock(nn.Module):
+    """See the top of the file.
+
+    Args:
+        first: From C to C' channels.
+        second: From C' to C' channels.
+        film: For C' channels.
+        level: How often the rows were halved before the block.
+    """
+
+    def __init__(self, first: ConvBlock, second: ConvBlock, film: Film, *, level: int) -> None:
+        super().__init__()
+        self.first, self.second, self.film, self.level = first, second, film, level
+        before, after = first.conv.in_channels, second.conv.out_channels
+        self.shortcut = nn.Conv1d(before, after, 1) if before != after else None
+
+    def ready(self) -> ModulatedRows:
+        """Return the block as a function, with its weights looked up and laid out."""
+        first, second = self.first.ready(), self.second.ready()
+        shortcut = None if self.shortcut is None else pointwise(self.shortcut)
+
+        def block(x: Tensor, film: Modulation) -> Tensor:
+            scale, bias = film
+            h = first(x)
+            h = second(h + bias if scale is None else torch.addcmul(bias, h, scale))
+            return h + (x if shortcut is None else shortcut(x))
+
+        return block
+
+
+class TemporalUnet(nn.Module):
+    """See the top of the file.
+
+    Chunks are padded to a multiple of 2^(levels - 1) rows by repeating the last one; the result is cropped.
+    """
+
+    def __init__(self, config: UnetConfig, chunk_shape: tuple[int, int], parts: tuple[int, int]) -> None:
+        super().__init__()
+        self.chunk_shape, self.levels = tuple(chunk_shape), config.levels
+        horizon, action_dim = chunk_shape
+        self.padding = -horizon % 2 ** (self.levels - 1)
+        widths, last = config.widths, self.levels - 1
+        down = ((level, *dims) for level, dims in enumerate(pairwise((action_dim, *widths))))
+        middle = (last, widths[-1], widths[-1])
+        up = ((level, 2 * widths[level], widths[level - 1]) for level in range(last, 0, -1))
+        self.blocks: Any = nn.ModuleList(
+            config.build_block(dims, self._rows(level), parts, level=level)
+            for level, before, after in (*down, middle, *up)
+            for dims in ((before, after), (after, after))
+        )
+        self.downs: Any = nn.ModuleList(
+            nn.Conv1d(width, width, 3, stride=2, padding=1) for width in widths[:-1]
+        )
+        self.ups: Any = nn.ModuleList(
+            nn.ConvTranspose1d(width, width, 4, stride=2, padding=1) for width in widths[-2::-1]
+        )
+        self.head = config.build_conv((widths[0], widths[0]), self._rows(0), config.final_groups)
+        self.outlet = nn.Conv1d(widths[0], action_dim, 1)
+
+    def _rows(self, level: int) -> int:
+        return (self.chunk_shape[0] + self.padding) >> level
+
+    @property
+    def films(self) -> list[Film]:
+        """What turns time and condition into the modulation of each block."""
+        return [block.film for block in self.blocks]
+
+    def coarsened(self, rows: Tensor) -> list[Tensor]:
+        """Return features of rows at every level, finest first, as means; (N, Th, E) -> L of (N, T, E)."""
+        by_level = [pad_rows(rows, self.padding)]
+        while len(by_level) < self.levels:
+            by_level.append(by_level[-1].unflatten(1, (-1, 2)).mean(2))
+        return by_level
+
+    def ready(self) -> Evaluate:
+        """Return the network as a function, with its weights looked up and laid out."""
+        blocks = [block.ready() for block in self.blocks]
+        last, padding, horizon = self.levels - 1, self.padding, self.chunk_shape[0]
+        downs = [halving(conv, self._rows(i)) for i, conv in enumerate(self.downs)]
+        ups = [doubling(conv, self._rows(last - i)) for i, conv in enumerate(self.ups)]
+        head, outlet = self.head.ready(), pointwise(self.outlet)
+
+        def pair(i: int, x: Tensor, films: Sequence[Modulation]) -> Tensor:
+            return blocks[2 * i + 1](blocks[2 * i](x, films[2 * i]), films[2 * i + 1])
+
+        def evaluate(x: Tensor, films: Sequence[Modulation]) -> Tensor:
+            if x.shape[1] != horizon:
+                raise ConfigError(
+                    f"the U-Net was built for chunks of {horizon} rows; got {x.shape[1]}. Build it with that "
+                    "horizon."
+                )
+            x = pad_rows(x, padding)
+            skips = []
+            for i in range(last + 1):
+                x = pair(i, x, films)
+                skips.append(x)  # the finest one is not used
+                if i < last:
+                    x = downs[i](x)
+            x = pair(last + 1, x, films)
+            for i in range(last):
+                x = pair(last + 2 + i, torch.cat([x, skips[last - i]], dim=-1), films)
+                x = ups[i](x)
+            return outlet(head(x))[:, :horizon]
+
+        return evaluate
+
+
+def pad_rows(x: Tensor, count: int) -> Tensor:
+    """Repeat the last row; (B, T, C) -> (B, T + count, C)."""
+    return torch.cat([x, *[x[:, -1:]] * count], dim=1) if count else x

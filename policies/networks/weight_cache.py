@@ -1,0 +1,173 @@
+"""Values computed from weights, kept until a weight changes.
+
+Acting recomputes nothing that depends on the weights alone (folded matrices, time tables), and training
+never sees a stale value. A weight counts as changed when
+
+* it is another tensor, or its storage moved (`.to`, `load_state_dict(assign=True)`, swapped `.data`);
+* its autograd version advanced (`copy_`, `lerp_`, `load_state_dict`, for-each optimisers, EMA);
+* an optimiser of `torch.optim` that holds its storage took a step: fused optimisers do not advance versions.
+
+Not seen are writes through `weight.data` in place, direct calls of fused kernels (`torch._fused_adamw_`),
+in-place writes to a flat vector whose slices became the weights (`vector_to_parameters`) or to a stack of
+which they are views (`algos.offline.batched_seeds`) by others than its optimiser, writes by other processes into shared
+memory, and replays of a captured CUDA graph: call `forget` after those.
+
+Several threads may use one cache, also with different sources: each gets the value of its own sources.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+T = TypeVar("T")
+_PLAIN = (nn.Parameter, Tensor)
+
+
+class _OptimizerSteps:
+    """Steps of every optimiser in this process: how many, and the last that may have written to a storage."""
+
+    count = 0
+    last: ClassVar[dict[int, int]] = {}  # address of a storage -> number of the step
+    anywhere = 0  # the last step on tensors whose storage is not known
+
+    @classmethod
+    def wrote(cls, storages: Iterable[int], since: int) -> bool:
+        """Return whether a step after the `since`-th one may have written there."""
+        return cls.anywhere > since or any(cls.last.get(place, 0) > since for place in storages)
+
+
+@cache
+def _watch_optimizers() -> None:
+    def after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        _OptimizerSteps.count = number = _OptimizerSteps.count + 1
+        for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+            if type(tensor) in _PLAIN:
+                _OptimizerSteps.last[_storage(tensor)] = number
+            else:
+                _OptimizerSteps.anywhere = number
+
+    register_optimizer_step_post_hook(after_step)
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@dataclass(frozen=True)
+class _Entry(Generic[T]):
+    """A value and what it was computed from; never changed, so a thread sees all of it or none."""
+
+    value: T
+    sources: tuple[Tensor, ...]
+    aliases: tuple[Tensor, ...]  # they keep the storage alive: no new weight sits at a freed address
+    storages: frozenset[int]  # their addresses
+    versions: tuple[int, ...]
+    steps: int
+
+    def is_current(self, sources: Sequence[Tensor]) -> bool:
+        """Return whether these are the sources and none of them changed."""
+        if len(sources) != len(self.sources) or _OptimizerSteps.wrote(self.storages, self.steps):
+            return False
+        known = zip(sources, self.sources, self.aliases, self.versions, strict=True)
+        return all(
+            new is old and new._version == version and new.data_ptr() == alias.data_ptr()
+            for new, old, alias, version in known
+        )
+
+
+class WeightCache(Generic[T]):
+    """Remembers one value computed from tensors until one of them changes.
+
+    A copy or a pickle of a cache is an empty cache, so modules that own one stay small on disk.
+    """
+
+    def __init__(self) -> None:
+        self.sealed = False
+        self.clear()
+
+    def __reduce__(self) -> tuple[type[WeightCache[T]], tuple[()]]:
+        return WeightCache, ()
+
+    def clear(self) -> None:
+        """Forget the value."""
+        self._entry: _Entry[T] | None = None
+
+    def get(self, sources: Sequence[Tensor], compute: Callable[[], T]) -> T:
+        """Return `compute()`, or its remembered result where that is valid and safe to reuse.
+
+        Args:
+            sources: Every tensor that the value depends on.
+            compute: Pure function of the sources; differentiable when a source needs a gradient.
+
+        Returns:
+            The value: freshly computed, with its graph, while tracing and whenever a gradient could flow
+            to a source; otherwise detached and possibly remembered.
+        """
+        entry = self._entry  # read once: another thread may replace it at any moment
+        if self.sealed and entry is not None:
+            return entry.value
+        if not _cacheable(sources):
+            return compute()
+        if entry is not None and entry.is_current(sources):
+            return entry.value
+        _watch_optimizers()
+        # Taken before computing: a write in the meantime makes the entry stale.
+        steps, versions = _OptimizerSteps.count, tuple(source._version for source in sources)
+        aliases = tuple(source.detach() for source in sources)
+        if any(type(alias) not in _PLAIN for alias in aliases):  # a tracer is at work that says nothing
+            return compute()
+        storages = frozenset(map(_storage, aliases))
+        no_autocast = torch.autocast(sources[0].device.type, enabled=False)
+        with torch.inference_mode(False), torch.no_grad(), no_autocast:
+            value = compute()
+        self._entry = _Entry(value, tuple(sources), aliases, storages, versions, steps)
+        return value
+
+
+def _cacheable(sources: Sequence[Tensor]) -> bool:
+    """Return whether values computed from these tensors may outlive the call."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False  # inside `torch.func.jvp` and the like values are wrapped, and die with the call
+    if torch.is_grad_enabled() and any(source.requires_grad for source in sources):
+        return False
+    # Anything but plain tensors (functional transforms, fake tensors) and anything without a version is
+    # computed afresh.
+    return all(type(source) in _PLAIN and not source.is_inference() for source in sources)
+
+
+def seal(module: nn.Module) -> None:
+    """Declare that the weights of a module never change again and that it is used in one way only.
+
+    What its caches hold is returned unchecked from now on, to a tracer as well, which sees constants.
+    Evaluate the module once before, without gradients, so that they hold something.
+    """
+    for kept in _caches(module):
+        kept.sealed = True
+
+
+def forget(module: nn.Module) -> None:
+    """Empty the caches of a module and of its children.
+
+    Needed only after writes that PyTorch does not report, see the top of this file, and to free memory.
+    """
+    for kept in _caches(module):
+        kept.clear()
+
+
+def keeps_values(module: nn.Module) -> bool:
+    """Tell whether a module, its children aside, keeps what it computes from weights."""
+    return any(isinstance(value, WeightCache) for value in vars(module).values())
+
+
+def _caches(module: nn.Module) -> list[WeightCache[Any]]:
+    values = [value for part in module.modules() for value in vars(part).values()]
+    return [value for value in values if isinstance(value, WeightCache)]

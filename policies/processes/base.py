@@ -1,0 +1,287 @@
+"""What a process is, and the arithmetic shared by every Gaussian path `x = alpha x0 + sigma eps`.
+
+Legend: x noisy chunk, x0 clean chunk, eps noise, all (B, Th, Da); t sampling time (B,), 0 noise and 1 data;
+dots are derivatives with respect to t; lambda = ln(alpha / sigma), half the log signal-to-noise ratio.
+
+Equations: a prediction of any kind and the state x determine the pair (x0, eps) linearly::
+
+    eps       x0 = (x - sigma eps) / alpha
+    x0        eps = (x - alpha x0) / sigma
+    score     eps = -sigma score
+    v         v = alpha eps - sigma x0,            determinant alpha^2 + sigma^2
+    velocity  u = alpha' x0 + sigma' eps,          determinant alpha sigma' - sigma alpha'
+
+Two paths agree on (x0, eps) where their lambda agree; the states there differ by the factor alpha2 / alpha1.
+
+Source: arXiv 2011.13456 (score), 2202.00512 (v), 2303.08797 (velocity of an interpolant).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.processes.base import Process
+from policies.protocols import TE, Evaluate, Kind
+from policies.registry import name_of
+
+if TYPE_CHECKING:
+    from policies.backbones import Backbone
+    from policies.policy import Policy
+
+KINDS = ("eps", "x0", "v", "velocity", "score")
+_HALVINGS = 60  # of the bisection that inverts a path: far below the spacing of float64 times
+
+
+@runtime_checkable
+class Process(Protocol):
+    """What the backbone's output means and how it is trained; pure functions only."""
+
+    has_second_time: ClassVar[bool]
+
+    @property
+    def kind(self) -> Kind:
+        """What the network predicts."""
+        ...
+
+    def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return signal and noise amplitudes at times t, shaped like t."""
+        ...
+
+    def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the derivatives of `alpha_sigma` with respect to t."""
+        ...
+
+    def corrupt(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Return the noisy chunk at times t (B,)."""
+        ...
+
+    def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Return what the network should output at times t (B,)."""
+        ...
+
+    def convert(self, x: Tensor, t: Tensor, pred: Tensor, src: Kind, dst: Kind) -> Tensor:
+        """Translate a prediction at (x, t) from one kind to another."""
+        ...
+
+    def net_time(self, t: Tensor) -> Tensor:
+        """Return the time that the backbone receives."""
+        ...
+
+    def second_net_time(self, t: Tensor, t_next: Tensor) -> Tensor | None:
+        """Return the second time of a step from t to t_next; None where the network has none."""
+        ...
+
+    def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
+        """Return the time at which ln(alpha / sigma) has a value, clamped to the path."""
+        ...
+
+    def grid(self, steps: int) -> list[float]:
+        """Return the steps + 1 times of the path's own discretisation, from noise to data."""
+        ...
+
+    def check_steps(self, times: Sequence[float]) -> None:
+        """Refuse steps between these times where the network was not trained for them."""
+        ...
+
+    def start_std(self, t: float) -> float:
+        """Return the deviation of the state from which sampling starts at time t."""
+        ...
+
+    def levels(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> Tensor | None:
+        """Return the times (K,) that training draws from, or None where they are continuous."""
+        ...
+
+    def sample_time(
+        self,
+        n: int,
+        *,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Draw n training times (n,)."""
+        ...
+
+    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Draw what the loss needs beside times and noise; every tensor has one row per row of `te`."""
+        ...
+
+    def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
+        """Return the loss of every element (B, Th, Da) of clean chunks, to be averaged."""
+        ...
+
+    def field_of(self, backbone: Any) -> Any:
+        """Return the field that a policy evaluates: the backbone, or a backbone around it."""
+        ...
+
+    def default_sampler(self) -> Any:
+        """Return the sampler of a policy that names none."""
+        ...
+
+    def policy_class(self) -> type:
+        """Return the class of policies that run this process."""
+        ...
+
+
+class GaussianPath:
+    """What all Gaussian paths have in common; a process derives and gives `kind` and its path.
+
+    Attributes:
+        has_second_time: Whether the network has a second time.
+        is_integrable: Whether the network knows the slope everywhere, for samplers of any path to follow.
+    """
+
+    has_second_time: ClassVar[bool] = False
+    is_integrable: ClassVar[bool] = True
+
+    if TYPE_CHECKING:
+
+        @property
+        def kind(self) -> Kind:
+            """What the network predicts."""
+
+        def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
+            """Return signal and noise amplitudes at times t."""
+
+        def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
+            """Return their derivatives."""
+
+    def corrupt(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Return alpha x0 + sigma eps for chunks (B, Th, Da) and times (B,)."""
+        alpha, sigma = self.alpha_sigma(t)
+        return over_rows(alpha, x0) * x0 + over_rows(sigma, x0) * eps
+
+    def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Return what the network should output (B, Th, Da) at times t (B,)."""
+        return self.express(x0, eps, t, self.kind)
+
+    def convert(self, x: Tensor, t: Tensor, pred: Tensor, src: Kind, dst: Kind) -> Tensor:
+        """Translate a prediction at (x, t) between kinds; (B, Th, Da)."""
+        if src == dst:
+            return pred
+        x0, eps = self.resolve(x, t, pred, src)
+        return self.express(x0, eps, t, dst)
+
+    def express(self, x0: Tensor, eps: Tensor, t: Tensor, kind: Kind) -> Tensor:
+        """Express the pair (x0, eps) as one kind.
+
+        Raises:
+            ConfigError: If the kind is unknown.
+        """
+        if kind == "x0":
+            return x0
+        if kind == "eps":
+            return eps
+        alpha, sigma = (over_rows(value, x0) for value in self.alpha_sigma(t))
+        if kind == "v":
+            return alpha * eps - sigma * x0
+        if kind == "score":
+            return -eps / sigma
+        if kind == "velocity":
+            alpha_rate, sigma_rate = (over_rows(value, x0) for value in self.rates(t))
+            return alpha_rate * x0 + sigma_rate * eps
+        raise unknown_kind(kind)
+
+    def resolve(self, x: Tensor, t: Tensor, pred: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+        """Solve a prediction for the pair (x0, eps).
+
+        Where the path has no signal (alpha = 0) `eps` and `score` leave x0 undetermined, and where it has no
+        noise (sigma = 0) `x0` leaves eps undetermined: the result is not finite there.
+
+        Raises:
+            ConfigError: If the kind is unknown.
+        """
+        alpha, sigma = (over_rows(value, x) for value in self.alpha_sigma(t))
+        if kind == "x0":
+            return pred, (x - alpha * pred) / sigma
+        if kind in ("eps", "score"):
+            eps = pred if kind == "eps" else -sigma * pred
+            return (x - sigma * eps) / alpha, eps
+        if kind == "v":
+            norm = alpha * alpha + sigma * sigma
+            return (alpha * x - sigma * pred) / norm, (sigma * x + alpha * pred) / norm
+        if kind == "velocity":
+            alpha_rate, sigma_rate = (over_rows(value, x) for value in self.rates(t))
+            det = alpha * sigma_rate - sigma * alpha_rate
+            return (sigma_rate * x - sigma * pred) / det, (alpha * pred - alpha_rate * x) / det
+        raise unknown_kind(kind)
+
+    def second_net_time(self, t: Tensor, t_next: Tensor) -> Tensor | None:
+        """Return None: the network has one time."""
+        return None
+
+    def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
+        """Return the time (any shape, float64) at which ln(alpha / sigma) = log_ratio, by bisection."""
+        low, high = torch.zeros_like(log_ratio), torch.ones_like(log_ratio)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            alpha, sigma = self.alpha_sigma(middle)
+            is_noisier = alpha.log() - sigma.log() < log_ratio
+            low, high = torch.where(is_noisier, middle, low), torch.where(is_noisier, high, middle)
+        return (low + high) / 2
+
+    def grid(self, steps: int) -> list[float]:
+        """Return steps + 1 equally spaced times."""
+        return [k / steps for k in range(steps + 1)]
+
+    def check_steps(self, times: Sequence[float]) -> None:
+        """Accept all: the network knows its path everywhere."""
+
+    def start_std(self, t: float) -> float:
+        """Return sigma at time t."""
+        return float(self.alpha_sigma(torch.tensor(t, dtype=torch.float64))[1])
+
+    def levels(self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> Any:
+        """Return None: training times are continuous."""
+        return None
+
+    def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Return nothing: times and noise are all that the loss needs."""
+        return {}
+
+    def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
+        """Return the squared error of the network's output, (B, Th, Da)."""
+        x = self.corrupt(action, te.eps, te.t)
+        return (net(x, te.t, level=te.level) - self.target(action, te.eps, te.t)).square()
+
+    def field_of(self, backbone: Backbone) -> Backbone:
+        """Return the backbone itself."""
+        return backbone
+
+    def policy_class(self) -> type[Policy]:
+        """Return the class of policies that run this process."""
+        from policies.denoising import DenoisingPolicy
+
+        return DenoisingPolicy
+
+
+def over_rows(value: Tensor, x: Tensor) -> Tensor:
+    """View per-row values (B,) so that they multiply x (B, ...); the type becomes that of x."""
+    return value.to(x.dtype).reshape(value.shape + (1,) * (x.dim() - value.dim()))
+
+
+def unknown_kind(kind: str, known: Sequence[str] = KINDS) -> ConfigError:
+    """Return the error of a prediction kind that a path does not have."""
+    return ConfigError(f"prediction kind must be one of {', '.join(known)}; got '{kind}'.")
+
+
+def incompatible(sampler: Any, process: Any, *, needs: str, instead: str) -> ConfigError:
+    """Return the error of a sampler that cannot run a process.
+
+    Args:
+        sampler: Registered sampler.
+        process: Registered process.
+        needs: Name of the process that the sampler runs.
+        instead: Names of samplers to suggest.
+    """
+    return ConfigError(
+        f"sampler={name_of('sampler', sampler)} needs process={needs}; got "
+        f"process={name_of('process', process)}. Use sampler={instead}, or train with process={needs}."
+    )

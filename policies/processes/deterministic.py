@@ -1,0 +1,53 @@
+"""The deterministic policy: a network from the observation to the chunk, squashed into the box of actions.
+
+What offline actor-critic methods train. Cloning regresses it, so it is their baseline too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policies.one_step import OneStepPolicy, trunk_of
+from policies.policy import Policy, PolicyConfig, reduce_elements
+from policies.processes.gaussian import Mean
+from policies.protocols import TE, Cond, Reduction
+from policies.registry import register
+
+
+@register("process", "deterministic")
+@dataclass(frozen=True)
+class DeterministicProcess:
+    """One chunk per observation, tanh of a network; no noise anywhere.
+
+    Source: the actors of TD3+BC (arXiv 2106.06860), PRDC and A2PR.
+    """
+
+    def policy_class(self) -> type[Policy]:
+        """Return the class that runs this process."""
+        return DeterministicPolicy
+
+    def default_sampler(self) -> Mean:
+        """Return the evaluation sampler."""
+        return Mean()
+
+
+class DeterministicPolicy(OneStepPolicy):
+    """Acts by tanh(trunk(observation)), in normalised units within [-1, 1]."""
+
+    process: DeterministicProcess
+
+    def __init__(self, config: PolicyConfig, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
+        rows, dims = self.chunk.shape
+        self.trunk = trunk_of(config).build_trunk(self.encoder.cond_dim, rows * dims)
+
+    def _chunk(self, cond: Cond, noise: Tensor) -> Tensor:
+        return torch.tanh(self.trunk(cond.vec)).view(-1, *self.chunk.shape)
+
+    def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
+        """Squared error of normalised actions (B, Th, Da)."""
+        return reduce_elements((self._chunk(cond, te.eps) - action).square(), reduce)

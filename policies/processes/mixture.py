@@ -1,0 +1,154 @@
+"""The mixture policy: the baseline that has several modes without denoising.
+
+A chunk a (Th, Da) is drawn as a whole from one of M diagonal Gaussians, so all its rows are of one mode:
+
+    p(a | s) = sum_m w_m(s) prod_rd N(a_rd; mean_mrd(s), std_md)
+
+Its logarithm is no sum over elements. With q_m, the share of mode m in the density at a, it becomes one:
+
+    -log p(a | s) = sum_rd sum_m q_m (-log N_mrd) + sum_m q_m log(q_m / w_m)
+
+With q held constant the right side has the gradient of the left one, as in expectation-maximisation. The loss
+of an element is its term of the first sum plus an equal part of the second, so that rows of padding can be
+left out of an average. They do take part in q, that is in whose a chunk is: they repeat a recorded action.
+
+Legend: B batch, M modes, Th horizon (r rows), Da action width (d dimensions).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.networks.distributions import gaussian_log_prob
+from policies.networks.heads import Mixture, MixtureHead, MixtureHeadConfig
+from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
+from policies.policy import Policy, PolicyConfig, reduce_elements
+from policies.protocols import TE, Cond, Reduction
+from policies.registry import register
+
+
+@register("process", "mixture")
+@dataclass(frozen=True)
+class MixtureProcess:
+    """A mixture of normal distributions over whole chunks.
+
+    Source: DPPO (arXiv 2409.00588), mixture baseline. Densities are those of the whole chunk; see the module.
+    """
+
+    num_modes: int = 5  # M, normal distributions
+    init_std: float = 0.1  # deviation at the start, normalised action units
+    min_std: float = 0.01  # lower limit of the deviation
+    max_std: float = 0.2  # upper limit of the deviation
+    learn_std: bool = True  # one learned deviation per mode and action dimension
+
+    def policy_class(self) -> type[Policy]:
+        """Return the class that runs this process."""
+        return MixturePolicy
+
+    def default_sampler(self) -> ModeMean:
+        """Return the evaluation sampler."""
+        return ModeMean()
+
+
+@register("sampler", "mode_mean")
+@dataclass(frozen=True)
+class ModeMean(OneStepSampler):
+    """Draw a mode of a mixture and act with its mean, or near it.
+
+    Source: robomimic (arXiv 2108.03298), which evaluates its mixtures with next to no deviation.
+    """
+
+    belongs_to: ClassVar[str] = "mixture"
+
+    likeliest: bool = False  # take the mode of the largest share instead of drawing one
+    spread: float = 0.0  # times the mode's deviation; 0: act with its mean, 1: draw from the mixture
+
+    def __post_init__(self) -> None:
+        """Check the spread."""
+        if not 0 <= self.spread <= 1:
+            raise ConfigError(f"sampler.spread must lie in 0..1; got {self.spread}.")
+
+
+class MixturePolicy(OneStepPolicy):
+    """Acts with the mean of one of its modes."""
+
+    process: MixtureProcess
+    sampler: ModeMean
+
+    def __init__(self, config: PolicyConfig, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
+        head = MixtureHeadConfig.from_parts(trunk_of(config), config.process)
+        self.head: MixtureHead = head.build(self.chunk.shape, self.encoder.cond_dim)
+
+    def _use_sampler(self, sampler: Any) -> None:
+        super()._use_sampler(sampler)
+        self.noise_sensitive = not (sampler.likeliest and self.is_deterministic)
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether the chunk depends on the start noise, which draws the mode, alone."""
+        return self.sampler.spread == 0
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """(Th, Da), whose first number draws the mode; with a spread (2, Th, Da): it, then the deviation."""
+        return self.chunk.shape if self.is_deterministic else (2, *self.chunk.shape)
+
+    def _chunk(self, cond: Cond, noise: Tensor) -> Tensor:
+        mixture = self.head(cond.vec)
+        share = self._choice(mixture, noise if self.is_deterministic else noise[:, 0])
+        mean = torch.einsum("bm,bmrd->brd", share, mixture.mean)
+        if self.is_deterministic:
+            return mean
+        std = torch.einsum("bm,mrd->brd", share, mixture.std)
+        return mean + self.sampler.spread * std * noise[:, 1]
+
+    def _choice(self, mixture: Mixture, noise: Tensor) -> Tensor:
+        """Return 1 for the mode of each row and 0 for the others, (B, M), given noise (B, Th, Da)."""
+        modes = torch.arange(self.process.num_modes, device=noise.device)
+        if self.sampler.likeliest:
+            mode = mixture.log_weight.argmax(dim=1)
+        else:
+            mode = drawn_mode(mixture.log_weight, noise[:, 0, 0])
+        return (mode.unsqueeze(1) == modes).to(noise.dtype)
+
+    def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
+        """Negative log-likelihood of normalised actions (B, Th, Da), divided among their elements."""
+        return reduce_elements(elementwise_nll(self.head(cond.vec), action), reduce)
+
+
+def drawn_mode(log_weight: Tensor, noise: Tensor) -> Tensor:
+    """Draw modes by the inverse of their cumulated shares.
+
+    Shapes:
+        log_weight: (B, M) logarithms of shares, up to a constant. noise: (B,) standard normal.
+
+    Returns:
+        (B,) int64, in 0..M-1.
+    """
+    quantile = 0.5 * (1.0 + torch.erf(noise * 0.5**0.5))
+    edges = log_weight.softmax(dim=1).cumsum(dim=1)[:, :-1]
+    return (quantile.unsqueeze(1) >= edges).sum(dim=1)
+
+
+def elementwise_nll(mixture: Mixture, action: Tensor) -> Tensor:
+    """Divide the negative log-likelihood of chunks among their elements; see the top of the module.
+
+    Args:
+        mixture: M modes for each of B conditions.
+        action: (B, Th, Da).
+
+    Returns:
+        (B, Th, Da), whose sum over Th and Da is the negative log-likelihood, with its gradient.
+    """
+    nll = -gaussian_log_prob(action.unsqueeze(1), mixture.mean, mixture.std)  # (B, M, Th, Da)
+    with torch.no_grad():
+        log_share = (mixture.log_weight - nll.sum(dim=(-2, -1))).log_softmax(dim=1)
+        share = log_share.exp()
+    of_choice = (share * (log_share - mixture.log_weight)).sum(dim=1) / action.shape[-2:].numel()
+    return torch.einsum("bm,bmrd->brd", share, nll) + of_choice[:, None, None]

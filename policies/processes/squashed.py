@@ -1,0 +1,120 @@
+"""The squashed Gaussian policy: what soft actor-critic methods train.
+
+A chunk is tanh of a normal distribution whose mean and deviations follow from the observation
+(`policies.networks.distributions`), so it never leaves the box of normalised actions. It acts by tanh of the mean, or
+by a draw where the sampler says so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.networks.distributions import MAX_LOG_STD, TanhGaussian
+from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
+from policies.policy import Policy, PolicyConfig, reduce_elements
+from policies.protocols import TE, Cond, Reduction
+from policies.registry import register
+
+
+@register("process", "tanh_gaussian")
+@dataclass(frozen=True)
+class TanhGaussianProcess:
+    """tanh of one normal distribution per element of the chunk, with deviations that depend on what is seen.
+
+    Source: the actor of SAC (arXiv 1812.05905).
+    """
+
+    min_log_std: float = -5.0  # lower limit of the logarithm of a deviation, before tanh
+    max_log_std: float = MAX_LOG_STD  # upper limit of it
+    edge: float = 0.999  # cloning takes normalised actions further out for these: the density ends at 1
+
+    def __post_init__(self) -> None:
+        """Check the limits."""
+        if not self.min_log_std < self.max_log_std:
+            raise ConfigError(
+                f"process.min_log_std must be below process.max_log_std; got {self.min_log_std} and "
+                f"{self.max_log_std}."
+            )
+        if not 0 < self.edge < 1:
+            raise ConfigError(f"process.edge must lie between 0 and 1; got {self.edge}.")
+
+    def policy_class(self) -> type[Policy]:
+        """Return the class that runs this process."""
+        return TanhGaussianPolicy
+
+    def default_sampler(self) -> Squashed:
+        """Return the evaluation sampler."""
+        return Squashed()
+
+
+@register("sampler", "squashed")
+@dataclass(frozen=True)
+class Squashed(OneStepSampler):
+    """Act with tanh of the mean, or of a draw near it."""
+
+    belongs_to: ClassVar[str] = "tanh_gaussian"
+
+    spread: float = 0.0  # times the deviation; 0: act with tanh of the mean, 1: draw from the distribution
+
+    def __post_init__(self) -> None:
+        """Check the spread."""
+        if not 0 <= self.spread <= 1:
+            raise ConfigError(f"sampler.spread must lie in 0..1; got {self.spread}.")
+
+
+class TanhGaussianPolicy(OneStepPolicy):
+    """Acts in normalised units within [-1, 1].
+
+    Attributes:
+        head: Conditions (B, C) to means and logarithms of deviations before tanh, (B, Th Da) each.
+    """
+
+    process: TanhGaussianProcess
+    sampler: Squashed
+
+    def __init__(self, config: PolicyConfig, **sizes: Any) -> None:
+        super().__init__(config, **sizes)
+        rows, dims = self.chunk.shape
+        self.head = TanhGaussian(
+            trunk_of(config),
+            self.encoder.cond_dim,
+            rows * dims,
+            min_log_std=self.process.min_log_std,
+            max_log_std=self.process.max_log_std,
+        )
+
+    def _use_sampler(self, sampler: Any) -> None:
+        super()._use_sampler(sampler)
+        self.noise_sensitive = sampler.spread > 0
+
+    def _chunk(self, cond: Cond, noise: Tensor) -> Tensor:
+        mean, log_std = self.head(cond.vec)
+        if self.sampler.spread:
+            mean = mean + self.sampler.spread * log_std.exp() * noise.flatten(1)
+        return torch.tanh(mean).view(-1, *self.chunk.shape)
+
+    def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
+        """Negative log-likelihood of normalised actions (B, Th, Da), kept within `process.edge`."""
+        mean, log_std = self.head(cond.vec)
+        return reduce_elements(squashed_nll(action, mean, log_std, self.process.edge), reduce)
+
+
+def squashed_nll(action: Tensor, mean: Tensor, log_std: Tensor, edge: float) -> Tensor:
+    """Return the negative log-density of actions under tanh of a normal distribution, entry by entry.
+
+    Shapes:
+        action: (B, Th, Da). mean, log_std: (B, Th Da).
+
+    Returns:
+        (B, Th, Da).
+    """
+    inside = action.clamp(-edge, edge).flatten(1)
+    z = (torch.atanh(inside) - mean) * (-log_std).exp()
+    nll = 0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi) + torch.log1p(-inside.square())
+    return nll.view(action.shape)

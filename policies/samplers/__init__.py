@@ -1,0 +1,1 @@
+"""Samplers: the loop, the step table, one file per family."""

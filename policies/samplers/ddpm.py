@@ -1,0 +1,174 @@
+"""DDPM and DDIM for discrete noise levels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.processes.base import incompatible
+from policies.processes.diffusion import VPDiffusion
+from policies.processes.schedules import spaced_levels, time_of_level
+from policies.registry import register
+from policies.samplers.step_table import (
+    StepRules,
+    StepTable,
+    build_step_table,
+)
+
+
+@register("sampler", "ddpm")
+@dataclass(frozen=True, kw_only=True)
+class DDPM(StepRules):
+    """Ancestral sampling.
+
+    The defaults are DPPO's evaluation: noise floored at 1e-3, none after the last step. DPPO's exploration
+    is `min_std=0.1, final_std=None`.
+
+    Args:
+        steps: Levels to visit; None: all of the process.
+        spacing: Which levels: `leading`, `trailing` or `linspace`.
+        variance: `fixed_small` (posterior variance) or `fixed_large` (beta).
+        levels: The levels themselves, noisiest first, for a short run that begins from a guess. Every one
+            is left by a single step of the process, also where the list then skips some (RTI-DP,
+            arXiv 2508.05396). Empty: as steps and spacing say.
+
+    Source:
+        arXiv 2006.11239, eq. 7; DPPO (arXiv 2409.00588) for the floors and clips.
+    """
+
+    min_std: float = 1e-3
+    final_std: float | None = 0.0
+    steps: int | None = None
+    spacing: str = "leading"
+    variance: str = "fixed_small"
+    levels: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        super().__post_init__()
+        object.__setattr__(self, "levels", tuple(self.levels))
+        if self.variance not in ("fixed_small", "fixed_large"):
+            raise ConfigError(f"sampler.variance must be fixed_small or fixed_large; got '{self.variance}'.")
+        if any(later >= earlier for earlier, later in pairwise(self.levels)):
+            raise ConfigError(f"sampler.levels must fall, noisiest first; got {list(self.levels)}.")
+        if self.levels and self.steps is not None:
+            raise ConfigError(
+                f"sampler.steps and sampler.levels both choose the levels; got steps={self.steps} and "
+                f"levels={list(self.levels)}. Give one of them."
+            )
+
+    def table(self, process: Any) -> StepTable:
+        """Lay the steps out for a diffusion process.
+
+        Raises:
+            ConfigError: If the process is not a diffusion, has fewer levels than steps, or not these levels.
+        """
+        path = _LevelPath.of(self, process, self.steps, self.spacing, levels=self.levels)
+        keep = path.bar / path.bar_next  # product of alphas from the next level to this one
+        to_x0 = path.bar_next.sqrt() * (1 - keep) / path.var
+        to_x = keep.sqrt() * path.var_next / path.var
+        small = path.var_next / path.var * (1 - keep)
+        std = (small if self.variance == "fixed_small" else 1 - keep).sqrt()
+        to_x0 = to_x0 + to_x * path.bar.sqrt()  # x = alpha x0 + sigma eps
+        return build_step_table(process, self, path.times, to_x0, to_x * path.var.sqrt(), std)
+
+
+@register("sampler", "ddim")
+@dataclass(frozen=True, kw_only=True)
+class DDIM(StepRules):
+    """Implicit sampling: deterministic with eta = 0, ancestral with eta = 1.
+
+    As in diffusers, a step from level tau leads to tau - K // steps; with `linspace` spacing, and with
+    `trailing` where steps does not divide K, that is not exactly the next level visited.
+
+    Args:
+        steps: Levels to visit.
+        spacing: Which levels: `leading`, `trailing` or `linspace`.
+        eta: Share of ancestral noise, 0 to 1.
+        eta_per_dim: One eta per action dimension; replaces `eta` where given.
+        recompute_eps: Let eps follow a clipped x0 (DPPO, `use_clipped_model_output`), or keep the network's.
+        eps_clip: Bound on eps; None: no bound.
+        final_alpha: After the last step: `one` (clean) or `first` (the cleanest level).
+
+    Source:
+        arXiv 2010.02502, eq. 12; DPPO (arXiv 2409.00588) for recomputation and noise floor. The mean uses the
+        deviation before the floor.
+    """
+
+    steps: int = 10
+    spacing: str = "leading"
+    eta: float = 0.0
+    eta_per_dim: tuple[float, ...] = ()
+    recompute_eps: bool = True
+    eps_clip: float | None = None
+    final_alpha: str = "one"
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        super().__post_init__()
+        object.__setattr__(self, "eta_per_dim", tuple(self.eta_per_dim))
+        if not all(0 <= eta <= 1 for eta in (self.eta, *self.eta_per_dim)):
+            raise ConfigError(f"sampler.eta must lie in 0..1; got {self.eta} and {self.eta_per_dim}.")
+        if self.final_alpha not in ("one", "first"):
+            raise ConfigError(f"sampler.final_alpha must be one or first; got '{self.final_alpha}'.")
+        if self.eps_clip is not None and not self.eps_clip > 0:
+            raise ConfigError(f"sampler.eps_clip must be positive or null; got {self.eps_clip}.")
+
+    def table(self, process: Any) -> StepTable:
+        """Lay the steps out for a diffusion process.
+
+        Raises:
+            ConfigError: If the process is not a diffusion or has fewer levels than steps.
+        """
+        last = 0 if self.final_alpha == "first" else -1
+        path = _LevelPath.of(self, process, self.steps, self.spacing, stop_at=last)
+        eta = torch.tensor(self.eta_per_dim or (self.eta,), dtype=torch.float64)
+        std = eta * (path.var_next / path.var * (1 - path.bar / path.bar_next)).clamp(min=0).sqrt()
+        to_eps = (path.var_next - std.square()).clamp(min=0).sqrt()
+        to_x0 = path.bar_next.sqrt().expand_as(std)
+        recompute, clip = self.recompute_eps, self.eps_clip
+        return build_step_table(
+            process, self, path.times, to_x0, to_eps, std, recompute=recompute, eps_clip=clip
+        )
+
+
+class _LevelPath(NamedTuple):
+    """Levels of a diffusion that a sampler visits: K+1 times; squared amplitudes here and next, (K, 1)."""
+
+    times: list[float]
+    bar: Tensor
+    var: Tensor
+    bar_next: Tensor
+    var_next: Tensor
+
+    @staticmethod
+    def of(
+        sampler: StepRules,
+        process: Any,
+        steps: int | None,
+        spacing: str,
+        *,
+        stop_at: int = -1,
+        levels: Sequence[int] = (),
+    ) -> _LevelPath:
+        """Visit `steps` levels of a diffusion, or the given ones, and stop at a level."""
+        if not isinstance(process, VPDiffusion):
+            raise incompatible(sampler, process, needs="diffusion", instead="ancestral or euler")
+        count = process.num_levels
+        if levels and not 0 <= levels[-1] <= levels[0] < count:
+            raise ConfigError(
+                f"sampler.levels must lie in 0..{count - 1}, the levels of the process; got {list(levels)}."
+            )
+        here = list(levels) or spaced_levels(count, count if steps is None else steps, spacing)
+        stride = 1 if levels else count // len(here)
+        there = [max(tau - stride, stop_at) for tau in here]
+        t = time_of_level(torch.tensor([*here, there[-1]], dtype=torch.float64), count)
+        t_next = time_of_level(torch.tensor(there, dtype=torch.float64), count)
+        squares = [a.square()[:, None] for pair in (t[:-1], t_next) for a in process.alpha_sigma(pair)]
+        return _LevelPath(t.tolist(), *squares)

@@ -1,0 +1,168 @@
+"""Another library's steps: the schedulers of diffusers around our networks.
+
+For interchange: a scheduler that was tuned elsewhere, or one that this package does not have. Our own
+samplers are faster and can do more: recorded chains, hooks, warm starts and export need them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from policies.errors import CapabilityError, ConfigError
+from policies.processes.base import incompatible
+from policies.processes.diffusion import VPDiffusion
+from policies.processes.flow import RectifiedFlow
+from policies.processes.schedules import time_of_level
+from policies.protocols import BoundField
+from policies.registry import name_of, register
+from policies.samplers.step_table import StepRules, StepTable, build_step_table
+
+DIFFUSION_SCHEDULERS = (
+    "DDIMScheduler",
+    "DEISMultistepScheduler",
+    "DPMSolverMultistepScheduler",
+    "DPMSolverSinglestepScheduler",
+    "EulerDiscreteScheduler",
+    "HeunDiscreteScheduler",
+    "UniPCMultistepScheduler",
+)
+FLOW_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler")
+FLOW_TIMESTEPS = 1000
+_PREDICTIONS = {"eps": "epsilon", "x0": "sample", "v": "v_prediction"}
+_BETAS = {"cosine": "squaredcos_cap_v2", "linear": "linear", "scaled_linear": "scaled_linear"}
+_CLIPS = ("DDIMScheduler",)  # the others know no bound on x0 that does not change their arithmetic
+
+
+@register("sampler", "diffusers")
+@dataclass(frozen=True, kw_only=True)
+class Diffusers:
+    """A deterministic scheduler of diffusers, configured from the process.
+
+    Args:
+        clip_x0: Bound on the predicted clean chunk, where the scheduler has one (DDIM); None: no bound.
+        clip_action: Bound on the finished chunk; None: no bound.
+        scheduler: Name of its class; stochastic ones are refused: they draw their own noise.
+        steps: Sampling steps; some schedulers evaluate the network twice per step.
+        options: Further settings of the scheduler by name.
+
+    Raises:
+        ConfigError: If the scheduler is not one of those.
+    """
+
+    clip_x0: float | None = None
+    clip_action: float | None = 1.0
+    scheduler: str = "DPMSolverMultistepScheduler"
+    steps: int = 10
+    options: dict[str, Any] = field(default_factory=dict)
+    min_std: ClassVar[float] = 0.0
+    final_std: ClassVar[float | None] = None
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        if self.scheduler not in (*DIFFUSION_SCHEDULERS, *FLOW_SCHEDULERS):
+            known = ", ".join((*DIFFUSION_SCHEDULERS, *FLOW_SCHEDULERS))
+            raise ConfigError(f"sampler.scheduler must be one of {known}; got '{self.scheduler}'.")
+        if self.steps < 1:
+            raise ConfigError(f"sampler.steps must be at least 1; got {self.steps}.")
+
+    def table(self, process: Any) -> StepTable:
+        """Ask the scheduler for its steps.
+
+        Raises:
+            ConfigError: If process and scheduler do not belong together, or the scheduler refuses a setting.
+        """
+        if type(process) not in (VPDiffusion, RectifiedFlow):
+            raise incompatible(self, process, needs="diffusion or flow", instead="euler")
+        is_flow = isinstance(process, RectifiedFlow)
+        if (self.scheduler in FLOW_SCHEDULERS) != is_flow:
+            choices = ", ".join(FLOW_SCHEDULERS if is_flow else DIFFUSION_SCHEDULERS)
+            raise ConfigError(
+                f"sampler=diffusers with scheduler={self.scheduler} does not run "
+                f"process={name_of('process', process)}. Use sampler.scheduler=… of {choices}."
+            )
+        loop = SchedulerLoop(self, _settings_of(process) | self.options, is_flow)
+        taus = torch.as_tensor(loop.scheduler().timesteps, dtype=torch.float64)
+        times = 1 - taus / FLOW_TIMESTEPS if is_flow else time_of_level(taus, process.num_levels)
+        zeros = torch.zeros(len(times), 1, dtype=torch.float64)
+        table = build_step_table(
+            process, StepRules(clip_x0=None), [*times.tolist(), 1.0], zeros, zeros, zeros
+        )
+        return replace(table, loop=loop)
+
+
+def _settings_of(process: VPDiffusion | RectifiedFlow) -> dict[str, Any]:
+    """Return what diffusers calls the parts of a process."""
+    if isinstance(process, RectifiedFlow):
+        return {"num_train_timesteps": FLOW_TIMESTEPS}
+    return {
+        "num_train_timesteps": process.num_levels,
+        "beta_schedule": _BETAS[process.schedule],
+        "beta_start": process.beta_start,
+        "beta_end": process.beta_end,
+        "prediction_type": _PREDICTIONS[process.prediction],
+    }
+
+
+@dataclass(frozen=True)
+class SchedulerLoop:
+    """Runs a scheduler; holds settings only, so that it can be copied and sent."""
+
+    sampler: Diffusers
+    settings: dict[str, Any]
+    is_flow: bool
+
+    def scheduler(self) -> Any:
+        """Return a fresh scheduler, ready to step.
+
+        Raises:
+            ConfigError: If it refuses a setting.
+        """
+        import diffusers
+
+        settings = dict(self.settings)
+        clip = self.sampler.clip_x0
+        if self.sampler.scheduler in _CLIPS:
+            settings |= {"clip_sample": clip is not None, "clip_sample_range": 1.0 if clip is None else clip}
+        kind = getattr(diffusers, self.sampler.scheduler)
+        known = set(inspect.signature(kind.__init__).parameters)
+        algorithm = str(settings.get("algorithm_type", ""))
+        if algorithm.startswith("sde") or settings.get("stochastic_sampling"):
+            raise ConfigError(
+                f"sampler.options of {self.sampler.scheduler} make it draw noise of its own, which our seeds "
+                "do not reach. Use a deterministic setting, or sampler=ddpm, or ddim with sampler.eta."
+            )
+        if unknown := sorted(set(self.sampler.options) - known):
+            raise ConfigError(f"sampler.options {unknown} are no settings of {self.sampler.scheduler}.")
+        if clip is not None and self.sampler.scheduler not in _CLIPS:
+            raise ConfigError(
+                f"sampler.clip_x0 must be null with scheduler={self.sampler.scheduler}, which has no such "
+                f"bound; got {clip}."
+            )
+        scheduler = kind(**settings)
+        scheduler.set_timesteps(self.sampler.steps)
+        return scheduler
+
+    def __call__(self, bound: BoundField, noise: Tensor) -> Tensor:
+        """Denoise start noise (B, Th, Da) to a chunk (B, Th, Da).
+
+        Raises:
+            CapabilityError: While a graph is traced, which could not hold the scheduler's own decisions.
+        """
+        if torch.compiler.is_compiling() or torch.jit.is_tracing():
+            raise CapabilityError(
+                "sampler=diffusers decides in Python at every step, so it cannot be compiled or exported. "
+                "Use one of the package's own samplers."
+            )
+        scheduler = self.scheduler()
+        x = noise * getattr(scheduler, "init_noise_sigma", 1.0)
+        for k, tau in enumerate(scheduler.timesteps):
+            seen = x if self.is_flow else scheduler.scale_model_input(x, tau)
+            pred = bound(k, seen.to(noise.dtype))
+            x = scheduler.step(-pred if self.is_flow else pred, tau, x).prev_sample.to(noise.dtype)
+        clip = self.sampler.clip_action
+        return x if clip is None else x.clamp(-clip, clip)

@@ -1,0 +1,41 @@
+"""The sampler of regression: the evaluations that a network was trained for, and nothing between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from policies.processes.base import incompatible
+from policies.processes.regression import RegressionPath
+from policies.registry import name_of, register
+from policies.samplers.step_table import StepRules, StepTable, build_step_table
+
+
+@register("sampler", "direct")
+@dataclass(frozen=True, kw_only=True)
+class Direct(StepRules):
+    """Take what the network outputs as the next input: x' = alpha' x0, without noise.
+
+    A positive `min_std` injects noise after every evaluation, which gives the chunk a density.
+
+    Source:
+        arXiv 2512.01809.
+    """
+
+    clip_x0: float | None = None
+
+    def table(self, process: Any) -> StepTable:
+        """Lay the evaluations out for a regression.
+
+        Raises:
+            ConfigError: If the process is none.
+        """
+        if not isinstance(process, RegressionPath):
+            instead = name_of("sampler", process.default_sampler())
+            raise incompatible(self, process, needs="regression or mip", instead=instead)
+        times = [*process.stops, 1.0]
+        to_x0 = process.alpha_sigma(torch.tensor(times[1:], dtype=torch.float64))[0][:, None]
+        nothing = torch.zeros_like(to_x0)
+        return build_step_table(process, self, times, to_x0, nothing, nothing)

@@ -1,0 +1,373 @@
+"""Samplers of every Gaussian path: the network is asked for (x0, eps), wherever the path lies.
+
+Legend: t sampling time, a prime marks the end of a step; alpha, sigma amplitudes of the path;
+s = sigma / alpha noise over signal; lambda = -ln s. In the notation of `policies.samplers.step_table`:
+
+    euler      to_x0 = alpha', to_eps = sigma'                   first order on every path: on a flow
+                x + (t' - t) velocity, on a diffusion DDIM, with EDM x + (s' - s) (x - x0) / s
+    ancestral  the same with part of the noise drawn anew, u = eta s' sqrt(1 - s'^2 / s^2)
+    heun       Euler, then again from the same state with the mean of both slopes
+    midpoint   Euler to the middle, then from the same state with the slope there
+    dpmpp_2m   Euler with x0 extrapolated from this and the previous evaluation
+
+Sources: arXiv 2206.00364 (EDM), 2010.02502 (DDIM), 2211.01095 (DPM-Solver++), 2209.03003 (flow).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.processes.base import GaussianPath, Process, incompatible
+from policies.processes.flow import LinearPath
+from policies.processes.schedules import GRIDS, noise_grid
+from policies.registry import name_of, register
+from policies.samplers.step_table import Memory, StepRules, StepTable, build_step_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathRules(StepRules, ABC):
+    """What every sampler of a path may choose.
+
+    Args:
+        steps: Steps from noise to data.
+        grid: Where the steps lie: `auto` (the process's own), `uniform` in sampling time, or between
+            `noise_max` and `noise_min` in sigma / alpha: `karras` (arXiv 2206.00364, eq. 5), `exponential`,
+            `linear`.
+        rho: Exponent of `karras`.
+        noise_max: First sigma / alpha; null: that of the process's own grid.
+        noise_min: Last sigma / alpha before the clean end; null: that of the process's own grid.
+    """
+
+    steps: int = 10
+    grid: str = "auto"
+    rho: float = 7.0
+    noise_max: float | None = None
+    noise_min: float | None = None
+    takes_whole_steps: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        super().__post_init__()
+        if self.steps < 1:
+            raise ConfigError(f"sampler.steps must be at least 1; got {self.steps}.")
+        if self.grid not in GRIDS:
+            raise ConfigError(f"sampler.grid must be one of {', '.join(GRIDS)}; got '{self.grid}'.")
+        if not self.rho > 0:
+            raise ConfigError(f"sampler.rho must be positive; got {self.rho}.")
+        given = [noise for noise in (self.noise_min, self.noise_max) if noise is not None]
+        if not all(0 < noise < math.inf for noise in given) or sorted(given) != given:
+            raise ConfigError(
+                "sampler needs 0 < noise_min <= noise_max, or null; got "
+                f"{self.noise_min} and {self.noise_max}."
+            )
+        if given and self.grid in ("auto", "uniform"):
+            raise ConfigError(
+                f"sampler.noise_min and noise_max belong to the grids {', '.join(GRIDS[2:])}; got "
+                f"sampler.grid={self.grid}. Choose one of these, or leave them out."
+            )
+
+    def table(self, process: Any) -> StepTable:
+        """Lay the steps out for a Gaussian path.
+
+        Raises:
+            ConfigError: If the process has none, or its network predicts over whole steps and the sampler
+                needs predictions at a time.
+        """
+        has_path = isinstance(process, GaussianPath) and process.is_integrable
+        if not has_path or (process.has_second_time and not self.takes_whole_steps):
+            instead = name_of("sampler", process.default_sampler())
+            raise incompatible(self, process, needs="diffusion, flow or edm", instead=instead)
+        return self.over(process, self.times(process))
+
+    @abstractmethod
+    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+        """Lay the steps out over given times, from noise to 1."""
+        ...
+
+    def times(self, process: Process) -> list[float]:
+        """Return the steps + 1 times, from noise to data."""
+        if self.grid == "auto":
+            return process.grid(self.steps)
+        if self.grid == "uniform":
+            return [k / self.steps for k in range(self.steps + 1)]
+        own = _noise_over_signal(process, torch.tensor(process.grid(self.steps)[:-1], dtype=torch.float64))
+        first = float(own[0]) if self.noise_max is None else self.noise_max
+        last = float(own[-1]) if self.noise_min is None else self.noise_min
+        if not math.isfinite(first):
+            raise ConfigError(
+                f"sampler.grid={self.grid} needs a finite sigma / alpha to start from, and process="
+                f"{name_of('process', process)} starts from pure noise. Set sampler.noise_max, e.g. 80."
+            )
+        noise = noise_grid(self.grid, self.steps, first, last, self.rho)
+        return [*process.time_of_lambda(-noise.log()).tolist(), 1.0]
+
+
+class _Path(NamedTuple):
+    """Amplitudes and noise over signal at the starts and at the ends of steps, (K,) float64."""
+
+    alpha: Tensor
+    sigma: Tensor
+    noise: Tensor
+    alpha_next: Tensor
+    sigma_next: Tensor
+    noise_next: Tensor
+
+    @staticmethod
+    def of(process: Process, times: Sequence[float]) -> _Path:
+        alpha, sigma = process.alpha_sigma(torch.tensor(times, dtype=torch.float64))
+        noise = sigma / alpha
+        return _Path(alpha[:-1], sigma[:-1], noise[:-1], alpha[1:], sigma[1:], noise[1:])
+
+
+def _noise_over_signal(process: Process, t: Tensor) -> Tensor:
+    alpha, sigma = process.alpha_sigma(t)
+    return sigma / alpha
+
+
+@register("sampler", "euler")
+@dataclass(frozen=True, kw_only=True)
+class Euler(PathRules):
+    """First order: x' = alpha' x0 + sigma' eps; on a flow t_k = k / steps.
+
+    A positive `min_std` injects that noise after every step, which turns a flow into a Gaussian chain.
+
+    Args:
+        clip_state: Bound on the state after every step, as ReinFlow's released settings ask for; states near
+            the noise are cut off by it. None: only the finished chunk is bounded.
+        released_times: Ask the network at k / (steps - 1) while stepping by 1 / steps, as ReinFlow's released
+            rectified flows were sampled; to evaluate those weights, not to learn with.
+
+    Source:
+        arXiv 2209.03003; ReinFlow (arXiv 2505.22094).
+    """
+
+    clip_x0: float | None = None
+    clip_action: float | None = 1.0
+    clip_state: float | None = None
+    released_times: bool = False
+    takes_whole_steps: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        if self.clip_state is not None and not self.clip_state > 0:
+            raise ConfigError(f"sampler.clip_state must be positive or null; got {self.clip_state}.")
+
+    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+        """Lay the steps out over given times."""
+        path = _Path.of(process, times)
+        to_x0, to_eps = path.alpha_next[:, None], path.sigma_next[:, None]
+        zeros = torch.zeros_like(to_x0)
+        table = build_step_table(process, self, times, to_x0, to_eps, zeros, clip_state=self.clip_state)
+        return self._asked_late(table, process) if self.released_times else table
+
+    def _asked_late(self, table: StepTable, process: Process) -> StepTable:
+        """Move the times that the network is asked at; the steps stay."""
+        if not isinstance(process, LinearPath) or process.has_second_time or self.clip_x0 is not None:
+            raise ConfigError(
+                "sampler.released_times is for rectified flows (process=flow) with sampler.clip_x0=null; got "
+                f"process={name_of('process', process)} and clip_x0={self.clip_x0}. Leave it out."
+            )
+        times = torch.linspace(0, 1, self.steps, dtype=torch.float64)
+        return replace(table, net_time=process.net_time(times).to(torch.float32))
+
+
+@register("sampler", "ancestral")
+@dataclass(frozen=True, kw_only=True)
+class Ancestral(PathRules):
+    """First order with part of the noise drawn anew after every step.
+
+    Args:
+        eta: Share of the noise of the reverse Markov chain, 0 (`euler`) to 1.
+
+    Source:
+        arXiv 2010.02502, eq. 16, on any path; with EDM the Euler-ancestral sampler of BESO.
+    """
+
+    eta: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        super().__post_init__()
+        if not 0 <= self.eta <= 1:
+            raise ConfigError(f"sampler.eta must lie in 0..1; got {self.eta}.")
+
+    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+        """Lay the steps out over given times."""
+        path = _Path.of(process, times)
+        share = (1 - (path.noise_next / path.noise).square()).clamp(min=0).sqrt()
+        fresh = (self.eta * path.noise_next * share).clamp(max=path.noise_next)
+        kept = (path.noise_next.square() - fresh.square()).clamp(min=0).sqrt()
+        to_x0, to_eps = path.alpha_next[:, None], (path.alpha_next * kept)[:, None]
+        return build_step_table(process, self, times, to_x0, to_eps, (path.alpha_next * fresh)[:, None])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmoothRules(PathRules, ABC):
+    """What deterministic methods of several evaluations may choose: everything but noise.
+
+    Raises:
+        ConfigError: If noise is asked for, which the next evaluation would take for a slope.
+    """
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        super().__post_init__()
+        if self.min_std or self.final_std:
+            raise ConfigError(
+                f"sampler={name_of('sampler', self)} is deterministic; got min_std={self.min_std} and "
+                f"final_std={self.final_std}. Use ancestral, ddpm or ddim for noise after every step."
+            )
+
+
+@register("sampler", "heun")
+@dataclass(frozen=True, kw_only=True)
+class Heun(SmoothRules):
+    """Second order by a corrector: two evaluations per step, one in the last.
+
+    Source:
+        arXiv 2206.00364, algorithm 1 without churn; in flow time on a linear path.
+    """
+
+    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+        """Lay the 2 steps - 1 evaluations out over given times."""
+        rows = _Rows(process)
+        for t, t_next in pairwise(times):
+            rows.add(t, ends=t_next)
+            if t_next < 1:
+                rows.correct(t, t_next, slope_at=t_next, share_of_first=0.5)
+        return rows.table(self)
+
+
+@register("sampler", "midpoint")
+@dataclass(frozen=True, kw_only=True)
+class Midpoint(SmoothRules):
+    """Second order by a half step: two evaluations per step, one in the last.
+
+    The middle is the geometric mean of the noise levels, and that of the times on a linear path.
+
+    Source:
+        DPM-Solver-2 (arXiv 2206.00927) in the form of EDM's code, `dpm_2`; the midpoint rule on a flow.
+    """
+
+    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+        """Lay the 2 steps - 1 evaluations out over given times."""
+        rows = _Rows(process)
+        for t, t_next in pairwise(times):
+            middle = rows.middle(t, t_next)
+            rows.add(t, ends=t_next if middle is None else middle)
+            if middle is not None:
+                rows.correct(t, t_next, slope_at=middle, share_of_first=0.0)
+        return rows.table(self)
+
+
+@register("sampler", "dpmpp_2m")
+@dataclass(frozen=True, kw_only=True)
+class DPMpp2M(SmoothRules):
+    """Second order by extrapolation from the previous evaluation; first and last step are first order.
+
+    Args:
+        solver: `midpoint` or `heun`: how the trend of x0 over a step is weighted.
+
+    Source:
+        DPM-Solver++(2M), arXiv 2211.01095, algorithm 2; `heun` as in diffusers.
+    """
+
+    solver: str = "midpoint"
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        super().__post_init__()
+        if self.solver not in ("midpoint", "heun"):
+            raise ConfigError(f"sampler.solver must be midpoint or heun; got '{self.solver}'.")
+
+    def over(self, process: Process, times: Sequence[float]) -> StepTable:
+        """Lay the steps out over given times."""
+        path = _Path.of(process, times)
+        gap = path.noise.log() - path.noise_next.log()  # the last is infinite
+        shrink = path.noise_next / path.noise
+        weight = (1 - shrink) / 2 if self.solver == "midpoint" else 1 - (1 - shrink) / gap
+        push = torch.zeros_like(gap)
+        push[1:-1] = (path.alpha_next * weight)[1:-1] * gap[1:-1] / gap[:-2]
+        to_x0, to_eps = (path.alpha_next + push)[:, None], path.sigma_next[:, None]
+        ones, zeros = (1.0,) * len(gap), (0.0,) * len(gap)
+        memory = Memory(tuple((-push).tolist()), ones, zeros)
+        return build_step_table(process, self, times, to_x0, to_eps, torch.zeros_like(to_x0), memory=memory)
+
+
+class _Rows:
+    """Collects the evaluations of a method with slopes.
+
+    On a linear path slopes are dy/ds of y = x / (alpha + sigma) with s = sigma / (alpha + sigma); elsewhere
+    of y = x / alpha with s = sigma / alpha. With w = 1 or 0 both are
+
+        y = (1 - w s) x0 + s eps,    dy/ds = eps - w x0
+    """
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.w = 1.0 if isinstance(process, LinearPath) else 0.0
+        self.times: list[float] = []
+        self.to: list[tuple[float, float]] = []
+        self.memory: list[tuple[float, float, float]] = []
+
+    def place(self, t: float) -> tuple[float, float]:
+        """Return (s, x / y) at a time."""
+        alpha, sigma = (float(a) for a in self.process.alpha_sigma(torch.tensor(t, dtype=torch.float64)))
+        scale = alpha + self.w * sigma
+        return sigma / scale, scale
+
+    def middle(self, t: float, t_next: float) -> float | None:
+        """Return the time in the middle of a step; None where the noise has no geometric mean: at its end."""
+        if self.w:
+            return (t + t_next) / 2
+        noise = self.place(t)[0] * self.place(t_next)[0]
+        if not noise > 0:
+            return None
+        log_ratio = torch.tensor(-0.5 * math.log(noise), dtype=torch.float64)
+        return float(self.process.time_of_lambda(log_ratio))
+
+    def add(self, t: float, *, ends: float) -> None:
+        """Evaluate at t and go on to `ends` with that slope; remember nothing."""
+        s, scale = self.place(ends)
+        self.times.append(t)
+        self.to.append((scale * (1 - self.w * s), scale * s))
+        self.memory.append((0.0, 0.0, 0.0))
+
+    def correct(self, t: float, t_next: float, *, slope_at: float, share_of_first: float) -> None:
+        """Evaluate at `slope_at` and step anew from t to t_next with a mean of both slopes.
+
+        What the row before must remember is y at t plus the first slope's share of the step.
+        """
+        s = self.place(t)[0]
+        s_next, scale = self.place(t_next)
+        part = share_of_first * (s_next - s)
+        self.memory[-1] = (0.0, 1 - self.w * s - self.w * part, s + part)
+        rest = (1 - share_of_first) * (s_next - s) * scale
+        self.times.append(slope_at)
+        self.to.append((-self.w * rest, rest))
+        self.memory.append((scale, 0.0, 0.0))
+
+    def table(self, rules: PathRules) -> StepTable:
+        """Lay the collected rows out."""
+        to_x0, to_eps = torch.tensor(self.to, dtype=torch.float64).unbind(1)
+        columns = (tuple(column) for column in zip(*self.memory, strict=True))
+        return build_step_table(
+            self.process,
+            rules,
+            [*self.times, 1.0],
+            to_x0[:, None],
+            to_eps[:, None],
+            torch.zeros_like(to_x0)[:, None],
+            memory=Memory(*columns),
+            entries=[not row[0] for row in self.memory],
+        )

@@ -1,0 +1,402 @@
+"""One denoising step: its coefficients, its mean, its density.
+
+Legend: B batch, K denoising steps, k step in the order of execution, M scored transitions, Th horizon,
+Da action width, D = 1 or Da; alpha, sigma signal and noise amplitudes.
+
+Every sampler that evaluates the network once per step is a table of coefficients::
+
+    (x0, eps) = linear in (x, pred)              what the prediction means
+    x0   <- clip(x0, clip_x0), eps <- eps + alpha / sigma (unclipped - clipped x0)   where recomputed
+    eps  <- clip(eps, eps_clip)
+    mean = to_x0 x0 + to_eps eps
+    x'   = mean + std clip(noise, noise_clip)
+
+Methods that use several evaluations per step (Heun, midpoint) or earlier ones (multistep) are rows of the
+same table, one per evaluation, with a memory m that starts at the first row's x0::
+
+    mean = to_x0 x0 + to_eps eps + to_memory m,      m <- keep_x0 x0 + keep_eps eps
+
+Tables are built in float64; the loop reads Python floats. The same function computes the mean in the
+loop and when a stored transition is scored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from policies.errors import ConfigError
+from policies.processes.base import Process
+from policies.protocols import BoundField
+
+
+class Coefficients(NamedTuple):
+    """Numbers of one step (floats), or tensors that broadcast against chunks.
+
+    The first seven spell the step out (module docstring). The others are the same arithmetic with as few
+    passes over the chunk as possible: `y = clip(x + ratio pred, limit)`, proportional to x0, and
+    `mean = mean_y y + mean_x x + mean_pred pred`.
+    """
+
+    x0_x: Any
+    x0_pred: Any
+    eps_x: Any
+    eps_pred: Any
+    slope: Any  # alpha / sigma where eps follows a clipped x0, else 0
+    to_x0: Any
+    to_eps: Any
+    ratio: Any
+    limit: Any
+    mean_y: Any
+    mean_x: Any
+    mean_pred: Any
+
+
+class Memory(NamedTuple):
+    """What a row adds from the memory, and what it leaves there; K numbers each."""
+
+    to_memory: tuple[float, ...]
+    keep_x0: tuple[float, ...]
+    keep_eps: tuple[float, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StepTable:
+    """A sampler laid out for one process: K evaluations of the network, each a row of coefficients.
+
+    Shapes:
+        net_time: (K,) float32, what the backbone receives.
+        second_time: (K,) float32, its second time; None: it has one.
+        std: (K, D) float64, deviation of the injected noise.
+        schedule_std: (K, D) float64, the same before floors.
+        coefficients: (12, K, D) float64, in the order of `Coefficients`.
+
+    Attributes:
+        times: K+1 sampling times; `times[k]` is where step k starts.
+        alpha: K signal amplitudes at `times`.
+        sigma: K noise amplitudes at `times`.
+        predicts_x0: Whether the network output is x0 itself.
+        uses_pred: Whether the mean needs the prediction beside the clipped x0.
+        start_std: Deviation of the start state: the start noise is multiplied by it.
+        memory: Coefficients of methods with a memory; None: every row is a step of its own.
+        entries: Whether sampling may begin at a row; a corrector's row is none.
+        recompute: Whether eps follows a clipped x0.
+        clip_state: Bound on the state after every step; None: no bound.
+        loop: Another program's loop (bound network, noise) -> chunk that runs instead of the rows.
+    """
+
+    times: tuple[float, ...]
+    net_time: Tensor
+    std: Tensor
+    schedule_std: Tensor
+    coefficients: Tensor
+    alpha: tuple[float, ...]
+    sigma: tuple[float, ...]
+    predicts_x0: bool
+    uses_pred: bool
+    clip_x0: float | None
+    eps_clip: float | None
+    noise_clip: float | None
+    clip_action: float | None
+    second_time: Tensor | None = None
+    start_std: float = 1.0
+    memory: Memory | None = None
+    entries: tuple[bool, ...] = ()
+    recompute: bool = True
+    clip_state: float | None = None
+    loop: Callable[[BoundField, Tensor], Tensor] | None = None
+    rows: tuple[Coefficients, ...] = field(init=False, repr=False)
+    noisy: tuple[bool, ...] = field(init=False, repr=False)
+    _copies: dict[Any, Tensor] = field(init=False, repr=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Read the coefficients out as Python floats."""
+        columns = self.coefficients[:, :, 0].T.tolist() if self.coefficients.shape[-1] == 1 else []
+        object.__setattr__(self, "rows", tuple(Coefficients(*column) for column in columns))
+        object.__setattr__(self, "noisy", tuple((self.std > 0).any(dim=-1).tolist()))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the copies on devices: where a table is sent or cloned to may have none of these."""
+        return {**self.__dict__, "_copies": {}}
+
+    @property
+    def num_steps(self) -> int:
+        """K."""
+        return len(self.times) - 1
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether no step injects noise."""
+        return not any(self.noisy)
+
+    def at(self, k: int | Tensor, x: Tensor) -> Coefficients:
+        """Return the coefficients of step k for chunks x (M, Th, Da): floats, or gathered rows (M, 1, D)."""
+        if isinstance(k, int) and self.rows:
+            return self.rows[k]
+        picked = self.to_device("coefficients", x)[:, k]
+        return Coefficients(*(picked if isinstance(k, int) else picked.unsqueeze(2)).unbind(0))
+
+    def step_at(self, t: float) -> int:
+        """Return the first step whose sampling time is at least t.
+
+        Raises:
+            ConfigError: If every step starts before t.
+        """
+        for k in range(self.num_steps):
+            if self.times[k] >= t - 1e-6 and (not self.entries or self.entries[k]):
+                return k
+        raise ConfigError(
+            f"a start time must be at most {self.times[-2]:.4g}, where the last of {self.num_steps} "
+            f"denoising steps begins; got {t:.4g}. Start earlier or use more steps."
+        )
+
+    def to_device(self, name: str, like: Tensor) -> Tensor:
+        """Return one of the table's tensors with the device and type of `like`; copied there once."""
+        if torch.compiler.is_compiling():  # what a tracer sees must not outlive it
+            return getattr(self, name).to(device=like.device, dtype=like.dtype)
+        key = (name, like.device, like.dtype)
+        if key not in self._copies:
+            with torch.inference_mode(False):
+                self._copies[key] = getattr(self, name).to(device=like.device, dtype=like.dtype)
+        return self._copies[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRules:
+    """What every sampler may limit.
+
+    Args:
+        clip_x0: Bound on the predicted clean chunk at every step, normalised units; None: no bound.
+        clip_action: Bound on the finished chunk; None: no bound.
+        noise_clip: Bound on standard-normal draws before scaling; None: no bound.
+        min_std: Floor on the noise of every step, normalised units.
+        final_std: Noise of the last step; None: as the schedule and the floor say.
+    """
+
+    clip_x0: float | None = 1.0
+    clip_action: float | None = None
+    noise_clip: float | None = 3.0
+    min_std: float = 0.0
+    final_std: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        for name in ("clip_x0", "clip_action", "noise_clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"sampler.{name} must be positive or null; got {value}.")
+        for name in ("min_std", "final_std"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"sampler.{name} must not be negative; got {value}.")
+
+
+def build_step_table(
+    process: Process,
+    rules: StepRules,
+    times: Sequence[float],
+    to_x0: Tensor,
+    to_eps: Tensor,
+    schedule_std: Tensor,
+    *,
+    recompute: bool = True,
+    eps_clip: float | None = None,
+    memory: Memory | None = None,
+    entries: Sequence[bool] = (),
+    clip_state: float | None = None,
+) -> StepTable:
+    """Work out the coefficients of steps `mean = to_x0 x0 + to_eps eps`.
+
+    Shapes:
+        times: K+1 sampling times. to_x0, to_eps, schedule_std: (K, D) float64.
+
+    Args:
+        process: Gives the meaning of the prediction; asked in float64 at `times`.
+        rules: Clips and floors.
+        times: Where each step starts, and where the last one ends.
+        to_x0: Weight of x0 in the mean.
+        to_eps: Weight of eps in the mean.
+        schedule_std: Noise before floors.
+        recompute: Whether eps follows a clipped x0.
+        eps_clip: Bound on eps.
+        memory: Of methods with several evaluations per step.
+        entries: Rows where sampling may begin; empty: all.
+        clip_state: Bound on the state after every step.
+
+    Raises:
+        ConfigError: If the network was not trained for these steps.
+    """
+    process.check_steps(times)
+    t = torch.tensor(times[:-1], dtype=torch.float64)
+    zero, one = torch.zeros_like(t), torch.ones_like(t)
+    alpha, sigma = process.alpha_sigma(t)
+    x0_x, eps_x = (process.convert(one, t, zero, process.kind, kind)[:, None] for kind in ("x0", "eps"))
+    x0_pred, eps_pred = (process.convert(zero, t, one, process.kind, kind)[:, None] for kind in ("x0", "eps"))
+    slope = (alpha / sigma)[:, None] if recompute else zero[:, None]
+    predicts_x0 = process.kind == "x0"
+    scale = x0_pred if predicts_x0 else x0_x
+    if rules.clip_x0 is None:
+        y, x, pred = zero[:, None], to_x0 * x0_x + to_eps * eps_x, to_x0 * x0_pred + to_eps * eps_pred
+    elif recompute:
+        y, x, pred = scale * (to_x0 - to_eps * slope), to_eps / sigma[:, None], zero[:, None]
+    else:
+        y, x, pred = scale * to_x0, to_eps * eps_x, to_eps * eps_pred
+    bound = math.inf if rules.clip_x0 is None else rules.clip_x0
+    spelled_out = (x0_x, x0_pred, eps_x, eps_pred, slope, to_x0, to_eps)
+    rows = (*spelled_out, x0_pred / scale, bound / scale, y, x, pred)
+    std = schedule_std.clamp(min=rules.min_std)
+    if rules.final_std is not None:
+        std[-1] = rules.final_std
+    second = process.second_net_time(t, torch.tensor(times[1:], dtype=torch.float64))
+    return StepTable(
+        times=tuple(times),
+        net_time=process.net_time(t).to(torch.float32),
+        std=std,
+        schedule_std=schedule_std,
+        coefficients=torch.stack([row.expand_as(std) for row in rows]),
+        alpha=tuple(alpha.tolist()),
+        sigma=tuple(sigma.tolist()),
+        predicts_x0=predicts_x0,
+        uses_pred=bool((pred != 0).any()),
+        clip_x0=rules.clip_x0,
+        eps_clip=eps_clip,
+        noise_clip=rules.noise_clip,
+        clip_action=rules.clip_action,
+        second_time=None if second is None else second.to(torch.float32),
+        start_std=process.start_std(times[0]),
+        memory=memory,
+        entries=tuple(entries),
+        recompute=recompute,
+        clip_state=clip_state,
+    )
+
+
+def revisited(
+    table: StepTable, process: Process, rules: StepRules, *, visits: int, fresh: float = 1.0
+) -> StepTable:
+    """Visit every level of a table several times; the last visit takes the table's own step.
+
+    The others stay at their level and draw part of the noise anew, around the x0 predicted there::
+
+        x <- alpha x0 + sigma (sqrt(1 - fresh^2) eps + fresh noise)
+
+    With `fresh` = 1 all that remains of the state is x0, whose spread is smaller than that of clean chunks;
+    small values are steps of Langevin dynamics, x + (fresh sigma)^2 / 2 score + fresh sigma noise, which
+    keep the distribution of the level.
+
+    Args:
+        table: Rows of one evaluation each.
+        process: What it was laid out for.
+        rules: What it was laid out with.
+        visits: Evaluations at every level, at least 1.
+        fresh: Share of the noise that is drawn anew, 0 to 1.
+
+    Raises:
+        ConfigError: If a number is out of range or the table has a memory.
+
+    Source:
+        arXiv 2411.16627 (inference-time policy steering), with `fresh` = 1.
+    """
+    if visits < 1 or not 0 <= fresh <= 1:
+        raise ConfigError(f"a level needs visits >= 1 and 0 <= fresh <= 1; got {visits} and {fresh}.")
+    if table.memory is not None:
+        raise ConfigError(
+            "levels can be visited again only with a sampler of one evaluation per step; heun, midpoint and "
+            "dpmpp_2m use several. Use ddpm, ddim, ancestral or euler."
+        )
+    own = Coefficients(*table.coefficients)
+    alpha, sigma = (torch.tensor(a, dtype=torch.float64)[:, None] for a in (table.alpha, table.sigma))
+    kept = math.sqrt(1 - fresh * fresh) * sigma
+
+    def visit(staying: Tensor, leaving: Tensor) -> Tensor:
+        rows = [staying.expand_as(leaving)] * (visits - 1)
+        return torch.stack([*rows, leaving], dim=1).flatten(0, 1)
+
+    return build_step_table(
+        process,
+        rules,
+        [t for t in table.times[:-1] for _ in range(visits)] + [table.times[-1]],
+        visit(alpha, own.to_x0),
+        visit(kept, own.to_eps),
+        visit(fresh * sigma, table.schedule_std),
+        recompute=table.recompute,
+        eps_clip=table.eps_clip,
+        clip_state=table.clip_state,
+    )
+
+
+def transition(
+    table: StepTable, k: int | Tensor, x: Tensor, pred: Tensor, *, plus: Tensor | None = None
+) -> Tensor:
+    """Return the mean of the state after a step, plus a term the caller may hand in (scaled noise).
+
+    Shapes:
+        k: a step, or steps (M,) of one transition each.
+        x: (M, Th, Da) state, pred: (M, Th, Da) network output at (k, x).
+    """
+    if table.eps_clip is not None:
+        mean = merge_prediction(table, k, *split_prediction(table, k, x, pred))
+        return mean if plus is None else plus + mean
+    c = table.at(k, x)
+    if table.clip_x0 is None:
+        mean = c.mean_x * x if plus is None else _axpy(plus, x, c.mean_x)
+        return _axpy(mean, pred, c.mean_pred)
+    y = pred.clamp(-c.limit, c.limit) if table.predicts_x0 else _clamp_(_axpy(x, pred, c.ratio), c.limit)
+    mean = c.mean_y * y if plus is None else _axpy(plus, y, c.mean_y)
+    mean = _axpy(mean, x, c.mean_x)
+    return _axpy(mean, pred, c.mean_pred) if table.uses_pred else mean
+
+
+def _axpy(base: Tensor, x: Tensor, factor: float | Tensor) -> Tensor:
+    """Return base + factor x, for one factor or a tensor of them."""
+    return torch.add(base, x, alpha=factor) if isinstance(factor, float) else torch.addcmul(base, x, factor)
+
+
+def _clamp_(x: Tensor, limit: Any) -> Tensor:
+    """Clamp a fresh tensor in place."""
+    return x.clamp_(-limit, limit)
+
+
+def split_prediction(table: StepTable, k: int | Tensor, x: Tensor, pred: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the network's (x0, eps)."""
+    c = table.at(k, x)
+    return c.x0_x * x + c.x0_pred * pred, c.eps_x * x + c.eps_pred * pred
+
+
+def merge_prediction(table: StepTable, k: int | Tensor, x0: Tensor, eps: Tensor) -> Tensor:
+    """Clip (x0, eps) and return the mean of the next state."""
+    c = table.at(k, x0)
+    x0, eps = clip_prediction(table, k, x0, eps)
+    return c.to_x0 * x0 + c.to_eps * eps
+
+
+def recall_prediction(
+    table: StepTable, k: int, x0: Tensor, eps: Tensor, memory: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Clip (x0, eps) and return the mean of the next state and the new memory.
+
+    Where there is no memory yet, x0 stands for it.
+    """
+    assert table.memory is not None
+    c, m = table.at(k, x0), table.memory
+    x0, eps = clip_prediction(table, k, x0, eps)
+    mean = c.to_x0 * x0 + c.to_eps * eps
+    if m.to_memory[k]:
+        mean = mean + m.to_memory[k] * (x0 if memory is None else memory)
+    return mean, m.keep_x0[k] * x0 + m.keep_eps[k] * eps
+
+
+def clip_prediction(table: StepTable, k: int | Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply the table's bounds to (x0, eps)."""
+    c = table.at(k, x0)
+    if table.clip_x0 is not None:
+        clipped = x0.clamp(-table.clip_x0, table.clip_x0)
+        x0, eps = clipped, eps + c.slope * (x0 - clipped)
+    if table.eps_clip is not None:
+        eps = eps.clamp(-table.eps_clip, table.eps_clip)
+    return x0, eps

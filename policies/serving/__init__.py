@@ -1,0 +1,1 @@
+"""Policies over the network: server, client, messages."""

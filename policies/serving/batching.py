@@ -1,0 +1,87 @@
+"""The queue of a policy server: bounded, fair to every client, and emptied in batches.
+
+It knows no sockets and no clock; whoever uses it says what time it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from policies.execution.history import Array
+
+
+@dataclass(frozen=True)
+class Request:
+    """One observation that waits for its actions.
+
+    Attributes:
+        client: Who asks.
+        id: What the client calls it.
+        inputs: One row, checked.
+        key: Of its noise; None: zeros.
+        arrived: Time [s].
+        deadline: Time [s] after which nobody wants the answer.
+    """
+
+    client: bytes
+    id: int
+    inputs: dict[str, Array] = field(repr=False)
+    key: tuple[int, ...] | None
+    arrived: float
+    deadline: float
+
+
+class Batcher:
+    """Collects requests until a batch is due.
+
+    Args:
+        max_queue: How many may wait.
+        max_per_client: How many of one client may wait.
+        max_batch: Rows of a batch.
+        max_wait_s: How long the oldest waits for others [s].
+    """
+
+    def __init__(self, max_queue: int, max_per_client: int, max_batch: int, max_wait_s: float) -> None:
+        self._limits = (max_queue, max_per_client)
+        self._max_batch, self._max_wait_s = max_batch, max_wait_s
+        self._waiting: deque[Request] = deque()
+        self._clients: Counter[bytes] = Counter()
+
+    def __len__(self) -> int:
+        """Return how many wait."""
+        return len(self._waiting)
+
+    def refusal(self, client: bytes) -> str:
+        """Say why one more of a client has no place; empty if it has."""
+        most, own = self._limits
+        if len(self._waiting) >= most:
+            return f"{most} requests are waiting already. Ask again later, or raise max_queue."
+        if self._clients[client] >= own:
+            return f"{own} requests of this client are waiting already. Wait for their answers first."
+        return ""
+
+    def add(self, request: Request) -> None:
+        """Let a request wait."""
+        self._waiting.append(request)
+        self._clients[request.client] += 1
+
+    def due_in(self, now: float) -> float | None:
+        """Return the time until a batch is due [s], 0 if one is; None while nothing waits."""
+        if not self._waiting:
+            return None
+        if len(self._waiting) >= self._max_batch:
+            return 0.0
+        return max(0.0, self._waiting[0].arrived + self._max_wait_s - now)
+
+    def take(self, now: float) -> tuple[list[Request], list[Request]]:
+        """Take out the oldest: a batch, and those whose deadline passed while they waited."""
+        batch: list[Request] = []
+        late: list[Request] = []
+        while self._waiting and len(batch) < self._max_batch:
+            request = self._waiting.popleft()
+            self._clients[request.client] -= 1
+            if not self._clients[request.client]:
+                del self._clients[request.client]
+            (late if request.deadline < now else batch).append(request)
+        return batch, late

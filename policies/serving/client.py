@@ -1,0 +1,269 @@
+"""Asks a policy server for actions; what runs on a robot.
+
+    robot = RemotePolicy("tcp://127.0.0.1:5750")
+    while True:
+        action = robot.act({"observation": state})     # (Do,) -> (Da,), once per control step
+
+It needs NumPy, pyzmq and msgpack, and no PyTorch. History and chunk are kept here (`policies.execution.history`), so a
+server may be killed and started again at any time: requests that are not answered in time are sent again
+over a new connection, with the same noise.
+
+Legend: To observation history, Ta executed steps, Da action width.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from policies.errors import ConfigError, ServingError
+from policies.execution.history import Array, Arrays, ChunkActor
+from policies.serving.encryption import read_keys, read_public_key
+from policies.serving.messages import PORT, VERSION, Schema, from_wire, pack, require, to_wire, unpack
+
+LOCAL = f"tcp://127.0.0.1:{PORT}"
+
+
+class Client:
+    """A connection to a policy server; use as a context manager, in one thread.
+
+    Args:
+        endpoint: Where the server listens.
+        timeout_s: How long one attempt waits for its answer [s]; also the deadline that the server is told.
+        retries: Attempts after the first one.
+        secret_key: File with the client's CURVE keys; None: no encryption.
+        server_key: File with the server's public key.
+
+    Raises:
+        MissingExtraError: If pyzmq or msgpack is not installed.
+        ConfigError: If one key is given without the other, or they cannot be read.
+    """
+
+    def __init__(
+        self,
+        endpoint: str = LOCAL,
+        *,
+        timeout_s: float = 1.0,
+        retries: int = 2,
+        secret_key: str | Path | None = None,
+        server_key: str | Path | None = None,
+    ) -> None:
+        if (secret_key is None) != (server_key is None):
+            given = "server_key" if secret_key is None else "secret_key"
+            raise ConfigError(
+                f"an encrypted connection needs secret_key and server_key; got {given} alone. Give the other "
+                "one too, or neither for a server without keys."
+            )
+        self._zmq: Any = require("zmq")
+        require("msgpack")
+        self.endpoint, self._timeout_s, self._retries = endpoint, timeout_s, retries
+        self._keys = None if secret_key is None else read_keys(secret_key)
+        self._server_key = None if server_key is None else read_public_key(server_key)
+        self._context = self._zmq.Context()
+        self._socket: Any = None
+        self._id = 0
+        self._schema: Schema | None = None
+        self._fingerprint = ""
+
+    def __enter__(self) -> Client:
+        """Return the client."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the connection."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection; what is on its way is dropped."""
+        self._drop()
+        self._context.term()
+
+    @property
+    def schema(self) -> Schema:
+        """What the policy takes and gives, as the server said first.
+
+        Raises:
+            ServingError: `timeout`, or what the server refuses.
+        """
+        if self._schema is None:
+            self._greet()
+        assert self._schema is not None
+        return self._schema
+
+    def decide(self, obs: Arrays, key: tuple[int, ...] | None) -> Array:
+        """Return the actions (Ta, Da) for observations (To, ...), physical.
+
+        Args:
+            obs: By the names of the schema.
+            key: Of the noise, see `policies.execution.history.draw_noise`; None: zeros, the deterministic variant.
+
+        Raises:
+            ServingError: `timeout`, or what the server refuses: see `policies.serving.messages.REASONS`. `schema`, if
+                another policy is served now whose observations or actions have other shapes.
+        """
+        schema = self.schema
+        arrays = {name: to_wire(_typed(name, value, schema)) for name, value in obs.items()}
+        noise = None if key is None else list(key)
+        body = {"type": "act", "obs": arrays, "key": noise, "deadline_ms": 1e3 * self._timeout_s}
+        try:
+            answer = self.ask({**body, "schema": self._fingerprint})
+        except ServingError as error:
+            if error.reason != "schema":
+                raise
+            self._greet()  # the server was started again, with other weights
+            answer = self.ask({**body, "schema": self._fingerprint})
+        actions = from_wire("actions", answer.get("actions"))
+        if actions.shape != schema.action.shape or not np.isfinite(actions).all():
+            raise ServingError("malformed", f"the server gave actions {actions.shape}, or not finite ones.")
+        return actions
+
+    def metrics(self) -> dict[str, Any]:
+        """Return what the server counted."""
+        metrics: dict[str, Any] = self.ask({"type": "metrics"})["metrics"]
+        return metrics
+
+    def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Send a message and return its answer; what is not answered in time is sent again.
+
+        Raises:
+            ServingError: `timeout`, or the reason of the server.
+        """
+        self._id += 1
+        frame = pack({**body, "id": self._id})
+        for _ in range(self._retries + 1):
+            answer = self._attempt(frame)
+            if answer is None:
+                self._drop()  # also what is still queued to be sent
+            elif answer["type"] == "error":
+                raise ServingError(str(answer.get("reason")), f"{self.endpoint}: {answer.get('message')}")
+            else:
+                return answer
+        raise ServingError(
+            "timeout",
+            f"{self.endpoint} did not answer {self._retries + 1} times within {self._timeout_s:g} s. "
+            "Is the server running there, do keys fit, is timeout_s long enough?",
+        )
+
+    # -- the connection -------------------------------------------------------------------------------
+
+    def _greet(self) -> None:
+        """Ask for the schema; one that fits the first one replaces it.
+
+        Raises:
+            ServingError: `schema`, if it does not fit.
+        """
+        answer = self.ask({"type": "hello"})
+        schema = Schema.from_wire(answer.get("schema"))
+        if self._schema is not None and _shapes(schema) != _shapes(self._schema):
+            raise ServingError(
+                "schema", f"{self.endpoint} serves another policy now, with observations {schema.inputs} and "
+                f"actions {schema.action}. Connect anew."
+            )  # fmt: skip
+        self._schema, self._fingerprint = schema, str(answer.get("fingerprint"))
+
+    def _attempt(self, frame: bytes) -> dict[str, Any] | None:
+        """Send once and wait; None: no answer in time.
+
+        Raises:
+            ServingError: `version`, if the server speaks another one.
+        """
+        end = time.monotonic() + self._timeout_s
+        socket = self._connected()
+        if not socket.poll(_left_ms(end), self._zmq.POLLOUT):
+            return None
+        socket.send(frame)
+        while socket.poll(_left_ms(end)):
+            answer = unpack(socket.recv())
+            if answer.get("v") != VERSION:
+                raise self._other_version(answer.get("v"))
+            if answer.get("id") in (self._id, None):
+                return answer  # others are late answers to earlier questions
+        return None
+
+    def _other_version(self, found: Any) -> ServingError:
+        return ServingError(
+            "version",
+            f"{self.endpoint} must speak version {VERSION} of the protocol, as this client; it speaks "
+            f"{str(found)[:20]}. Install the same release of burnish on both sides.",
+        )
+
+    def _connected(self) -> Any:
+        if self._socket is None:
+            socket = self._context.socket(self._zmq.DEALER)
+            socket.setsockopt(self._zmq.LINGER, 0)
+            socket.setsockopt(self._zmq.IMMEDIATE, 1)  # nothing is kept for a server that is not there
+            socket.setsockopt(self._zmq.RECONNECT_IVL, 50)
+            if self._keys is not None and self._server_key is not None:
+                socket.curve_publickey, socket.curve_secretkey = self._keys
+                socket.curve_serverkey = self._server_key
+            socket.connect(self.endpoint)
+            self._socket = socket
+        return self._socket
+
+    def _drop(self) -> None:
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._socket = None
+
+
+class RemotePolicy(ChunkActor):
+    """Acts step by step by a policy on a server: one observation in, one action out.
+
+    Args:
+        client: The connection, or where the server listens.
+        act_steps: How many actions of a chunk are executed; None: all of them.
+        seed: Of the noise.
+        is_clipped: Whether actions are cut off at the limits of the task, where the server knows them.
+        max_jump: Largest change from one command to the next, in the units of the action; None: any.
+
+    Raises:
+        ServingError: If the server cannot be reached.
+    """
+
+    def __init__(
+        self,
+        client: Client | str = LOCAL,
+        *,
+        act_steps: int | None = None,
+        seed: int = 0,
+        is_clipped: bool = True,
+        max_jump: float | None = None,
+    ) -> None:
+        self.client = Client(client) if isinstance(client, str) else client
+        self.schema = self.client.schema
+        low, high = (self.schema.action_low, self.schema.action_high) if is_clipped else (None, None)
+        super().__init__(
+            self.client.decide,
+            self.schema.obs_steps,
+            act_steps=act_steps,
+            seed=seed,
+            low=low,
+            high=high,
+            max_jump=max_jump,
+        )
+
+    def act(self, obs: Any) -> Array:
+        """Return the action (Da,) for an observation: by name, or (Do,) alone."""
+        return super().act(obs if isinstance(obs, Mapping) else {"observation": obs})
+
+
+def _typed(name: str, value: Any, schema: Schema) -> Array:
+    """Return an input in its type; numbers only are converted, never images."""
+    array = np.asarray(value)
+    wanted = schema.inputs[name].dtype if name in schema.inputs else array.dtype.name
+    if wanted == "uint8" or array.dtype.kind not in "fiu":
+        return array
+    return array.astype(wanted)
+
+
+def _shapes(schema: Schema) -> Schema:
+    return replace(schema, task=None, control_hz=None, action_low=None, action_high=None, policy="")
+
+
+def _left_ms(end: float) -> int:
+    return max(0, int(1e3 * (end - time.monotonic())))

@@ -1,0 +1,111 @@
+"""CURVE keys of a policy server and of those who may ask it: encryption, and who is who on both sides.
+
+    <keys>/server.key            public key of the server; clients need it
+    <keys>/server.key_secret     stays with the server
+    <keys>/clients/<name>.key    public keys of those who may ask
+    <keys>/<name>.key_secret     goes to that client
+
+This module needs pyzmq only.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from policies.errors import ConfigError
+from policies.serving.messages import require
+
+SERVER, CLIENTS = "server", "clients"
+
+
+def make_keys(folder: str | Path, client: str = "robot") -> Path:
+    """Write keys of a server, if there are none yet, and of one more client; returns the client's secret key.
+
+    Raises:
+        ConfigError: If the client has keys already, or its name is no plain word.
+    """
+    require("zmq")
+    from zmq.auth import create_certificates
+
+    home = Path(folder)
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", client) or client == SERVER:
+        raise ConfigError(f"the name of a client must be a plain word, not 'server'; got '{client}'.")
+    if (home / f"{client}.key_secret").exists():
+        raise ConfigError(f"{home} has keys of the client '{client}' already; choose another name.")
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (home / CLIENTS).mkdir(exist_ok=True)
+    if not (home / f"{SERVER}.key_secret").exists():
+        create_certificates(home, SERVER)
+    create_certificates(home, client)
+    (home / f"{client}.key").rename(home / CLIENTS / f"{client}.key")
+    for path in home.glob("*.key_secret"):
+        path.chmod(0o600)
+    return home / f"{client}.key_secret"
+
+
+def server_keys(folder: str | Path) -> tuple[bytes, bytes]:
+    """Return public and secret key of the server.
+
+    Raises:
+        ConfigError: If they are not there.
+    """
+    return read_keys(Path(folder) / f"{SERVER}.key_secret")
+
+
+def read_keys(path: str | Path) -> tuple[bytes, bytes]:
+    """Return public and secret key of a file.
+
+    Raises:
+        ConfigError: If it is not there, or has no secret key.
+    """
+    public, secret = _read(path)
+    if secret is None:
+        raise ConfigError(f"keys: {path} has no secret key; give the file that ends in .key_secret.")
+    return public, secret
+
+
+def read_public_key(path: str | Path) -> bytes:
+    """Return the public key of a file.
+
+    Raises:
+        ConfigError: If it is not there.
+    """
+    return _read(path)[0]
+
+
+def _read(path: str | Path) -> tuple[bytes, bytes | None]:
+    require("zmq")
+    from zmq.auth import load_certificate
+
+    try:
+        public, secret = load_certificate(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"keys: {path} cannot be read ({error}). Make keys: burnish serve "
+            "keys=<folder> new_client=<name>."
+        ) from None
+    return public, secret
+
+
+def start_authenticator(context: Any, folder: str | Path) -> Any:
+    """Let only the clients in whose keys lie in the folder; returns what is to be stopped.
+
+    Raises:
+        ConfigError: If there are none.
+    """
+    require("zmq")
+    from zmq.auth.thread import ThreadAuthenticator
+
+    clients = Path(folder) / CLIENTS
+    if not any(clients.glob("*.key")):
+        raise ConfigError(
+            f"keys={folder} has no key in {CLIENTS}/, so that nobody could ask. "
+            f"Make one with burnish serve keys={folder} new_client=<name>."
+        )
+    server_keys(folder)
+    authenticator = ThreadAuthenticator(context)
+    authenticator.start()
+    authenticator.configure_curve(domain="*", location=clients)
+    return authenticator

@@ -1,0 +1,230 @@
+"""The messages between a policy server and its clients, and what makes one acceptable.
+
+A message is one msgpack map in one ZeroMQ frame; arrays are maps of `dtype`, `shape` and raw `data`. Nothing
+is unpickled, no type is named that would be looked up, and no size is believed before it was compared with
+the bytes that are there.
+
+    hello    {v, type, id}                                           -> welcome {v, type, id, schema, ...}
+    act      {v, type, id, schema, obs: {name: array}, key, deadline_ms} -> actions {..., actions: array}
+    metrics  {v, type, id}                                           -> metrics {v, type, id, metrics}
+    anything else                                                    -> error {v, type, id, reason, message}
+
+This module needs NumPy and msgpack only, so that it runs where PyTorch does not.
+
+Legend: To observation history, Ta executed steps, Da action width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from policies import extras
+from policies.errors import MissingExtraError, ServingError
+from policies.execution.history import Array
+from policies.storage.features import Feature, short
+
+VERSION = 1
+PORT = 5750
+DTYPES = ("float32", "float64", "uint8")
+MAX_DIMS, MAX_ITEMS, MAX_TEXT = 8, 256, 65536  # of one array; of one list or map; characters of one text
+
+REASONS = {
+    "malformed": "not a message of this protocol",
+    "version": "another version of the protocol",
+    "oversize": "more bytes than an observation can have",
+    "schema": "made for another policy than the one that is served",
+    "missing": "an observation without an entry that the policy needs, or with one that it does not have",
+    "dtype": "an array of another type",
+    "shape": "an array of another shape",
+    "nan": "a number that is NaN or infinite",
+    "range": "a number that is too large to be an observation",
+    "busy": "more requests are waiting than the queue takes",
+    "late": "the deadline passed before the decision began",
+    "stopping": "the server is shutting down",
+    "failed": "the policy raised an error, or gave a number that is not finite",
+}
+"""Why a server refuses."""
+
+
+def require(name: str) -> ModuleType:
+    """Import a package of the extra `serve`.
+
+    Raises:
+        MissingExtraError: If it is not installed.
+    """
+    bare = "on a robot without PyTorch: pip install numpy pyzmq msgpack"
+    return extras.require(name, extra="serve", what="serving", instead=bare)
+
+
+@dataclass(frozen=True)
+class Schema:
+    """What a server's policy takes and gives.
+
+    Attributes:
+        inputs: By name: `observation` (To, Do), `goal` (Dg,), images (To, H, W, 3) by camera.
+        action: (Ta, Da), physical.
+        obs_steps: To.
+        task: Name of the task; None: not known.
+        control_hz: Rate at which actions are executed; None: not known.
+        action_low: (Da,), physical; None: not known.
+        action_high: (Da,).
+        policy: Fingerprint of the weights.
+    """
+
+    inputs: Mapping[str, Feature]
+    action: Feature
+    obs_steps: int = 1
+    task: str | None = None
+    control_hz: float | None = None
+    action_low: Sequence[float] | None = None
+    action_high: Sequence[float] | None = None
+    policy: str = field(default="", compare=False)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return it in msgpack types."""
+        return {**asdict(self), "inputs": {name: asdict(one) for name, one in self.inputs.items()}}
+
+    @classmethod
+    def from_wire(cls, data: Any) -> Schema:
+        """Read `to_wire`.
+
+        Raises:
+            ServingError: `malformed`, if it is something else.
+        """
+        try:
+            inputs = {str(name): _feature(one) for name, one in data["inputs"].items()}
+            own: dict[str, Any] = {key: data[key] for key in ("obs_steps", "task", "control_hz", "policy")}
+            low, high = floats_of(data["action_low"]), floats_of(data["action_high"])
+            return cls(inputs, _feature(data["action"]), action_low=low, action_high=high, **own)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ServingError("malformed", f"the server's description cannot be read: {error!r}.") from None
+
+    @property
+    def fingerprint(self) -> str:
+        """What a request names to say which policy it was made for."""
+        text = json.dumps(self.to_wire(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def max_message(self) -> int:
+        """Bytes that no honest request exceeds."""
+        return sum(one.nbytes for one in self.inputs.values()) + 4096 + 256 * len(self.inputs)
+
+
+def _feature(data: Mapping[str, Any]) -> Feature:
+    return Feature(tuple(int(n) for n in data["shape"]), str(data["dtype"]))
+
+
+def floats_of(values: Any) -> tuple[float, ...] | None:
+    """Return numbers as a tuple; None of None."""
+    return None if values is None else tuple(float(value) for value in values)
+
+
+def pack(message: Mapping[str, Any]) -> bytes:
+    """Return a message as bytes."""
+    packed: bytes = require("msgpack").packb({"v": VERSION, **message}, use_bin_type=True)
+    return packed
+
+
+def unpack(frame: bytes) -> dict[str, Any]:
+    """Read a message; of the version it is said to have, whatever that is.
+
+    Raises:
+        ServingError: `malformed`, if it is no map of text, numbers, bytes, and short lists and maps of these.
+    """
+    limits = {"max_str_len": MAX_TEXT, "max_array_len": MAX_ITEMS, "max_map_len": MAX_ITEMS}
+    try:
+        data = require("msgpack").unpackb(
+            frame, raw=False, strict_map_key=True, max_ext_len=0, max_bin_len=len(frame), **limits
+        )
+    except MissingExtraError:
+        raise
+    except Exception as error:  # msgpack raises half a dozen kinds
+        raise ServingError(
+            "malformed", f"a message must be one msgpack map; it cannot be read: {short(error)}"
+        ) from None
+    if not isinstance(data, dict) or not isinstance(data.get("type"), str):
+        raise ServingError("malformed", "a message must be a map with a text 'type'.")
+    return data
+
+
+def to_wire(array: Array) -> dict[str, Any]:
+    """Describe an array in msgpack types."""
+    return {
+        "dtype": array.dtype.name,
+        "shape": list(array.shape),
+        "data": np.ascontiguousarray(array).tobytes(),
+    }
+
+
+def from_wire(name: str, data: Any) -> Array:
+    """Read an array.
+
+    Raises:
+        ServingError: `malformed` or `dtype`; sizes are compared with the bytes before anything is made.
+    """
+    if not isinstance(data, dict) or set(data) != {"dtype", "shape", "data"}:
+        raise ServingError("malformed", f"'{name}' must be a map of dtype, shape and data.")
+    dtype, shape, raw = data["dtype"], data["shape"], data["data"]
+    if dtype not in DTYPES:
+        raise ServingError("dtype", f"'{name}' must be one of {', '.join(DTYPES)}; got {short(dtype)}.")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_is_size, shape)):
+        raise ServingError("malformed", f"the shape of '{name}' must be a short list of sizes.")
+    expected = math.prod(shape) * np.dtype(dtype).itemsize
+    if not isinstance(raw, bytes) or len(raw) != expected:
+        found = f"{len(raw)} bytes" if isinstance(raw, bytes) else type(raw).__name__
+        raise ServingError("malformed", f"'{name}' must have {expected} bytes by its shape; got {found}.")
+    return np.frombuffer(raw, dtype=np.dtype(dtype).newbyteorder("<")).reshape(shape)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def read_observation(data: Any, schema: Schema, max_abs: float) -> dict[str, Array]:
+    """Read and check the observation of one request, as the policy takes it.
+
+    Args:
+        data: What came.
+        schema: What the policy takes.
+        max_abs: Magnitude beyond which a number is an error of a sensor, not an observation.
+
+    Raises:
+        ServingError: `malformed`, `missing`, `dtype`, `shape`, `nan` or `range`; names the entry.
+    """
+    if not isinstance(data, dict) or set(data) != set(schema.inputs):
+        found = sorted(map(short, data)) if isinstance(data, dict) else short(data)
+        raise ServingError("missing", f"an observation must have {sorted(schema.inputs)}; got {found}.")
+    return {
+        name: check_array(name, from_wire(name, data[name]), one, max_abs)
+        for name, one in schema.inputs.items()
+    }
+
+
+def check_array(name: str, value: Array, feature: Feature, max_abs: float) -> Array:
+    """Return an array in the type of a feature if it fits it.
+
+    Raises:
+        ServingError: `dtype`, `shape`, `nan` or `range`.
+    """
+    floating = feature.dtype != "uint8"
+    if (value.dtype.kind == "f") != floating:
+        raise ServingError("dtype", f"'{name}' must be {feature.dtype}; got {value.dtype}.")
+    if value.shape != feature.shape:
+        raise ServingError("shape", f"'{name}' must have shape {feature.shape}; got {value.shape}.")
+    if not floating:
+        return value
+    largest = float(np.abs(value).max(initial=0.0))  # NaN, if any is
+    if not math.isfinite(largest):
+        raise ServingError("nan", f"'{name}' must be finite; it holds NaN or inf.")
+    if largest > max_abs:
+        raise ServingError("range", f"'{name}' must lie within ± {max_abs:g}; got {largest:g}.")
+    return value.astype(feature.dtype)

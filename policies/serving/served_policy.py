@@ -1,0 +1,89 @@
+"""What a policy server serves: a policy, or an exported folder.
+
+Legend: B batch, To observation history, Ta executed steps, Do and Da observation and action widths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from policies.execution.history import Array
+from policies.export.exported_policy import ExportedPolicy
+from policies.export.folder import MODELS, Surroundings
+from policies.policy import Policy
+from policies.serving.messages import Schema, floats_of
+from policies.storage.checksums import sha256
+from policies.storage.features import Feature
+
+STATE = "observation"
+"""What the state is called between machines, as in exported folders; policies call it `state`."""
+
+
+class ServedPolicy:
+    """A policy, on the device it is on.
+
+    Args:
+        policy: The policy.
+        around: What is known of its task.
+        fingerprint: Of its weights; tells a client that another policy is served.
+    """
+
+    def __init__(self, policy: Policy, around: Surroundings | None = None, fingerprint: str = "") -> None:
+        self._policy = policy.eval()
+        self.noise_shape = tuple(policy.noise_shape)
+        chunk, around = policy.chunk, around or Surroundings()
+        inputs = {STATE: Feature((chunk.obs_steps, policy.obs_dim))}
+        if policy.goal_dim:
+            inputs["goal"] = Feature((policy.goal_dim,))
+        for camera, shape in policy.images.items():
+            inputs[camera] = Feature((chunk.obs_steps, *shape), "uint8")
+        self.schema = Schema(
+            inputs,
+            Feature((chunk.act_steps, chunk.action_dim)),
+            chunk.obs_steps,
+            around.task,
+            around.control_hz,
+            floats_of(around.action_low),
+            floats_of(around.action_high),
+            fingerprint,
+        )
+
+    def decide(self, inputs: Mapping[str, Array], noise: Array) -> Array:
+        """Map inputs (B, ...) and noise (B, *noise_shape) to actions (B, Ta, Da), physical."""
+        obs = {"state" if name == STATE else name: value for name, value in inputs.items()}
+        drawn = torch.as_tensor(noise, dtype=self._policy.dtype, device=self._policy.device)
+        actions: Array = self._policy.act(obs, noise=drawn).float().cpu().numpy()
+        return actions
+
+
+class ServedFolder:
+    """An exported folder, run as the machine without PyTorch would run it.
+
+    Args:
+        directory: What `burnish export` wrote.
+        trust: Whether a file that may hold code, `format=torch`, is opened.
+
+    Raises:
+        CheckpointError: If the folder is none.
+        ExportError: If it is incomplete, needs trust, or cannot be run.
+    """
+
+    def __init__(self, directory: str | Path, *, trust: bool = False) -> None:
+        folder = Path(directory)
+        self._policy = ExportedPolicy(folder, trust)
+        models = [folder / name for name in MODELS if (folder / name).is_file()]
+        fingerprint = hashlib.sha256("".join(map(sha256, models)).encode()).hexdigest()
+        facts = self._policy.description
+        own = (facts.task, facts.control_hz, facts.low, facts.high)
+        self.schema = Schema(facts.inputs, facts.action, facts.chunk.obs_steps, *own, fingerprint)
+        self.noise_shape = facts.noise_shape
+
+    def decide(self, inputs: Mapping[str, Array], noise: Array) -> Array:
+        """Map inputs (B, ...) and noise (B, *noise_shape) to actions (B, Ta, Da), physical."""
+        obs = {"state" if name == STATE else name: value for name, value in inputs.items()}
+        actions: Array = self._policy.act(obs, noise=torch.from_numpy(noise)).numpy()
+        return actions

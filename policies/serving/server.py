@@ -1,0 +1,394 @@
+"""A policy server: one loop that reads requests, batches those that wait, decides and answers.
+
+It keeps nothing of a robot but its requests that wait: history and chunks are the client's, the noise of a
+decision follows from the key in its request. A server that is killed and started again continues where the
+other stopped, and what a robot is told does not depend on who asks at the same time (to rounding).
+
+Everything a client can send is bounded before it is believed: bytes of a message, messages that wait, here
+and per client, and answers that are not fetched. ZeroMQ gathers messages of many frames before anybody can
+look at them; `max_backlog_mb` bounds what these take: beyond it all connections are dropped, and taken up
+again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import math
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from policies.errors import ConfigError, ServingError
+from policies.execution.history import Array
+from policies.paths import path_field
+from policies.runner import draw_noise
+from policies.serving.batching import Batcher, Request
+from policies.serving.encryption import server_keys, start_authenticator
+from policies.serving.messages import (
+    PORT,
+    VERSION,
+    Schema,
+    pack,
+    read_observation,
+    require,
+    to_wire,
+    unpack,
+)
+from policies.serving.metrics import Metrics, resident_mb
+
+_log = logging.getLogger(__name__)
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+_POLL_MS = 50  # how long the loop sleeps at most before it looks whether it should stop
+_DRAIN = 256  # messages that are read before the queue is looked at again
+_REOPEN_S = 60.0  # how long the old socket may take to free the port
+_HARD = 4  # times the bytes of an honest request: a larger frame is not even read
+
+
+class Served(Protocol):
+    """What can be served."""
+
+    schema: Schema
+    noise_shape: tuple[int, ...]
+
+    def decide(self, inputs: dict[str, Array], noise: Array) -> Array:
+        """Map inputs (B, ...) and noise (B, *noise_shape) to actions (B, Ta, Da), physical."""
+        ...
+
+
+@dataclass
+class ServerSettings:
+    """How a policy is served."""
+
+    host: str = "127.0.0.1"  # interface; another than this machine's own needs allow_remote=true
+    port: int = PORT  # of requests; 0: any that is free
+    allow_remote: bool = False  # listen where other machines can reach it
+    keys: str | None = path_field()  # folder with CURVE keys; null: no encryption, everybody may ask
+    max_batch: int = 16  # requests that are decided together
+    max_wait_ms: float = 0.0  # how long a request waits for others; 0: only while the server is busy
+    max_queue: int = 64  # requests that wait; more are refused
+    max_per_client: int = 4  # of one client
+    deadline_ms: float = 1000.0  # of a request that does not say how long it is worth an answer
+    max_abs: float = 1e6  # numbers of larger magnitude are refused
+    max_backlog_mb: float = 256.0  # growth of memory beyond which all connections are dropped once
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.host not in LOOPBACK and not self.allow_remote:
+            raise ConfigError(
+                f"host={self.host} can be reached from other machines, which may then command the robot; got "
+                f"allow_remote=false. Say allow_remote=true (and give keys=<folder>), or keep host=127.0.0.1."
+            )
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"port must lie in 0 to 65535; got {self.port}.")
+        for name in ("max_batch", "max_queue", "max_per_client"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}.")
+        for name in ("deadline_ms", "max_abs", "max_backlog_mb"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ConfigError(f"{name} must be positive and finite; got {getattr(self, name)}.")
+        if not (math.isfinite(self.max_wait_ms) and self.max_wait_ms >= 0):
+            raise ConfigError(f"max_wait_ms must be 0 or more; got {self.max_wait_ms}.")
+
+
+class Server:
+    """Serves a policy until it is told to stop; use as a context manager.
+
+    Args:
+        served: The policy.
+        settings: Limits and place.
+        clock: Returns the time [s].
+
+    Attributes:
+        endpoint: Where it listens, `tcp://host:port`.
+        metrics: What was counted.
+
+    Raises:
+        ConfigError: If it cannot listen there.
+        MissingExtraError: If the extra `serve` is not installed.
+    """
+
+    def __init__(
+        self, served: Served, settings: ServerSettings, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._zmq: Any = require("zmq")
+        require("msgpack")
+        self._served, self._settings, self._clock = served, settings, clock
+        self._fingerprint = served.schema.fingerprint
+        self._instance = uuid.uuid4().hex
+        self._max_message = served.schema.max_message
+        self._queue = Batcher(
+            settings.max_queue, settings.max_per_client, settings.max_batch, settings.max_wait_ms / 1e3
+        )
+        self.metrics = Metrics()
+        self._stopping = False
+        self._context = self._zmq.Context()
+        self._authenticator = (
+            None if settings.keys is None else start_authenticator(self._context, settings.keys)
+        )
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self.endpoint = f"tcp://{host}:{settings.port or '*'}"
+        try:
+            self._socket = self._bind()
+        except ConfigError:
+            self._end()
+            raise
+        self.endpoint = self._socket.getsockopt_string(self._zmq.LAST_ENDPOINT)
+        self._warm_up()
+        self._memory = resident_mb()
+
+    def __enter__(self) -> Server:
+        """Return the server; it listens already."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop listening."""
+        self._socket.close(linger=1000)
+        self._end()
+
+    def stop(self) -> None:
+        """Let `run` answer what waits, refuse what comes, and return; may be called by a signal handler."""
+        self._stopping = True
+
+    def run(self) -> None:
+        """Serve until `stop` is called."""
+        while not (self._stopping and not len(self._queue)):
+            self.step()
+        self.step()  # refuse what came meanwhile
+
+    def step(self, timeout_ms: int = _POLL_MS) -> None:
+        """Read what is there, and decide once if a batch is due."""
+        due = self._queue.due_in(self._clock())
+        wait = timeout_ms if due is None else min(timeout_ms, math.ceil(due * 1e3))
+        stopping = self._stopping
+        if self._socket.poll(0 if stopping else wait):
+            self._read(_DRAIN, stopping)
+        due = self._queue.due_in(self._clock())
+        if due is not None and (due == 0 or self._stopping):
+            self._decide()
+        self.metrics.waiting = len(self._queue)
+        self._guard_memory()
+
+    # -- reading --------------------------------------------------------------------------------------
+
+    def _read(self, most: int, stopping: bool) -> None:
+        for _ in range(most):
+            try:
+                client, *frames = self._socket.recv_multipart(self._zmq.NOBLOCK)
+            except self._zmq.Again:
+                return
+            self.metrics.counts["messages"] += 1
+            number: Any = None
+            try:
+                message = self._message(frames)
+                number = message.get("id") if type(message.get("id")) is int else None
+                self._take(client, message, number, stopping)
+            except ServingError as error:
+                self._refuse(client, number, error.reason, str(error))
+
+    def _message(self, frames: Sequence[bytes]) -> dict[str, Any]:
+        if len(frames) != 1:
+            raise ServingError("malformed", f"a message must have one frame; got {len(frames)}.")
+        if len(frames[0]) > self._max_message:
+            raise ServingError(
+                "oversize", f"a message may have {self._max_message} bytes here; got {len(frames[0])}."
+            )
+        return unpack(frames[0])
+
+    def _take(self, client: bytes, message: dict[str, Any], number: int | None, stopping: bool) -> None:
+        """Answer a message, or let it wait."""
+        if message.get("v") != VERSION:
+            found = str(message.get("v"))[:20]
+            raise ServingError("version", f"this server speaks version {VERSION}; got {found}.")
+        if number is None:
+            raise ServingError("malformed", "a message must have a whole number 'id'.")
+        match message["type"]:
+            case "hello":
+                self._answer(client, {"type": "welcome", "id": number, **self._introduction()})
+            case "metrics":
+                self._answer(client, {"type": "metrics", "id": number, "metrics": self.metrics.summary()})
+            case "act":
+                self._enqueue(client, number, message, stopping)
+            case other:
+                raise ServingError(
+                    "malformed", f"a message must be hello, act or metrics; got '{other[:20]}'."
+                )
+
+    def _introduction(self) -> dict[str, Any]:
+        return {
+            "schema": self._served.schema.to_wire(),
+            "fingerprint": self._fingerprint,
+            "instance": self._instance,
+            "max_message": self._max_message,
+        }
+
+    def _enqueue(self, client: bytes, number: int, message: dict[str, Any], stopping: bool) -> None:
+        """Check a request and let it wait.
+
+        Raises:
+            ServingError: If it is refused.
+        """
+        if stopping:
+            raise ServingError("stopping", "the server is shutting down. Ask again when it is back.")
+        if full := self._queue.refusal(client):
+            raise ServingError("busy", full)
+        if message.get("schema") != self._fingerprint:
+            raise ServingError(
+                "schema",
+                f"another policy is served here ({self._fingerprint}). Say hello, and use its schema.",
+            )
+        inputs = read_observation(message.get("obs"), self._served.schema, self._settings.max_abs)
+        now = self._clock()
+        deadline = now + _milliseconds(message.get("deadline_ms"), self._settings.deadline_ms) / 1e3
+        self._queue.add(Request(client, number, inputs, _key(message.get("key")), now, deadline))
+
+    # -- deciding -------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        now = self._clock()
+        batch, late = self._queue.take(now)
+        for request in late:
+            waited = 1e3 * (now - request.arrived)
+            self._refuse(
+                request.client, request.id, "late", f"it waited {waited:.0f} ms, past its deadline. "
+                "Give requests more time, or the server more of it."
+            )  # fmt: skip
+        if not batch:
+            return
+        actions = self._actions(batch)
+        took = self._clock() - now
+        self.metrics.decided([now - request.arrived for request in batch], took)
+        for request, action in zip(batch, actions, strict=True):
+            if action is None:
+                self._refuse(
+                    request.client, request.id, "failed",
+                    "the policy gave no finite actions for this observation; the server's log says more.",
+                )  # fmt: skip
+                continue
+            times = {"queue_ms": 1e3 * (now - request.arrived), "decide_ms": 1e3 * took, "batch": len(batch)}
+            answer = {"type": "actions", "id": request.id, "actions": to_wire(action), **times}
+            self._answer(request.client, answer)
+
+    def _actions(self, batch: Sequence[Request]) -> list[Array | None]:
+        """Return the actions (Ta, Da) of every request; None where the policy failed at that row alone."""
+        inputs = {name: np.stack([one.inputs[name] for one in batch]) for name in self._served.schema.inputs}
+        noise = np.stack([self._noise(request) for request in batch])
+        try:
+            actions = np.asarray(self._served.decide(inputs, noise), dtype=np.float32)
+        except Exception:  # a policy that fails must not take the robots of others with it
+            _log.exception("the policy failed on a batch of %d", len(batch))
+            return [None] if len(batch) == 1 else [self._actions([request])[0] for request in batch]
+        return [row if np.isfinite(row).all() else None for row in actions]
+
+    def _warm_up(self) -> None:
+        """Decide once for nobody, so that what the policy allocates is there before memory is watched."""
+        inputs = {k: np.zeros(f.shape, f.dtype) for k, f in self._served.schema.inputs.items()}
+        for size in {1, self._settings.max_batch}:
+            self._actions([Request(b"", 0, inputs, None, 0.0, math.inf)] * size)
+
+    def _noise(self, request: Request) -> Array:
+        shape = self._served.noise_shape
+        return np.zeros(shape, np.float32) if request.key is None else draw_noise(request.key, shape)
+
+    # -- answering ------------------------------------------------------------------------------------
+
+    def _refuse(self, client: bytes, number: int | None, reason: str, message: str) -> None:
+        self.metrics.rejected[reason] += 1
+        self._answer(client, {"type": "error", "id": number, "reason": reason, "message": message})
+
+    def _answer(self, client: bytes, message: dict[str, Any]) -> None:
+        """Send without ever waiting: who has left or does not read loses the answer."""
+        try:
+            self._socket.send_multipart([client, pack(message)], self._zmq.NOBLOCK)
+        except self._zmq.Again:
+            self.metrics.counts["slow"] += 1
+        except self._zmq.ZMQError as error:
+            if error.errno != self._zmq.EHOSTUNREACH:
+                raise
+            self.metrics.counts["gone"] += 1
+
+    # -- the socket -----------------------------------------------------------------------------------
+
+    def _bind(self) -> Any:
+        """Open the socket and listen."""
+        zmq = self._zmq
+        socket = self._context.socket(zmq.ROUTER)
+        options = {
+            zmq.MAXMSGSIZE: _HARD * self._max_message,
+            zmq.RCVHWM: self._settings.max_per_client + 4,
+            zmq.SNDHWM: 2 * self._settings.max_per_client + 8,
+            zmq.ROUTER_MANDATORY: 1,
+            zmq.HANDSHAKE_IVL: 5000,
+            zmq.HEARTBEAT_IVL: 5000,
+            zmq.HEARTBEAT_TIMEOUT: 15000,
+            zmq.IPV6: int(":" in self._settings.host),
+        }
+        for option, value in options.items():
+            socket.setsockopt(option, value)
+        if self._settings.keys is not None:
+            public, secret = server_keys(self._settings.keys)
+            socket.curve_publickey, socket.curve_secretkey, socket.curve_server = public, secret, True
+        try:
+            socket.bind(self.endpoint)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise ConfigError(
+                f"cannot listen at {self.endpoint}: {error.strerror}. Choose another host or port."
+            ) from None
+        return socket
+
+    def _guard_memory(self) -> None:
+        """Drop all connections once they hold too much memory; clients connect again by themselves."""
+        grown = resident_mb() - self._memory
+        if grown < self._settings.max_backlog_mb:
+            return
+        _log.warning("memory grew by %.0f MB: all connections are dropped and taken up again", grown)
+        self.metrics.counts["reopened"] += 1
+        self._socket.close(linger=0)
+        deadline = time.monotonic() + _REOPEN_S
+        while True:  # the port is free when the context has closed the socket
+            try:
+                self._socket = self._bind()
+                break
+            except ConfigError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
+        _give_back_memory()
+        self._memory = resident_mb()
+
+    def _end(self) -> None:
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self._context.term()
+
+
+def _milliseconds(value: Any, default: float) -> float:
+    if value is None:
+        return default
+    if type(value) not in (int, float) or not 0 < value < 1e9:
+        raise ServingError("malformed", f"deadline_ms must be a positive number; got {str(value)[:20]}.")
+    return float(value)
+
+
+def _key(value: Any) -> tuple[int, ...] | None:
+    """Read the key of noise; None asks for zeros."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or not 1 <= len(value) <= 8:
+        raise ServingError("malformed", "key must be a list of one to eight whole numbers, or nil.")
+    if not all(type(one) is int and 0 <= one < 2**63 for one in value):
+        raise ServingError("malformed", "key must hold whole numbers, not negative.")
+    return tuple(value)
+
+
+def _give_back_memory() -> None:
+    """Return what was freed to the system, where the C library can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

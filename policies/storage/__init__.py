@@ -1,0 +1,1 @@
+"""Policy directories: reading, writing, model cards, the hub."""

@@ -1,0 +1,161 @@
+"""The description of a policy in config.json: made from a policy, checked, and made into one again.
+
+It may come from a stranger: names are looked up in the registry, types and sizes are checked before anything
+is built, and nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+from policies import registry
+from policies.backbones.switched import SwitchedField
+from policies.build import build_policy
+from policies.composition.operators import Composition
+from policies.composition.policy import ComposedPolicy
+from policies.denoising import DenoisingPolicy
+from policies.errors import ConfigError
+from policies.policy import PART_GROUPS, Policy, PolicyConfig
+from policies.storage.field_types import check_types
+from policies.wrappers.base import WrappedPolicy
+
+FORMAT = 1
+
+_SIZES = ("obs_dim", "goal_dim", "action_dim", "obs_steps", "horizon", "act_steps", "action_start")
+_KEYS = {
+    *("format", "parts", "switch_time", "images", "normalizer", "observation_clip", "goal_dropout"),
+    "tuned_above",
+    *("guidance", "composition", "members", "wrappers", "provenance", *_SIZES),
+}
+_MAX_SIZE, _MAX_TEXT, _MAX_MEMBERS, _MAX_NESTED = 100_000, 1000, 64, 8
+
+
+def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return everything needed to rebuild a policy around its weights; JSON types only."""
+    if isinstance(policy, WrappedPolicy):
+        inner = describe(policy.base, provenance)
+        inner["wrappers"] = [*inner["wrappers"], registry.to_json("wrapper", policy.wrapper)]
+        return inner
+    config = replace(policy.config, sampler=getattr(policy, "sampler", policy.config.sampler))
+    field = None if isinstance(policy, ComposedPolicy) else getattr(policy, "field", None)
+    return {
+        "format": FORMAT,
+        "parts": {group: registry.to_json(group, getattr(config, group)) for group in PART_GROUPS},
+        "switch_time": field.switch_time if isinstance(field, SwitchedField) else None,
+        "tuned_above": isinstance(field, SwitchedField) and field.tuned_above,
+        "obs_dim": policy.obs_dim,
+        "goal_dim": policy.goal_dim,
+        "images": {camera: list(shape) for camera, shape in policy.images.items()},
+        "action_dim": policy.chunk.action_dim,
+        "obs_steps": config.obs_steps,
+        "horizon": config.horizon,
+        "act_steps": config.act_steps,
+        "action_start": config.action_start,
+        "normalizer": dict(policy.normalizer.modes),
+        "observation_clip": config.observation_clip,
+        "goal_dropout": config.goal_dropout,
+        "guidance": config.guidance,
+        **(_describe_composition(policy) if isinstance(policy, ComposedPolicy) else {}),
+        "wrappers": [],  # the innermost first
+        "provenance": dict(provenance or {}),
+    }
+
+
+def _describe_composition(policy: ComposedPolicy) -> dict[str, Any]:
+    """Return how a composition is combined, and its members as `describe` does."""
+    members = [describe(member) for member in policy.fields]
+    return {"composition": asdict(policy.composition), "members": members}
+
+
+def check_description(data: Any, nested: int = 0) -> None:
+    """Refuse what cannot describe a policy: unknown keys, values of other types, sizes beyond all reason.
+
+    Raises:
+        ConfigError: Names the key.
+    """
+    if not isinstance(data, dict):
+        raise ConfigError(f"a policy must be described by an object; got {type(data).__name__}.")
+    if unknown := sorted(set(data) - _KEYS):
+        raise ConfigError(f"unknown keys {[name[:80] for name in unknown[:4]]}; it has {sorted(_KEYS)}.")
+    _check_values({name: value for name, value in data.items() if name not in ("provenance", "members")})
+    for name in _SIZES:
+        if type(data[name]) is not int:
+            raise ConfigError(f"{name} must be a whole number; got {str(data[name])[:80]}.")
+    for name, kind in (("parts", dict), ("normalizer", dict), ("images", dict), ("provenance", dict)):
+        if not isinstance(data.get(name, {}), kind):
+            raise ConfigError(f"{name} must be an object; got {type(data[name]).__name__}.")
+    for name in ("switch_time", "observation_clip", "goal_dropout", "guidance"):
+        if name in data and data[name] is not None and type(data[name]) not in (int, float):
+            raise ConfigError(f"{name} must be a number; got {str(data[name])[:80]}.")
+    if type(data.get("tuned_above", False)) is not bool:
+        raise ConfigError(f"tuned_above must be true or false; got {str(data['tuned_above'])[:80]}.")
+    for group, part in data["parts"].items():
+        if group not in PART_GROUPS or not isinstance(part, dict):
+            raise ConfigError(f"parts must hold objects for {', '.join(PART_GROUPS)}; got '{group[:80]}'.")
+        check_types(registry.lookup(group, str(part.get("name"))), part, group)
+    wrappers = data.get("wrappers", [])
+    if not isinstance(wrappers, list) or len(wrappers) > _MAX_NESTED:
+        raise ConfigError(f"wrappers must be a list of at most {_MAX_NESTED}.")
+    for wrapper in wrappers:
+        if not isinstance(wrapper, dict):
+            raise ConfigError(f"wrappers must hold objects; got {type(wrapper).__name__}.")
+        check_types(registry.lookup("wrapper", str(wrapper.get("name"))), wrapper, "wrapper")
+    if "members" in data:
+        members = data["members"]
+        if not isinstance(members, list) or not 1 <= len(members) <= _MAX_MEMBERS or nested >= _MAX_NESTED:
+            raise ConfigError(f"members must be a list of at most {_MAX_MEMBERS}, {_MAX_NESTED} deep.")
+        check_types(Composition, data["composition"], "composition")
+        for member in members:
+            check_description(member, nested + 1)
+
+
+def steps_of(data: Mapping[str, Any]) -> int:
+    """Return how many steps the samplers of a description take together, members included."""
+    steps = data["parts"]["sampler"].get("steps")
+    own = steps if type(steps) is int else 0
+    return own + sum(steps_of(member) for member in data.get("members", ()))
+
+
+def _check_values(value: Any) -> None:
+    """Refuse texts, lists and whole numbers beyond all reason."""
+    if type(value) is int and abs(value) > _MAX_SIZE:
+        raise ConfigError(f"whole numbers must be at most {_MAX_SIZE}; got {value}.")
+    if isinstance(value, str | list | dict) and len(value) > _MAX_TEXT:
+        raise ConfigError(f"texts, lists and objects may have {_MAX_TEXT} entries; got {len(value)}.")
+    if isinstance(value, list | dict):
+        for one in value.values() if isinstance(value, dict) else value:
+            _check_values(one)
+
+
+def rebuild(data: Mapping[str, Any]) -> Policy:
+    """Build the policy that `describe` described, around fresh weights."""
+    policy = _rebuild_inner(data)
+    for wrapper in data.get("wrappers", ()):
+        policy = registry.from_json("wrapper", wrapper).wrap(policy)
+    return policy
+
+
+def _rebuild_inner(data: Mapping[str, Any]) -> Policy:
+    """Build the innermost policy."""
+    if "members" in data:
+        sampler = registry.from_json("sampler", data["parts"]["sampler"])
+        members = [rebuild(member) for member in data["members"]]
+        return ComposedPolicy(members, Composition(**data["composition"]), sampler=sampler)
+    described = {"encoder": {"name": "state"}} | data["parts"]  # there was one encoder at first
+    parts = {group: registry.from_json(group, described[group]) for group in PART_GROUPS}
+    names = ("obs_steps", "horizon", "act_steps", "action_start")
+    modes = {"state": "limits", "goal": "limits", "action": "limits"} | data["normalizer"]
+    horizons = {name: data[name] for name in names}
+    clip = data.get("observation_clip")
+    goals = {name: data.get(name, default) for name, default in (("goal_dropout", 0.0), ("guidance", 1.0))}
+    config = PolicyConfig(**parts, **horizons, normalizer=modes, observation_clip=clip, **goals)
+    obs_dim, action_dim, goal_dim = (data[name] for name in ("obs_dim", "action_dim", "goal_dim"))
+    images = dict(data.get("images", {}))
+    images = {camera: (int(h), int(w), int(c)) for camera, (h, w, c) in images.items()}
+    policy = build_policy(config, obs_dim=obs_dim, action_dim=action_dim, goal_dim=goal_dim, images=images)
+    if data.get("switch_time") is not None and isinstance(policy, DenoisingPolicy):
+        switch, above = float(data["switch_time"]), data.get("tuned_above", False)
+        policy.field = SwitchedField(policy.field, policy.clone().field, switch, tuned_above=above)
+    return policy

@@ -1,0 +1,26 @@
+"""Named entries of observations and actions, with their shapes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Shape and type of one row of an input or output, without the batch."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one row; floating-point numbers may come in double precision."""
+        return math.prod(self.shape) * (1 if self.dtype == "uint8" else 8)
+
+
+def short(value: Any) -> str:
+    """Return a stranger's value for a message."""
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"

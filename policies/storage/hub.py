@@ -1,0 +1,184 @@
+"""Policies on the Hugging Face hub. Nothing goes there or comes from there unless these functions are called.
+
+    save_pretrained(policy, "directory")            a policy directory, as everywhere here
+    push_to_hub("directory", "org/name")            its files and a card, nothing else
+    from_pretrained("org/name", revision="v1")      fetched once, then loaded like any directory
+
+A policy on the hub is written `hub://org/name` or `hub://org/name@revision` wherever a policy is asked for; a
+name without `hub://` is a path and never leads to the network.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from policies.errors import CheckpointError, ConfigError
+from policies.policy import Policy
+from policies.storage.checksums import CHECKSUMS
+from policies.storage.model_card import CARD, render_card
+from policies.storage.policy_folder import CONFIG, WEIGHTS, load_policy, read_config, save_policy
+
+PREFIX = "hub://"
+_NAME = re.compile(r"(?P<repo>[\w][\w.-]{0,95}/[\w][\w.-]{0,95})(?:@(?P<revision>[\w][\w./-]{0,127}))?")
+
+save_pretrained = save_policy
+"""The hub's word for `policies.storage.policy_folder.save_policy`."""
+
+
+def is_on_hub(name: object) -> bool:
+    """Whether a name says that a policy is on the hub."""
+    return str(name).startswith(PREFIX)
+
+
+def fetch(name: str, *, endpoint: str | None = None, token: str | None = None) -> Path:
+    """Bring `hub://org/name[@revision]` to the cache of the hub and return the directory.
+
+    Only the four files of a policy directory are fetched; none of them is executed.
+
+    Args:
+        name: Which policy.
+        endpoint: Address of the hub; None: the usual one.
+        token: To read what is private; None: that of `hf auth login`, if there is one.
+
+    Raises:
+        ConfigError: If the name is none.
+        CheckpointError: If there is no such policy, or no connection.
+    """
+    from huggingface_hub import snapshot_download
+
+    repo, revision = _split(name)
+    try:
+        path = snapshot_download(
+            repo,
+            revision=revision,
+            allow_patterns=[CONFIG, WEIGHTS, CHECKSUMS, CARD],
+            endpoint=endpoint,
+            token=token,
+        )
+    except Exception as error:  # which ones depends on what the hub's client talks through
+        raise CheckpointError(
+            f"{name} cannot be fetched from the hub: {_first_line(error)} Check the name, your "
+            f"token (hf auth login) and the connection."
+        ) from error
+    return Path(path)
+
+
+def from_pretrained(
+    name: str, *, revision: str | None = None, endpoint: str | None = None, token: str | None = None
+) -> Policy:
+    """Load a policy of the hub, `org/name`; see `fetch` and `policies.storage.policy_folder.load_policy`.
+
+    Raises:
+        ConfigError: If the name is none.
+        CheckpointError: If it cannot be fetched, or is no policy.
+    """
+    full = name if is_on_hub(name) else f"{PREFIX}{name}"
+    if revision is not None:
+        full = f"{full}@{revision}"
+    return load_policy(fetch(full, endpoint=endpoint, token=token))
+
+
+def push_to_hub(
+    directory: str | Path,
+    name: str,
+    *,
+    private: bool = True,
+    evaluations: Sequence[str | Path] = (),
+    licence: str | None = None,
+    message: str = "Add a policy",
+    endpoint: str | None = None,
+    token: str | None = None,
+) -> str:
+    """Put a policy directory on the hub and return its address; the repository is made if it is not there.
+
+    Args:
+        directory: A policy directory; it is loaded first, so that nothing damaged is uploaded.
+        name: `org/name`.
+        private: Whether a repository that is made is private.
+        evaluations: Files that `burnish eval` wrote of this policy; the card tells their results.
+        licence: Identifier of the licence of the weights, e.g. `mit`.
+        message: Of the commit.
+        endpoint: Address of the hub; None: the usual one.
+        token: To write with; None: that of `hf auth login`.
+
+    Raises:
+        ConfigError: If the name is none.
+        CheckpointError: If the directory is no policy, an evaluation is none, or the hub refuses.
+    """
+    from huggingface_hub import HfApi
+
+    repo, revision = _split(f"{PREFIX}{name.removeprefix(PREFIX)}")
+    if revision is not None:
+        raise ConfigError(f"a policy is put on the main branch; got {name}. Leave @{revision} out.")
+    load_policy(directory)
+    with _draft(Path(directory), repo, [_evaluation(path) for path in evaluations], licence) as draft:
+        api = HfApi(endpoint=endpoint, token=token)
+        try:
+            api.create_repo(repo, private=private, exist_ok=True)
+            done = api.upload_folder(repo_id=repo, folder_path=draft, commit_message=message)
+        except Exception as error:  # as in `fetch`
+            raise CheckpointError(
+                f"{name} cannot be put on the hub: {_first_line(error)} Check your token (hf auth login)."
+            ) from error
+    return str(done.commit_url)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{text.splitlines()[0].rstrip('.')}." if text else f"{type(error).__name__}."
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    """Return repository and revision of `hub://org/name[@revision]`."""
+    match = _NAME.fullmatch(name.removeprefix(PREFIX))
+    if match is None or ".." in name:
+        raise ConfigError(
+            f"a policy of the hub must be hub://<owner>/<name>[@<revision>]; got '{name[:200]}'."
+        )
+    return match["repo"], match["revision"]
+
+
+@contextmanager
+def _draft(
+    directory: Path, repo: str, evaluations: Sequence[Mapping[str, Any]], licence: str | None
+) -> Iterator[Path]:
+    """Collect what is uploaded: the files of the directory, with a card that names the repository."""
+    with tempfile.TemporaryDirectory() as folder:
+        draft = Path(folder)
+        for name in (CONFIG, WEIGHTS, CHECKSUMS):
+            if (directory / name).is_file():
+                shutil.copyfile(directory / name, draft / name)
+        card = render_card(
+            read_config(directory), _count(directory), evaluations, repository=repo, licence=licence
+        )
+        (draft / CARD).write_text(card, encoding="utf-8")
+        yield draft
+
+
+def _count(directory: Path) -> int:
+    """Return how many numbers the weights are; statistics of the normaliser are not counted."""
+    with safe_open(directory / WEIGHTS, framework="pt") as file:
+        names = [name for name in file.keys() if "normalizer." not in name]  # noqa: SIM118
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+
+
+def _evaluation(path: str | Path) -> dict[str, Any]:
+    """Read what `burnish eval` wrote, as far as the card tells it."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = {"summary": data["summary"], "protocol_hash": data["protocol_hash"]}
+        if not isinstance(found["summary"]["episodes"], int):
+            raise TypeError("the number of episodes is missing")
+        return found
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not an evaluation of burnish eval ({error!r}).") from None

@@ -1,0 +1,269 @@
+"""Policy directories: what is shipped, loaded and shared.
+
+    config.json         the parts by registered name, horizons, sizes, provenance; no code, no paths
+    model.safetensors   weights and normaliser statistics
+    SHA256SUMS          checksums of the two, compared on loading
+    README.md           a model card rendered from the facts above; nobody reads it
+
+A directory is written aside and then put in its place (`policies.storage.atomic_write`), so a reader never sees half of
+it. Where one that exists cannot be exchanged in one step, a kill may leave it beside, under a name that the
+error of the next attempt to load tells.
+
+A directory may come from a stranger. Loading looks names up in the registry and executes nothing from it;
+types and sizes are checked before anything is built, memory is bounded by the size of the file of weights
+(`policies.storage.size_limits`), files must be regular ones of the directory, and whatever else lies there is not opened.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import shutil
+import stat
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from policies import registry
+from policies.errors import CheckpointError, MissingExtraError
+from policies.policy import Policy
+from policies.storage.atomic_write import aside_name, replace_folder, sync_tree
+from policies.storage.checksums import CHECKSUMS, is_intact, write_checksums
+from policies.storage.config_json import FORMAT, check_description, describe, rebuild, steps_of
+from policies.storage.model_card import CARD, render_card
+from policies.storage.size_limits import Budget
+from policies.storage.strict_json import read_json
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+
+_SPARE_BYTES, _BYTES_PER_BYTE = 512 * 2**20, 32  # what may be allocated beside, and for, a byte of weights
+_SPARE_OPERATIONS, _OPERATIONS_PER_TENSOR = 5_000, 100
+_OPERATIONS_PER_STEP, _MOST_STEPS = 200, 1000  # to lay out what a sampler does, of as many steps
+
+
+def save_policy(
+    policy: Policy, directory: str | Path, *, provenance: Mapping[str, Any] | None = None
+) -> Path:
+    """Write a policy directory atomically and return its path.
+
+    Args:
+        policy: The policy, with the sampler it should be run with.
+        directory: Where to; an existing policy directory is replaced.
+        provenance: Facts for the model card (task, algorithm, dataset, versions, results); JSON types. None:
+            those of the directory that the policy was loaded from, if it was.
+
+    Raises:
+        CheckpointError: If `directory` exists and is not a policy directory, or if the policy could not be
+            loaded again: a weight or a setting is not finite, or more precise than a file keeps.
+    """
+    target = Path(directory)
+    if target.is_symlink():
+        target = target.resolve()  # what the link leads to is replaced, not the link
+    if target.exists() and not _may_be_replaced(target):
+        raise CheckpointError(f"{target} exists and is not a policy directory; choose another place.")
+    facts = policy.provenance if provenance is None else provenance
+    description, state = _as_json(describe(policy, facts)), _weights_of(policy)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    aside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
+    aside.mkdir()
+    try:
+        (aside / CONFIG).write_text(description + "\n")
+        save_file(state, aside / WEIGHTS)
+        write_checksums(aside, (CONFIG, WEIGHTS))
+        count = sum(p.numel() for p in policy.parameters())
+        (aside / CARD).write_text(render_card(json.loads(description), count))
+        sync_tree(aside)
+        replace_folder(aside, target)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return Path(directory)
+
+
+def _may_be_replaced(target: Path) -> bool:
+    """Tell whether a path is a policy directory, or an empty one."""
+    return target.is_dir() and ((target / CONFIG).exists() or not any(target.iterdir()))
+
+
+def _as_json(description: dict[str, Any]) -> str:
+    """Return a description as text.
+
+    Raises:
+        CheckpointError: If a number in it is not finite, or it holds what is no JSON.
+    """
+    try:
+        return json.dumps(description, indent=2, sort_keys=True, allow_nan=False)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"the description of this policy cannot be saved: {error}. Use null where there is no bound."
+        ) from None
+
+
+def _weights_of(policy: Policy) -> dict[str, Tensor]:
+    """Return the weights on the CPU, as a file keeps them.
+
+    Raises:
+        CheckpointError: If a value could not be loaded again.
+    """
+    state = {k: v.detach().cpu().contiguous().clone() for k, v in policy.state_dict().items()}
+    for name, value in state.items():
+        if value.dtype == torch.float64:
+            raise CheckpointError(
+                f"'{name}' has double precision, which files do not keep; call .float() first."
+            )
+        if fault := fault_of(name, value, value.dtype):
+            raise CheckpointError(f"this policy cannot be saved: '{name}' {fault}.")
+    return state
+
+
+def read_config(directory: str | Path) -> dict[str, Any]:
+    """Return the contents of config.json.
+
+    Raises:
+        CheckpointError: If it is missing, is not JSON of finite numbers, or has another format version.
+    """
+    path = Path(directory) / CONFIG
+    if not path.is_file():
+        raise CheckpointError(
+            f"{directory} is not a policy directory: it has no {CONFIG}.{where_it_was_left(directory)}"
+        )
+    try:
+        data = read_json(_own_file(path))
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    if type(data.get("format")) is not int or data["format"] != FORMAT:
+        raise CheckpointError(f"{path} must have format {FORMAT}; got {str(data.get('format'))[:80]}.")
+    return data
+
+
+def _own_file(path: Path) -> Path:
+    """Return the file of a policy directory if it is a regular one, and lies in it.
+
+    The cache of the hub is a special case: its files are links to a folder of contents beside the directory.
+
+    Raises:
+        CheckpointError: If it is not.
+    """
+    real, home = path.resolve(), path.parent.resolve()
+    blobs = home.parent.parent / "blobs"
+    if home not in real.parents and not (home.parent.name == "snapshots" and real.parent == blobs):
+        raise CheckpointError(
+            f"{path} is a link that leads out of its directory. Copy the file to this place."
+        )
+    if real.exists() and not stat.S_ISREG(real.stat().st_mode):
+        raise CheckpointError(f"{path} must be a regular file.")
+    return real
+
+
+def where_it_was_left(directory: str | Path) -> str:
+    """Say where a policy directory is whose replacement was cut off by a kill; empty where there is none."""
+    target = Path(directory)
+    left = sorted(target.parent.glob(glob.escape(aside_name(target)) + "*"))
+    return f" A program was killed while replacing it; rename {left[-1]} to it." if left else ""
+
+
+def load_policy(directory: str | Path) -> Policy:
+    """Load a policy directory; needs no dataset and no simulator, and runs no code from it.
+
+    Raises:
+        CheckpointError: If a file is missing, damaged, or not what its checksum says, weights and
+            configuration disagree, or a weight is not finite.
+        MissingExtraError: If a part needs a package that is not installed.
+    """
+    home = Path(directory)
+    data = read_config(home)
+    shapes, nbytes = _read_shapes(home / WEIGHTS)
+    registry.scan_policies()
+    try:
+        check_description(data)
+        operations = _SPARE_OPERATIONS + _OPERATIONS_PER_TENSOR * len(shapes)
+        operations += _OPERATIONS_PER_STEP * min(steps_of(data), _MOST_STEPS)
+        with Budget(_SPARE_BYTES + _BYTES_PER_BYTE * nbytes, operations):
+            policy = rebuild(data)
+    except MissingExtraError:
+        raise
+    except Exception as error:  # parts that are given nonsense may raise anything
+        reason = f"missing key {error}" if isinstance(error, KeyError) else str(error)
+        raise CheckpointError(f"{home / CONFIG} does not describe a policy: {reason}") from error
+    _check_names(policy, shapes, home / WEIGHTS)
+    _load_weights(policy, home / WEIGHTS)
+    _check_checksums(home)
+    policy.provenance = data.get("provenance", {})
+    return policy.eval()
+
+
+def _read_shapes(path: Path) -> tuple[dict[str, tuple[int, ...]], int]:
+    """Return the shapes of the weights, and the size of their file; no weight is read.
+
+    Raises:
+        CheckpointError: If the file is missing or damaged.
+    """
+    real = _own_file(path)
+    if not real.is_file():
+        raise CheckpointError(f"{path} is missing.")
+    try:
+        with safe_open(real, framework="pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from None
+    return shapes, real.stat().st_size
+
+
+def _check_names(policy: Policy, shapes: Mapping[str, tuple[int, ...]], path: Path) -> None:
+    """Refuse weights of another policy: every name and shape must agree."""
+    own = policy.state_dict()
+    missing, unknown = sorted(set(own) - set(shapes)), sorted(set(shapes) - set(own))
+    if missing or unknown:
+        raise CheckpointError(
+            f"{path} does not fit {CONFIG}: missing {missing[:4]}, unexpected {unknown[:4]}."
+        )
+    for name, shape in shapes.items():
+        if shape != tuple(own[name].shape):
+            raise CheckpointError(f"{path}: '{name}' must have shape {tuple(own[name].shape)}; got {shape}.")
+
+
+def _load_weights(policy: Policy, path: Path) -> None:
+    """Load weights whose names and shapes agree; every value must be usable."""
+    try:
+        state = load_file(path)
+    except (SafetensorError, OSError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from None
+    own = policy.state_dict()
+    for name, value in state.items():
+        if fault := fault_of(name, value, own[name].dtype):
+            raise CheckpointError(f"{path}: '{name}' {fault}. Export the policy again.")
+    policy.load_state_dict(state)
+
+
+def _check_checksums(home: Path) -> None:
+    """Compare with the checksums of the directory, or else of the checkpoint around it.
+
+    Raises:
+        CheckpointError: If a file is not what was written.
+    """
+    real = home.resolve()
+    has_own = (real / CHECKSUMS).is_file()
+    folder, inside = (real, Path()) if has_own else (real.parent, Path(real.name))
+    for name in (CONFIG, WEIGHTS):
+        if not is_intact(folder, inside / name):
+            raise CheckpointError(
+                f"{home / name} is not what was written: its SHA-256 is not that of {folder / CHECKSUMS}. "
+                f"Copy the directory again; if you changed the file on purpose, remove its line there."
+            )
+
+
+def fault_of(name: str, value: Tensor, dtype: torch.dtype) -> str:
+    """Say what is wrong with the values of a tensor that is loaded into one of `dtype`; empty if nothing."""
+    if value.is_floating_point() != dtype.is_floating_point or value.is_complex():
+        return f"must have a type like {dtype}; got {value.dtype}"
+    value = value.to(dtype)
+    if not value.isfinite().all():
+        return "must be finite; it holds NaN or inf"
+    if ".normalizer." in f".{name}" and name.endswith("_scale") and not value.all():
+        return "must not hold zeros: it is divided by"
+    return ""

@@ -1,0 +1,1 @@
+"""Policies around a policy: best of N, guidance, score correction, steered noise."""

@@ -1,0 +1,228 @@
+"""A policy steered through its noise: a small network chooses the noise that a frozen policy starts from.
+
+Legend: B batch, Th predicted horizon, Da action width, R rows of a latent, b the bound, M (Th, R) the
+adapter, mu and sigma the actor over encoded conditions, eps standard normals (B, R, Da)::
+
+    u = tanh(mu(s) + sigma(s) eps)      latent, within [-1, 1]; density "gaussian": (mu + sigma eps) / b
+    w = M b u                           noise of the inner policy, (B, Th, Da)
+    a = inner(s, w)                     chunk
+
+The rows of M have length 1, so that standard normals b u give standard normals w, entry by entry: with
+`full` M is the identity, with `row_repeat` one row of noise is repeated, with `low_rank` R rows are the noise
+at R equally distant places of the chunk and what lies between is interpolated.
+
+What an untrained actor does depends on its start. With `zero_init` and density `gaussian`, w is standard
+normal, and with the adapter `full` the steered policy is the inner one, noise by noise. With `tanh` it is
+not, whatever the bound: tanh of a standard normal has the deviation 0.63, so w has 0.63 b and no tails.
+
+Source: DSRL, arXiv 2506.15799. Deviation: the bound is applied to the noise wherever it is used; the released
+program for noise-aliased DSRL reads and ignores it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from policies.composition.observation import joined
+from policies.composition.policy import ComposedPolicy
+from policies.errors import CapabilityError, ConfigError
+from policies.networks.activations import check_activation
+from policies.networks.distributions import TanhGaussianConfig
+from policies.policy import Policy
+from policies.protocols import Cond, SampleHook
+from policies.registry import register
+from policies.wrappers.base import WrappedPolicy
+
+ADAPTERS = ("full", "row_repeat", "low_rank")
+DENSITIES = ("tanh", "gaussian")
+
+
+@register("wrapper", "steering")
+@dataclass(frozen=True)
+class Steering:
+    """The actor, and what its output means to the policy that it steers."""
+
+    bound: float = 1.5  # b, of the noise that the policy is given, in its deviations
+    adapter: str = "full"  # full | row_repeat | low_rank: how the noise of a chunk follows from a latent
+    rank: int = 2  # R of low_rank, at most the predicted horizon
+    density: str = "tanh"  # tanh | gaussian; gaussian has no bound
+    stochastic: bool = True  # act by a draw of the actor; false: by its mean
+    hidden_dims: tuple[int, ...] = (256, 256, 256)  # of the actor
+    activation: str = "tanh"  # of the actor: relu, mish or tanh
+    layer_norm: bool = True  # normalise before each activation
+    zero_init: bool = False  # start at mean 0 and deviation 1 everywhere
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        object.__setattr__(self, "hidden_dims", tuple(self.hidden_dims))
+        check_activation(self.activation, where="steering.activation")
+        for name, choices in (("adapter", ADAPTERS), ("density", DENSITIES)):
+            value = getattr(self, name)
+            _require(name, value in choices, f"one of {', '.join(choices)}", value)
+        _require("bound", 0 < self.bound < math.inf, "positive and finite", self.bound)
+        _require("rank", self.rank >= 1, "at least 1", self.rank)
+        widths = self.hidden_dims
+        _require("hidden_dims", bool(widths) and min(widths) >= 1, "widths of at least 1", list(widths))
+
+    def wrap(self, base: Policy) -> SteeredPolicy:
+        """Return the steered policy, with a fresh actor.
+
+        Raises:
+            CapabilityError: If the noise at the start does not decide the chunk.
+            ConfigError: If the rank exceeds the horizon.
+        """
+        return SteeredPolicy(base, self)
+
+    def rows(self, horizon: int) -> int:
+        """Return R for a horizon."""
+        return {"full": horizon, "row_repeat": 1, "low_rank": self.rank}[self.adapter]
+
+
+def _require(name: str, holds: bool, rule: str, value: object) -> None:
+    if not holds:
+        raise ConfigError(f"steering.{name} must be {rule}; got {value}.")
+
+
+def require_steerable(policy: Policy) -> None:
+    """Refuse a policy whose chunk does not follow from its start noise.
+
+    Raises:
+        CapabilityError: If noise has no influence, or is drawn at every step.
+    """
+    process, sampler = type(policy.config.process).__name__, type(getattr(policy, "sampler", None)).__name__
+    if not policy.noise_sensitive:
+        raise CapabilityError(
+            f"steering chooses the noise of a policy, and noise has no influence on this one (process "
+            f"'{process}', sampler '{sampler}'). Use a policy with process=diffusion or process=flow."
+        )
+    if not getattr(policy, "is_deterministic", False) or policy.noise_shape != policy.chunk.shape:
+        raise CapabilityError(
+            f"steering chooses the noise that a policy starts from, and this one draws more (process "
+            f"'{process}', sampler '{sampler}'). Use a deterministic sampler: sampler=ddim with "
+            f"sampler.eta=0, or sampler=euler; algo=dsrl chooses one with algo.denoising_steps."
+        )
+
+
+def interpolation(horizon: int, rows: int) -> Tensor:
+    """Return the matrix (Th, R) that interpolates R equally distant rows, its rows of length 1.
+
+    One row is repeated; as many as there are stay as they are.
+    """
+    if rows == 1:
+        return torch.ones(horizon, 1)
+    place = torch.arange(horizon).double() * ((rows - 1) / max(1, horizon - 1))
+    weight = (1 - (place[:, None] - torch.arange(rows).double()).abs()).clamp(min=0)
+    return (weight / weight.norm(dim=1, keepdim=True)).float()
+
+
+def condition_of(policy: Policy, vec: Tensor) -> Cond:
+    """Return the condition whose vector (B, C) is known, for policies that see numbers only."""
+    if isinstance(policy, WrappedPolicy):
+        return condition_of(policy.base, vec)
+    if isinstance(policy, ComposedPolicy):
+        widths = [member.encoder.cond_dim for member in policy.fields]
+        members = zip(policy.fields, vec.split(widths, dim=1), strict=True)
+        return joined([condition_of(member, part) for member, part in members])
+    return Cond(vec)
+
+
+class SteeredPolicy(WrappedPolicy):
+    """A frozen policy and the actor that chooses its noise.
+
+    Attributes:
+        actor: Conditions (B, C) to means and logarithms of deviations, (B, R Da) each.
+    """
+
+    adapter: Tensor
+
+    def __init__(self, base: Policy, wrapper: Steering) -> None:
+        require_steerable(base)
+        super().__init__(base, wrapper)
+        self.wrapper: Steering = wrapper
+        horizon, width = base.chunk.shape
+        self._rows = wrapper.rows(horizon)
+        if self._rows > horizon:
+            raise ConfigError(
+                f"steering.rank must be at most the policy's horizon, {horizon}; got {wrapper.rank}."
+            )
+        base.requires_grad_(False)
+        head = TanhGaussianConfig(
+            wrapper.hidden_dims, wrapper.activation, wrapper.layer_norm, wrapper.zero_init
+        )
+        self.actor = head.build(base.encoder.cond_dim, self._rows * width).to(base.dtype)
+        self.register_buffer("adapter", interpolation(horizon, self._rows).to(base.dtype), persistent=False)
+
+    @property
+    def is_deterministic(self) -> bool:
+        """The noise of the actor alone decides."""
+        return True
+
+    @property
+    def noise_sensitive(self) -> bool:  # type: ignore[override]
+        """Whether the actor draws."""
+        return self.wrapper.stochastic
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """(R, Da), standard normals of the actor."""
+        return (self._rows, self.chunk.action_dim)
+
+    @property
+    def latent_dim(self) -> int:
+        """L = R Da."""
+        return self._rows * self.chunk.action_dim
+
+    def with_sampler(self, sampler: Any, **options: Any) -> Self:
+        """Return a view whose inner policy has another sampler.
+
+        Raises:
+            CapabilityError: If the noise at the start does not decide the chunk with it.
+        """
+        view = super().with_sampler(sampler, **options)
+        require_steerable(view.base)
+        return view
+
+    def latent(self, vec: Tensor, eps: Tensor) -> Tensor:
+        """Return latents u (B, L) for conditions (B, C) and standard normals (B, L)."""
+        mean, log_std = self.actor(vec)
+        g = mean + log_std.exp() * eps if self.wrapper.stochastic else mean
+        return torch.tanh(g) if self.wrapper.density == "tanh" else g / self.wrapper.bound
+
+    def noise_of(self, latent: Tensor) -> Tensor:
+        """Return the inner policy's noise (B, Th, Da) of latents u (B, L)."""
+        noise = (self.wrapper.bound * latent).view(-1, *self.noise_shape)
+        return noise if self.wrapper.adapter == "full" else self.adapter @ noise
+
+    @torch.no_grad()
+    def chunk_of(self, vec: Tensor, latent: Tensor) -> Tensor:
+        """Return normalised chunks (B, Th, Da) of latents u (B, L) at conditions (B, C)."""
+        return self.base.decode(condition_of(self.base, vec), self.noise_of(latent))
+
+    def decode(
+        self,
+        cond: Cond,
+        noise: Tensor,
+        *,
+        grad: bool = False,
+        start: tuple[Tensor, float] | None = None,
+        hooks: Sequence[SampleHook] = (),
+    ) -> Tensor:
+        """Return the chunk (B, Th, Da) of the inner policy for the noise that the actor chooses.
+
+        Raises:
+            CapabilityError: If a start state is given, which would be taken instead of that noise.
+        """
+        if start is not None:
+            raise CapabilityError(
+                "a steered policy starts from the noise that its actor chooses, and takes no start state. "
+                "Give that to the inner policy, `base`."
+            )
+        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            latent = self.latent(cond.vec, noise.flatten(1))
+            return self.base.decode(cond, self.noise_of(latent), grad=grad, hooks=hooks)

@@ -1,0 +1,251 @@
+"""Correction of actions at deployment by the score of the data: towards where data are, and no further.
+
+Named honestly: this follows the published idea (arXiv 2406.07541, CDSA: a score model of the dataset's
+density corrects the action of any policy, also through the gradient of the state and inverse dynamics). Its
+exact equations were not available to us; those below are ours.
+
+Legend: s standardised condition (C,), a executed chunk, normalised, flat (A,), f(s, a; sigma) score of the
+data density smoothed by sigma, f_a and f_s its two blocks, I inverse dynamics, K steps::
+
+    a_aux   = I(s, s + kappa sigma_k^2 f_s) - I(s, s)
+    a_{k+1} = clip(a_k + eta sigma_k^2 f_a(s, a_k; sigma_k) + eta_s a_aux, -1, 1)
+
+eta has no unit: with eta = 1 and the exact score a step is the best denoising of an action with noise sigma
+(Tweedie). The result stays within `radius` of a_0 (root mean square over entries), and a_0 is left alone
+where |sigma f_a| is below `gate`, a quantile of its values on the data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from policies.backbones.mlp import MlpConfig
+from policies.errors import CapabilityError, ConfigError
+from policies.networks.mlp_blocks import TrunkConfig
+from policies.policy import Policy
+from policies.protocols import Cond, SampleHook
+from policies.registry import register
+from policies.wrappers.base import WrappedPolicy
+
+Score = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
+"""(s (B, C), a (B, A), sigma) -> (f_s (B, C), f_a (B, A))."""
+
+_TIME_SCALE = 10.0  # the network is told 10 log sigma
+
+
+@register("wrapper", "correction")
+@dataclass(frozen=True)
+class Correction:
+    """How actions are corrected, and the networks that say where to."""
+
+    sigmas: tuple[float, ...] = (0.1,)  # noise of the steps, in standardised units; the last one is repeated
+    steps: int = 10  # K
+    eta: float = 0.2  # share of a denoising step; 0: the action is left as it is
+    eta_state: float = 0.0  # weight of the auxiliary action
+    kappa: float = 1.0  # step of the state along its score
+    radius: float | None = 0.3  # largest change, root mean square over entries, normalised; null: none
+    gate_quantile: float = 0.99  # share of the data that would be left alone; 0: none
+    hidden_dims: tuple[int, ...] = (256, 256, 256)  # of the score network; mish
+    dynamics_dims: tuple[int, ...] = (256, 256)  # of the inverse dynamics; relu
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name in ("sigmas", "hidden_dims", "dynamics_dims"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        _require("sigmas", bool(self.sigmas) and min(self.sigmas) > 0, "positive numbers", self.sigmas)
+        _require("steps", self.steps >= 1, "at least 1", self.steps)
+        for name in ("eta", "eta_state", "kappa"):
+            value = getattr(self, name)
+            _require(name, 0 <= value < math.inf, "0 or more and finite", value)
+        _require("radius", self.radius is None or self.radius > 0, "positive, or null", self.radius)
+        _require("gate_quantile", 0 <= self.gate_quantile < 1, "in [0, 1)", self.gate_quantile)
+
+    def wrap(self, base: Policy) -> CorrectedPolicy:
+        """Return the corrected policy, with fresh networks."""
+        return CorrectedPolicy(base, self)
+
+    def sigma_of(self, step: int) -> float:
+        """Return the noise of a step."""
+        return self.sigmas[min(step, len(self.sigmas) - 1)]
+
+
+def _require(name: str, holds: bool, rule: str, value: object) -> None:
+    if not holds:
+        raise ConfigError(f"correction.{name} must be {rule}; got {value}.")
+
+
+def corrected_path(
+    state: Tensor,
+    action: Tensor,
+    score: Score,
+    config: Correction,
+    inverse: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> list[Tensor]:
+    """Return the actions after 0 ... K steps, each (B, A); without gate and radius."""
+    path = [action]
+    for k in range(config.steps):
+        sigma = config.sigma_of(k)
+        by_state, by_action = score(state, path[-1], sigma)
+        change = config.eta * sigma**2 * by_action
+        if config.eta_state and inverse is not None:
+            towards = state + config.kappa * sigma**2 * by_state
+            change = change + config.eta_state * (inverse(state, towards) - inverse(state, state))
+        path.append((path[-1] + change).clamp(-1, 1))
+    return path
+
+
+def within(action: Tensor, origin: Tensor, radius: float | None) -> Tensor:
+    """Return actions (B, A) pulled back to a root mean square distance of `radius` from `origin` (B, A)."""
+    if radius is None:
+        return action
+    change = action - origin
+    distance = change.square().mean(dim=1, keepdim=True).sqrt()
+    return origin + change * (radius / distance.clamp(min=radius))
+
+
+class CorrectedPolicy(WrappedPolicy):
+    """A policy whose executed chunk is moved towards the data.
+
+    Attributes:
+        score: Predicts the noise of [s, a]; the score is - noise / sigma.
+        inverse: Inverse dynamics.
+        gate: See the top of the file; infinite until it was learned: nothing is changed.
+    """
+
+    mean: Tensor
+    std: Tensor
+    gate: Tensor
+
+    def __init__(self, base: Policy, wrapper: Correction) -> None:
+        super().__init__(base, wrapper)
+        self.wrapper: Correction = wrapper
+        conds, actions = base.encoder.cond_dim, base.chunk.act_steps * base.chunk.action_dim
+        self._actions = actions
+        net = MlpConfig(residual=False, hidden_dims=wrapper.hidden_dims, activation="mish")
+        self.score = net.build((1, conds + actions), 0)
+        trunk = TrunkConfig(residual=False, hidden_dims=wrapper.dynamics_dims)
+        self.inverse = trunk.build_trunk(2 * conds, actions)
+        self.register_buffer("mean", torch.zeros(conds, dtype=base.dtype))
+        self.register_buffer("std", torch.ones(conds, dtype=base.dtype))
+        self.register_buffer("gate", torch.tensor(math.inf, dtype=base.dtype))
+        for own in (self.score, self.inverse):
+            own.to(base.dtype)
+
+    def with_act_steps(self, act_steps: int) -> Self:
+        """Return the policy itself where nothing changes.
+
+        Raises:
+            CapabilityError: If it was trained for another number.
+        """
+        if act_steps == self.chunk.act_steps:
+            return self
+        raise CapabilityError(
+            f"this correction was trained for {self.chunk.act_steps} executed steps; got "
+            f"act_steps={act_steps}. Leave act_steps out, or train another one (algo=cdsa)."
+        )
+
+    def decode(
+        self,
+        cond: Cond,
+        noise: Tensor,
+        *,
+        grad: bool = False,
+        start: tuple[Tensor, float] | None = None,
+        hooks: Sequence[SampleHook] = (),
+    ) -> Tensor:
+        """Return the chunk (B, Th, Da) of the inner policy, its executed rows corrected."""
+        chunk = self.base.decode(cond, noise, grad=grad, start=start, hooks=hooks)
+        if not (self.wrapper.eta or self.wrapper.eta_state):
+            return chunk
+        rows = self.base.chunk.executed
+        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+            action = self.corrected(self.standardized(cond.vec), chunk[:, rows].flatten(1))
+        executed = action.view(-1, self.base.chunk.act_steps, self.base.chunk.action_dim)
+        return torch.cat([chunk[:, : rows.start], executed, chunk[:, rows.stop :]], dim=1)
+
+    def corrected(self, state: Tensor, action: Tensor) -> Tensor:
+        """Return actions (B, A) after correction, for standardised conditions (B, C)."""
+        moved = corrected_path(state, action, self.scores, self.wrapper, self.dynamics)[-1]
+        moved = within(moved, action, self.wrapper.radius)
+        return torch.where(self.out_of_distribution_score(state, action)[:, None] > self.gate, moved, action)
+
+    def out_of_distribution_score(self, state: Tensor, action: Tensor) -> Tensor:
+        """Return |sigma f_a| (B,), root mean square, at the first noise: large off the data."""
+        noise = self.noise_in(state, action, self.wrapper.sigmas[0])[:, -self._actions :]
+        return noise.square().mean(dim=1).sqrt()
+
+    def standardized(self, cond: Tensor) -> Tensor:
+        """Return conditions (B, C) with mean 0 and deviation 1."""
+        return (cond - self.mean) / self.std
+
+    def noise_in(self, state: Tensor, action: Tensor, sigma: float | Tensor) -> Tensor:
+        """Return the noise (B, C + A) that the network finds in standardised conditions and actions."""
+        x = torch.cat([state, action], dim=1)[:, None]
+        level = torch.as_tensor(sigma, dtype=x.dtype, device=x.device).log() * _TIME_SCALE
+        return self.score(x, level.expand(x.shape[0]), Cond(x[:, 0, :0]))[:, 0]
+
+    def scores(self, state: Tensor, action: Tensor, sigma: float) -> tuple[Tensor, Tensor]:
+        """Return the score blocks (B, C), (B, A)."""
+        score = self.noise_in(state, action, sigma) / -sigma
+        return score[:, : -self._actions], score[:, -self._actions :]
+
+    def dynamics(self, state: Tensor, successor: Tensor) -> Tensor:
+        """Return the chunk (B, A) that leads from one standardised condition to another."""
+        return torch.tanh(self.inverse(torch.cat([state, successor], dim=1)))
+
+
+@register("wrapper", "perturbation")
+@dataclass(frozen=True)
+class Perturbation:
+    """Noise on the actions of a policy that has none: how much error can be taken?"""
+
+    std: float = 0.3  # deviation of the noise, normalised units
+
+    def __post_init__(self) -> None:
+        """Check the value."""
+        if not 0 <= self.std < math.inf:
+            raise ConfigError(f"perturbation.std must be 0 or more and finite; got {self.std}.")
+
+    def wrap(self, base: Policy) -> PerturbedPolicy:
+        """Return the perturbed policy."""
+        return PerturbedPolicy(base, self)
+
+
+class PerturbedPolicy(WrappedPolicy):
+    """A deterministic policy whose noise is added to its actions, before anything corrects them.
+
+    Raises:
+        ConfigError: If the inner policy has noise of its own.
+    """
+
+    noise_sensitive = True
+
+    def __init__(self, base: Policy, wrapper: Perturbation) -> None:
+        if base.noise_sensitive:
+            raise ConfigError("perturbation needs a policy without noise of its own: the two would be one.")
+        super().__init__(base, wrapper)
+
+    @property
+    def noise_shape(self) -> tuple[int, ...]:
+        """(Th, Da)."""
+        return self.base.chunk.shape
+
+    def decode(
+        self,
+        cond: Cond,
+        noise: Tensor,
+        *,
+        grad: bool = False,
+        start: tuple[Tensor, float] | None = None,
+        hooks: Sequence[SampleHook] = (),
+    ) -> Tensor:
+        """Return the chunk (B, Th, Da) of the inner policy with noise added, within [-1, 1]."""
+        self.refuse_hooks(start, hooks)
+        chunk = self.base.decode(cond, noise, grad=grad)
+        return (chunk + self.wrapper.std * noise).clamp(-1, 1)

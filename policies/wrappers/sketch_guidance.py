@@ -1,0 +1,318 @@
+"""Inference-time policy steering (ITPS): a policy follows a sketch, without being trained for it.
+
+Legend: B batch, N candidates, Th horizon, Da action width; x noisy plan, x0 predicted clean plan, eps
+predicted noise, g guide, all (B, Th, Da), normalised; alpha, sigma amplitudes; i row of a plan.
+
+    xi(x)     = mean_i |x_i - g_i|                          distance of a plan from the guide
+    ranking   softmax_n 20 (1 - xi_n / max_n xi_n)          of N finished plans
+    start     x = g + 0.5 noise, at a later step            biased initialisation
+    guidance  eps <- eps + scale grad xi(x),  x0 <- x0 - sigma / alpha scale grad xi(x)
+    visits    the same, four times at every level: x <- alpha x0 + sigma noise thrice, then the step
+
+The gradient is a closed form, grad xi = (x_i - g_i) / (Th |x_i - g_i|): the network is not differentiated.
+
+Source: arXiv 2411.16627. Deviations: x0 stays within `limit` wherever guidance moves it (the published
+sampler clips it as well, at 1); the gradient is taken at x0, unless asked otherwise; a policy decides
+again and again, each time with the part of the sketch that lies ahead; output perturbation begins a plan with
+rows of the guide, where the published one puts the agent on the sketch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from policies.denoising import DenoisingPolicy
+from policies.errors import CapabilityError, ConfigError
+from policies.paths import path_field
+from policies.policy import Policy
+from policies.protocols import Observation, SampleHook, Step
+from policies.samplers.hooks import Hook
+from policies.samplers.step_table import StepTable, revisited
+from policies.wrappers.best_of_n import BestOfN, Selection
+from policies.wrappers.sketches import AnySketch, Sketch, read_sketch
+
+AnyPolicy = TypeVar("AnyPolicy")
+
+RANKING_SCALE = 20.0
+SMALLEST_DISTANCE = 1e-12  # below it a row lies on the guide and is not pushed
+SMALLEST_ALPHA = 1e-9  # stands for a signal of zero in sigma / alpha
+
+
+class Strategy(NamedTuple):
+    """What a strategy does beside sampling."""
+
+    candidates: int = 1  # plans, of which the nearest to the guide is taken
+    starts_at_guide: bool = False
+    scale: float = 0.0  # of guidance
+    visits: int = 1  # evaluations at every level
+    begins_with_guide: bool = False  # overwrites the first rows of the finished plan
+
+
+STRATEGIES = {
+    "random": Strategy(),
+    "output_perturbation": Strategy(candidates=16, begins_with_guide=True),
+    "post_hoc_ranking": Strategy(candidates=16),
+    "biased_initialization": Strategy(starts_at_guide=True),
+    "guided_diffusion": Strategy(scale=20.0),
+    "stochastic_sampling": Strategy(scale=60.0, visits=4),
+}
+GRADIENTS = ("x", "x0")
+
+
+@dataclass
+class Steering:
+    """How a policy follows a sketch; off unless `strategy` is given."""
+
+    strategy: str | None = None  # one of six, e.g. stochastic_sampling; see docs/steering.md; null: off
+    sketch: str | None = path_field()  # JSON or NPZ: actions, positions or waypoints; see docs/steering.md
+    candidates: int | None = None  # plans, of which the nearest to the sketch is taken; null: the strategy's
+    scale: float | None = None  # weight of the gradient in the noise; null: the strategy's
+    gradient: str = "x0"  # x | x0: where guidance takes the gradient: at the noisy or at the clean plan
+    limit: float | None = 1.0  # largest magnitude to which guidance moves clean plans, normalised; null: any
+    visits: int | None = None  # evaluations at every noise level; null: the strategy's
+    fresh: float = 1.0  # share of the noise that a visit draws anew, 0 to 1
+    start: float = 0.49  # biased_initialization: sampling time that it begins at, 0 (noise) to 1
+    noise_share: float = 0.5  # biased_initialization: weight of the noise beside the guide
+    guide_rows: int | None = None  # output_perturbation: rows of the guide; null: half of those executed
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.strategy is not None and self.strategy not in STRATEGIES:
+            raise ConfigError(
+                f"steer.strategy must be one of {', '.join(STRATEGIES)}, or null; got '{self.strategy}'."
+            )
+        if self.gradient not in GRADIENTS:
+            raise ConfigError(f"steer.gradient must be x or x0; got '{self.gradient}'.")
+        for name in ("candidates", "visits", "guide_rows"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"steer.{name} must be at least 1, or null; got {getattr(self, name)}.")
+        if self.limit is not None and not self.limit > 0:
+            raise ConfigError(f"steer.limit must be positive, or null; got {self.limit}.")
+        for name in ("fresh", "start"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"steer.{name} must lie in 0..1; got {getattr(self, name)}.")
+        for name in ("scale", "noise_share"):
+            if getattr(self, name) is not None and not getattr(self, name) >= 0:
+                raise ConfigError(f"steer.{name} must not be negative; got {getattr(self, name)}.")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to follow."""
+        return self.strategy is not None
+
+    def describe(self) -> dict[str, Any] | None:
+        """Return the switches with the sketch itself in place of its file; None where steering is off.
+
+        Raises:
+            ConfigError: If there is no sketch.
+        """
+        return {**asdict(self), "sketch": asdict(_sketch_of(self))} if self.is_on else None
+
+    @property
+    def recipe(self) -> Strategy:
+        """What is done: the strategy's own switches, and those that were set in their place."""
+        own = STRATEGIES[self.strategy or "random"]
+        given = {name: getattr(self, name) for name in ("candidates", "scale", "visits")}
+        return own._replace(**{name: value for name, value in given.items() if value is not None})
+
+
+# -- distance from the guide ------------------------------------------------------------------------------
+
+
+def guide_distance(plan: Tensor, guide: Tensor) -> Tensor:
+    """Return xi (...) of plans (..., Th, Da): the mean distance of their rows from the guide's."""
+    return (plan - guide).norm(dim=-1).mean(dim=-1)
+
+
+def guide_gradient(plan: Tensor, guide: Tensor) -> Tensor:
+    """Return the gradient of xi (..., Th, Da); zero in rows that lie on the guide."""
+    offset = plan - guide
+    length = offset.norm(dim=-1, keepdim=True)
+    return torch.where(length > SMALLEST_DISTANCE, offset / length, 0.0) / plan.shape[-2]
+
+
+def ranking_scores(distance: Tensor) -> Tensor:
+    """Return 20 (1 - d / max d) for distances (B, N); their softmax is the published weight of a plan."""
+    largest = distance.amax(dim=1, keepdim=True).clamp(min=SMALLEST_DISTANCE)
+    return RANKING_SCALE * (1 - distance / largest)
+
+
+@dataclass(frozen=True, eq=False)
+class NearSketch:
+    """Scores plans by how near they are to a sketch, in the normalised units of a policy."""
+
+    policy: Policy
+    sketch: Sketch
+
+    def __call__(self, plans: Tensor, obs: Observation) -> Tensor:
+        """Return `ranking_scores` (B, N) of physical plans (B, N, Th, Da)."""
+        guide = self.policy.normalize_action(self.sketch.guide(obs, self.policy.chunk))
+        return ranking_scores(guide_distance(self.policy.normalize_action(plans), guide[:, None]))
+
+
+# -- inside the loop --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class GuideHook(Hook):
+    """Pushes predictions towards a guide, at every noise level but the last.
+
+    Args:
+        guide: (B, Th, Da), normalised.
+        scale: Weight of the gradient in eps.
+        gradient: `x`: taken at the noisy plan. `x0`: taken at the clean one, which then moves towards the
+            guide by at most its distance.
+        limit: Largest magnitude of a clean plan that was moved; None: any.
+        visits: Evaluations at every level.
+
+    Source:
+        arXiv 2411.16627 with `gradient` = x.
+    """
+
+    guide: Tensor
+    scale: float
+    gradient: str = "x0"
+    limit: float | None = 1.0
+    visits: int = 1
+
+    def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+        """Move eps along the gradient, and x0 so that the pair still explains the state."""
+        if step.num_steps - step.k <= self.visits:
+            return x0, eps
+        reach = self.scale * step.sigma / max(step.alpha, SMALLEST_ALPHA)
+        if self.gradient == "x":
+            moved = self._bounded(x0 - reach * guide_gradient(x, self.guide))
+        else:
+            moved = self._pulled(self._bounded(x0), reach / x0.shape[-2])
+        return moved, eps + (step.alpha / step.sigma) * (x0 - moved)
+
+    def _bounded(self, x0: Tensor) -> Tensor:
+        return x0 if self.limit is None else x0.clamp(-self.limit, self.limit)
+
+    def _pulled(self, x0: Tensor, length: float) -> Tensor:
+        """Return clean plans whose rows went this far towards the guide, or all the way."""
+        offset = x0 - self.guide
+        share = (length / offset.norm(dim=-1, keepdim=True).clamp(min=SMALLEST_DISTANCE)).clamp(max=1.0)
+        return x0 - share * offset
+
+
+@dataclass(frozen=True)
+class Revisiting:
+    """A sampler around a sampler: several evaluations at every level; see `policies.samplers.step_table.revisited`."""
+
+    sampler: Any
+    visits: int
+    fresh: float = 1.0
+
+    @property
+    def min_std(self) -> float:
+        """Floor on the noise of the sampler's steps."""
+        floor: float = self.sampler.min_std
+        return floor
+
+    @property
+    def final_std(self) -> float | None:
+        """Noise of the sampler's last step."""
+        std: float | None = self.sampler.final_std
+        return std
+
+    def table(self, process: Any) -> StepTable:
+        """Lay the visits out for a process."""
+        own = self.sampler.table(process)
+        return revisited(own, process, self.sampler, visits=self.visits, fresh=self.fresh)
+
+
+# -- acting -----------------------------------------------------------------------------------------------
+
+
+class SteeredPolicy(BestOfN):
+    """A denoising policy that follows a sketch.
+
+    Args:
+        policy: Left as it is.
+        sketch: Where to go.
+        steering: How to follow it.
+
+    Raises:
+        CapabilityError: If the policy does not denoise.
+        ConfigError: If its sampler cannot visit levels again, or a number does not fit.
+    """
+
+    def __init__(self, policy: Any, sketch: Sketch, steering: Steering) -> None:
+        if not isinstance(policy, DenoisingPolicy):
+            raise CapabilityError(
+                f"steer needs a policy that denoises its plan; {type(policy).__name__} does not. Leave steer "
+                f"out."
+            )
+        recipe = steering.recipe
+        if recipe.visits > 1:
+            policy = policy.with_sampler(Revisiting(policy.sampler, recipe.visits, steering.fresh))
+        super().__init__(policy, NearSketch(policy, sketch), Selection(recipe.candidates))
+        self.sketch, self.steering, self.recipe = sketch, steering, recipe
+        self._first = policy.table.step_at(steering.start) if recipe.starts_at_guide else 0
+        self._guide_rows = _guide_rows(policy, steering) if recipe.begins_with_guide else 0
+
+    @property
+    def calls(self) -> int:
+        """Evaluations of the network for each plan, one after the other."""
+        policy: Any = self.policy
+        steps: int = policy.table.num_steps
+        return steps - self._first
+
+    def guide(self, obs: Observation) -> Tensor:
+        """Return the guide (B, Th, Da) for observations, normalised."""
+        return self.policy.normalize_action(self.sketch.guide(obs, self.chunk))
+
+    def plan(self, obs: Observation, noise: Tensor, **_: Any) -> Tensor:
+        """Return the plan (B, Th, Da) for observations, normalised; noise is (B, *noise_shape)."""
+        guide = self.guide(obs)
+        beside = guide.repeat_interleave(self.recipe.candidates, dim=0)
+        start = self._start(beside, noise) if self.recipe.starts_at_guide else None
+        plan = super().plan(obs, noise, start=start, hooks=self._hooks(beside))
+        if self._guide_rows:
+            first = self.chunk.action_start
+            plan[:, first : first + self._guide_rows] = guide[:, first : first + self._guide_rows]
+        return plan
+
+    def _start(self, guide: Tensor, noise: Tensor) -> tuple[Tensor, float]:
+        """Return the guide under its share of the start noise, and the time of the first step."""
+        policy: Any = self.policy
+        flat = noise.flatten(0, 1)
+        first = flat if policy.is_deterministic else flat[:, 0]
+        return guide + self.steering.noise_share * first, policy.table.times[self._first]
+
+    def _hooks(self, guide: Tensor) -> list[SampleHook]:
+        if not self.recipe.scale:
+            return []
+        steering, recipe = self.steering, self.recipe
+        return [GuideHook(guide, recipe.scale, steering.gradient, steering.limit, recipe.visits)]
+
+
+def steered(policy: AnyPolicy, steering: Steering) -> AnyPolicy | SteeredPolicy:
+    """Return the policy, following the sketch of a configuration; as it is where there is none.
+
+    Raises:
+        CapabilityError: If the policy does not denoise.
+        ConfigError: If there is no sketch, or something does not fit.
+    """
+    return SteeredPolicy(policy, _sketch_of(steering), steering) if steering.is_on else policy
+
+
+def _sketch_of(steering: Steering) -> AnySketch:
+    """Read the sketch of a configuration."""
+    if steering.sketch is None:
+        raise ConfigError(f"steer.strategy={steering.strategy} needs steer.sketch=<JSON or NPZ file>.")
+    return read_sketch(steering.sketch)
+
+
+def _guide_rows(policy: DenoisingPolicy, steering: Steering) -> int:
+    """Return how many rows of the guide a plan begins with."""
+    chunk = policy.chunk
+    rows = (chunk.act_steps + 1) // 2 if steering.guide_rows is None else steering.guide_rows
+    if rows > chunk.act_steps:
+        raise ConfigError(f"steer.guide_rows must be at most act_steps={chunk.act_steps}; got {rows}.")
+    return rows

@@ -66,19 +66,6 @@ class Setup:
         return number
 
 
-class Checked:
-    """Settings that say what is wrong with them."""
-
-    def require(self, name: str, holds: bool, rule: str) -> None:
-        """Refuse the value of a setting, unless its rule holds.
-
-        Raises:
-            ConfigError: If it does not.
-        """
-        if not holds:
-            raise ConfigError(f"algo.{name} must be {rule}; got {getattr(self, name)}.")
-
-
 def require_states_only(policy: Policy, algo: str) -> None:
     """Refuse a policy that looks at images or goals, where what is remembered of an observation is its state.
 

@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from algos.base import Checked, Metrics, Setup
+from algos.base import Metrics, Setup
 from algos.cloning.batches import CloningBatch, Shuffle, WindowSampler
 from algos.cloning.distillation import Teacher
 from algos.cloning.validation import Validation, masked_mean, matching_of
@@ -34,6 +34,7 @@ from algos.training.resume_checks import facts_of, init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
+from policies.bounds import Checked
 from policies.build import build_policy
 from policies.errors import CheckpointError, ConfigError
 from policies.paths import path_field

@@ -20,12 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algos.base import Checked, Setup, require_states_only
+from algos.base import Setup, require_states_only
 from algos.offline.config import warn_of_reach
 from algos.offline.loop import THREADS, OfflineRun
 from algos.optim import restore_optimizer, warmup_cosine
 from algos.transitions import Batch, Rewarding, TransitionTable, actions_for, deviations, tabulate
 from envs.fit import require_fit
+from policies.bounds import Checked
 from policies.errors import ConfigError
 from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_weights

@@ -24,6 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
+from policies.bounds import Checked
 from policies.errors import ConfigError
 
 T = TypeVar("T", bound=type)
@@ -57,6 +58,8 @@ def register(group: str, name: str) -> Callable[[T], T]:
                 f"{group}={name} is already registered by {taken.__module__}.{taken.__qualname__}."
             )
         _PARTS[group][name] = cls
+        if issubclass(cls, Checked) and "key" not in vars(cls):
+            cls.key = group
         return cls
 
     return decorate

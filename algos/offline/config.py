@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from algos.base import Checked, Setup, require_states_only
+from algos.base import Setup, require_states_only
 from algos.offline.loop import THREADS, Learner, OfflineRun
 from algos.offline.overestimation import probes_of
 from algos.optim import DelayedDecay, Ema
@@ -27,6 +27,7 @@ from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
 from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig
+from policies.bounds import Checked
 from policies.build import build_policy
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError

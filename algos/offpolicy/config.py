@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from algos.base import Checked
 from algos.offpolicy.replay_buffer import Discounting
 from algos.offpolicy.sac_update import SoftRules
+from policies.bounds import Checked
 from policies.networks.critics import AGGREGATES, EnsembleConfig
 
 

@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from algos.base import Checked, Setup
+from algos.base import Setup
 from algos.onpolicy.functional import SURROGATES
 from algos.onpolicy.running_normalizer import fresh_policy
 from algos.optim import check_schedule
+from policies.bounds import Checked
 from policies.errors import ConfigError
 from policies.networks.heads import CriticConfig
 from policies.policy import Policy

@@ -1,0 +1,135 @@
+"""Ranges of configuration fields, declared where the field is.
+
+For example::
+
+    @register("algo", "mine")
+    @dataclass
+    class MineConfig(Checked):
+        steps: int = bounded(20_000, ge=1)  # gradient steps
+        gamma: float = bounded(0.99, ge=0, le=1)  # discount per step
+        search: str = bounded("lists", choices=("lists", "tree"))  # how neighbors are found
+
+A value outside of its range is refused when the object is made. The page of keys prints the ranges.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Any, ClassVar
+
+from policies.errors import ConfigError
+
+_BOUNDS = "bounds"
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a field may hold: numbers in a range, or one of several choices."""
+
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    choices: tuple[Any, ...] = ()
+
+    def admits(self, value: Any) -> bool:
+        """Whether a single value lies within; NaN never does, infinity only where `le` is infinite."""
+        if self.choices:
+            return value in self.choices
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+            return False
+        low = (self.ge is None or value >= self.ge) and (self.gt is None or value > self.gt)
+        high = (self.le is None or value <= self.le) and (self.lt is None or value < self.lt)
+        return low and high and (math.isfinite(value) or self.le == math.inf)
+
+    def __str__(self) -> str:
+        """Return the range in words, e.g. `in [0, 1)`, `at least 1`, `above 0`, `one of a, b`."""
+        if self.choices:
+            return f"one of {', '.join(map(str, self.choices))}"
+        low, high = self.ge if self.gt is None else self.gt, self.le if self.lt is None else self.lt
+        if low is None and high is None:
+            return "finite"
+        if high is None or high == math.inf:
+            return f"at least {low:g}" if self.gt is None else f"above {low:g}"
+        if low is None:
+            return f"at most {high:g}" if self.lt is None else f"below {high:g}"
+        return f"in {'[' if self.gt is None else '('}{low:g}, {high:g}{']' if self.lt is None else ')'}"
+
+
+def bounded(
+    default: Any = MISSING,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    choices: Sequence[Any] = (),
+) -> Any:
+    """Declare a field with a range.
+
+    Args:
+        default: Its default; a list becomes a factory. Without one the field is mandatory.
+        ge: Smallest value.
+        gt: Value that must be exceeded.
+        le: Largest value; `math.inf` admits infinity, which is refused otherwise.
+        lt: Value that must not be reached.
+        choices: All values, where they are not numbers of a range.
+
+    None passes where the field is optional. Lists and tuples are checked entry by entry.
+    """
+    metadata = {_BOUNDS: Bounds(ge, gt, le, lt, tuple(choices))}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def bounds_of(one: Field[Any]) -> Bounds | None:
+    """Return the range of a field; None where it has none."""
+    return one.metadata.get(_BOUNDS)
+
+
+class Checked:
+    """A dataclass whose bounded fields are checked when it is made.
+
+    Attributes:
+        key: Where it stands in the configuration; `register` sets it to the group of the part.
+    """
+
+    key: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        """Refuse values outside of their ranges.
+
+        Raises:
+            ConfigError: Naming the key, the range and the value.
+        """
+        for one in fields(self):  # type: ignore[arg-type]
+            bounds, value = bounds_of(one), getattr(self, one.name)
+            if bounds is not None and not all(map(bounds.admits, _entries(value))):
+                raise ConfigError(f"{self._key_of(one.name)} must be {bounds}; got {_shown(value)}.")
+
+    def require(self, name: str, holds: bool, rule: str) -> None:
+        """Refuse the value of a field unless a rule holds, for rules over several fields.
+
+        Raises:
+            ConfigError: Naming the key, the rule and the value.
+        """
+        if not holds:
+            raise ConfigError(f"{self._key_of(name)} must be {rule}; got {_shown(getattr(self, name))}.")
+
+    def _key_of(self, name: str) -> str:
+        return f"{self.key}.{name}" if self.key else name
+
+
+def _entries(value: Any) -> Iterator[Any]:
+    if value is None:
+        return iter(())
+    if isinstance(value, Mapping):
+        return iter(value.values())
+    return iter(value) if isinstance(value, (list, tuple)) else iter((value,))
+
+
+def _shown(value: Any) -> str:
+    return f"'{value}'" if isinstance(value, str) else f"{list(value) if isinstance(value, tuple) else value}"

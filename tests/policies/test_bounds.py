@@ -1,0 +1,63 @@
+"""Ranges are declared on fields and checked when a configuration is made."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from policies.bounds import Bounds, Checked, bounded
+from policies.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Config(Checked):
+    key = "algo"
+    steps: int = bounded(10, ge=1)
+    gamma: float = bounded(0.99, ge=0, le=1)
+    keep: float | None = bounded(None, gt=0, lt=1)
+    dims: list[int] = bounded([8, 8], ge=1)
+    search: str = bounded("lists", choices=("lists", "tree"))
+    horizon: float = bounded(1.0, gt=0, le=math.inf)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"steps": 0}, r"algo\.steps .*1.*0"),
+        ({"gamma": 1.5}, r"algo\.gamma .*\[0, 1\].*1\.5"),
+        ({"gamma": math.nan}, r"algo\.gamma .*nan"),
+        ({"steps": math.inf}, r"algo\.steps .*inf"),
+        ({"keep": 1.0}, r"algo\.keep .*\(0, 1\).*1"),
+        ({"dims": [8, 0]}, r"algo\.dims .*1.*\[8, 0\]"),
+        ({"search": "boxes"}, r"algo\.search .*lists, tree.*boxes"),
+    ],
+)
+def test_values_out_of_range_are_refused_by_key(change: dict[str, Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        replace(Config(), **change)
+
+
+def test_values_at_closed_ends_none_and_allowed_infinity_pass() -> None:
+    Config(steps=1, gamma=1.0, keep=None, dims=[1], search="tree", horizon=math.inf)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "text"),
+    [
+        (Bounds(ge=1), "at least 1"),
+        (Bounds(gt=0), "above 0"),
+        (Bounds(lt=2), "below 2"),
+        (Bounds(gt=0, le=1), "in (0, 1]"),
+        (Bounds(choices=("a", "b")), "one of a, b"),
+        (Bounds(), "finite"),
+    ],
+)
+def test_ranges_read_as_words(bounds: Bounds, text: str) -> None:
+    assert str(bounds) == text
+
+
+def test_lists_are_not_shared() -> None:
+    assert Config().dims is not Config().dims

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 from policies.errors import ConfigError
 
 _BOUNDS = "bounds"
+_WAS = "was"
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ def bounded(
     le: float | None = None,
     lt: float | None = None,
     choices: Sequence[Any] = (),
+    was: str = "",
 ) -> Any:
-    """Declare a field with a range.
+    """Declare a field with a range, or with the name that it had before.
 
     Args:
         default: Its default; a list becomes a factory. Without one the field is mandatory.
@@ -76,10 +78,13 @@ def bounded(
         le: Largest value; `math.inf` admits infinity, which is refused otherwise.
         lt: Value that must not be reached.
         choices: All values, where they are not numbers of a range.
+        was: Former name of the field, under which saved configurations and the command line still know it.
 
     None passes where the field is optional. Lists and tuples are checked entry by entry.
     """
-    metadata = {_BOUNDS: Bounds(ge, gt, le, lt, tuple(choices))}
+    has_range = choices or any(limit is not None for limit in (ge, gt, le, lt))
+    metadata: dict[str, Any] = {_BOUNDS: Bounds(ge, gt, le, lt, tuple(choices))} if has_range else {}
+    metadata |= {_WAS: was} if was else {}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -88,6 +93,11 @@ def bounded(
 def bounds_of(one: Field[Any]) -> Bounds | None:
     """Return the range of a field; None where it has none."""
     return one.metadata.get(_BOUNDS)
+
+
+def former_names(kind: type) -> dict[str, str]:
+    """Return the present name of every field that was renamed, by its former name."""
+    return {one.metadata[_WAS]: one.name for one in fields(kind) if _WAS in one.metadata}
 
 
 class Checked:

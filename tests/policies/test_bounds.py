@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from policies.bounds import Bounds, Checked, bounded
+from policies.bounds import Bounds, Checked, bounded, former_names
 from policies.errors import ConfigError
 
 
@@ -61,3 +61,13 @@ def test_ranges_read_as_words(bounds: Bounds, text: str) -> None:
 
 def test_lists_are_not_shared() -> None:
     assert Config().dims is not Config().dims
+
+
+def test_a_renamed_field_knows_its_former_name() -> None:
+    @dataclass
+    class Renamed(Checked):
+        policy_delay: int = bounded(2, ge=1, was="policy_every")
+        label: str = bounded("", was="title")
+
+    assert former_names(Renamed) == {"policy_every": "policy_delay", "title": "label"}
+    assert Renamed(label="any text").label == "any text"

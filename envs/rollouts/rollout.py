@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from envs.engine.envpool import vector_on
 from envs.engine.workers import start_workers
 from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
 from envs.spec import Array, ChunkStep, EnvConfig, VectorEnv
@@ -75,13 +74,9 @@ class RolloutPool:
         num_workers: Processes; 0 works in this process and gives the numbers of one worker.
         obs_steps: To.
         seed: Root of all randomness.
-        engine: One of `envs.engine.envpool.ENGINES`. With another than `exact`, an episode does not follow
-        from
-            its seed, and nothing can be continued.
 
     Raises:
-        ConfigError: If there are fewer environments than workers, or no such engine.
-        CapabilityError: If the engine does not have the task.
+        ConfigError: If there are fewer environments than workers.
         MissingExtraError, WorkerError: If the simulator cannot be built.
     """
 
@@ -93,7 +88,6 @@ class RolloutPool:
         num_workers: int,
         obs_steps: int = 1,
         seed: int = 0,
-        engine: str = "exact",
     ) -> None:
         if num_workers < 0 or num_envs < max(1, num_workers):
             raise ConfigError(
@@ -102,9 +96,8 @@ class RolloutPool:
             )
         self.env = env
         self.num_envs = num_envs
-        self.engine = engine
         rows = np.array_split(np.arange(num_envs), max(1, num_workers))
-        arguments = [(env, part.tolist(), obs_steps, seed, i, engine) for i, part in enumerate(rows)]
+        arguments = [(env, part.tolist(), obs_steps, seed, i) for i, part in enumerate(rows)]
         self._workers = start_workers(Collector, arguments, processes=num_workers > 0)
 
     def collect(self, actor: Actor, num_steps: int, *, reset: bool = False) -> Rollout:
@@ -136,13 +129,8 @@ class RolloutPool:
         """Continue from `state_dict`.
 
         Raises:
-            CheckpointError: If the numbers of environments or workers differ, or the engine cannot continue.
+            CheckpointError: If the numbers of environments or workers differ.
         """
-        if self.engine != "exact":
-            raise CheckpointError(
-                f"engine={self.engine} cannot continue a run: its simulators neither save their state nor "
-                "take seeds. Resume with engine=exact, which begins new episodes."
-            )
         saved = (state["num_envs"], len(state["workers"]))
         if saved != (self.num_envs, len(self._workers)):
             raise CheckpointError(
@@ -166,15 +154,12 @@ class Collector:
         obs_steps: To.
         seed: Root of all randomness.
         index: Index of the worker.
-        engine: See `RolloutPool`.
     """
 
-    def __init__(
-        self, env: EnvConfig, rows: list[int], obs_steps: int, seed: int, index: int, engine: str = "exact"
-    ) -> None:
+    def __init__(self, env: EnvConfig, rows: list[int], obs_steps: int, seed: int, index: int) -> None:
         self._rows = rows
         self._seed = seed
-        self._vector: VectorEnv = vector_on(engine, env, len(rows), obs_steps=obs_steps)
+        self._vector: VectorEnv = env.make_vector(len(rows), obs_steps=obs_steps)
         self._generator = seeded_generator(seed, "exploration", index)
         self._next_episode = np.zeros(len(rows), np.int64)
         self._tally = EpisodeTracker(len(rows))

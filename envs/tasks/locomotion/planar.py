@@ -6,7 +6,6 @@ upright, and Walker2d's feet have other friction.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from envs.datasets.episode import Episode
 from envs.datasets.scores import reference
-from envs.engine.pixels import CAMERA_OPTIONS, HasCameras
+from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec
 from envs.tasks.locomotion.expert import LocomotionDemonstrator, demonstrate_locomotion
@@ -44,15 +43,6 @@ class GymnasiumRobot(HasCameras):
         from envs.engine.rendering import replay_frames
 
         return replay_frames(self.make_vector(1), seed, actions, camera="track", **options)
-
-    def envpool_task(self: Any) -> tuple[str, dict[str, Any]]:
-        """Return envpool's name of the task and its options."""
-        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        version = options.pop("version", "v5")
-        for name in ("max_episode_steps", "demonstrator", *CAMERA_OPTIONS):
-            options.pop(name, None)
-        forces = "cfrc_ext" in self.fields  # envpool's v4 leaves them at zero by default
-        return f"{self.gymnasium_name}-{version}", options | {"post_constraint": forces}
 
     def noise(self: Any, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]:
         """Draw uniform noise for positions, then for velocities."""

@@ -15,7 +15,7 @@ from envs.datasets.images import Images
 
 @dataclass(frozen=True)
 class Episode:
-    """One recorded episode, as demonstrators and rollouts hand it over.
+    """One recorded episode, as experts and rollouts hand it over.
 
     Shapes:
         observations: (T+1, Do), the last row being the observation after the last action.

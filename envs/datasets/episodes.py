@@ -23,7 +23,7 @@ from envs.datasets.checks import check_dataset, check_episode
 from envs.datasets.episode import Episode, EpisodeColumns, Transitions
 from envs.datasets.free_memory import require_memory
 from envs.datasets.images import Images
-from envs.datasets.statistics_cache import statistics_of
+from envs.datasets.statistics import statistics_of
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
 
@@ -277,12 +277,11 @@ class EpisodeDataset(EpisodeColumns):
         """Return `min`, `max`, `mean` and `std` of `state` (Do,), `action` (Da,) and, where recorded, `goal`.
 
         Over real frames only, accumulated in float64 and returned as float32; `std` is the unbiased one.
-        Those of large arrays are kept in a file (`envs.datasets.statistics_cache`).
         """
         keys = {"state": self.observations, "action": self.actions}
         if "goal" in self.extras:
             keys["goal"] = self.extras["goal"]
-        return statistics_of(keys)
+        return {key: statistics_of(rows) for key, rows in keys.items()}
 
     def returns_to_go(self, discount: float = 1.0) -> Tensor:
         """Return the discounted sum of rewards from every frame to the end of its episode, (N,) float32."""

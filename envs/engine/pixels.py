@@ -14,12 +14,13 @@ import copy
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec, Stepper
+from policies.bounds import Checked, bounded
 from policies.encoders import ImageShape
 from policies.encoders.images import RESERVED
 from policies.errors import CapabilityError, ConfigError
@@ -45,22 +46,21 @@ class HasAppearance(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HasCameras:
+class HasCameras(Checked):
     """Options of a task whose scene can be drawn."""
 
+    camera: ClassVar[str | None] = None  # that takes the pictures of `render_frames`; None: MuJoCo's free one
+
     cameras: tuple[str, ...] = ()  # of the model, or free: what they see is observed as well; (): nothing
-    image_size: tuple[int, ...] = (96, 96)  # height and width of their images [pixels]
+    image_size: tuple[int, ...] = bounded((96, 96), ge=1)  # height and width of their images [pixels]
     image_shadows: bool = True  # false: no shadows in them, which is several times faster without a GPU
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        size = tuple(self.image_size)
-        if len(size) != 2 or min(size) < 1:
-            raise ConfigError(f"env.image_size must be height and width, e.g. [96,96]; got {list(size)}.")
-        if len(set(self.cameras)) < len(self.cameras) or set(self.cameras) & set(RESERVED):
-            raise ConfigError(
-                f"env.cameras must be distinct, and none of {', '.join(RESERVED)}; got {list(self.cameras)}."
-            )
+        """Refuse images of another rank, and cameras that are named twice or like other observations."""
+        super().__post_init__()
+        self.require("image_size", len(self.image_size) == 2, "height and width, e.g. [96,96]")
+        distinct = len(set(self.cameras)) == len(self.cameras) and not set(self.cameras) & set(RESERVED)
+        self.require("cameras", distinct, f"distinct, and none of {', '.join(RESERVED)}")
 
     @property
     def images(self) -> dict[str, ImageShape]:
@@ -81,6 +81,12 @@ class HasCameras:
                 stepper, self.images, obs_steps=obs_steps, shadows=self.image_shadows
             )
         return ChunkVector(spec, stepper, obs_steps=obs_steps, image_history=image_history)
+
+    def render_frames(self: Any, seed: int, actions: Array, **options: Any) -> Array:
+        """Replay an episode and return its pictures (F, height, width, 3); see `rendering.replay_frames`."""
+        from envs.engine.rendering import replay_frames
+
+        return replay_frames(self.make_vector(1), seed, actions, camera=self.camera, **options)
 
 
 CAMERA_OPTIONS = tuple(f.name for f in fields(HasCameras))

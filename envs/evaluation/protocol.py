@@ -105,7 +105,7 @@ def describe_task(env: EnvConfig) -> dict[str, Any]:
     """Describe a task by JSON values, as protocols do."""
     spec = env.spec
     options = options_of(with_paths(env, _digest))
-    for name in ("demonstrator", *CAMERA_OPTIONS):  # no part of the task that is evaluated
+    for name in ("expert", *CAMERA_OPTIONS):  # no part of the task that is evaluated
         options.pop(name, None)
     description: dict[str, Any] = json.loads(
         json.dumps(

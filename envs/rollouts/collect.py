@@ -85,8 +85,8 @@ def collect(
         env: Configuration of a task with an expert.
         episodes: Number of episodes to keep.
         first_seed: Seed of the first attempt; attempt i has seed first_seed + i.
-        noise: Noise of the expert, in its own units; None: as configured in `env.demonstrator`.
-        expert: Which of the task's experts, where there are several; None: as in `env.demonstrator`.
+        noise: Noise of the expert, in its own units; None: as configured in `env.expert`.
+        expert: Which of the task's experts, where there are several; None: as in `env.expert`.
         keep_failures: Also keep episodes without success. A task without a rule of success keeps all.
         progress: Called after every attempt with the numbers of episodes kept and of attempts.
 
@@ -99,7 +99,7 @@ def collect(
         raise CapabilityError(f"env={env.spec.name} has no expert to record; choose a task that has one.")
     if episodes < 1:
         raise ConfigError(f"episodes must be at least 1; got {episodes}.")
-    env = _told(env, {"noise": noise, "expert": expert})
+    env = _told(env, {"noise": noise, "tier": expert})
     attempts = _Attempts(env, episodes, first_seed, keep_failures or not env.spec.success_rule, progress)
     dataset = EpisodeDataset.from_episodes(attempts, meta=_origin(env) | {"first_seed": first_seed})
     dataset.meta["attempts"] = attempts.done
@@ -148,18 +148,18 @@ class _Attempts:
                 yield episode
 
 
-_WISHES = {"noise": "has no noise to set", "expert": "is the only one of its task"}
+_WISHES = {"noise": "has no noise to set", "tier": "is the only one of its task"}
 
 
 def _told(env: Any, wishes: Mapping[str, Any]) -> Any:
-    """Return the configuration with what is wished of its demonstrator; None is no wish."""
+    """Return the configuration with what is asked of its expert; None leaves it as it is."""
     given = {name: value for name, value in wishes.items() if value is not None}
     if not given:
         return env
     for name, value in given.items():
-        if not hasattr(getattr(env, "demonstrator", None), name):
+        if not hasattr(getattr(env, "expert", None), name):
             raise ConfigError(f"the expert of {env.spec.name} {_WISHES[name]}; got {name}={value}.")
-    return replace(env, demonstrator=replace(env.demonstrator, **given))
+    return replace(env, expert=replace(env.expert, **given))
 
 
 def _origin(env: Any) -> dict[str, Any]:

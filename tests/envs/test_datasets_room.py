@@ -21,8 +21,8 @@ from envs.datasets import (
     EpisodeDataset,
     array_storage,
     free_memory,
-    moments,
     read_dataset,
+    statistics,
     write_d4rl,
     write_minari,
     write_robomimic,
@@ -59,7 +59,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave no memory, and work in pieces of a few rows."""
     monkeypatch.setattr(free_memory, "free_memory", lambda: 100)
     monkeypatch.setattr(array_storage, "PIECE", 256)
-    monkeypatch.setattr(moments, "_AT_ONCE", 256)
+    monkeypatch.setattr(statistics, "_AT_ONCE", 256)
 
 
 def d4rl(path: Path, data: EpisodeDataset) -> Path:

@@ -1,4 +1,4 @@
-"""Mazes against gymnasium-robotics itself, stepped one by one, and what their demonstrator promises."""
+"""Mazes against gymnasium-robotics itself, stepped one by one, and what their expert promises."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_holding_an_action_is_repeating_it() -> None:
     np.testing.assert_array_equal(once.path[0], often.path[0, 3::4])
 
 
-# -- the demonstrator -------------------------------------------------------------------------------------
+# -- the expert -------------------------------------------------------------------------------------
 
 
 def test_ways_are_all_simple_paths_up_to_a_length() -> None:
@@ -236,7 +236,7 @@ def test_the_carrot_lies_ahead_on_the_way_and_stops_at_its_end() -> None:
 
 @pytest.mark.parametrize("control", ["force", "waypoint"])
 @pytest.mark.parametrize("name", POINTS)
-def test_the_demonstrator_gets_there_in_time(name: str, control: str) -> None:
+def test_the_expert_gets_there_in_time(name: str, control: str) -> None:
     hold = 1 if control == "force" else 10
     data = collect(env(name, control=control, hold=hold), episodes=15, first_seed=77)
     assert data.meta["attempts"] <= 16 and data.success is not None and bool(data.success.all())
@@ -258,10 +258,10 @@ def test_recorded_actions_repeat_the_episode(options: dict) -> None:
 
 
 def test_a_longer_way_is_taken_where_it_is_allowed() -> None:
-    from envs.tasks.mazes.expert import MazeDemonstrator
+    from envs.tasks.mazes.expert import MazeExpert
 
     def taken(detour: int) -> set[tuple]:
-        task = env("pointmaze-large", demonstrator=MazeDemonstrator(detour=detour, noise=0.0))
+        task = env("pointmaze-large", expert=MazeExpert(detour=detour, noise=0.0))
         maze, found = task.layout, set()  # type: ignore[attr-defined]
         for seed in range(60):
             path = task.demonstrate(seed).observations  # type: ignore[attr-defined]
@@ -292,11 +292,11 @@ def test_bad_options_are_refused(options: dict, message: str) -> None:
         env("pointmaze-umaze", **options)
 
 
-def test_a_bad_demonstrator_is_refused() -> None:
-    from envs.tasks.mazes.expert import MazeDemonstrator
+def test_a_bad_expert_is_refused() -> None:
+    from envs.tasks.mazes.expert import MazeExpert
 
     with pytest.raises(ConfigError, match=r"0 < pace <= 4.*got noise=1.0, pace=9"):
-        MazeDemonstrator(pace=9)
+        MazeExpert(pace=9)
 
 
 def test_drawings_have_a_panel_for_every_title() -> None:

@@ -278,12 +278,12 @@ def test_tasks_share_one_model_and_leave_no_file_behind() -> None:
     assert not os.path.exists(load_maze("antmaze-large").fullpath)
 
 
-# -- the demonstrator, and datasets -----------------------------------------------------------------------
+# -- the expert, and datasets -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("name", GUIDED)
-def test_the_demonstrator_gets_there_in_time_on_all_tasks(name: str, task: int) -> None:
+def test_the_expert_gets_there_in_time_on_all_tasks(name: str, task: int) -> None:
     for seed in (10, 11):
         episode = env(name, task=task).demonstrate(seed)  # type: ignore[attr-defined]
         assert episode.success and episode.terminated

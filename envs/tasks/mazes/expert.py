@@ -1,4 +1,4 @@
-"""A demonstrator of the point mazes: plans a way through the cells, then follows it with a PD controller.
+"""An expert of the point mazes: plans a way through the cells, then follows it with a PD controller.
 
 A breadth-first search gives every cell its distance from the goal; the way is drawn among all that are at
 most `detour` cells longer than the shortest and visit no cell twice. The point follows a carrot: the place on
@@ -14,11 +14,11 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
@@ -34,24 +34,18 @@ BEND = (
 WOBBLE = 0.04  # standard deviation of the carrot's wobble [cells], at noise = 1
 WOBBLE_S = 0.3  # its correlation time [s]
 PACE_SPREAD = 0.15  # relative spread of the pace between episodes, at noise = 1
-_NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
+_NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 
 
 @dataclass(frozen=True)
-class MazeDemonstrator:
-    """Options of the demonstrator."""
+class MazeExpert(Checked):
+    """Options of the expert, `env.expert.*`."""
 
-    noise: float = 1.0  # scale of bends, wobble and pace variation, >= 0; 0 goes through the centres of cells
-    pace: float = 3.0  # speed along the way [m/s], in (0, 4]
-    detour: int = 0  # cells by which a way may be longer than the shortest; one is drawn among all such ways
+    key: ClassVar = "env.expert"
 
-    def __post_init__(self) -> None:
-        """Refuse values outside their range."""
-        if not (0 <= self.noise < math.inf and 0 < self.pace <= 4 and self.detour >= 0):
-            raise ConfigError(
-                "env.demonstrator needs noise >= 0, 0 < pace <= 4 and detour >= 0; got "
-                f"noise={self.noise}, pace={self.pace}, detour={self.detour}. Defaults are 1.0, 3.0 and 0."
-            )
+    noise: float = bounded(1.0, ge=0)  # scale of bends, wobble and pace variation; 0: centres of cells
+    pace: float = bounded(3.0, gt=0, le=4)  # speed along the path [m/s]
+    detour: int = bounded(0, ge=0)  # cells by which a path may be longer than the shortest; drawn among all
 
 
 def pd_force(position: Array, velocity: Array, target: Array) -> Array:
@@ -148,7 +142,7 @@ class Guide:
         start: Array,
         goal: Array,
         *,
-        options: MazeDemonstrator,
+        options: MazeExpert,
         lag_s: float,
         step_s: float,
         rng: np.random.Generator,
@@ -217,22 +211,22 @@ def moves(full_m: float, step_s: float, lag_s: float) -> Pull:
 
 
 class MazeSimulator(Protocol):
-    """A simulator whose row 0 the demonstrator may move."""
+    """A simulator whose row 0 the expert may move."""
 
-    def reset(self, row: int, seed: int) -> Array: ...  # noqa: D102
+    def reset(self, row: int, seed: int) -> Array: ...
 
-    def step(self, rows: Array, actions: Array) -> StepResult: ...  # noqa: D102
+    def step(self, rows: Array, actions: Array) -> StepResult: ...
 
-    def physics_state(self, row: int) -> Array: ...  # noqa: D102
+    def physics_state(self, row: int) -> Array: ...
 
-    def start_and_goal(self, row: int) -> tuple[Array, Array]: ...  # noqa: D102
+    def start_and_goal(self, row: int) -> tuple[Array, Array]: ...
 
 
 def demonstrate_maze(
     stepper: MazeSimulator,
     maze: Layout,
     seed: int,
-    options: MazeDemonstrator,
+    options: MazeExpert,
     pull: Pull,
     *,
     step_s: float,

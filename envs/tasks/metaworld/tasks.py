@@ -14,18 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec, StepResult
-from envs.tasks.metaworld.expert import ScriptedDemonstrator, demonstrate
+from envs.tasks.metaworld.expert import ScriptedExpert, demonstrate
+from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.registry import register
 
@@ -67,7 +68,7 @@ _OBS_NAMES = (*_frame_names(""), *_frame_names(" before"), *(f"goal {axis} [m]" 
 _ACTION_NAMES = (*(f"hand {axis} change [1 cm]" for axis in "xyz"), "gripper closing [of full]")
 
 
-class MetaworldStepper:
+class MetaworldStepper(MujocoStepper):
     """Steps N copies of one task.
 
     Args:
@@ -78,17 +79,9 @@ class MetaworldStepper:
         MissingExtraError: If Meta-World is not installed.
     """
 
-    can_save = True
-
     def __init__(self, task: str, num_envs: int) -> None:
-        if num_envs < 1:
-            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
         self._env, self._fresh = load_metaworld(task)
-        import mujoco
-
-        self.num_envs = num_envs
-        self.model = self._env.model
-        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        super().__init__(self._env.model, num_envs)
         self._memory = [deepcopy(self._fresh) for _ in range(num_envs)]
 
     def reset(self, row: int, seed: int) -> Array:
@@ -115,10 +108,6 @@ class MetaworldStepper:
         no = np.zeros(len(rows), bool)
         return StepResult(np.stack(obs), reward, no, no, success)
 
-    def physics_state(self, row: int) -> Array:
-        """Return time, positions and velocities of one row, (1 + nq + nv,)."""
-        return recorded_physics(self.datas[row])
-
     def look(self, row: int) -> dict[str, Array]:
         """Return where the things are that resets put elsewhere, goals among them."""
         return {name: self._memory[row][name].copy() for name in _IN_MODEL}
@@ -128,23 +117,15 @@ class MetaworldStepper:
         for name, value in look.items():
             getattr(model, name)[:] = value
 
-    def metrics(self) -> dict[str, Array]:
-        """Return nothing: return and success say it all."""
-        return {}
-
     def get_state(self) -> dict[str, Any]:
         """Return everything the next steps depend on."""
-        return {"physics": get_physics(self.model, self.datas), "memory": deepcopy(self._memory)}
+        return {**super().get_state(), "memory": deepcopy(self._memory)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `get_state`."""
-        set_physics(self.model, self.datas, state["physics"])
+        super().set_state(state)
         for row in range(self.num_envs):
             self._memory[row] = deepcopy(dict(state["memory"][row]))
-
-    def close(self) -> None:
-        """Drop the simulators."""
-        self.datas = []
 
     def _begin(self, row: int) -> Any:
         """Bind a row in which nothing has happened."""
@@ -226,9 +207,9 @@ class Metaworld(HasCameras):
     """One of fifty tasks of a Sawyer arm, `env.task=reach` for instance (Meta-World v3, goal observed)."""
 
     task: str = "reach"  # name of the task without its version, e.g. pick-place or drawer-open
-    max_episode_steps: int = 500  # control steps, then truncated
+    max_episode_steps: int = bounded(500, ge=1)  # control steps, then truncated
     terminate_on_success: bool = False  # true: solving the task ends an episode; false: only the limit does
-    demonstrator: ScriptedDemonstrator = field(default_factory=ScriptedDemonstrator)
+    expert: ScriptedExpert = bounded(ScriptedExpert(), was="demonstrator")  # what `demonstrate` does
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
@@ -237,8 +218,6 @@ class Metaworld(HasCameras):
             near = get_close_matches(self.task, TASKS, 5, 0.4)
             close = f"; near it: {', '.join(near)}" if near else ""
             raise ConfigError(f"env.task must be one of Meta-World's {len(TASKS)}; got '{self.task}'{close}.")
-        if self.max_episode_steps < 1:
-            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
 
     @property
     def spec(self) -> EnvSpec:
@@ -274,7 +253,7 @@ class Metaworld(HasCameras):
             stepper,
             self.task,
             seed,
-            self.demonstrator,
+            self.expert,
             max_steps=self.max_episode_steps,
             terminate_on_success=self.terminate_on_success,
         )

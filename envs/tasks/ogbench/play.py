@@ -28,7 +28,7 @@ from envs.tasks.ogbench.stepper import OgbenchStepper
 
 Array = np.ndarray
 
-_STREAM = 2  # keeps these draws apart from those of the task and of the demonstrator's noise
+_STREAM = 2  # keeps these draws apart from those of the task and of the expert's noise
 _KINDS = {"cube": ("cube",), "scene": ("cube", "button", "drawer", "window"), "puzzle": ("button",)}
 _P_STACK = {"cube-single": (0.0, 0.0), "cube-double": (0.0, 0.25), "cube-triple": (0.05, 0.35)}
 _P_STACK_ELSEWHERE = (0.5, 0.5)

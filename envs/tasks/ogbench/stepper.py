@@ -27,16 +27,15 @@ from typing import Any
 
 import numpy as np
 
-from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.engine.physics import MujocoStepper
 from envs.spec import StepResult
-from policies.errors import ConfigError
 
 Array = np.ndarray
 
 NUM_TASKS = 5
 
 
-class OgbenchStepper:
+class OgbenchStepper(MujocoStepper):
     """Steps N copies of one of OGBench's single tasks, or of a world in which data are collected.
 
     Args:
@@ -48,18 +47,10 @@ class OgbenchStepper:
         MissingExtraError: If OGBench is not installed.
     """
 
-    can_save = True
-
     def __init__(self, world: str, task: int, num_envs: int) -> None:
-        if num_envs < 1:
-            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
         self._env, self._fresh = load_world(world, play=task == 0)
+        super().__init__(self._env.model, num_envs)
         self._task = task
-        import mujoco
-
-        self.num_envs = num_envs
-        self.model = self._env.model
-        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
         self._solved = np.zeros(num_envs, bool)  # everything is as wanted now
         self._memory = [deepcopy(self._fresh) for _ in range(num_envs)]
         self._rngs = [np.random.default_rng(0) for _ in range(num_envs)]  # each reset seeds its own
@@ -99,10 +90,6 @@ class OgbenchStepper:
         self._memory[row] = env.remember()
         return obs, info
 
-    def physics_state(self, row: int) -> Array:
-        """Return time, positions and velocities of one row, (1 + nq + nv,)."""
-        return recorded_physics(self.datas[row])
-
     def button_states(self, row: int) -> Array | None:
         """Return the states of the buttons of one row; None where the world has none."""
         states = self._memory[row].get("_cur_button_states")
@@ -116,10 +103,6 @@ class OgbenchStepper:
         """Colour a model for drawing as in OGBench's visual worlds: see-through arm, no targets."""
         self._env.paint(model, look)
 
-    def metrics(self) -> dict[str, Array]:
-        """Return nothing: success says it all."""
-        return {}
-
     def get_state(self) -> dict[str, Any]:
         """Return everything the next steps depend on.
 
@@ -127,7 +110,7 @@ class OgbenchStepper:
         controller reads from the kinematics of the last physics step.
         """
         return {
-            "physics": get_physics(self.model, self.datas),
+            **super().get_state(),
             "gripper_pos": np.stack([data.site_xpos[self._pinch] for data in self.datas]),
             "gripper_mat": np.stack([data.site_xmat[self._pinch] for data in self.datas]),
             "solved": self._solved.copy(),
@@ -138,7 +121,7 @@ class OgbenchStepper:
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Continue from `get_state`."""
         self._solved = np.array(state["solved"], bool)
-        set_physics(self.model, self.datas, state["physics"])
+        super().set_state(state)
         for row, data in enumerate(self.datas):
             data.site_xpos[self._pinch] = state["gripper_pos"][row]
             data.site_xmat[self._pinch] = state["gripper_mat"][row]
@@ -146,10 +129,6 @@ class OgbenchStepper:
                 self._memory[row][key] = np.array(state["memory"][key][row])
             if "generators" in state:  # states of cube-single were saved without them; nothing draws there
                 self._rngs[row].bit_generator.state = state["generators"][row]
-
-    def close(self) -> None:
-        """Drop the simulators."""
-        self.datas = []
 
     def bind(self, row: int) -> Any:
         """Let the shared environment work on a row; returns it."""

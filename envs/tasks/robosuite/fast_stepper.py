@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from envs.engine.physics import get_physics, set_physics
+from envs.engine.physics import MujocoStepper
 from envs.spec import StepResult
 from envs.tasks.robosuite.observations import judge, reader
 from envs.tasks.robosuite.osc_controller import FINGER_RATE, compiled
 from envs.tasks.robosuite.reference_stepper import begin, hide_collisions, make_robosuite
-from policies.errors import CheckpointError, ConfigError
+from policies.errors import CheckpointError
 
 Array = np.ndarray
 
@@ -155,7 +155,7 @@ def _inertia_entries(model: Any, dofs: Sequence[int]) -> Array:
     return entries
 
 
-class FastStepper:
+class FastStepper(MujocoStepper):
     """Steps N copies of a task of robosuite's; all share one model.
 
     Args:
@@ -168,16 +168,11 @@ class FastStepper:
         MissingExtraError: If robosuite is not installed.
     """
 
-    can_save = True
-
     def __init__(self, task: str, num_arms: int, keys: Sequence[str], num_envs: int) -> None:
-        if num_envs < 1:
-            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
         self.scene = load_scene(task, num_arms)
         import mujoco
 
-        self.num_envs, self.model = num_envs, self.scene.model
-        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        super().__init__(self.scene.model, num_envs)
         self._spare = mujoco.MjData(self.model)
         self._limbs = [[Limb(arm, data) for arm in self.scene.arms] for data in self.datas]
         self._read, self._is_solved = reader(self.scene.env, keys), judge(self.scene.env)
@@ -218,15 +213,11 @@ class FastStepper:
         """Hide what a model for drawing has for collisions only, as robosuite does."""
         hide_collisions(model)
 
-    def metrics(self) -> dict[str, Array]:
-        """Return nothing: success says it all."""
-        return {}
-
     def get_state(self) -> dict[str, Array]:
         """Return everything the next steps depend on: physics, postures (N, A, 7) and grips (N, A, 2)."""
         limbs = self._limbs
         return {
-            "physics": get_physics(self.model, self.datas),
+            **super().get_state(),
             "rest": np.array([[limb.rest for limb in arms] for arms in limbs]),
             "grip": np.array([[limb.grip for limb in arms] for arms in limbs]),
         }
@@ -241,7 +232,7 @@ class FastStepper:
 
         if not isinstance(state, Mapping) or not {"physics", "rest", "grip"} <= state.keys():
             raise CheckpointError("the state is not one of env.engine=fast; use the engine that was saved.")
-        set_physics(self.model, self.datas, state["physics"])
+        super().set_state(state)
         for row, data in enumerate(self.datas):
             mujoco.mj_forward(self.model, data)
             for arm, limb in enumerate(self._limbs[row]):

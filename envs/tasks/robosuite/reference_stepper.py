@@ -83,7 +83,6 @@ class RobosuiteStepper:
         hide_collisions(model)
 
     def metrics(self) -> dict[str, Array]:
-        """Return nothing: success says it all."""
         return {}
 
     def get_state(self) -> Any:

@@ -99,7 +99,7 @@ def collect(
         raise CapabilityError(f"env={env.spec.name} has no expert to record; choose a task that has one.")
     if episodes < 1:
         raise ConfigError(f"episodes must be at least 1; got {episodes}.")
-    env = _told(env, {"noise": noise, "tier": expert})
+    env = _with_expert(env, noise=noise, expert=expert)
     attempts = _Attempts(env, episodes, first_seed, keep_failures or not env.spec.success_rule, progress)
     dataset = EpisodeDataset.from_episodes(attempts, meta=_origin(env) | {"first_seed": first_seed})
     dataset.meta["attempts"] = attempts.done
@@ -148,18 +148,21 @@ class _Attempts:
                 yield episode
 
 
-_WISHES = {"noise": "has no noise to set", "tier": "is the only one of its task"}
+_FIELDS = {"noise": ("noise", "has no noise to set"), "expert": ("tier", "is the only one of its task")}
+"""Argument of `collect` -> field of the options of experts, and what it means that they lack it."""
 
 
-def _told(env: Any, wishes: Mapping[str, Any]) -> Any:
-    """Return the configuration with what is asked of its expert; None leaves it as it is."""
-    given = {name: value for name, value in wishes.items() if value is not None}
-    if not given:
-        return env
-    for name, value in given.items():
-        if not hasattr(getattr(env, "expert", None), name):
-            raise ConfigError(f"the expert of {env.spec.name} {_WISHES[name]}; got {name}={value}.")
-    return replace(env, expert=replace(env.expert, **given))
+def _with_expert(env: Any, **wanted: Any) -> Any:
+    """Return the configuration with other options of its expert; None leaves one as it is."""
+    changes = {}
+    for name, value in wanted.items():
+        field, missing = _FIELDS[name]
+        if value is None:
+            continue
+        if not hasattr(getattr(env, "expert", None), field):
+            raise ConfigError(f"the expert of {env.spec.name} {missing}; got {name}={value}.")
+        changes[field] = value
+    return replace(env, expert=replace(env.expert, **changes)) if changes else env
 
 
 def _origin(env: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ SCORES = {"expert": 50.0, "medium": 10.0}
 
 def walking(name: str, expert: str = "expert", **options: Any) -> Any:
     config: Any = env(name, **{k: v for k, v in options.items() if k == "max_episode_steps"})
-    return replace(config, expert=replace(config.expert, expert=expert))
+    return replace(config, expert=replace(config.expert, tier=expert))
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -109,9 +109,9 @@ def test_actors_carry_their_origin_and_are_small() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match=f"must be one of {', '.join(EXPERTS)}; got 'best'"):
+    with pytest.raises(ConfigError, match=f"env.expert.tier must be one of {', '.join(EXPERTS)}; got 'best'"):
         compose_config("collect", ["env=hopper", "env.expert.tier=best"])
-    with pytest.raises(ConfigError, match=f"must be one of {', '.join(EXPERTS)}; got 'best'"):
+    with pytest.raises(ConfigError, match=f"env.expert.tier must be one of {', '.join(EXPERTS)}; got 'best'"):
         collect(env("hopper"), episodes=1, expert="best")
     with pytest.raises(ConfigError, match=r"expert of avoid is the only one of its task; got expert=medium"):
         collect(env("avoid"), episodes=1, expert="medium")

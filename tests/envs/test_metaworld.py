@@ -140,7 +140,7 @@ def test_values_outside_their_range_are_refused() -> None:
         env("metaworld", task="pick_place")
     with pytest.raises(ConfigError, match=r"env\.max_episode_steps must be at least 1; got 0"):
         env("metaworld", max_episode_steps=0)
-    with pytest.raises(ConfigError, match=r"noise >= 0 and hold >= 0; got noise=0.0, hold=-1"):
+    with pytest.raises(ConfigError, match=r"env\.expert\.hold must be at least 0; got -1"):
         ScriptedExpert(hold=-1)
 
 

@@ -196,10 +196,12 @@ def test_a_task_has_to_show_what_the_policy_was_trained_on() -> None:
         seen_by(object(), policy.images)
 
 
-@pytest.mark.parametrize("options", [{"image_size": (8,)}, {"image_size": (0, 8)}])
-def test_a_size_is_height_and_width(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"env.image_size must be height and width"):
-        env("avoid", **options)
+@pytest.mark.parametrize(
+    ("size", "message"), [((8,), "height and width.*got \\[8\\]"), ((0, 8), "at least 1; got \\[0, 8\\]")]
+)
+def test_a_size_is_height_and_width(size: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"env.image_size must be {message}"):
+        env("avoid", image_size=size)
 
 
 def test_a_camera_is_named_once_and_is_no_state() -> None:

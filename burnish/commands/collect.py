@@ -13,8 +13,8 @@ from burnish.console import Counting, output, table
 from burnish.runs.context import RunContext
 from burnish.runs.locate import check_file_to_write, check_folder_to_write
 from envs.datasets import EpisodeDataset, write_dataset
-from envs.datasets.formats.minari_writer import check_place
-from envs.datasets.formats.writers import FOLDERS, format_to_write
+from envs.datasets.writers import FOLDERS, format_to_write
+from envs.datasets.writers.minari import check_place
 from envs.evaluation.protocol import check_seeds
 from envs.rollouts.collect import MAX_ATTEMPTS, collect
 from envs.spec import EnvSpec

@@ -36,7 +36,6 @@ class Episode:
     images: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Return the number of actions."""
         return len(self.actions)
 
 
@@ -78,15 +77,12 @@ class EpisodeColumns:
 
     @property
     def source(self) -> str:
-        """What error messages call this dataset."""
         return str(self.meta.get("source", "dataset"))
 
     @property
     def num_frames(self) -> int:
-        """N."""
         return self.observations.shape[0]
 
     @property
     def num_episodes(self) -> int:
-        """E."""
         return self.episode_start.shape[0] - 1

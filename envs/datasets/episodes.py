@@ -148,12 +148,10 @@ class EpisodeDataset(EpisodeColumns):
 
     @property
     def obs_dim(self) -> int:
-        """Do."""
         return self.observations.shape[1]
 
     @property
     def action_dim(self) -> int:
-        """Da."""
         return self.actions.shape[1]
 
     @property
@@ -184,7 +182,6 @@ class EpisodeDataset(EpisodeColumns):
         return self.terminated
 
     def __len__(self) -> int:
-        """Return the number of frames."""
         return self.num_frames
 
     def digest(self) -> str:
@@ -407,7 +404,6 @@ def _alike(episode: Episode, other: Episode) -> Episode:
 
 
 def _rows_of(episode: Episode) -> dict[str, np.ndarray]:
-    """Return the frames of an episode by key."""
     rows = {
         "observations": episode.observations[:-1],
         "actions": episode.actions,

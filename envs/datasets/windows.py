@@ -94,16 +94,13 @@ class Windows:
 
     @property
     def num(self) -> int:
-        """W."""
         return self.frames.shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Where the windows live."""
         return self.frames.device
 
     def __len__(self) -> int:
-        """Return the number of windows."""
         return self.num
 
     def gather(self, index: Tensor) -> Batch:
@@ -132,7 +129,6 @@ class Windows:
         return self.gather(torch.randint(self.num, (size,), generator=generator, device=self.device))
 
     def _index(self, dataset: EpisodeDataset, pad_end: bool) -> None:
-        """Find the frames that have a window."""
         frames = torch.arange(dataset.num_frames, device=dataset.episode_start.device)
         episodes = torch.arange(dataset.num_episodes, device=frames.device)
         self._episode = torch.repeat_interleave(episodes, dataset.lengths)

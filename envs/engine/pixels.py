@@ -197,13 +197,11 @@ class CameraRenderer:
         return moment.pictures
 
     def close(self) -> None:
-        """Release the GL context."""
         if self._renderer is not None:
             self._renderer.close()
         self._renderer = None
 
     def _place(self, moment: SceneState) -> None:
-        """Put everything where it was."""
         import mujoco
 
         model, data = self._model, self._data
@@ -240,7 +238,6 @@ class FrameHistory:
         moments.extend([self._renderer.note(row)] * moments.maxlen)
 
     def add(self, rows: Iterable[int]) -> None:
-        """Note a step of some rows."""
         for row in rows:
             self._moments[row].append(self._renderer.note(row))
 
@@ -261,13 +258,11 @@ class FrameHistory:
         ]
 
     def set_state(self, state: Iterable[Iterable[Mapping[str, Any]]]) -> None:
-        """Continue from `get_state`."""
         for moments, saved in zip(self._moments, state, strict=True):
             moments.clear()
             moments.extend(SceneState(np.array(one["positions"]), dict(one["look"])) for one in saved)
 
     def close(self) -> None:
-        """Release the GL context."""
         self._renderer.close()
 
 

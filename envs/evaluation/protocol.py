@@ -63,7 +63,6 @@ class EvaluationSettings:
     steer: Steering = field(default_factory=Steering)
 
     def __post_init__(self) -> None:
-        """Check the values."""
         for name, least in (("episodes", 0), ("num_envs", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}.")

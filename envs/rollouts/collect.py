@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,9 +57,7 @@ class Demonstrable(Protocol):
     """An environment configuration with a scripted expert."""
 
     @property
-    def spec(self) -> EnvSpec:
-        """Describe the task."""
-        ...
+    def spec(self) -> EnvSpec: ...
 
     def demonstrate(self, seed: int) -> Episode:
         """Do the episode of a seed; the same seed gives the same episode."""

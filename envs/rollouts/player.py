@@ -37,9 +37,7 @@ class EvaluatedPolicy(Protocol):
     chunk: ChunkSpec
 
     @property
-    def noise_shape(self) -> tuple[int, ...]:
-        """Shape of one row of noise."""
-        ...
+    def noise_shape(self) -> tuple[int, ...]: ...
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Draw noise (n, *noise_shape)."""
@@ -184,11 +182,9 @@ class Evaluator:
         return done
 
     def close(self) -> None:
-        """Release the simulators."""
         self._vector.close()
 
     def _begin(self, rows: Array) -> None:
-        """Start the next waiting episodes in these rows."""
         for row in rows.tolist():
             lane = int(self._episode[row]) % BLOCK_ROWS if self._episode[row] >= 0 else row % BLOCK_ROWS
             self._episode[row] = episode = self._waiting.take(lane)
@@ -203,7 +199,6 @@ class Evaluator:
             self._memories[row] = Memory()
 
     def _advance(self) -> list[EpisodeRow]:
-        """Execute one chunk in every environment that plays."""
         active = self._episode >= 0
         playing = np.flatnonzero(active)
         noise = [self._player.noise(self._generators[i]) for i in playing.tolist()]

@@ -47,7 +47,6 @@ class Recording:
         self._extras: dict[str, list[Array]] = {}
 
     def __len__(self) -> int:
-        """Return the number of steps so far."""
         return len(self.actions)
 
     @property

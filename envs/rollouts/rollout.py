@@ -204,7 +204,6 @@ class Collector:
             self._obs = np.array(state["obs"])
 
     def close(self) -> None:
-        """Release the simulators."""
         self._vector.close()
 
     def _restart(self) -> None:
@@ -283,7 +282,6 @@ class _Tape:
 
 
 def _join(parts: Sequence[dict[str, Any]]) -> Rollout:
-    """Put the workers' shares side by side along N."""
     widths = [part["length"].shape[1] for part in parts]
     offsets = np.cumsum([0, *widths[:-1]])
 

@@ -138,7 +138,6 @@ class KitchenStepper(MujocoStepper):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `get_state`."""
         self._observed = np.array(state["observed"], np.float64)
         self._completed = np.array(state["completed"], bool)
         super().set_state(state)
@@ -201,7 +200,6 @@ class _Kitchen(HasCameras):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         scores = reference(f"{self.name}-v0")
         return EnvSpec(
             name=self.name,
@@ -221,11 +219,6 @@ class _Kitchen(HasCameras):
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments.
-
-        Raises:
-            MissingExtraError: If gymnasium-robotics is not installed.
-        """
         stepper = KitchenStepper(self.tasks, num_envs, self.robot_noise_ratio, self.object_noise_ratio)
         return self.vector_of(stepper, obs_steps)
 

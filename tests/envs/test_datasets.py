@@ -19,8 +19,8 @@ from envs.datasets import (
     read_dataset,
     write_robomimic,
 )
+from envs.datasets.files.hdf5 import read_hdf5
 from envs.datasets.formats.d4rl import load_d4rl, qlearning_dataset
-from envs.datasets.formats.hdf5 import read_hdf5
 from envs.datasets.scores import reference
 from policies.errors import DatasetError
 

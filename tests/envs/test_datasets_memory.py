@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from envs.datasets import Episode, EpisodeDataset, array_storage, free_memory, read_dataset, write_d4rl
+from envs.datasets.files.npz import read_npz_into
 from envs.datasets.formats.d4rl import load_d4rl
-from envs.datasets.formats.npz import read_npz_into
 from policies.errors import DatasetError
 
 STEPS = 1000

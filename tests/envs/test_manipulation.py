@@ -358,7 +358,7 @@ def test_scenes_whose_cube_leaves_the_view_are_not_kept():
 def test_options_of_the_expert_are_checked():
     with pytest.raises(ConfigError, match="mode must be one of task, play, noisy; got 'plan'"):
         OracleExpert(mode="plan")
-    with pytest.raises(ConfigError, match="noise must be 0 with mode=play.*got 0.1"):
+    with pytest.raises(ConfigError, match=r"noise must be 0 with mode=play.*got 0\.1"):
         OracleExpert(mode="play", noise=0.1)
     with pytest.raises(ConfigError, match="length must be at least 1"):
         OracleExpert(mode="play", length=0)

@@ -27,7 +27,7 @@ import numpy as np
 
 from envs.datasets.array_storage import MEMORY, ArrayStorage, pieces, room_for
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.formats.hdf5 import peek_hdf5, read_hdf5, read_value
+from envs.datasets.files.hdf5 import peek_hdf5, read_hdf5, read_value
 from policies.errors import ConfigError, DatasetError
 
 _log = logging.getLogger(__name__)

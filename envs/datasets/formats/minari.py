@@ -27,7 +27,7 @@ from envs.datasets.array_storage import ArrayStorage, Column, Frames, room_for
 from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episode import Episode
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.formats.minari_storage import (
+from envs.datasets.files.minari import (
     BARE,
     MAIN_FILE,
     Pictures,
@@ -38,7 +38,7 @@ from envs.datasets.formats.minari_storage import (
     read_episodes,
     read_metadata,
 )
-from envs.datasets.formats.npz import check_flags, column
+from envs.datasets.files.npz import check_flags, column
 from envs.datasets.images import (
     BlobColumn,
     Compressed,
@@ -210,7 +210,6 @@ def _is_below(name: str, part: str) -> bool:
 
 
 def _episode(raw: RawEpisode, layout: Layout, infos: bool, own: Sequence[str]) -> Episode:
-    """Convert one episode."""
     actions = raw.tree.get("actions")
     if not isinstance(actions, np.ndarray) or actions.ndim < 2 or actions.dtype.kind not in "biuf":
         got = f"the keys {sorted(raw.tree)}"
@@ -260,7 +259,6 @@ def _joined(raw: RawEpisode, parts: Mapping[str, Any], names: Sequence[str], num
 
 
 def _rows(raw: RawEpisode, key: str, num: int) -> np.ndarray:
-    """Return one number per step."""
     values = raw.tree.get(key)
     values = column(values) if isinstance(values, np.ndarray) and values.ndim else values
     if not isinstance(values, np.ndarray) or values.shape != (num,) or values.dtype.kind not in "biuf":

@@ -114,11 +114,9 @@ class AdroitStepper(MujocoStepper):
         return StepResult(np.stack(obs), reward, no, no, success)
 
     def look(self, row: int) -> dict[str, Array]:
-        """Return where the things are that resets put elsewhere."""
         return {str(i): places[row].copy() for i, places in enumerate(self._places)}
 
     def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
-        """Put them there in a model for drawing."""
         for i, (name, at) in enumerate(self._placed):
             getattr(model, name)[at] = look[str(i)]
 
@@ -131,7 +129,6 @@ class AdroitStepper(MujocoStepper):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `get_state`."""
         super().set_state(state)
         self._places = [np.array(places, np.float64) for places in state["places"]]
         self._measured = {name: np.array(values, np.float64) for name, values in state["measured"].items()}
@@ -182,7 +179,6 @@ class _Adroit(HasCameras):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         joints = (*self.arm, *_HAND)
         obs_names = (*_angles(joints[self.hidden :]), *self.objects)
         scores = reference(f"{self.name.removeprefix('adroit-')}-human-v1")
@@ -205,11 +201,6 @@ class _Adroit(HasCameras):
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments.
-
-        Raises:
-            MissingExtraError: If gymnasium-robotics is not installed.
-        """
         return self.vector_of(AdroitStepper(self.scene, self.reward, num_envs), obs_steps)
 
 

@@ -47,7 +47,6 @@ class AvoidExpert(Checked):
     modes: tuple[int, ...] = bounded((), ge=0)  # ids of the paths to use; (): see num_modes
 
     def __post_init__(self) -> None:
-        """Refuse two choices of paths."""
         super().__post_init__()
         self.require("modes", self.num_modes is None or not self.modes, "left out beside num_modes")
 

@@ -104,14 +104,12 @@ class AvoidStepper(MujocoStepper):
         return {**super().get_state(), "gaps": self._gaps.copy()}
 
     def set_state(self, state: Mapping[str, Array]) -> None:
-        """Continue from `get_state`."""
         super().set_state(state)
         for row in range(self.num_envs):
             self._position[row] = self._qpos[row]
         self._gaps = np.array(state["gaps"])
 
     def close(self) -> None:
-        """Drop the simulators."""
         self.datas, self._qpos, self._qvel, self._ctrl = [], [], [], []
 
     def _drive(self, row: int, speed: Array) -> bool:
@@ -149,7 +147,6 @@ class Avoid(HasCameras):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         return EnvSpec(
             name="avoid",
             family="avoid",
@@ -166,7 +163,6 @@ class Avoid(HasCameras):
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments."""
         return self.vector_of(AvoidStepper(num_envs), obs_steps)
 
     def demonstrate(self, seed: int) -> Episode:

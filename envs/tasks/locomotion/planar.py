@@ -35,7 +35,6 @@ class GymnasiumRobot(HasCameras):
     gymnasium_name: str
 
     def make_vector(self: Any, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments."""
         vector: ChunkVector = self.vector_of(RobotStepper(self, num_envs), obs_steps)
         return vector
 
@@ -161,7 +160,6 @@ class Hopper(_Upright):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         return _planar("hopper", _LEG, hz=125.0, limit=self.max_episode_steps)
 
     def has_fallen(self, states: States) -> Array:
@@ -191,12 +189,10 @@ class Walker2d(_Upright):
 
     @property
     def xml_file(self) -> str:
-        """Name of the model."""
         return "walker2d.xml" if self.version == "v4" else "walker2d_v5.xml"
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         joints = (*_LEG, *(f"left {joint}" for joint in _LEG))
         return _planar("walker2d", joints, hz=125.0, limit=self.max_episode_steps)
 
@@ -224,7 +220,6 @@ class HalfCheetah(Demonstrated):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         joints = tuple(f"{end} {joint}" for end in ("back", "front") for joint in ("thigh", "shin", "foot"))
         return _planar("halfcheetah", joints, hz=20.0, limit=self.max_episode_steps)
 
@@ -238,7 +233,6 @@ class HalfCheetah(Demonstrated):
         return np.concatenate([states.qpos[:, 1:], states.qvel], axis=1)
 
     def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
-        """Return speed minus control cost, (M,)."""
         return self.forward_reward_weight * x_velocity - control_cost(self.ctrl_cost_weight, actions)
 
 
@@ -258,7 +252,6 @@ class Swimmer(GymnasiumRobot):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         joints = ("first joint", "second joint")
         names = angles_and_rates(("head", *joints), ("x speed [m/s]", "y speed [m/s]", "head", *joints))
         return describe("swimmer", names, joints, hz=25.0, limit=self.max_episode_steps, scored=False)
@@ -268,5 +261,4 @@ class Swimmer(GymnasiumRobot):
         return np.concatenate([states.qpos[:, 2:], states.qvel], axis=1)
 
     def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
-        """Return speed minus control cost, (M,)."""
         return self.forward_reward_weight * x_velocity - control_cost(self.ctrl_cost_weight, actions)

@@ -75,7 +75,6 @@ class Ant(GymnasiumRobot):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         names = angles_and_rates((*_FREE_POSE, *_ANT_JOINTS), (*_FREE_SPEED, *_ANT_JOINTS))
         if self.version != "v4":
             names = (*names, *_contact_names(_ANT_BODIES, "clipped to ±1"))
@@ -160,7 +159,6 @@ class Humanoid(GymnasiumRobot):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         joints = (*_SPINE, *_LIMBS)
         motors = (_SPINE[1], _SPINE[0], _SPINE[2], *_LIMBS)
         bodies = _HUMAN_BODIES if self.version != "v4" else ("world", *_HUMAN_BODIES)

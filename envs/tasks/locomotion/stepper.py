@@ -46,14 +46,10 @@ class Robot(Protocol):
     """
 
     @property
-    def xml_file(self) -> str:
-        """Name of a model that gymnasium ships."""
-        ...
+    def xml_file(self) -> str: ...
 
     @property
-    def frame_skip(self) -> int:
-        """Physics steps per control step."""
-        ...
+    def frame_skip(self) -> int: ...
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -167,12 +163,10 @@ class RobotStepper(MujocoStepper):
         return {**super().get_state(), "x": self._x.copy()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `get_state`."""
         super().set_state(state)
         self._x = np.array(state["x"], np.float64)
 
     def close(self) -> None:
-        """Drop the simulators."""
         self.datas, self._views, self._ctrl = [], [], []
 
 

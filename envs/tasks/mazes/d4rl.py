@@ -72,7 +72,6 @@ class MazeStepper(MazeRows):
         return self._observe(row)
 
     def step(self, rows: Array, actions: Array) -> StepResult:
-        """Advance rows (M,) by actions (M, Da) for one control step."""
         for row, action in zip(rows.tolist(), actions, strict=True):
             self.task.drive(self.model, self.datas[row], action)
         obs = np.stack([self._observe(row) for row in rows.tolist()])
@@ -103,7 +102,6 @@ class _Maze(MazeTask):
     maze = ""
 
     def __post_init__(self) -> None:
-        """Refuse values outside their range."""
         super().__post_init__()
         grid = " ".join(self.layout.rows)
         for key in ("start_cell", "goal_cell"):
@@ -130,11 +128,6 @@ class _Maze(MazeTask):
         """Advance one simulator by a control step."""
 
     def stepper(self, num_envs: int) -> MazeStepper:
-        """Build the simulators of N environments.
-
-        Raises:
-            MissingExtraError: If gymnasium-robotics is not installed.
-        """
         return MazeStepper(self, num_envs)
 
 
@@ -178,7 +171,6 @@ class _PointMaze(_Maze):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         if self.control == "waypoint":
             limit, names = self.layout.half_size, ("wanted x [m]", "wanted y [m]")
         else:
@@ -239,7 +231,6 @@ class _AntMaze(_Maze):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         known = reference(self.name)
         scores = (known.min_return, known.max_return)
         is_success = self.reward == "sparse" and not self.continuing

@@ -64,7 +64,6 @@ _HUMANOID_NAMES = (
 
 
 def _torque_name(motor: str) -> str:
-    """Return the name of an action of the humanoid."""
     full = next(torque for part, torque in _FULL_NM.items() if part in motor)
     return f"{motor} torque [{full} Nm]"
 
@@ -83,7 +82,6 @@ class _OgbenchMaze(MazeTask):
     packages = ("ogbench",)
 
     def __post_init__(self) -> None:
-        """Refuse values outside their range."""
         super().__post_init__()
         is_known = self.task > 0 or self.goal != "fixed"
         self.require("task", is_known, f"1 to {NUM_TASKS} with env.goal=fixed, which hides a drawn task")
@@ -94,11 +92,6 @@ class _OgbenchMaze(MazeTask):
         return ogbench_layout(self.maze)
 
     def stepper(self, num_envs: int) -> OgbenchMazeStepper:
-        """Build the simulators of N environments.
-
-        Raises:
-            MissingExtraError: If OGBench is not installed.
-        """
         return OgbenchMazeStepper(
             f"{self.agent}maze-{self.maze}",
             self.layout,
@@ -118,7 +111,6 @@ class _Point(_OgbenchMaze):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         moved = ("x change [20 cm]", "y change [20 cm]")
         return self.describe(("x [m]", "y [m]"), moved, np.ones(2), hz=_POINT_HZ, radius_m=self.radius_m)
 
@@ -166,7 +158,6 @@ class _Ant(_OgbenchMaze):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         return self.describe(ANT_NAMES, ant_torques(30), np.ones(8), hz=10.0, radius_m=self.radius_m)
 
 
@@ -189,7 +180,6 @@ class _Humanoid(_OgbenchMaze):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         motors = tuple(_torque_name(motor) for motor in _HUMANOID_MOTORS)
         return self.describe(_HUMANOID_NAMES, motors, np.ones(21), hz=40.0, radius_m=self.radius_m)
 

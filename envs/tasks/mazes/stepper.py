@@ -79,7 +79,6 @@ class MazeRows(MujocoStepper, ABC):
         """Advance rows (M,) by actions (M, Da) for one control step."""
 
     def look(self, row: int) -> dict[str, Array]:
-        """Return where the goal is."""
         return {"goal": self._goal[row].copy()}
 
     def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
@@ -98,11 +97,9 @@ class MazeRows(MujocoStepper, ABC):
         return self._start[row].copy(), self._goal[row].copy()
 
     def get_state(self) -> dict[str, Any]:
-        """Return everything the next steps depend on."""
         return {**super().get_state(), "start": self._start.copy(), "goal": self._goal.copy()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `get_state`."""
         super().set_state(state)
         self._start, self._goal = (np.array(state[key], np.float64) for key in ("start", "goal"))
 
@@ -189,11 +186,6 @@ class MazeTask(HasCameras, ABC):
             )  # fmt: skip
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments.
-
-        Raises:
-            MissingExtraError: If the package of the maze is not installed.
-        """
         return self.vector_of(self.stepper(num_envs), obs_steps)
 
     def figure(self, panels: Mapping[str, tuple[Sequence[Array], Sequence[bool]]]) -> Figure:

@@ -85,7 +85,6 @@ class MetaworldStepper(MujocoStepper):
         self._memory = [deepcopy(self._fresh) for _ in range(num_envs)]
 
     def reset(self, row: int, seed: int) -> Array:
-        """Start an episode in one row; returns the observation (39,)."""
         env = self._begin(row)
         env.seed(seed)
         env.reset_model()  # draws until things have room
@@ -113,22 +112,18 @@ class MetaworldStepper(MujocoStepper):
         return {name: self._memory[row][name].copy() for name in _IN_MODEL}
 
     def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
-        """Put them there in a model for drawing."""
         for name, value in look.items():
             getattr(model, name)[:] = value
 
     def get_state(self) -> dict[str, Any]:
-        """Return everything the next steps depend on."""
         return {**super().get_state(), "memory": deepcopy(self._memory)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `get_state`."""
         super().set_state(state)
         for row in range(self.num_envs):
             self._memory[row] = deepcopy(dict(state["memory"][row]))
 
     def _begin(self, row: int) -> Any:
-        """Bind a row in which nothing has happened."""
         import mujoco
 
         self._memory[row] = deepcopy(self._fresh)
@@ -138,7 +133,6 @@ class MetaworldStepper(MujocoStepper):
         return env
 
     def _bind(self, row: int) -> Any:
-        """Let the shared environment work on a row; returns it."""
         data = self._env.data = self.datas[row]
         for name, value in self._memory[row].items():
             if name in _IN_MODEL:
@@ -212,7 +206,6 @@ class Metaworld(HasCameras):
     expert: ScriptedExpert = bounded(ScriptedExpert(), was="demonstrator")  # what `demonstrate` does
 
     def __post_init__(self) -> None:
-        """Refuse values outside their range."""
         super().__post_init__()
         if self.task not in TASKS:
             near = get_close_matches(self.task, TASKS, 5, 0.4)
@@ -221,7 +214,6 @@ class Metaworld(HasCameras):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         return EnvSpec(
             name="metaworld",
             family="metaworld",
@@ -239,11 +231,6 @@ class Metaworld(HasCameras):
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments.
-
-        Raises:
-            MissingExtraError: If Meta-World is not installed.
-        """
         return self.vector_of(MetaworldStepper(self.task, num_envs), obs_steps)
 
     def demonstrate(self, seed: int) -> Episode:

@@ -40,7 +40,6 @@ class OracleExpert(Checked):
     length: int = bounded(1001, ge=1)  # control steps of an episode of play
 
     def __post_init__(self) -> None:
-        """Refuse noise beside OGBench's own."""
         super().__post_init__()
         self.require(
             "noise", self.mode == "task" or self.noise == 0, f"0 with mode={self.mode}, which has its own"

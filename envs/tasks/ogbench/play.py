@@ -94,7 +94,6 @@ class _Judge:
         self.rewards: list[float] = []
 
     def look(self, played: Any) -> None:
-        """Judge the state that OGBench's environment is in now."""
         env = self._stepper.bind(0)
         env._data.qpos[:] = played._data.qpos
         if hasattr(env, "_cur_button_states"):
@@ -103,7 +102,6 @@ class _Judge:
 
 
 def _oracles(env: Any, world: str, noisy: bool) -> dict[str, Any]:
-    """Build an oracle per kind of subtask."""
     style = "markov" if noisy else "plan"
     options = {"min_norm": 0.4} if noisy else {"noise": 0.1, "noise_smoothing": 0.5}
     found = {}

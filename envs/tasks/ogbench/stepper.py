@@ -57,7 +57,6 @@ class OgbenchStepper(MujocoStepper):
         self._pinch = self._env._pinch_site_id
 
     def reset(self, row: int, seed: int) -> Array:
-        """Start an episode in one row; returns the observation (Do,)."""
         self._memory[row] = deepcopy(self._fresh)
         env = self.bind(row)
         obs: Array = env.reset(seed=seed)[0]
@@ -119,7 +118,6 @@ class OgbenchStepper(MujocoStepper):
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `get_state`."""
         self._solved = np.array(state["solved"], bool)
         super().set_state(state)
         for row, data in enumerate(self.datas):
@@ -131,7 +129,6 @@ class OgbenchStepper(MujocoStepper):
                 self._rngs[row].bit_generator.state = state["generators"][row]
 
     def bind(self, row: int) -> Any:
-        """Let the shared environment work on a row; returns it."""
         env = self._env
         env._data, env._reward_task_id, env._np_random = self.datas[row], self._task or None, self._rngs[row]
         env.recall(self._memory[row])

@@ -83,7 +83,6 @@ class _World(HasCameras):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         cubes = ["cube"] if self.num_cubes == 1 else [f"cube {i}" for i in range(self.num_cubes)]
         obs_names = (
             *_ARM_NAMES,
@@ -107,11 +106,6 @@ class _World(HasCameras):
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments.
-
-        Raises:
-            MissingExtraError: If OGBench is not installed.
-        """
         return self.vector_of(OgbenchStepper(self.name, self.task, num_envs), obs_steps)
 
     def demonstrate(self, seed: int) -> Episode:

@@ -120,7 +120,6 @@ def load_scene(task: str, num_arms: int) -> Scene:
 
 
 def _arm(env: Any, model: Any, robot: Any) -> Arm:
-    """Find an arm in the model."""
     qpos, dofs = list(robot._ref_arm_joint_pos_indexes), list(robot._ref_arm_joint_vel_indexes)
     motors = list(robot._ref_actuators_indexes_dict["right"])
     fingers = list(robot._ref_joint_gripper_actuator_indexes["right"])
@@ -180,7 +179,6 @@ class FastStepper(MujocoStepper):
         self._kinematics: Callable[..., None] = mujoco.mj_kinematics
 
     def reset(self, row: int, seed: int) -> Array:
-        """Start an episode in one row; returns the observation (Do,)."""
         import mujoco
 
         begin(self.scene.env, seed)
@@ -272,7 +270,6 @@ class FastStepper(MujocoStepper):
         return inertia
 
     def _observe(self, data: Any) -> Array:
-        """Return the observation (Do,) of the present state."""
         # Poses only: cheaper than a full forward pass, and nothing that the next step starts from changes.
         self._kinematics(self.model, data)
         return self._read(data)

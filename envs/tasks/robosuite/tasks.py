@@ -95,7 +95,6 @@ class _Robosuite(HasCameras):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         obs_names = tuple(name for key in self.keys for name in entry_names(key))
         action_names = _COMMAND
         if self.num_arms == 2:

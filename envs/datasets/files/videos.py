@@ -42,7 +42,6 @@ class InVideos:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(N, H, W, 3)."""
         return (len(self.times), *self.image)
 
     def read(self, frames: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from envs.datasets.formats.hdf5 import read_hdf5, read_value
+from envs.datasets.files.hdf5 import read_hdf5, read_value
 from policies.encoders import ImageShape
 from policies.errors import BurnishError, DatasetError
 

@@ -175,7 +175,6 @@ def _header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype] | None:
 
 
 def _whole(member: IO[bytes], size: int, key: str) -> bytes:
-    """Read so many bytes."""
     found = member.read(size)
     if len(found) < size:
         raise ValueError(f"{key} ends {size - len(found)} bytes too early")

@@ -82,8 +82,8 @@ def variant(group: str, name: str, base: T, text: str, **values: Any) -> T:
     body: dict[str, Any] = {"__doc__": text, "__module__": base.__module__, "name": name, **values, **changed}
     body["__annotations__"] = {key: f.type for key, f in known.items()}
     title = "".join(word.capitalize() for word in name.split("-"))
-    made = dataclass(frozen=True)(type(title, (base,), body))
-    return register(group, name)(made)  # type: ignore[return-value]
+    made: T = dataclass(frozen=True)(type(title, (base,), body))  # type: ignore[assignment]
+    return register(group, name)(made)
 
 
 def _origin(cls: type) -> tuple[str, str]:

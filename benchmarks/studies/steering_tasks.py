@@ -20,7 +20,7 @@ from envs.tasks.avoid.figures import INK, draw_avoid
 from envs.tasks.avoid.scene import load_scene
 from envs.tasks.avoid.task import CONTROL_HZ, MAX_SPEED, Avoid
 from envs.tasks.mazes.d4rl import PointmazeLarge
-from envs.tasks.mazes.expert import ways
+from envs.tasks.mazes.expert import simple_paths
 from envs.tasks.mazes.figures import draw_maze
 from envs.tasks.mazes.layouts import Cell, layout
 from policies.wrappers.sketches import PositionSketch, WaypointSketch
@@ -158,7 +158,7 @@ touch with a wall (at 10 Hz); touching one costs time, but does not end an episo
     @cached_property
     def _ways(self) -> list[tuple[Cell, ...]]:
         """The ways there, and the same back."""
-        there = ways(layout("large"), *self.ends, detour=self.base.expert.detour)
+        there = simple_paths(layout("large"), *self.ends, detour=self.base.expert.detour)
         return [*there, *(way[::-1] for way in there)]
 
     @property

@@ -119,9 +119,9 @@ class EpisodeDataset(EpisodeColumns):
             DatasetError: If there is no episode, or if episodes disagree in width, extra keys or cameras.
         """
         meta, frames = dict(meta or {}), frames or Frames(MEMORY)
-        facts = _Facts(str(meta.get("source", "dataset")), shared)
+        facts = _EpisodeFields(str(meta.get("source", "dataset")), shared)
         for episode in episodes:
-            frames.add(_rows_of(facts.noted(episode)))
+            frames.add(_rows_of(facts.add(episode)))
         if facts.first is None:
             raise DatasetError(f"{facts.source}: expected at least one episode; got none.")
         rows, start = frames.joined(), np.concatenate([[0], np.cumsum(facts.lengths)])
@@ -371,7 +371,7 @@ class EpisodeDataset(EpisodeColumns):
 
 
 @dataclass
-class _Facts:
+class _EpisodeFields:
     """What is known of episodes besides their frames; each is checked against the first."""
 
     source: str
@@ -382,7 +382,7 @@ class _Facts:
     success: list[bool] = field(default_factory=list)
     seed: list[int] = field(default_factory=list)
 
-    def noted(self, episode: Episode) -> Episode:
+    def add(self, episode: Episode) -> Episode:
         """Check an episode and note its facts; returns what is kept of it."""
         self.first = self.first or episode
         if self.shared:

@@ -20,7 +20,7 @@ MAX_ATTEMPTS = 10
 """Attempts per wanted demonstration before an expert counts as unable."""
 
 
-def photographed(env: Any, episode: Episode) -> Episode:
+def with_images(env: Any, episode: Episode) -> Episode:
     """Return an episode with what the cameras of its task saw before each action.
 
     The episode is played once more in the exact engine, where it follows from its seed and its actions.
@@ -33,18 +33,18 @@ def photographed(env: Any, episode: Episode) -> Episode:
         return episode
     vector = env.make_vector(1)
     try:
-        return replace(episode, images=_played_again(vector, episode))
+        return replace(episode, images=_replay_images(vector, episode))
     finally:
         vector.close()
 
 
-def _played_again(vector: VectorEnv, episode: Episode) -> dict[str, np.ndarray]:
+def _replay_images(vector: VectorEnv, episode: Episode) -> dict[str, np.ndarray]:
     """Return images (T, H, W, 3) by camera."""
     obs, seen = vector.reset([episode.seed])[0, -1], []
     for t, action in enumerate(episode.actions):
         if not np.array_equal(obs, episode.observations[t]):
             raise CapabilityError(
-                f"this expert of {vector.spec.name} cannot be photographed: its episodes do not begin or go "
+                f"this expert of {vector.spec.name} cannot be with_images: its episodes do not begin or go "
                 f"on as those of the task (seed {episode.seed}, step {t}). Leave env.cameras out, or choose "
                 f"another expert."
             )
@@ -53,7 +53,7 @@ def _played_again(vector: VectorEnv, episode: Episode) -> dict[str, np.ndarray]:
     return {camera: np.concatenate([images[camera][:, 0] for images in seen]) for camera in seen[0]}
 
 
-class Demonstrable(Protocol):
+class HasExpert(Protocol):
     """An environment configuration with a scripted expert."""
 
     @property
@@ -65,7 +65,7 @@ class Demonstrable(Protocol):
 
 
 def collect(
-    env: Demonstrable,
+    env: HasExpert,
     *,
     episodes: int,
     first_seed: int = 0,
@@ -89,7 +89,7 @@ def collect(
         progress: Called after every attempt with the numbers of episodes kept and of attempts.
 
     Raises:
-        CapabilityError: If the task has no expert, or its expert cannot be photographed.
+        CapabilityError: If the task has no expert, or its expert cannot be with_images.
         ConfigError: If `episodes` is below 1, the expert has no noise to set, or there is only one expert.
         DatasetError: If fewer than one attempt in ten succeeds.
     """
@@ -139,7 +139,7 @@ class _Attempts:
             is_kept = episode.success or self.keeps_all
             kept += is_kept
             if is_kept:
-                episode = photographed(self.env, episode)
+                episode = with_images(self.env, episode)
             if self.progress is not None:
                 self.progress(kept, self.done)
             if is_kept:

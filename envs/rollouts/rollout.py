@@ -162,25 +162,25 @@ class Collector:
         self._vector: VectorEnv = env.make_vector(len(rows), obs_steps=obs_steps)
         self._generator = seeded_generator(seed, "exploration", index)
         self._next_episode = np.zeros(len(rows), np.int64)
-        self._tally = EpisodeTracker(len(rows))
+        self._tracker = EpisodeTracker(len(rows))
         self._obs: Array | None = None  # (n, To, Do); None before the first reset
 
     def collect(self, actor: Actor, num_steps: int, reset: bool) -> dict[str, Any]:
         """Execute T chunks; see `RolloutPool.collect`."""
         if reset or self._obs is None:
             self._restart()
-        tape = _Tape(num_steps)
+        buffer = _RolloutBuffer(num_steps)
         episodes: list[EpisodeRow] = []
         for t in range(num_steps):
             obs = torch.from_numpy(self._obs).float()
             with torch.no_grad():
                 actions, record = actor.act({"state": obs}, self._generator)
             step = self._vector.step_chunk(actions.detach().cpu().numpy())
-            first = self._tally.length == 0
-            self._tally.add(step)
-            tape.write(t, obs, first, step, record)
+            first = self._tracker.length == 0
+            self._tracker.add(step)
+            buffer.write(t, obs, first, step, record)
             episodes += self._finish(step)
-        return {**tape.read(), "episodes": episodes}
+        return {**buffer.read(), "episodes": episodes}
 
     def state(self) -> dict[str, Any]:
         """Return everything the next collection depends on."""
@@ -190,7 +190,7 @@ class Collector:
             "next_episode": self._next_episode.copy(),
             "vector": self._vector.state_dict() if can_save else None,
             "obs": None if self._obs is None else self._obs.copy(),
-            "tally": self._tally.state_dict(),
+            "tally": self._tracker.state_dict(),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -200,7 +200,7 @@ class Collector:
         self._obs = None
         if state["vector"] is not None:
             self._vector.load_state_dict(state["vector"])
-            self._tally.load_state_dict(state["tally"])
+            self._tracker.load_state_dict(state["tally"])
             self._obs = np.array(state["obs"])
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class Collector:
 
     def _restart(self) -> None:
         rows = np.arange(len(self._rows))
-        self._tally.reset(rows)
+        self._tracker.reset(rows)
         self._obs = self._vector.reset(self._take_seeds(rows))
 
     def _take_seeds(self, rows: Array) -> list[int]:
@@ -217,7 +217,7 @@ class Collector:
             derive_seed(self._seed, "episode", self._rows[i], int(self._next_episode[i]))
             for i in rows.tolist()
         ]
-        self._tally.begin(rows, seeds, self._next_episode[rows])
+        self._tracker.begin(rows, seeds, self._next_episode[rows])
         self._next_episode[rows] += 1
         return seeds
 
@@ -227,14 +227,14 @@ class Collector:
         done = np.flatnonzero(step.done)
         if done.size == 0:
             return []
-        rows = self._tally.rows(done, step)
-        self._tally.reset(done)
+        rows = self._tracker.rows(done, step)
+        self._tracker.reset(done)
         self._obs = step.obs.copy()
         self._obs[done] = self._vector.reset(self._take_seeds(done), done)
         return rows
 
 
-class _Tape:
+class _RolloutBuffer:
     """Writes T chunks of one worker into arrays that are allocated once."""
 
     def __init__(self, num_steps: int) -> None:

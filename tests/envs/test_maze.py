@@ -14,7 +14,7 @@ from envs.datasets.scores import reference
 from envs.engine.vector import ChunkVector
 from envs.make import env
 from envs.rollouts.collect import collect
-from envs.tasks.mazes.expert import Way, distances, ways
+from envs.tasks.mazes.expert import Polyline, distances, simple_paths
 from envs.tasks.mazes.layouts import layout
 from policies.errors import ConfigError, MissingExtraError
 
@@ -192,16 +192,16 @@ def test_ways_are_all_simple_paths_up_to_a_length() -> None:
     start, goal = (1, 1), (5, 10)
     shortest = distances(maze, goal)[start]
     for detour in (0, 6):
-        found = ways(maze, start, goal, detour=detour)
+        found = simple_paths(maze, start, goal, detour=detour)
         assert len(set(found)) == len(found) and found == sorted(found, key=len)
-        for way in found:
-            assert way[0] == start and way[-1] == goal and len(set(way)) == len(way)
+        for path in found:
+            assert path[0] == start and path[-1] == goal and len(set(path)) == len(path)
             assert (
-                all(b in maze.neighbours(a) for a, b in pairwise(way)) and len(way) - 1 <= shortest + detour
+                all(b in maze.neighbours(a) for a, b in pairwise(path)) and len(path) - 1 <= shortest + detour
             )
-    assert len(ways(maze, start, goal)[0]) - 1 == shortest
-    # Around the block in the left, and on the right over the top (two ways around a pillar) or below.
-    assert len(ways(maze, start, goal, detour=100)) == 6
+    assert len(simple_paths(maze, start, goal)[0]) - 1 == shortest
+    # Around the block in the left, and on the right over the top (two paths around a pillar) or below.
+    assert len(simple_paths(maze, start, goal, detour=100)) == 6
 
 
 def test_distances_are_those_of_another_search() -> None:
@@ -219,19 +219,19 @@ def test_the_way_of_a_path_has_no_loops_and_misses_no_corner() -> None:
     maze = layout("large")
     a, corner, b, c = (maze.center(cell) for cell in ((1, 3), (1, 4), (2, 4), (3, 4)))
     cut = np.add([a, b, c], [[0.4, 0.1], [0.1, 0.4], [0.0, 0.0]])  # no point lies in the corner's cell
-    assert maze.way(cut) == ((1, 3), (1, 4), (2, 4), (3, 4))
-    assert maze.way(np.stack([a, corner, b, c, b, corner])) == ((1, 3), (1, 4))
+    assert maze.path(cut) == ((1, 3), (1, 4), (2, 4), (3, 4))
+    assert maze.path(np.stack([a, corner, b, c, b, corner])) == ((1, 3), (1, 4))
     for seed in range(5):
         episode = env("pointmaze-large").demonstrate(seed)  # type: ignore[attr-defined]
-        cells = maze.way(episode.observations[:, :2])
+        cells = maze.path(episode.observations[:, :2])
         assert all(later in maze.neighbours(cell) for cell, later in pairwise(cells))
 
 
 def test_the_carrot_lies_ahead_on_the_way_and_stops_at_its_end() -> None:
-    way = Way(np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]))
-    np.testing.assert_allclose(way.ahead(np.array([0.5, 0.1]), 0.2), [0.7, 0.0])
-    np.testing.assert_allclose(way.ahead(np.array([0.9, 0.0]), 0.3), [1.0, 0.2])
-    np.testing.assert_allclose(way.ahead(np.array([1.0, 0.9]), 0.3), [1.0, 1.0])
+    path = Polyline(np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]))
+    np.testing.assert_allclose(path.ahead(np.array([0.5, 0.1]), 0.2), [0.7, 0.0])
+    np.testing.assert_allclose(path.ahead(np.array([0.9, 0.0]), 0.3), [1.0, 0.2])
+    np.testing.assert_allclose(path.ahead(np.array([1.0, 0.9]), 0.3), [1.0, 1.0])
 
 
 @pytest.mark.parametrize("control", ["force", "waypoint"])

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.datasets.array_storage import ArrayStorage, pieces, room_for
+from envs.datasets.array_storage import ArrayStorage, choose_storage, pieces
 from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.files.lerobot import (
@@ -82,7 +82,7 @@ def read(
     wanted = [*state, "action", *(key for key in SCALARS if key in info["features"]), *INDEX]
     cameras = [key for key, one in info["features"].items() if one["dtype"] == "image"]
     parts = data_files(path, info)
-    storage = room_for(_bytes_of(parts, info, wanted, cameras), path, cache=cache)
+    storage = choose_storage(_bytes_of(parts, info, wanted, cameras), path, cache=cache)
     rows, files = read_frames(path, parts, info, wanted, cameras, storage)
     table = read_episode_table(path)
     start = episode_starts(path, rows, info, table)

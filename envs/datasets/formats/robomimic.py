@@ -22,7 +22,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from envs.datasets.array_storage import Frames, room_for
+from envs.datasets.array_storage import Frames, choose_storage
 from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.files.hdf5 import peek_hdf5, read_hdf5, read_numbers
@@ -69,7 +69,7 @@ def read(
             raise DatasetError(f"{path}: expected a group data/demo_0 (robomimic); found {sorted(file)}.")
         data, names = file["data"], _demo_names(file, path, mask)
         layout = _layout(data, names[0], path, obs_keys)
-        storage = room_for(_bytes_of(data, names, layout), path, cache=cache)
+        storage = choose_storage(_bytes_of(data, names, layout), path, cache=cache)
         demos = _Demos(str(path), Frames(storage, _num_frames(data, names)))
         for name in names:
             demos.add(name, _read_demo(data[name], layout, f"{path}: {name}"))

@@ -24,7 +24,7 @@ from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec, StepResult
-from envs.tasks.adroit.door_starts import DoorStart, read_starts
+from envs.tasks.adroit.initial_states import DoorState, read_initial_states
 from policies.bounds import bounded
 from policies.paths import path_field
 from policies.registry import register
@@ -81,7 +81,7 @@ class AdroitStepper(MujocoStepper):
         MissingExtraError: If gymnasium-robotics is not installed.
     """
 
-    def __init__(self, scene: Scene, reward: str, num_envs: int, starts: tuple[DoorStart, ...] = ()) -> None:
+    def __init__(self, scene: Scene, reward: str, num_envs: int, starts: tuple[DoorState, ...] = ()) -> None:
         self._env = load_adroit(scene, reward)
         super().__init__(self._env.model, num_envs)
         self._starts = starts
@@ -113,12 +113,12 @@ class AdroitStepper(MujocoStepper):
         no = np.zeros(len(rows), bool)
         return StepResult(np.stack(obs), reward, no, no, success)
 
-    def look(self, row: int) -> dict[str, Array]:
+    def get_appearance(self, row: int) -> dict[str, Array]:
         return {str(i): places[row].copy() for i, places in enumerate(self._places)}
 
-    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
+    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
         for i, (name, at) in enumerate(self._placed):
-            getattr(model, name)[at] = look[str(i)]
+            getattr(model, name)[at] = appearance[str(i)]
 
     def get_state(self) -> dict[str, Any]:
         """Return everything the next steps depend on, what the resets drew included."""
@@ -231,7 +231,7 @@ class AdroitDoor(_Adroit):
             MissingExtraError: If gymnasium-robotics is not installed.
             DatasetError: If the file of the starts lacks them.
         """
-        starts = read_starts(self.starts) if self.starts is not None else ()
+        starts = read_initial_states(self.starts) if self.starts is not None else ()
         stepper = AdroitStepper(self.scene, self.reward, num_envs, starts)
         return self.vector_of(stepper, obs_steps)
 

@@ -1,9 +1,8 @@
-"""A multi-modal expert of `avoid`: picks a way through the pillars, then wobbles along it like a hand.
+"""A multi-modal expert of `avoid`: draws a path through the pillars and follows it with noise.
 
-Every episode draws a way (uniformly), where in each gap to pass, a pace, and two Ornstein-Uhlenbeck
-processes: one makes the pace vary, the other pushes the disc sideways off its path. The sideways push
-shrinks near the rows, as a person steadies the hand there. The hand always steers back to its path, so
-nearly every demonstration succeeds.
+Every episode draws a mode (uniformly), where in each gap to pass, a pace, and two Ornstein-Uhlenbeck
+processes: one varies the pace, the other pushes the disc sideways off its path. The push shrinks near the
+rows, and the follower steers back to its path, so nearly every demonstration succeeds.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ PACE_SPREAD = 0.15  # relative spread of the pace, between episodes and within o
 WOBBLE_STEPS = 8.0  # correlation time of wobble and pace [control steps]
 STEADY_M = 0.0078  # largest wobble near a row [m]
 NEAR_M = 0.05  # what is near: distance to a row [m]
-RESPONSE_S = 0.05  # how far ahead the hand feels the disc move [s]
-LOOK_M = 0.03  # how far ahead on its path the hand aims
+RESPONSE_S = 0.05  # how far ahead the follower feels the disc move [s]
+LOOK_M = 0.03  # how far ahead on its path the follower aims
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def plan(
     return PchipInterpolator(ys, xs, extrapolate=True)
 
 
-class Hand:
+class PathFollower:
     """One demonstration in progress: gives the next action for an observation.
 
     Args:
@@ -139,7 +138,7 @@ class Hand:
 
 
 class DiscStepper(Protocol):
-    """A simulator whose row 0 the hand may move; observations are (x, y, x speed, y speed)."""
+    """A simulator whose row 0 the follower may move; observations are (x, y, x speed, y speed)."""
 
     scene: AvoidScene
 
@@ -171,9 +170,9 @@ def demonstrate_avoid(stepper: DiscStepper, seed: int, options: AvoidExpert, *, 
     ways = options.ways(scene.num_direct)
     way = scene.modes[ways[int(rng.integers(len(ways)))]]
     path = plan(scene, way, record.now[:2], noise=options.noise, rng=rng)
-    hand = Hand(scene, path, options=options, rng=rng)
+    follower = PathFollower(scene, path, options=options, rng=rng)
     while not record.ended and len(record) < max_steps:
-        action = hand.act(record.now[:2], record.now[2:])
+        action = follower.act(record.now[:2], record.now[2:])
         record.step(action, states=stepper.physics_state(0))
     mode = np.full(len(record), stepper.metrics()["mode"][0])
     return record.episode(truncated=len(record) >= max_steps, success=record.is_solved, mode=mode)

@@ -78,14 +78,14 @@ class MazeRows(MujocoStepper, ABC):
     def step(self, rows: Array, actions: Array) -> StepResult:
         """Advance rows (M,) by actions (M, Da) for one control step."""
 
-    def look(self, row: int) -> dict[str, Array]:
+    def get_appearance(self, row: int) -> dict[str, Array]:
         return {"goal": self._goal[row].copy()}
 
-    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
+    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
         """Mark the goal in a model for drawing, and let its free camera see the whole maze from above."""
         from envs.tasks.mazes.figures import see_from_above
 
-        getattr(model, self.mark)("target").pos[:2] = look["goal"]
+        getattr(model, self.mark)("target").pos[:2] = appearance["goal"]
         see_from_above(model, self.maze)
 
     def goals(self) -> Array:
@@ -201,5 +201,5 @@ class MazeTask(HasCameras, ABC):
         stepper = self.stepper(1)
         stepper.reset(0, seed)
         stepper.model = copy.copy(stepper.model)
-        stepper.set_appearance(stepper.model, stepper.look(0))
+        stepper.set_appearance(stepper.model, stepper.get_appearance(0))
         return replay_frames(ChunkVector(self.spec, stepper), seed, actions, **options)

@@ -47,7 +47,7 @@ TASKS = (
     *("window-close", "window-open"),
 )
 _IN_MODEL = ("body_pos", "body_quat", "geom_pos", "site_pos")  # what resets write into the model
-_WINDOWS = ("xpos", "xipos", "geom_xpos", "site_xpos", "qpos", "qvel", "mocap_pos")  # of a simulator's data
+_VIEWS = ("xpos", "xipos", "geom_xpos", "site_xpos", "qpos", "qvel", "mocap_pos")  # of a simulator's data
 _NUMBERS = (bool, int, float, np.generic)
 _NO_LIMIT = 2**31 - 1
 
@@ -82,7 +82,7 @@ class MetaworldStepper(MujocoStepper):
     def __init__(self, task: str, num_envs: int) -> None:
         self._env, self._fresh = load_metaworld(task)
         super().__init__(self._env.model, num_envs)
-        self._memory = [deepcopy(self._fresh) for _ in range(num_envs)]
+        self._variables = [deepcopy(self._fresh) for _ in range(num_envs)]
 
     def reset(self, row: int, seed: int) -> Array:
         env = self._begin(row)
@@ -92,7 +92,7 @@ class MetaworldStepper(MujocoStepper):
         env = self._begin(row)
         env._last_rand_vec, env._freeze_rand_vec = place, True
         obs, _ = env.reset()
-        self._memory[row] = remember(env)
+        self._variables[row] = read_variables(env)
         return np.asarray(obs, np.float64)
 
     def step(self, rows: Array, actions: Array) -> StepResult:
@@ -101,32 +101,32 @@ class MetaworldStepper(MujocoStepper):
         for i, row in enumerate(rows.tolist()):
             env = self._bind(row)
             seen, reward[i], _, _, info = env.step(actions[i])
-            self._memory[row] = remember(env)
+            self._variables[row] = read_variables(env)
             obs.append(seen)
             success[i] = bool(info["success"])
         no = np.zeros(len(rows), bool)
         return StepResult(np.stack(obs), reward, no, no, success)
 
-    def look(self, row: int) -> dict[str, Array]:
+    def get_appearance(self, row: int) -> dict[str, Array]:
         """Return where the things are that resets put elsewhere, goals among them."""
-        return {name: self._memory[row][name].copy() for name in _IN_MODEL}
+        return {name: self._variables[row][name].copy() for name in _IN_MODEL}
 
-    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
-        for name, value in look.items():
+    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
+        for name, value in appearance.items():
             getattr(model, name)[:] = value
 
     def get_state(self) -> dict[str, Any]:
-        return {**super().get_state(), "memory": deepcopy(self._memory)}
+        return {**super().get_state(), "memory": deepcopy(self._variables)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         super().set_state(state)
         for row in range(self.num_envs):
-            self._memory[row] = deepcopy(dict(state["memory"][row]))
+            self._variables[row] = deepcopy(dict(state["memory"][row]))
 
     def _begin(self, row: int) -> Any:
         import mujoco
 
-        self._memory[row] = deepcopy(self._fresh)
+        self._variables[row] = deepcopy(self._fresh)
         env = self._bind(row)
         mujoco.mj_resetData(self.model, env.data)
         mujoco.mj_forward(self.model, env.data)
@@ -134,7 +134,7 @@ class MetaworldStepper(MujocoStepper):
 
     def _bind(self, row: int) -> Any:
         data = self._env.data = self.datas[row]
-        for name, value in self._memory[row].items():
+        for name, value in self._variables[row].items():
             if name in _IN_MODEL:
                 getattr(self.model, name)[:] = value
             elif isinstance(value, Mapping):
@@ -145,7 +145,7 @@ class MetaworldStepper(MujocoStepper):
         return self._env
 
 
-def remember(env: Any) -> dict[str, Any]:
+def read_variables(env: Any) -> dict[str, Any]:
     """Return what Meta-World's environment keeps besides its physics: numbers, and arrays.
 
     Some of its arrays are windows into the simulator, by oversight or not: where the object was in the
@@ -163,7 +163,7 @@ def remember(env: Any) -> dict[str, Any]:
 
 def _window(value: Array, data: Any) -> dict[str, list[Any]] | None:
     """Return where in the simulator's memory an array lies; None where it has memory of its own."""
-    for name in _WINDOWS:
+    for name in _VIEWS:
         owner = getattr(data, name)
         if np.may_share_memory(value, owner):
             start = (
@@ -192,7 +192,7 @@ def load_metaworld(task: str) -> tuple[Any, dict[str, Any]]:
     env._freeze_rand_vec, env.seeded_rand_vec = False, True
     env._set_task_called = True
     env.max_path_length = _NO_LIMIT
-    return env, remember(env)
+    return env, read_variables(env)
 
 
 @register("env", "metaworld")

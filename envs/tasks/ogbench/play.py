@@ -65,7 +65,7 @@ def play(world: str, task: int, seed: int, *, noisy: bool, length: int) -> Episo
             action = np.array(oracle.select_action(record.now, info))
             if noisy:
                 action = _disturbed(action, noise, rng)
-            judge.look(env)
+            judge.update(env)
             recorded(stepper, record, np.clip(action, -1, 1))
             info = stepper.bind(0).compute_ob_info()
             if oracle.done:
@@ -93,7 +93,7 @@ class _Judge:
         self._stepper.reset(0, seed)
         self.rewards: list[float] = []
 
-    def look(self, played: Any) -> None:
+    def update(self, played: Any) -> None:
         env = self._stepper.bind(0)
         env._data.qpos[:] = played._data.qpos
         if hasattr(env, "_cur_button_states"):

@@ -52,16 +52,16 @@ class OgbenchStepper(MujocoStepper):
         super().__init__(self._env.model, num_envs)
         self._task = task
         self._solved = np.zeros(num_envs, bool)  # everything is as wanted now
-        self._memory = [deepcopy(self._fresh) for _ in range(num_envs)]
+        self._variables = [deepcopy(self._fresh) for _ in range(num_envs)]
         self._rngs = [np.random.default_rng(0) for _ in range(num_envs)]  # each reset seeds its own
         self._pinch = self._env._pinch_site_id
 
     def reset(self, row: int, seed: int) -> Array:
-        self._memory[row] = deepcopy(self._fresh)
+        self._variables[row] = deepcopy(self._fresh)
         env = self.bind(row)
         obs: Array = env.reset(seed=seed)[0]
         self._rngs[row] = env.np_random
-        self._memory[row] = env.remember()
+        self._variables[row] = env.get_variables()
         self._solved[row] = False
         return obs
 
@@ -74,7 +74,7 @@ class OgbenchStepper(MujocoStepper):
             env.advance(actions[i])
             obs.append(env.compute_observation())
             self._solved[row] = env.is_solved()
-            self._memory[row] = env.remember()
+            self._variables[row] = env.get_variables()
         return StepResult(np.stack(obs), reward, ended, np.zeros(len(rows), bool), ended)
 
     def draw_target(self, row: int, p_stack: float) -> tuple[Array, dict[str, Any]]:
@@ -86,21 +86,21 @@ class OgbenchStepper(MujocoStepper):
         """
         env = self.bind(row)
         obs, info = env.set_new_target(p_stack=p_stack)
-        self._memory[row] = env.remember()
+        self._variables[row] = env.get_variables()
         return obs, info
 
     def button_states(self, row: int) -> Array | None:
         """Return the states of the buttons of one row; None where the world has none."""
-        states = self._memory[row].get("_cur_button_states")
+        states = self._variables[row].get("_cur_button_states")
         return None if states is None else np.array(states)
 
-    def look(self, row: int) -> dict[str, Array]:
+    def get_appearance(self, row: int) -> dict[str, Array]:
         """Return what besides positions decides how a row looks: states of buttons, and targets."""
-        return {name: value.copy() for name, value in self._memory[row].items()}
+        return {name: value.copy() for name, value in self._variables[row].items()}
 
-    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
+    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
         """Colour a model for drawing as in OGBench's visual worlds: see-through arm, no targets."""
-        self._env.paint(model, look)
+        self._env.paint(model, appearance)
 
     def get_state(self) -> dict[str, Any]:
         """Return everything the next steps depend on.
@@ -113,7 +113,7 @@ class OgbenchStepper(MujocoStepper):
             "gripper_pos": np.stack([data.site_xpos[self._pinch] for data in self.datas]),
             "gripper_mat": np.stack([data.site_xmat[self._pinch] for data in self.datas]),
             "solved": self._solved.copy(),
-            "memory": {key: np.stack([row[key] for row in self._memory]) for key in self._fresh},
+            "memory": {key: np.stack([row[key] for row in self._variables]) for key in self._fresh},
             "generators": [rng.bit_generator.state for rng in self._rngs],
         }
 
@@ -124,14 +124,14 @@ class OgbenchStepper(MujocoStepper):
             data.site_xpos[self._pinch] = state["gripper_pos"][row]
             data.site_xmat[self._pinch] = state["gripper_mat"][row]
             for key in self._fresh:
-                self._memory[row][key] = np.array(state["memory"][key][row])
+                self._variables[row][key] = np.array(state["memory"][key][row])
             if "generators" in state:  # states of cube-single were saved without them; nothing draws there
                 self._rngs[row].bit_generator.state = state["generators"][row]
 
     def bind(self, row: int) -> Any:
         env = self._env
         env._data, env._reward_task_id, env._np_random = self.datas[row], self._task or None, self._rngs[row]
-        env.recall(self._memory[row])
+        env.set_variables(self._variables[row])
         return env
 
 
@@ -169,6 +169,6 @@ def load_world(world: str, play: bool = False) -> tuple[Any, dict[str, Array]]:
         mode = {"mode": "data_collection", "terminate_at_goal": False} if play else {}
         env = made(**spec.kwargs, **mode)
     env.compile()
-    fresh = env.remember()
+    fresh = env.get_variables()
     env.reset(seed=0)
     return env, fresh

@@ -72,11 +72,11 @@ class RobosuiteStepper:
         """Return the environment of a row, which knows the names of things."""
         return self.envs[row]
 
-    def look(self, row: int) -> dict[str, Array]:
+    def get_appearance(self, row: int) -> dict[str, Array]:
         """Return nothing: positions decide how a row looks."""
         return {}
 
-    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
+    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
         """Hide what a model for drawing has for collisions only, as robosuite does."""
         hide_collisions(model)
 

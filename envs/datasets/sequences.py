@@ -1,7 +1,7 @@
-"""SequenceBatch of consecutive steps that begin at any frame, as learning a value of whole chunks needs them.
+"""Sequences of consecutive steps from any frame, as learning a value of whole chunks needs them.
 
-Legend: B batch, H horizon, Do and Da widths. Row j of a sequence is frame i + j of the episode that frame i is
-in. Behind the episode's end the last row is repeated, without reward and not `valid`.
+Legend: B batch, H horizon, Do and Da widths. Row j of a sequence is frame i + j of the episode of frame i.
+Behind the episode's end the last row is repeated, without reward and not `valid`.
 
 Source:
     Q-chunking, arXiv 2507.07969: the value of H actions is R + gamma^H mask Q(s', a'), where R sums the

@@ -196,7 +196,7 @@ def test_rows_are_laid_out_a_second_time_where_there_is_room_for_them(
         monkeypatch.setattr(free_memory, "free_memory", lambda free=free: free)
         for obs_steps in (1, 2):  # rows of single observations are those of the dataset
             kinds.append(type(Windows(data, ChunkSpec(2, 3, 1, obs_steps))._obs).__name__)
-    assert kinds == ["_ContiguousWindows", "_Laid", "_Laid", "_GatheredWindows"]
+    assert kinds == ["_ContiguousWindows", "_ContiguousWindows", "_ContiguousWindows", "_GatheredWindows"]
 
 
 @pytest.mark.parametrize("validation", [0.0, 0.4])

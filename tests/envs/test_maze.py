@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import pickle
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -317,3 +319,10 @@ def test_a_replayed_episode_is_photographed_with_its_goal(name: str) -> None:
     assert frames[0].shape == (2, 48, 64, 3)
     red = [(pictures[..., 0].astype(int) - pictures[..., 1] > 100).any() for pictures in frames]
     assert red == [True, True]
+
+
+def test_a_variant_keeps_ranges_of_its_base_and_can_be_sent_to_workers() -> None:
+    task = env("pointmaze-large", hold=2)
+    assert pickle.loads(pickle.dumps(task)) == task and task.spec.max_episode_steps == 800
+    with pytest.raises(ConfigError, match=r"env\.max_episode_steps must be at least 1; got 0"):
+        replace(task, max_episode_steps=0)  # type: ignore[type-var]

@@ -2,7 +2,8 @@
 
     python -m examples.compose
 
-At every denoising step a composition combines what several networks predict; nothing is trained anew.
+One policy is cloned from demonstrations of two ways round the pillars, another from one of them. At every
+denoising step a composition combines what both networks predict: the second steers the first towards its way.
 
 Source: General Policy Composition, arXiv 2510.01068; the mixture ("or"): SuperDiff, arXiv 2412.17762.
 """
@@ -19,13 +20,13 @@ from envs.spec import EnvConfig
 from envs.tasks.avoid.task import Avoid
 from examples.bc import clone, demonstrations
 from policies.composition.policy import compose
-from policies.denoising import DenoisingPolicy
 from policies.policy import Policy
 
 COMBINATIONS = {
-    "the first alone": ("convex", (1.0, 0.0)),
-    "the second alone": ("convex", (0.0, 1.0)),
-    "average": ("convex", (0.5, 0.5)),  # eps = sum_i w_i eps_i
+    "both ways alone": ("convex", (1.0, 0.0)),
+    "one way alone": ("convex", (0.0, 1.0)),
+    "a quarter of it": ("convex", (0.75, 0.25)),  # eps = sum_i w_i eps_i
+    "half of it": ("convex", (0.5, 0.5)),
     "either": ("or", (0.5, 0.5)),  # eps = sum_i r_i eps_i, r = softmax(log w_i + log q_i)
 }
 """Operator and weights by name."""
@@ -45,21 +46,17 @@ def ways_taken(policy: Policy, env: EnvConfig, *, episodes: int, first_seed: int
     return Counter(way.tolist())
 
 
-def clones(env: Avoid, ways: tuple[int, int], *, each: int, steps: int) -> list[DenoisingPolicy]:
-    """Return a policy for each of two ways."""
-    return [clone(demonstrations(env, range(way, way + 1), each), steps=steps) for way in ways]
-
-
 def main() -> None:
     """Print which ways every combination takes."""
     parser = argparse.ArgumentParser(prog="python -m examples.compose")
     parser.add_argument("--demonstrations", type=int, default=20, help="of each way")
-    parser.add_argument("--steps", type=int, default=2000, help="gradient steps of each policy")
+    parser.add_argument("--steps", type=int, default=1500, help="gradient steps for each way")
     parser.add_argument("--episodes", type=int, default=100)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    env, ways = Avoid(), (0, 4)
-    members = clones(env, ways, each=args.demonstrations, steps=args.steps)
+    env = Avoid()
+    both, one = (demonstrations(env, ways, args.demonstrations) for ways in (range(0, 2), range(1, 2)))
+    members = [clone(both, steps=2 * args.steps), clone(one, steps=args.steps, seed=1)]
     for name, (operator, weights) in COMBINATIONS.items():
         policy = compose(members, weights, operator=operator)
         taken = ways_taken(policy, env, episodes=args.episodes)

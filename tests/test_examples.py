@@ -6,7 +6,6 @@ import ast
 import importlib
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,12 +77,20 @@ def test_a_composition_acts_within_limits_and_is_its_member_at_full_weight():
     members = [bc.clone(bc.demonstrations(Avoid(), range(1), 1), steps=20, seed=seed) for seed in (0, 1)]
     obs = torch.as_tensor(Avoid().make_vector(8).reset(range(8))).float()
     noise = members[0].sample_noise(8, generator=torch.Generator().manual_seed(0))
-    low, high = (np.array(members[0].physical(torch.full((1, 2), bound))) for bound in (-1.0, 1.0))
+    low, high = (members[0].physical(torch.full((1, 2), bound)).numpy() for bound in (-1.0, 1.0))
     for operator, weights in compose.COMBINATIONS.values():
         action = composed(members, weights, operator=operator).act(obs, noise=noise).numpy()
         assert (action >= low - 1e-6).all() and (action <= high + 1e-6).all()
     alone = composed(members, (1.0, 0.0)).act(obs, noise=noise)
     assert torch.equal(alone, members[0].act(obs, noise=noise))
+
+
+def test_every_combination_is_played(run):
+    out = run("compose", demonstrations=2, steps=100, episodes=5)
+    shares = numbers(r"success +(\d+)%", out)
+    assert len(shares) == len(compose.COMBINATIONS)
+    ways = [numbers(r"way \d+: (\d+)", line) for line in out.splitlines() if "success" in line]
+    assert [sum(way) * 20 for way in ways] == shares
 
 
 def test_the_own_task_trains(run):
@@ -98,8 +105,3 @@ def test_the_own_task_continues_bit_exactly():
     first = vector.step_chunk(actions).obs
     vector.load_state_dict(state)
     assert np.array_equal(vector.step_chunk(actions).obs, first)
-
-
-def test_every_example_is_listed_where_a_reader_looks():
-    contributing = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
-    assert not [path.stem for path in EXAMPLES if f"examples.{path.stem}" not in contributing]

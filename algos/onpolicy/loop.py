@@ -157,7 +157,6 @@ class OnPolicy:
             num_workers=setup.num_workers,
             obs_steps=policy.chunk.obs_steps,
             seed=setup.seed,
-            engine=setup.engine,
         )
         draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
         return cls(

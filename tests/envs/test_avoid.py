@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from messages import mentions
 
 from envs.engine.vector import ChunkVector
 from envs.rollouts.collect import collect
@@ -220,26 +221,26 @@ def test_demonstrations_without_noise_are_calmer() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"noise": -1.0}, "noise >= 0"),
-        ({"pace": 0.0}, "0 < pace"),
-        ({"num_modes": 3, "modes": (1,)}, "not both"),
+        ({"noise": -1.0}, "env.demonstrator pace=0.75 0"),
+        ({"pace": 0.0}, "env.demonstrator noise=1.0 0"),
+        ({"num_modes": 3, "modes": (1,)}, "env.demonstrator num_modes"),
     ],
 )
 def test_demonstrator_options_out_of_range_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         AvoidDemonstrator(**options)
 
 
 @pytest.mark.parametrize("options", [{"num_modes": 0}, {"num_modes": 99}, {"modes": (99,)}])
 def test_ways_that_do_not_exist_are_refused(options: dict) -> None:
-    with pytest.raises(ConfigError, match="knows the ways 0 to"):
+    with pytest.raises(ConfigError, match=mentions("env.demonstrator 0")):
         Avoid(demonstrator=AvoidDemonstrator(**options)).demonstrate(0)
 
 
 def test_bad_sizes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_envs"):
+    with pytest.raises(ConfigError, match=mentions("num_envs")):
         Avoid().make_vector(0)
-    with pytest.raises(ConfigError, match="max_episode_steps"):
+    with pytest.raises(ConfigError, match=mentions("max_episode_steps")):
         _ = replace(Avoid(), max_episode_steps=0).spec
 
 

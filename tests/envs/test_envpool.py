@@ -10,6 +10,7 @@ from typing import Any
 import mujoco
 import numpy as np
 import pytest
+from messages import mentions
 
 from burnish.commands.train import train
 from burnish.config.schema import compose_config
@@ -131,19 +132,19 @@ def test_experience_is_collected_but_never_continued() -> None:
     rollout = pool.collect(Still(), 4)
     assert rollout.obs.shape == (4, 3, 1, 11) and (rollout.length == 2).all()
     state = pool.state_dict()
-    with pytest.raises(CheckpointError, match=r"engine=envpool cannot continue.*engine=exact"):
+    with pytest.raises(CheckpointError, match=mentions("engine=envpool engine=exact")):
         pool.load_state_dict(state)
     exact = RolloutPool(task("hopper"), num_envs=3, num_workers=0)
     exact.load_state_dict(state)  # episodes begin anew
     assert exact.collect(Still(), 1).first.all()
-    with pytest.raises(CapabilityError, match="cannot save"):
+    with pytest.raises(CapabilityError, match=mentions("save")):
         pool._workers._objects[0]._vector.state_dict()  # type: ignore[attr-defined]
 
 
 def test_what_it_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CapabilityError, match=r"engine=envpool does not have env=avoid; use engine=exact"):
+    with pytest.raises(CapabilityError, match=mentions("engine=envpool env=avoid engine=exact")):
         vector_on("envpool", env("avoid"), 1)
-    with pytest.raises(ConfigError, match=r"engine must be one of exact, envpool; got 'warp'"):
+    with pytest.raises(ConfigError, match=mentions("warp exact envpool")):
         vector_on("warp", env("avoid"), 1)
 
     def installed(**versions: str) -> None:
@@ -157,13 +158,13 @@ def test_what_it_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(mujoco="3.6.0", envpool="1.2.5")
     check_release()
     installed(mujoco="3.3.0", envpool="1.2.5")
-    with pytest.raises(ConfigError, match=r"MuJoCo 3.6.0 \(inside envpool 1.2.5\).*is 3.3.0"):
+    with pytest.raises(ConfigError, match=mentions("MuJoCo 3.6.0 1.2.5 3.3.0")):
         check_release()
     installed(mujoco="3.6.0", envpool="9.9")
-    with pytest.raises(ConfigError, match=r"envpool 1.2.5 only; got envpool 9.9"):
+    with pytest.raises(ConfigError, match=mentions("1.2.5 9.9")):
         check_release()
     installed(mujoco="3.6.0")
-    with pytest.raises(MissingExtraError, match=r"pip install 'burnish\[envpool\]'"):
+    with pytest.raises(MissingExtraError, match=mentions("burnish[envpool]")):
         check_release()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from messages import mentions
 
 from burnish.commands.collect import record
 from burnish.config.schema import compose_config
@@ -109,9 +110,9 @@ def test_actors_carry_their_origin_and_are_small() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match=f"must be one of {', '.join(EXPERTS)}; got 'best'"):
+    with pytest.raises(ConfigError, match=mentions(f"{', '.join(EXPERTS)} best")):
         compose_config("collect", ["env=hopper", "env.demonstrator.expert=best"])
-    with pytest.raises(ConfigError, match=f"must be one of {', '.join(EXPERTS)}; got 'best'"):
+    with pytest.raises(ConfigError, match=mentions(f"{', '.join(EXPERTS)} best")):
         collect(env("hopper"), episodes=1, expert="best")
-    with pytest.raises(ConfigError, match=r"expert of avoid is the only one of its task; got expert=medium"):
+    with pytest.raises(ConfigError, match=mentions("expert=medium")):
         collect(env("avoid"), episodes=1, expert="medium")

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from messages import mentions
 
 from envs.datasets.scores import reference
 from envs.engine.vector import ChunkVector
@@ -280,22 +281,22 @@ def test_a_longer_way_is_taken_where_it_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reward": "none"}, "env.reward must be one of sparse, dense; got 'none'"),
-        ({"control": "speed"}, "env.control must be one of force, waypoint; got 'speed'"),
-        ({"hold": 0}, "env.hold must be at least 1; got 0"),
-        ({"goal_cell": (2, 1)}, r"env.goal_cell must be row and column of a free cell.*got \(2, 1\)"),
-        ({"max_episode_steps": 0}, "max_episode_steps must be at least 1; got 0"),
+        ({"reward": "none"}, "env.reward none sparse dense"),
+        ({"control": "speed"}, "env.control speed force waypoint"),
+        ({"hold": 0}, "env.hold 1 0"),
+        ({"goal_cell": (2, 1)}, "env.goal_cell (2, 1)"),
+        ({"max_episode_steps": 0}, "max_episode_steps 1 0"),
     ],
 )
 def test_bad_options_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         env("pointmaze-umaze", **options)
 
 
 def test_a_bad_demonstrator_is_refused() -> None:
     from envs.tasks.mazes.expert import MazeDemonstrator
 
-    with pytest.raises(ConfigError, match=r"0 < pace <= 4.*got noise=1.0, pace=9"):
+    with pytest.raises(ConfigError, match=mentions("0 4 noise=1.0 pace=9")):
         MazeDemonstrator(pace=9)
 
 

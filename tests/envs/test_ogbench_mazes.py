@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from drawing import require_drawing
+from messages import mentions
 
 pytest.importorskip("ogbench", reason="needs the extra 'ogbench'")
 
@@ -325,7 +326,7 @@ def test_ogbenchs_datasets_fit_and_their_single_task_rewards_are_the_tasks(name:
     np.testing.assert_array_equal(data.rewards, rewards)
     assert (rewards[-1] == 0) == ("point" in name), "the demonstration ends at the goal"
     other = "og-antmaze-giant" if "point" in name else "og-pointmaze-giant"
-    with pytest.raises(ConfigError, match="observation width"):
+    with pytest.raises(ConfigError, match=mentions("width")):
         require_fit("a", env(other).spec, "b", data, advice="")
 
 
@@ -335,14 +336,14 @@ def test_ogbenchs_datasets_fit_and_their_single_task_rewards_are_the_tasks(name:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"task": 6}, "env.task of og-pointmaze-medium must be 1 to 5, or 0; got 6"),
-        ({"task": 0}, "env.task=0 draws one of the 5 tasks.*env.goal=appended or separate"),
-        ({"goal": "none"}, "env.goal must be one of fixed, appended, separate; got 'none'"),
-        ({"max_episode_steps": 0}, "max_episode_steps must be at least 1; got 0"),
+        ({"task": 6}, "env.task 1 5 0 6"),
+        ({"task": 0}, "env.task=0 5 env.goal=appended"),
+        ({"goal": "none"}, "env.goal none fixed appended separate"),
+        ({"max_episode_steps": 0}, "max_episode_steps 1 0"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         env("og-pointmaze-medium", **options)
 
 

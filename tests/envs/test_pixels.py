@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from drawing import require_drawing
+from messages import mentions
 
 from envs.datasets import Episode, read_dataset, write_robomimic
 from envs.engine.pixels import seen_by
@@ -166,7 +167,7 @@ def test_an_expert_of_another_world_cannot_be_photographed() -> None:
         def demonstrate(self, seed: int) -> Episode:
             return Episode(np.zeros((3, 4)), np.zeros((2, 2)), np.zeros(2), False, True, True, seed)
 
-    with pytest.raises(CapabilityError, match=r"expert of avoid cannot be photographed.*seed 3, step 0"):
+    with pytest.raises(CapabilityError, match=mentions("env.cameras 3 0")):
         collect(Elsewhere(), episodes=1, first_seed=3)
 
 
@@ -186,23 +187,23 @@ def test_a_task_has_to_show_what_the_policy_was_trained_on() -> None:
     assert seen_by(env("avoid"), policy.images) == task()
     assert seen_by(task("tilted", "top"), policy.images) == task()
     assert seen_by(task(), {}) == env("avoid", image_size=SIZE)
-    with pytest.raises(ConfigError, match=r"looks through the cameras top; env.cameras has tilted"):
+    with pytest.raises(ConfigError, match=mentions("env.cameras")):
         evaluate(policy, task("tilted"), episodes=1)
-    with pytest.raises(ConfigError, match=r"24 x 32 pixels from camera 'top'; env.image_size is \[96, 96\]"):
+    with pytest.raises(ConfigError, match=mentions("24 32 top env.image_size [96, 96]")):
         evaluate(policy, env("avoid", cameras=("top",)), episodes=1)
-    with pytest.raises(ConfigError, match=r"env.cameras must be among top, tilted, free; got front"):
+    with pytest.raises(ConfigError, match=mentions("env.cameras front")):
         task("front").make_vector(1)
-    with pytest.raises(CapabilityError, match="cannot be drawn"):
+    with pytest.raises(CapabilityError, match=mentions("env.cameras env.image_size")):
         seen_by(object(), policy.images)
 
 
 @pytest.mark.parametrize("options", [{"image_size": (8,)}, {"image_size": (0, 8)}])
 def test_a_size_is_height_and_width(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"env.image_size must be height and width"):
+    with pytest.raises(ConfigError, match=mentions("env.image_size")):
         env("avoid", **options)
 
 
 def test_a_camera_is_named_once_and_is_no_state() -> None:
     for cameras in (("top", "top"), ("state",)):
-        with pytest.raises(ConfigError, match=r"env.cameras must be distinct, and none of state"):
+        with pytest.raises(ConfigError, match=mentions("env.cameras state")):
             env("avoid", cameras=cameras)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from messages import mentions
 
 from envs.make import env
 from envs.rollouts.collect import collect
@@ -78,5 +79,5 @@ def test_noise_and_pace_are_obeyed(simulator: None) -> None:
 
 def test_options_outside_their_range_are_refused() -> None:
     for wrong in ({"noise": -0.1}, {"pace": 0.0}, {"pace": 1.5}, {"spread": float("nan")}):
-        with pytest.raises(ConfigError, match=r"env\.demonstrator needs noise >= 0, 0 < pace <= 1"):
+        with pytest.raises(ConfigError, match=mentions("env.demonstrator 0 1")):
             ArmDemonstrator(**wrong)

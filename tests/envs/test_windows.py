@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from messages import mentions
 
 from envs.datasets import EpisodeDataset, episodes
 from policies.errors import DatasetError
@@ -52,7 +53,7 @@ def test_every_window_equals_the_one_built_item_by_item(lengths, obs_steps, hori
     chunk = ChunkSpec(3, horizon, 1, obs_steps, action_start=start)
     expected = by_item(data, chunk, pad_end)
     if not expected:
-        with pytest.raises(DatasetError, match="no episode holds a whole chunk"):
+        with pytest.raises(DatasetError, match=mentions("episode chunk")):
             data.windows(chunk, pad=pad_end)
         return
     windows = data.windows(chunk, pad=pad_end)
@@ -109,7 +110,7 @@ def test_episodes_too_short_for_a_chunk_are_reported(caplog):
 
 
 def test_a_dataset_with_another_action_width_is_refused():
-    with pytest.raises(DatasetError, match="'actions' must be 2 wide for this task; got 3"):
+    with pytest.raises(DatasetError, match=mentions("actions 2 3")):
         make([4]).windows(ChunkSpec(2, 4, 4))
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from messages import mentions
 
 from burnish import cli
 from burnish.runs.locate import locate_actor
@@ -55,7 +56,7 @@ def test_a_program_is_opened_by_commands_that_are_told_to_trust_it(
 
 def test_a_trusted_program_is_played(program: Path) -> None:
     assert locate_actor(program, trust=True).load().act([[[0.0] * 4]] * 3).shape == (3, 1, 2)
-    with pytest.raises(ExportError, match="trust=false"):
+    with pytest.raises(ExportError, match=mentions("trust=false")):
         locate_actor(program).load()
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch._inductor.config
+from messages import mentions
 from small_policies import GOAL_DIM, OBS_DIM, small_policy
 
 from policies.composition.policy import compose
@@ -110,9 +111,7 @@ def test_exported_walks_end_where_the_slope_says(tmp_path: Path) -> None:
     ids=["gaussian", "deterministic", "tanh-gaussian", "mixture", "wrapped", "composed"],
 )
 def test_what_has_no_steps_of_its_own_says_why(make: Any, reason: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        ExportError, match=rf"graph=step cannot export this policy: {reason}.* Use graph=whole"
-    ):
+    with pytest.raises(ExportError, match=mentions(f"graph=step {reason} graph=whole")):
         export_policy(make(), tmp_path / "out", graph="step")
     assert not (tmp_path / "out").exists()
 
@@ -120,25 +119,25 @@ def test_what_has_no_steps_of_its_own_says_why(make: Any, reason: str, tmp_path:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "torch", "graph": "step"}, "torch with whole; got torch with step"),
-        ({"format": "exe"}, "got exe with whole"),
-        ({"graph": "half"}, "got onnx with half"),
+        ({"format": "torch", "graph": "step"}, "format graph torch step"),
+        ({"format": "exe"}, "format graph exe whole"),
+        ({"graph": "half"}, "format graph onnx half"),
     ],
 )
 def test_there_are_no_other_formats(options: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=message):
+    with pytest.raises(ExportError, match=mentions(message)):
         export_policy(small_policy(), tmp_path / "out", **options)
 
 
 def test_what_is_no_policy_says_why_it_cannot_be_exported(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=r"object cannot be exported: .*decided in Python"):
+    with pytest.raises(ExportError, match=mentions("Python")):
         export_policy(object(), tmp_path / "out")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_choice_among_plans_is_made_in_python_and_says_so(format: str, tmp_path: Path) -> None:
     best = BestOfN(small_policy(RectifiedFlow()), lambda cond, plans: plans.sum((-1, -2)), Selection())
-    with pytest.raises(ExportError, match=r"BestOfN cannot be exported: .*Export the policy itself"):
+    with pytest.raises(ExportError, match=mentions("BestOfN")):
         export_policy(best, tmp_path / "out", format=format)  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
 
@@ -220,5 +219,5 @@ def test_a_compiled_program_gives_the_actions_of_the_policy(tmp_path: Path) -> N
 
 
 def test_a_folder_that_was_not_exported_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is no exported policy: it holds no signature\.json"):
+    with pytest.raises(CheckpointError, match=mentions("signature.json")):
         ExportedPolicy(tmp_path)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import mentions
 from small_policies import OBS_DIM, small_policy
 
 from policies.errors import BurnishError, CheckpointError, ExportError
@@ -40,13 +41,13 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 TEXTS = {
-    "no JSON": ("{", "not valid JSON"),
-    "a list": ("[]", "must hold a JSON object; got list"),
-    "nothing": ("{}", "format and graph must be one of"),
-    "nested without end": ("[" * 100_000, "nested too deep"),
-    "nested inside": ('{"provenance": ' + "[" * 100 + "]" * 100 + "}", "nested too deep"),
-    "not a number": ('{"control_hz": NaN}', "numbers must be finite"),
-    "a key twice": ('{"format": "onnx", "format": "torch"}', "stands twice"),
+    "no JSON": ("{", "signature.json JSON"),
+    "a list": ("[]", "JSON list"),
+    "nothing": ("{}", "format graph"),
+    "nested without end": ("[" * 100_000, "JSON deep"),
+    "nested inside": ('{"provenance": ' + "[" * 100 + "]" * 100 + "}", "JSON deep"),
+    "not a number": ('{"control_hz": NaN}', "finite"),
+    "a key twice": ('{"format": "onnx", "format": "torch"}', "JSON format twice"),
 }
 
 
@@ -62,30 +63,34 @@ def at(*keys: str) -> Callable[[Any, Any], None]:
 
 
 LIES: dict[str, tuple[Callable[[Any, Any], None], Any, str]] = {
-    "another format": (at("format"), "exe", "format and graph must be one of"),
-    "a format that is a list": (at("format"), ["onnx"], "format and graph must be one of"),
-    "another graph": (at("graph"), "evil", "format and graph must be one of"),
-    "inputs as a list": (at("inputs"), [], "inputs must be an object"),
-    "an input that is a number": (at("inputs", "noise"), 1, "inputs.noise must be an object"),
-    "a width of text": (at("inputs", "observation", "shape"), ["B", 1, "x"], "must be whole.*got x"),
-    "a width that is true": (at("inputs", "observation", "shape"), ["B", 1, True], "must be whole"),
-    "a negative width": (at("inputs", "observation", "shape"), ["B", 1, -5], "must be whole"),
-    "no batch": (at("inputs", "observation", "shape"), [1, OBS_DIM], "begins with 'B'"),
-    "a shape without end": (at("inputs", "noise", "shape"), ["B"] + [1] * 50, "begins with 'B'"),
-    "memory without end": (at("inputs", "noise", "shape"), ["B"] + [60_000] * 4, "at most 67108864 numbers"),
-    "another history": (at("inputs", "observation", "shape"), ["B", 3, OBS_DIM], "with To=1; got"),
-    "another type": (at("inputs", "observation", "dtype"), "object", "dtype one of float32, uint8"),
-    "no observation": (at("inputs"), {}, "must hold observation and noise"),
-    "a horizon of text": (at("horizon"), "3", "horizon must be whole"),
-    "rows that are not there": (at("act_steps"), 99, "must fit into policy.horizon=3"),
-    "another number of rows": (at("act_steps"), 1, "outputs.action must have 1 rows"),
-    "limits of another width": (at("outputs", "action", "low"), [0.0], "must hold 2 numbers, or null"),
-    "limits of text": (at("outputs", "action", "high"), ["1", "1"], "must hold 2 numbers, or null"),
-    "a rate below zero": (at("control_hz"), -20, "control_hz must be positive"),
-    "a task that is a list": (at("task"), [], "task must be a text"),
-    "an origin that is a list": (at("provenance"), [], "provenance must be an object"),
+    "another format": (at("format"), "exe", "format exe"),
+    "a format that is a list": (at("format"), ["onnx"], "format graph"),
+    "another graph": (at("graph"), "evil", "graph evil"),
+    "inputs as a list": (at("inputs"), [], "inputs object"),
+    "an input that is a number": (at("inputs", "noise"), 1, "inputs.noise"),
+    "a width of text": (at("inputs", "observation", "shape"), ["B", 1, "x"], "inputs.observation.shape x"),
+    "a width that is true": (at("inputs", "observation", "shape"), ["B", 1, True], "observation.shape True"),
+    "a negative width": (at("inputs", "observation", "shape"), ["B", 1, -5], "inputs.observation.shape -5"),
+    "no batch": (at("inputs", "observation", "shape"), [1, OBS_DIM], "inputs.observation.shape 'B'"),
+    "a shape without end": (at("inputs", "noise", "shape"), ["B"] + [1] * 50, "inputs.noise.shape 'B'"),
+    "memory without end": (
+        at("inputs", "noise", "shape"),
+        ["B"] + [60_000] * 4,
+        "noise.shape 67108864",
+    ),
+    "another history": (at("inputs", "observation", "shape"), ["B", 3, OBS_DIM], "To=1"),
+    "another type": (at("inputs", "observation", "dtype"), "object", "float32 uint8"),
+    "no observation": (at("inputs"), {}, "noise"),
+    "a horizon of text": (at("horizon"), "3", "horizon 3"),
+    "rows that are not there": (at("act_steps"), 99, "policy.horizon=3"),
+    "another number of rows": (at("act_steps"), 1, "outputs.action 1"),
+    "limits of another width": (at("outputs", "action", "low"), [0.0], "outputs.action.low 2"),
+    "limits of text": (at("outputs", "action", "high"), ["1", "1"], "outputs.action.high 2"),
+    "a rate below zero": (at("control_hz"), -20, "control_hz"),
+    "a task that is a list": (at("task"), [], "task text"),
+    "an origin that is a list": (at("provenance"), [], "provenance object"),
     "a wider observation": (at("inputs", "observation", "shape"), ["B", 1, OBS_DIM + 1], "cannot be run"),
-    "another input": (at("inputs", "goal"), {"shape": ["B", 0], "dtype": "float32"}, "must be whole"),
+    "another input": (at("inputs", "goal"), {"shape": ["B", 0], "dtype": "float32"}, "inputs.goal.shape 0"),
 }
 
 
@@ -102,7 +107,7 @@ def lied(honest: Path, folder: Path, put: Callable[[Any, Any], None], value: Any
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_signature_that_cannot_be_read_is_refused_by_file(opened: Any, text: str, tmp_path: Path) -> None:
     (tmp_path / SIGNATURE).write_text(TEXTS[text][0])
-    with pytest.raises(ExportError, match=TEXTS[text][1]) as refused:
+    with pytest.raises(ExportError, match=mentions(TEXTS[text][1])) as refused:
         opened(tmp_path)
     assert str(tmp_path / SIGNATURE) in str(refused.value)
 
@@ -113,7 +118,7 @@ def test_a_signature_that_lies_is_refused_by_what_is_wrong(
     opened: Any, lie: str, honest: Path, tmp_path: Path
 ) -> None:
     put, value, message = LIES[lie]
-    with pytest.raises(ExportError, match=message):
+    with pytest.raises(ExportError, match=mentions(message)):
         opened(lied(honest, tmp_path / "lied", put, value))
 
 
@@ -137,7 +142,7 @@ def test_files_that_lie_are_refused_with_the_folder(
 ) -> None:
     folder = shutil.copytree(stepwise, tmp_path / "lied")
     (folder / name).write_text(text)
-    with pytest.raises(ExportError, match=f"{re.escape(str(folder))} cannot be run"):
+    with pytest.raises(ExportError, match=re.escape(str(folder))):
         ExportedPolicy(folder)
 
 
@@ -146,7 +151,7 @@ def test_an_honest_signature_says_what_the_policy_is(honest: Path, tmp_path: Pat
     assert (signature.obs_dim, signature.goal_dim, signature.noise_shape) == (OBS_DIM, 0, (3, 2))
     assert signature.chunk == small_policy(RectifiedFlow(), Euler(steps=2)).chunk
     assert ExportedPolicy(honest).description == signature
-    with pytest.raises(CheckpointError, match=r"is no exported policy: it holds no signature\.json"):
+    with pytest.raises(CheckpointError, match=mentions("signature.json")):
         read_signature(tmp_path)
 
 
@@ -183,7 +188,7 @@ def bombed(tmp_path: Path) -> tuple[Path, Path]:
 def test_a_program_is_opened_only_where_its_maker_is_trusted(bombed: tuple[Path, Path]) -> None:
     folder, place = bombed
     for opened in (ExportedPolicy, ServedFolder):
-        with pytest.raises(ExportError, match=r"can execute code .* got trust=false\. Say trust=true"):
+        with pytest.raises(ExportError, match=mentions("trust=false trust=true")):
             opened(folder)
         assert not place.exists()
     with pytest.raises(BurnishError):  # the bomb is no sample: it goes off, and the program is not there

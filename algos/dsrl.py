@@ -26,6 +26,7 @@ from algos.offpolicy.loop import OffPolicyRun, offline_table
 from algos.offpolicy.noise_sensitivity import look_at_noise
 from algos.offpolicy.sac_update import SacUpdate
 from algos.onpolicy.loop import check_setup
+from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy
@@ -48,24 +49,18 @@ STILL = {"eta": 0.0, "eta_per_dim": (), "min_std": 0.0, "final_std": None}
 class DsrlConfig(OffPolicyConfig):
     """Diffusion steering: reinforcement learning over the noise of a frozen policy."""
 
-    target_entropy: float | None = 0.0  # of a latent; None: minus half its width
-    variant: str = "na"  # na: values of chunks, distilled into values of noise | sac: values of noise only
-    distillation_share: float = 0.5  # steps of the distillation per step of the critics, for na
-    distillation_latents: str = "gaussian"  # gaussian | box | mixture: where values are distilled, for na
-    denoising_steps: int | None = None  # of the frozen policy, without noise; None: its own sampler
+    target_entropy: float | None = bounded(0.0, ge=-math.inf)  # of a latent; null: minus half its width
+    # na: values of chunks, distilled into values of noise | sac: values of noise only
+    variant: str = bounded("na", choices=VARIANTS)
+    distillation_share: float = bounded(0.5, gt=0)  # distillation steps per critic update, for na
+    distillation_latents: str = bounded("gaussian", choices=DISTILLATION_LATENTS)  # where to distil, for na
+    denoising_steps: int | None = bounded(
+        None, ge=1
+    )  # of the frozen policy, deterministic; null: its sampler
     steering: Steering = field(default_factory=Steering)
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
-        self.require("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
-        steps = self.denoising_steps
-        self.require("denoising_steps", steps is None or steps >= 1, "at least 1, or null")
-        self.require("distillation_share", 0 < self.distillation_share < math.inf, "positive and finite")
-        known = ", ".join(DISTILLATION_LATENTS)
-        self.require(
-            "distillation_latents", self.distillation_latents in DISTILLATION_LATENTS, f"one of {known}"
-        )
         self.require(
             "offline_ratio", not self.offline_ratio or self.variant == "na",
             "0 with algo.variant=sac: the noise behind recorded actions is unknown",

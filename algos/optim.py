@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
 
@@ -55,9 +56,9 @@ def check_schedule(
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
-    """Take one step down a loss; returns it, detached."""
+    """Take one optimiser step on a loss; several losses are summed. Returns the loss, detached."""
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    (loss.sum() if loss.ndim else loss).backward()
     optimizer.step()
     return loss.detach()
 
@@ -82,24 +83,16 @@ class DecayRule(Protocol):
 
 
 @dataclass(frozen=True)
-class DelayedDecay:
+class DelayedDecay(Checked):
     """Copy the weights until `start`, then average; only every `every`-th update counts.
 
     Source:
         DPPO (arXiv 2409.00588), reference implementation of pre-training.
     """
 
-    value: float = 0.995  # share of the old average
-    start: int = 0  # updates before which the weights are copied
-    every: int = 10  # updates between two changes of the average
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        if not 0.0 <= self.value < 1.0 or self.every < 1 or self.start < 0:
-            raise ConfigError(
-                f"ema=delayed needs 0 <= value < 1, start >= 0 and every >= 1; got value={self.value}, "
-                f"start={self.start}, every={self.every}."
-            )
+    value: float = bounded(0.995, ge=0, lt=1)  # decay
+    start: int = bounded(0, ge=0)  # updates before which the weights are copied
+    every: int = bounded(10, ge=1)  # updates between two changes of the average
 
     def decay(self, count: int) -> float | None:
         """See `DecayRule`."""
@@ -109,7 +102,7 @@ class DelayedDecay:
 
 
 @dataclass(frozen=True)
-class PowerDecay:
+class PowerDecay(Checked):
     """Average with decay 1 - (1 + count / inv_gamma)^-power, within limits.
 
     Source:
@@ -117,20 +110,15 @@ class PowerDecay:
     """
 
     power: float = 0.75
-    inv_gamma: float = 1.0  # updates; larger values follow the weights for longer
-    min_value: float = 0.0
-    max_value: float = 0.9999
+    inv_gamma: float = bounded(1.0, gt=0)  # updates; larger values follow the weights for longer
+    min_value: float = bounded(0.0, ge=0, lt=1)
+    max_value: float = bounded(0.9999, ge=0, lt=1)
     update_after: int = 0  # updates that only copy
-    every: int = 1  # updates between two changes of the average; `count` above counts changes
+    every: int = bounded(1, ge=1)  # updates between two changes of the average; `count` above counts changes
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        if not 0.0 <= self.min_value <= self.max_value < 1.0 or self.inv_gamma <= 0 or self.every < 1:
-            raise ConfigError(
-                f"ema=power needs 0 <= min_value <= max_value < 1, inv_gamma > 0 and every >= 1; got "
-                f"min_value={self.min_value}, max_value={self.max_value}, inv_gamma={self.inv_gamma}, "
-                f"every={self.every}."
-            )
+        super().__post_init__()
+        self.require("min_value", self.min_value <= self.max_value, f"at most max_value={self.max_value:g}")
 
     def decay(self, count: int) -> float | None:
         """See `DecayRule`."""

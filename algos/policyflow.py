@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from algos.onpolicy.flow_setup import RectifiedConfig
 from algos.onpolicy.policyflow_ratio import EndNoise, EndNoiseConfig, PolicyflowRatio
 from algos.onpolicy.ratios import REDUCTIONS
+from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.registry import register
 
@@ -34,22 +35,14 @@ from policies.registry import register
 class PolicyFlowConfig(RectifiedConfig):
     """PolicyFlow; with `brownian_coef`, its regulariser."""
 
-    clip_range: float = 0.2  # of the ratio of one draw
-    max_grad_norm: float | None = 1.0  # of the actor
-    log_prob_reduction: str = "joint"  # joint | per_step | mean, over executed steps and dims
-    num_draws: int = 4  # n, times drawn for every action; each is a row
-    brownian_coef: float = 0.0  # weight of the Brownian term, which spreads the flow
+    clip_range: float = bounded(0.2, gt=0)  # of the ratio of one draw
+    max_grad_norm: float | None = bounded(1.0, gt=0, le=math.inf)  # gradient clipping of the actor; null: off
+    log_prob_reduction: str = bounded("joint", choices=REDUCTIONS)  # over executed steps and dims
+    num_draws: int = bounded(4, ge=1)  # n, times drawn for every action; each is a row
+    brownian_coef: float = bounded(0.0, ge=0)  # weight of the Brownian term, which spreads the flow
     noise: EndNoiseConfig = field(default_factory=EndNoiseConfig)
 
     needs = "shifts velocities along straight paths"
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        known = self.log_prob_reduction in REDUCTIONS
-        self.require("log_prob_reduction", known, f"one of {', '.join(REDUCTIONS)}")
-        self.require("num_draws", self.num_draws >= 1, "at least 1")
-        self.require("brownian_coef", 0 <= self.brownian_coef < math.inf, "at least 0 and finite")
 
     def estimator(self, policy: DenoisingPolicy) -> PolicyflowRatio:
         """Return the ratio estimator of a policy, with noise that has learned nothing yet."""

@@ -28,6 +28,7 @@ from algos.offpolicy.sac_update import SacUpdate
 from algos.onpolicy.loop import check_setup
 from algos.onpolicy.running_normalizer import fresh_policy
 from envs.fit import require_fit
+from policies.bounds import bounded
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.distributions import highest_entropy, tanh_draw
 from policies.policy import Policy
@@ -44,11 +45,11 @@ class SacConfig(OffPolicyConfig):
 
     entropy_share: ClassVar[float] = -1.0
 
-    updates_per_step: float = 1.0  # steps of the critics per executed control step
+    updates_per_step: float = bounded(1.0, gt=0)  # critic updates per executed control step
     critic_dims: tuple[int, ...] = (256, 256)  # hidden widths
     critic_activation: str = "relu"  # relu, mish or tanh
-    critic_layer_norm: bool = False  # normalise before each activation
-    target_entropy: float | None = None  # of an executed chunk; None: minus its number of entries
+    critic_layer_norm: bool = False  # layer normalisation before each activation
+    target_entropy: float | None = bounded(None, ge=-math.inf)  # of an executed chunk; null: minus its size
 
     def build(self, setup: Setup) -> OffPolicyRun:
         """Check the setup and return the algorithm, ready to advance.

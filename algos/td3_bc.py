@@ -6,7 +6,6 @@ Diffusion-QL (arXiv 2208.06193): a sampled chunk and a recorded one may be two g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +13,9 @@ from torch import Tensor
 
 from algos.base import Draws, Quantities, Setup
 from algos.cloning.validation import masked_mean
-from algos.offline.actor import Actor
 from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.loop import precision
-from algos.offline.td3_update import ConstrainedTd3Config, Regulariser, mean_square
+from algos.offline.td3_update import Actor, ConstrainedTd3Config, Regulariser, mean_square
 from algos.transitions import Batch, TransitionTable
 from policies.networks.critics import Ensemble
 from policies.policy import Policy
@@ -32,10 +30,6 @@ class OwnAction(Regulariser):
     ) -> tuple[Tensor, Quantities]:
         """See `Regulariser`."""
         return mean_square(action, batch.action), {}
-
-    def together(self, others: Sequence[OwnAction]) -> OwnAction:
-        """Return itself; it holds nothing."""
-        return self
 
 
 class OwnLikelihood(Regulariser):

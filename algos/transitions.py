@@ -39,7 +39,7 @@ _CLIPPED = {
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of transitions, normalised. All may have a leading axis of seeds.
+    """Rows of transitions, normalised.
 
     Shapes:
         cond, next_cond: (B, C). action, next_action: (B, A). reward, discount: (B,). has_next: (B,), 1 where
@@ -94,7 +94,7 @@ class TransitionTable:
         frame: Tensor | None = None,
     ) -> None:
         self.frame = frame
-        self._made: dict[str, Any] = {}
+        self._cache: dict[str, Any] = {}
         none = action.new_zeros(len(reward), 0)
         has_next = torch.zeros_like(reward) if has_next is None else has_next
         single = (reward[:, None], discount[:, None], has_next[:, None])
@@ -122,14 +122,11 @@ class TransitionTable:
         """Flattened chunks (M, A); a view."""
         return self._split(self._rows)[1]
 
-    def once(self, name: str, make: Callable[[], T]) -> T:
-        """Return what is made of the transitions, one object for all who ask by a name, made for the first.
-
-        What it is made with must be the same for all: tables are made by one configuration.
-        """
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
+    def cached(self, name: str, make: Callable[[], T]) -> T:
+        """Return `make()`, called at the first use of a name only."""
+        if name not in self._cache:
+            self._cache[name] = make()
+        return self._cache[name]
 
     def gather(self, row: Tensor) -> Batch:
         """Return transitions (...,)."""

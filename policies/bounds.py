@@ -50,6 +50,7 @@ class Bounds:
         if self.choices:
             return f"one of {', '.join(map(str, self.choices))}"
         low, high = self.ge if self.gt is None else self.gt, self.le if self.lt is None else self.lt
+        low = None if low == -math.inf else low
         if low is None and high is None:
             return "finite"
         if high is None or high == math.inf:

@@ -27,7 +27,7 @@ SMALL = DppoConfig(
     tuned_steps=3,
     actor_lr=1e-3,
     critic=CriticConfig(width=8),
-    chunk_rows=16,
+    microbatch_size=16,
 )
 
 

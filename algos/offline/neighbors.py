@@ -18,7 +18,7 @@ Source: PRDC, arXiv 2306.06569, whose tree this is; lists, certificate and boxes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ class Nearest:
     certified: Tensor
 
 
+@runtime_checkable
 class Search(Protocol):
     """Finds the nearest row."""
 

@@ -206,7 +206,7 @@ class OffPolicyRun:
     def advance(self) -> Metrics:
         """Act and learn for a block, which ends with so many control steps or updates, and report it."""
         before, means, seconds = self.progress, Means(), {"rollout": 0.0, "update": 0.0}
-        until, last = min(before + self.config.block_steps, self.total), self._steps + self.config.block_steps
+        until, last = min(before + self.config.log_every, self.total), self._steps + self.config.log_every
         episodes: list[EpisodeRow] = []
         with torch_threads(self._num_threads):
             while self.progress < until and self._steps < last:

@@ -16,6 +16,7 @@ from algos.onpolicy.loop import OnPolicy, check_setup
 from algos.onpolicy.ratios import FlowRatio
 from algos.onpolicy.reinflow_ratio import PathTerm
 from algos.onpolicy.running_normalizer import RunningMeanStd
+from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
@@ -34,13 +35,7 @@ class RectifiedConfig(OnPolicyConfig):
 
     needs: ClassVar[str]
 
-    denoising_steps: int | None = None  # K; None: as many as the sampler of the policy
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        steps = self.denoising_steps
-        self.require("denoising_steps", steps is None or steps >= 1, "at least 1")
+    denoising_steps: int | None = bounded(None, ge=1)  # K; null: as many as the sampler of the policy
 
     @abstractmethod
     def estimator(self, policy: DenoisingPolicy) -> FlowRatio:

@@ -170,7 +170,7 @@ class PpoUpdate:
         drawn = index.to(experience.advantage.device)
         index = drawn.sort().values
         advantage = self.weighted_advantage(experience, index)
-        size = self.chunk_rows(index)
+        size = self.microbatch_size(index)
         tasks = [
             Task(self.actor, partial(self.surrogate, experience, rows, part, len(index)))
             for rows, part in zip(index.split(size), advantage.split(size), strict=True)
@@ -224,7 +224,7 @@ class PpoUpdate:
             return []
         state = index[: self.config.bc_rows].sort().values // self.ratio.inner_steps
         noise = draws.noise((len(state), *self.cloning.noise_shape), experience.advantage)
-        size = self.chunk_rows(index)
+        size = self.microbatch_size(index)
         return [
             Task(
                 self.actor,
@@ -247,7 +247,7 @@ class PpoUpdate:
         """Return the gradient of the value loss over the rows `index`, and the loss itself."""
         index = index.to(experience.advantage.device).sort().values
         rows = Rows.sorted_from(index, self.ratio.inner_steps)
-        size = self.chunk_rows(index)
+        size = self.microbatch_size(index)
         tasks = [
             Task(
                 self.critic_params,
@@ -268,11 +268,11 @@ class PpoUpdate:
         loss = (losses * count).sum() / total
         return self.config.vf_coef * loss, loss
 
-    def chunk_rows(self, index: Tensor) -> int:
+    def microbatch_size(self, index: Tensor) -> int:
         """Return the rows of a chunk: cache-sized on a CPU, the whole minibatch elsewhere."""
         if index.device.type != "cpu":
             return len(index)
-        return max(1, self.config.chunk_rows // self.ratio.evaluations)
+        return max(1, self.config.microbatch_size // self.ratio.evaluations)
 
     def close(self) -> None:
         """End the gradient threads."""

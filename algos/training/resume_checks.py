@@ -19,6 +19,7 @@ _WHAT = {
     "teacher": "the weights of the policy to learn from (algo.teacher)",
     "dataset": "the content of the dataset",
     "total": "the length of the run (algo.steps)",
+    "algo.return_range": "algo.normalize_returns",
     "inner_steps": "the number of trained inner steps (algo.tuned_steps)",
     "variant": "what values are of (algo.variant)",
     "bound": "the unit of remembered latents (algo.steering.bound)",

@@ -86,7 +86,7 @@ def test_updates_follow_the_executed_steps_and_wait_for_the_warm_up() -> None:
 def test_a_block_ends_with_so_many_control_steps_or_updates() -> None:
     """A round executes at most 4 control steps, and learns 10 times as often."""
     run = start(changed(warmup_steps=20, updates_per_step=10.0, total_steps=100, steps_per_iteration=1,
-                        block_steps=20))  # fmt: skip
+                        log_every=20))  # fmt: skip
     run.advance()
     assert 20 <= run.progress < 24 and run._steps in (0, 10, 20, 30, 40)  # nearly a whole block of warm-up
     before, learned = run.progress, run._steps
@@ -98,7 +98,7 @@ def test_a_block_ends_with_so_many_control_steps_or_updates() -> None:
 def test_where_blocks_end_changes_nothing_that_is_learned() -> None:
     found = []
     for block in (1, 7, 1000):
-        run = start(changed(updates_per_step=2.0, warmup_steps=10, block_steps=block))
+        run = start(changed(updates_per_step=2.0, warmup_steps=10, log_every=block))
         while run.progress < run.total:
             run.advance()
         found.append((run.progress, run._steps, run.snapshot().state_dict()))
@@ -109,7 +109,7 @@ def test_where_blocks_end_changes_nothing_that_is_learned() -> None:
 
 
 def test_what_a_device_still_computes_counts_as_time_of_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, clock, waited = start(changed(block_steps=20)), [0.0], []
+    run, clock, waited = start(changed(log_every=20)), [0.0], []
 
     def wait() -> None:
         clock[0] += 1.0

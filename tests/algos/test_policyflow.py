@@ -178,7 +178,7 @@ def test_a_run_learns_to_reach_the_goal(seed: int) -> None:
         num_envs=16,
         steps_per_iteration=16,
         batch_size=256,
-        chunk_rows=1024,
+        microbatch_size=1024,
         update_epochs=5,
         actor_lr=3e-3,
         num_draws=2,

@@ -35,7 +35,7 @@ SMALL = PpoConfig(
     batch_size=32,
     update_epochs=2,
     critic=CriticConfig(width=8),
-    chunk_rows=10,
+    microbatch_size=10,
 )
 
 
@@ -98,7 +98,7 @@ def test_run_learns_to_stay_near_the_goal() -> None:
         num_envs=16,
         iterations=25,
         batch_size=64,
-        chunk_rows=64,
+        microbatch_size=64,
         update_epochs=5,
         actor_lr=3e-3,
         clip_range=0.2,

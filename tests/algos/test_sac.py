@@ -31,7 +31,7 @@ from policies.processes.squashed import TanhGaussianPolicy, TanhGaussianProcess
 ROWS, COND, ACTION = 16, 3, 2
 NET = MlpConfig(residual=False, hidden_dims=(8,), time_dim=4)
 SMALL: dict[str, Any] = {
-    "total_steps": 60, "warmup_steps": 0, "num_envs": 2, "steps_per_iteration": 3, "block_steps": 1,
+    "total_steps": 60, "warmup_steps": 0, "num_envs": 2, "steps_per_iteration": 3, "log_every": 1,
     "updates_per_step": 0.5, "batch_size": 8, "critic_dims": (8,),
 }  # fmt: skip
 
@@ -295,7 +295,7 @@ def test_a_point_is_driven_to_its_goal_after_a_few_hundred_steps() -> None:
     """From nothing: the untrained policy ends as far away as it began, the trained one at the goal."""
     run = start(
         setup={"policy": shape(), "env": PointEnv(limit=12)}, total_steps=900, warmup_steps=200,
-        block_steps=300, updates_per_step=1.0, batch_size=64, critic_dims=(32, 32), init_alpha=0.05,
+        log_every=300, updates_per_step=1.0, batch_size=64, critic_dims=(32, 32), init_alpha=0.05,
         actor_lr=3e-3, critic_lr=3e-3, tau=0.02, gamma=0.9,
     )  # fmt: skip
     before = final_distance(run)

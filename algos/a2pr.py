@@ -104,7 +104,6 @@ class AdvantageGuide(Regulariser):
         self._data_value: Tensor | None = None
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw the noise of both reconstructions."""
         shape, device = (n, self.vae.latent_dim), self.vae.outlet.weight.device
         names = ("vae_data", "vae_policy")
         return {
@@ -113,7 +112,6 @@ class AdvantageGuide(Regulariser):
         }
 
     def learn(self, batch: Batch, backup: Backup, critic: Ensemble, draws: Draws) -> Quantities:
-        """Move the value, then the auto-encoder."""
         aim = self.value_target(batch, backup, critic)
         with torch.no_grad(), self._precision():
             self._data_value = critic(batch.cond, batch.action, members=1)[0]
@@ -144,7 +142,6 @@ class AdvantageGuide(Regulariser):
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
-        """See `Regulariser`."""
         with self._precision():
             self.vae.requires_grad_(False)  # the gradient passes through; nobody wants that of the weights
             rebuilt = self.vae(batch.cond, action, draws["vae_policy"])[0]
@@ -174,11 +171,9 @@ class AdvantageGuide(Regulariser):
         return self.value(cond, cond.new_zeros(*cond.shape[:-1], 0))[0]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return networks and optimisers."""
         return {name: getattr(self, name).state_dict() for name in self._parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
         for name in self._parts:
             part = getattr(self, name)
             restore_optimizer(part, state[name]) if "optimizer" in name else part.load_state_dict(state[name])
@@ -213,7 +208,6 @@ class A2prConfig(ConstrainedTd3Config):
         self.require("value_dims", bool(self.value_dims), "one or more widths")
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> AdvantageGuide:
-        """Return the guide."""
         like, width = table.cond, table.action.shape[1]
         value = EnsembleConfig(members=1, hidden_dims=self.value_dims).build(like.shape[1], 0)
         vae = ActionVae(like.shape[1], width, self.vae_width)

@@ -46,7 +46,6 @@ class Setup:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
-        """Let go of where `init` came from: it is not where what is trained from it comes from."""
         if isinstance(self.init, Policy):  # methods also take other modules that answer to a protocol
             self.init = self.init.without_provenance()
 
@@ -96,9 +95,7 @@ class Algorithm(Protocol):
         ...
 
     @property
-    def total(self) -> int:
-        """Units to do."""
-        ...
+    def total(self) -> int: ...
 
     @property
     def unit(self) -> str:
@@ -117,9 +114,7 @@ class Algorithm(Protocol):
         """Return everything a bit-exact continuation needs: tensors and plain values only."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def close(self) -> None:
         """Release processes and files."""

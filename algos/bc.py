@@ -70,9 +70,7 @@ class BcConfig(Checked):
     warmup_steps: int = bounded(100, ge=0)  # gradient steps of linear warm-up
     weight_decay: float = bounded(1e-6, ge=0)  # AdamW
     max_grad_norm: float | None = bounded(None, gt=0, le=math.inf)  # gradient clipping; null: off
-    ema: str = bounded(
-        "power", choices=tuple(EMA_RULES)
-    )  # power: 1 - (1 + n)^-3/4 up to ema_decay; delayed: constant
+    ema: str = bounded("power", choices=tuple(EMA_RULES))  # power: 1 - (1 + n)^-3/4; delayed: constant
     ema_decay: float = bounded(0.9999, ge=0, lt=1)  # EMA decay of the weights (power: the largest)
     ema_start: int = bounded(0, ge=0)  # gradient steps before averaging; until then weights are copied
     ema_every: int = bounded(5, ge=1)  # gradient steps between two EMA updates
@@ -80,9 +78,7 @@ class BcConfig(Checked):
     dp_compat_mean: bool = False  # average over padding too, as Diffusion Policy does
     log_every: int = bounded(100, ge=1, was="block_steps")  # gradient steps between two log rows
     validation_fraction: float = bounded(0.05, ge=0, lt=1)  # fraction of episodes held out, rounded down
-    validation_every: int | None = bounded(
-        None, ge=0
-    )  # gradient steps; null: a tenth of the run; 0: at the end
+    validation_every: int | None = bounded(None, ge=0)  # gradient steps; null: a tenth; 0: at the end
     validation_windows: int = bounded(256, ge=1)  # held-out windows, at most
     validation_samples: int = bounded(8, ge=1)  # chunks sampled per window
     teacher: str | None = path_field()  # run or policy directory that a consistency model is distilled from
@@ -150,12 +146,10 @@ class Bc:
 
     @property
     def progress(self) -> int:
-        """Gradient steps done."""
         return self._done
 
     @property
     def total(self) -> int:
-        """Gradient steps to do."""
         return self._total
 
     def advance(self) -> Metrics:
@@ -204,7 +198,6 @@ class Bc:
         return masked_mean(loss, batch.mask)
 
     def _set_lr(self) -> None:
-        """Set the learning rate of the coming step."""
         c = self.config
         lr = warmup_cosine(self._done, lr=c.lr, min_lr=c.min_lr, warmup=c.warmup_steps, cycle=self._total)
         for group in self._optimizer.param_groups:
@@ -224,7 +217,6 @@ class Bc:
         return cast(Policy, copy.deepcopy(self._ema.module)).eval()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a bit-exact continuation needs."""
         return {
             "done": self._done,
             "total": self._total,
@@ -286,7 +278,6 @@ class Bc:
 
 
 def _dataset_of(config: BcConfig, setup: Setup) -> EpisodeDataset:
-    """Return the dataset after comparing its widths with those of the environment."""
     if setup.dataset is None:
         algo = name_of("algo", config)
         raise ConfigError(f"algo={algo} needs demonstrations; got none. Give dataset=<file>.")
@@ -331,7 +322,6 @@ def _goal_width(dataset: EpisodeDataset) -> int:
 
 
 def _require_goals(goal_dim: int, dataset: EpisodeDataset) -> None:
-    """Refuse a dataset without the goals that a policy is told."""
     width = _goal_width(dataset)
     if goal_dim and not width:
         raise ConfigError(

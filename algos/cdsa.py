@@ -95,12 +95,10 @@ class CorrectionLearner:
         return {"score/loss": score_loss.detach(), "dynamics/loss": dynamics_loss.detach()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a bit-exact continuation needs."""
         policy, optimizer = self._policy.state_dict(), self.optimizer.state_dict()
         return {"steps": self.steps, "policy": policy, "optimizer": optimizer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
         self._policy.load_state_dict(state["policy"])
         restore_optimizer(self.optimizer, state["optimizer"])
         self.steps = int(state["steps"])

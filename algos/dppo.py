@@ -55,8 +55,7 @@ class DppoConfig(PpoConfig):
     batch_size: int = bounded(50_000, ge=1)  # rows of a minibatch: (environment step, denoising step) pairs
     tuned_steps: int = bounded(10, ge=1)  # S, last denoising steps, those that are fine-tuned
     sampler: str = bounded("ddpm", choices=SAMPLERS)  # for exploration and, without its noise, evaluation
-    # K; null: every level (ddpm), as many as the initial policy (ddim)
-    denoising_steps: int | None = bounded(None, ge=1)
+    denoising_steps: int | None = bounded(None, ge=1)  # K; null: all levels (ddpm), the policy's own (ddim)
     eta: float = bounded(1.0, gt=0, le=1)  # eta of DDIM while exploring; 0 in evaluation
     gamma_denoising: float = bounded(0.99, ge=0, le=1)  # discount per denoising step, towards noisier ones
     clip_range_base: float = bounded(0.01, gt=0)  # clip range at s = 0; `clip_range` holds at s = S-1

@@ -50,9 +50,7 @@ class FpoConfig(RectifiedConfig):
     max_loss: float | None = bounded(None, gt=0)  # clamp of losses before they are subtracted (FPO++)
     max_loss_negative: float | None = bounded(None, gt=0)  # clamp where the advantage is negative (FPO++)
     difference_range: tuple[float, float] | None = None  # clamp of differences; no gradient beyond
-    max_difference: float | None = bounded(
-        None, gt=0
-    )  # upper clamp of differences that keeps gradients (FPO++)
+    max_difference: float | None = bounded(None, gt=0)  # upper clamp of differences, gradients kept (FPO++)
     times: str = bounded("grid", choices=TIMES)  # distribution of the times of draws
     time_power: float = bounded(1.0, gt=0)  # of `density`; 1 is uniform
     action_noise: float = bounded(0.0, ge=0)  # std of noise on finished chunks, normalised units (FPO++)
@@ -71,7 +69,6 @@ class FpoConfig(RectifiedConfig):
 
     @property
     def matching(self) -> Matching:
-        """How an action is judged."""
         return Matching(
             prediction=self.prediction,
             reduction=self.loss_reduction,
@@ -95,7 +92,6 @@ class FpoConfig(RectifiedConfig):
         }
 
     def estimator(self, policy: DenoisingPolicy) -> FpoRatio:
-        """Return the ratio estimator of a policy."""
         return FpoRatio(policy, self.matching, **self.drawing)
 
 
@@ -119,5 +115,4 @@ class AwmConfig(FpoConfig):
         self.require("surrogate", self.surrogate == "ppo", "ppo: its ratios are 1, so nothing bounds them")
 
     def estimator(self, policy: DenoisingPolicy) -> FpoRatio:
-        """Return the ratio estimator of a policy."""
         return AwmRatio(policy, self.matching, weight=self.weight, **self.drawing)

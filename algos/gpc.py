@@ -59,8 +59,7 @@ class SearchSettings(Checked):
 
     key: ClassVar[str] = "search"
 
-    # steps of the grid of weights; null: 10 for two members, 5 for three, else 4
-    divisions: int | None = bounded(None, ge=1)
+    divisions: int | None = bounded(None, ge=1)  # of the weight grid; null: 10 (2 members), 5 (3), else 4
     candidates: Any = None  # instead of the grid: a list of weights, each one number per member
     episodes: tuple[int, ...] = bounded((20, 100), ge=1)  # per candidate, round by round
     keep: tuple[int, ...] = bounded((3,), ge=1)  # candidates kept after every round but the last
@@ -143,7 +142,6 @@ class Search:
 
     @property
     def best(self) -> tuple[float, ...]:
-        """The weights that won."""
         return self.final[0].weights
 
     def behind(self, trial: Trial) -> Comparison:

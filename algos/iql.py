@@ -156,11 +156,9 @@ class IqlLearner:
     )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a bit-exact continuation needs."""
         return {"steps": self.steps} | {name: getattr(self, name).state_dict() for name in self._parts}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
         for name in self._parts:
             part = getattr(self, name)
             restore_optimizer(part, state[name]) if "optimizer" in name else part.load_state_dict(state[name])
@@ -206,7 +204,6 @@ class IqlConfig(OfflineConfig):
         return super().prepare(setup)
 
     def actor_config(self) -> PolicyConfig:
-        """Return a Gaussian whose deviation is learned from 1 on, or a deterministic policy."""
         if self.deterministic:
             return super().actor_config()
         process = GaussianProcess(init_std=1.0, min_std=math.exp(-20), max_std=math.exp(2))

@@ -95,7 +95,6 @@ class DelayedDecay(Checked):
     every: int = bounded(10, ge=1)  # updates between two changes of the average
 
     def decay(self, count: int) -> float | None:
-        """See `DecayRule`."""
         if count % self.every:
             return None
         return 0.0 if count < self.start else self.value
@@ -121,7 +120,6 @@ class PowerDecay(Checked):
         self.require("min_value", self.min_value <= self.max_value, f"at most max_value={self.max_value:g}")
 
     def decay(self, count: int) -> float | None:
-        """See `DecayRule`."""
         if count % self.every:
             return None
         step = (count - self.update_after) // self.every - 1
@@ -160,12 +158,10 @@ class Ema:
             own.copy_(other)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averaged weights and the count."""
         weights: dict[str, Tensor] = {k: v.clone() for k, v in self.module.state_dict().items()}
         return {"count": self.count, "module": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
         self.module.load_state_dict(state["module"])
         self.count = int(state["count"])
 

@@ -45,7 +45,6 @@ class PolicyFlowConfig(RectifiedConfig):
     needs = "shifts velocities along straight paths"
 
     def estimator(self, policy: DenoisingPolicy) -> PolicyflowRatio:
-        """Return the ratio estimator of a policy, with noise that has learned nothing yet."""
         noise = EndNoise(self.noise, policy.chunk.action_dim)
         return PolicyflowRatio(
             policy,

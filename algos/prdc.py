@@ -64,7 +64,6 @@ class NearestRow(Regulariser):
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
-        """See `Regulariser`."""
         state = batch.cond if self._scale is None else batch.cond / self._scale
         query = action.detach()
         found = self.search.nearest(batch.row, state, query)
@@ -89,7 +88,6 @@ class NearestRow(Regulariser):
         return {"search": self.search.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Search as the run did that is continued."""
         name = state.get("search", self.search.name)
         if name != self.search.name and self._other is not None:
             self.search = self._other(name)
@@ -108,10 +106,8 @@ class PrdcConfig(ConstrainedTd3Config):
     """
 
     beta: float = bounded(2.0, gt=0)  # weight of the state in the distance
-    neighbor_rank: int = bounded(1, ge=1)  # rank of the neighbour; published: 1. `k` of the released code
-    search: str = bounded(
-        "auto", choices=SEARCHES
-    )  # nearest-neighbour search; auto: fastest exact, by timing
+    neighbor_rank: int = bounded(1, ge=1)  # rank of the neighbour; published: 1; `k` of the released code
+    search: str = bounded("auto", choices=SEARCHES)  # neighbour search; auto: fastest exact one, by timing
     list_length: int = bounded(64, ge=2)  # neighbours per list, 8 bytes each
 
     def resume_invariants(self) -> dict[str, Any]:

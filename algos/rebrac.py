@@ -54,11 +54,9 @@ class BothActions(Regulariser):
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
-        """See `Regulariser`."""
         return self.actor_weight * (action - batch.action).square().sum(dim=-1).mean(dim=-1), {}
 
     def next_penalty(self, batch: Batch, action: Tensor) -> Tensor:
-        """See `Regulariser`."""
         distance = (action - batch.next_action).square().sum(dim=-1)
         return self.critic_weight * batch.has_next * distance
 
@@ -103,13 +101,11 @@ class RebracConfig(ConstrainedTd3Config):
     normalize_states: bool = False  # a new actor and its critics see states of mean 0 and deviation 1
 
     def actor_config(self) -> PolicyConfig:
-        """Return a deterministic policy of states as they are, unless they are to be normalised."""
         config = super().actor_config()
         modes = config.normalizer | ({} if self.normalize_states else {"state": "identity"})
         return replace(config, normalizer=modes)
 
     def critic_config(self) -> EnsembleConfig:
-        """Return critics whose layers are normalised after their activation, if at all."""
         return EnsembleConfig(
             hidden_dims=self.critic_dims,
             layer_norm=self.critic_layer_norm,
@@ -126,5 +122,4 @@ class RebracConfig(ConstrainedTd3Config):
         return super().learner(policy, table, setup)
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> BothActions:
-        """Return both penalties."""
         return BothActions(self.actor_weight, self.critic_weight)

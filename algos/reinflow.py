@@ -70,9 +70,7 @@ class ReinFlowConfig(PpoConfig):
     tuned_steps: int | None = bounded(None, ge=1)  # last denoising steps, those that are tuned; null: all
     noise: NoiseConfig = field(default_factory=NoiseConfig)
     noise_clip: float | None = bounded(3.0, gt=0)  # clip of exploration noise, standard deviations; null: off
-    clip_state: float | None = bounded(
-        None, gt=0
-    )  # bound on the mean of every step, normalised; published: 1
+    clip_state: float | None = bounded(None, gt=0)  # clamp of every step's mean, normalised; published: 1
     count_start: bool = True  # count the start noise as a factor of the density that a mean runs over
 
     def __post_init__(self) -> None:
@@ -133,7 +131,6 @@ class ReinFlowConfig(PpoConfig):
 
     @staticmethod
     def _probe(policy: DenoisingPolicy) -> tuple[Any, ...]:
-        """Return a condition and the times of the sampler."""
         obs = torch.zeros(1, policy.chunk.obs_steps, policy.obs_dim, device=policy.device, dtype=policy.dtype)
         cond = policy.encode(policy.observation({"state": obs}))
         second = policy.table.second_time

@@ -74,8 +74,7 @@ class SacConfig(OffPolicyConfig):
             with seeded_weights(derive_seed(setup.seed, "soft_critics")):
                 critic = self.critic_config().build(policy.encoder.cond_dim, actor.latent_dim)
             critic = critic.to(policy.device, policy.dtype)
-            rules = self.rules(actor.latent_dim, actor.highest_entropy)
-            learner = SacUpdate(actor, critic, rules, of_chunks=True)
+            learner = SacUpdate(actor, critic, self, of_chunks=True)
             return OffPolicyRun(self, setup, learner, offline_table(self, setup, policy))
 
     def _fresh(self, setup: Setup, algo: str) -> Policy:
@@ -114,7 +113,6 @@ class SquashedActor:
 
     @property
     def latent_dim(self) -> int:
-        """A."""
         return self.policy.chunk.act_steps * self.policy.chunk.action_dim
 
     @property

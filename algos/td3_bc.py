@@ -28,7 +28,6 @@ class OwnAction(Regulariser):
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
-        """See `Regulariser`."""
         return mean_square(action, batch.action), {}
 
 
@@ -47,13 +46,11 @@ class OwnLikelihood(Regulariser):
         self._cloning, self._autocast = ChunkLoss(policy), autocast
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw times and noise."""
         return self._cloning.draw(n, generator)
 
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
-        """See `Regulariser`."""
         with precision(self._autocast, batch.plan.device):
             loss = self._cloning(batch, draws)
         return masked_mean(loss.to(batch.real), batch.real), {}
@@ -69,5 +66,4 @@ class Td3BcConfig(ConstrainedTd3Config):
     """
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> Regulariser:
-        """Return the distance from recorded actions, or from recorded chunks by their matching loss."""
         return OwnLikelihood(actor.policy, self.autocast) if actor.policy.noise_sensitive else OwnAction()

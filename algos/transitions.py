@@ -109,7 +109,6 @@ class TransitionTable:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
         return self._rows.device
 
     @property

@@ -61,7 +61,6 @@ class WindowSampler:
 
     @property
     def num(self) -> int:
-        """Number of windows."""
         return self._windows.num
 
     @property
@@ -71,7 +70,6 @@ class WindowSampler:
 
     @property
     def device(self) -> torch.device:
-        """Where the windows live."""
         return self._windows.device
 
     def gather(self, index: Tensor) -> CloningBatch:
@@ -110,7 +108,6 @@ class Shuffle:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _reorder(self) -> None:
-        """Begin a new pass."""
         self._start = capture_generator(self._generator)
         self._order = torch.randperm(self.num, generator=self._generator, device=self._generator.device)
         self._cursor = 0

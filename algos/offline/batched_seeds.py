@@ -1,4 +1,4 @@
-"""Several seeds of an offline algorithm that one batched learner trains; learners of one seed do not know of it.
+"""Several seeds of an offline algorithm, trained by one batched learner around those of single seeds.
 
 Legend: S seeds, B rows of a batch, E members of an ensemble. A parameter (...) of S modules becomes one of
 shape (S, ...), and the modules' own become views of it: each seed is still saved, averaged and exported from
@@ -182,7 +182,6 @@ def batched(learners: Sequence[Any]) -> Any:
 
 
 def _stacked_attribute(parts: Sequence[Any]) -> Any:
-    """Return what stands in the batched learner for the attributes of several."""
     first = parts[0]
     match first:
         case Actor():

@@ -69,9 +69,7 @@ class OfflineConfig(Checked):
     gamma: float = bounded(0.99, ge=0, le=1)  # discount per environment step
     reward_scale: float = bounded(1.0, gt=0)  # rewards are scale r + shift
     reward_shift: float = bounded(0.0, ge=-math.inf)  # see reward_scale
-    normalize_returns: float | None = bounded(  # range of the returns after scaling rewards; null: no scaling
-        None, gt=0, was="return_range"
-    )
+    normalize_returns: float | None = bounded(None, gt=0, was="return_range")  # span of scaled returns
     actor_lr: float = bounded(3e-4, gt=0)  # Adam
     critic_lr: float = bounded(3e-4, gt=0)  # Adam
     tau: float = bounded(0.005, gt=0, le=1)  # Polyak coefficient of the target networks
@@ -103,8 +101,8 @@ class OfflineConfig(Checked):
             span = float(dataset.returns.max() - dataset.returns.min())
             if span <= 0:
                 raise ConfigError(
-                    f"algo.normalize_returns needs episodes of different returns; all {dataset.num_episodes} of "
-                    f"{dataset.source} have the same. Use algo.reward_scale."
+                    f"algo.normalize_returns needs episodes of different returns; all {dataset.num_episodes} "
+                    f"of {dataset.source} have the same. Use algo.reward_scale."
                 )
             scale = self.normalize_returns / span
             _log.info("%s: returns span %.6g; rewards are multiplied by %.6g", dataset.source, span, scale)
@@ -175,7 +173,7 @@ class OfflineConfig(Checked):
             )  # fmt: skip
 
     def initial_policy(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Policy:
-        """Return a copy of `init`, or a new actor whose actions fill the box; on the device, to be trained."""
+        """Return a trainable copy of `init`, or a new actor whose actions fill the box."""
         if setup.init is not None:
             return setup.init.clone().to(setup.device).train().requires_grad_(True)
         policy = build_policy(

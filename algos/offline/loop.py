@@ -1,7 +1,7 @@
 """The loop of offline algorithms: draw a batch of transitions, take a gradient step, report.
 
-Legend: G_t = sum over k of gamma^k (scale r_{t+k} + shift), to the end of the recorded episode. How far values
-lie above what the data obtained is the symptom of actors that leave the data::
+Legend: G_t = sum over k of gamma^k (scale r_{t+k} + shift), to the end of the recorded episode. Values far
+above the returns of the data are the symptom of actors that leave the data::
 
     overestimation = mean over probes of mean over critics of Q(s_t, a_t) - G_t
 
@@ -48,25 +48,17 @@ class Learner(Protocol):
     steps: int
 
     @property
-    def policy(self) -> Policy:
-        """The policy in training."""
-        ...
+    def policy(self) -> Policy: ...
 
-    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the random numbers of the coming step on n rows."""
-        ...
+    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]: ...
 
     def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Take a step; return detached scalars by name."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything a continuation needs."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Budget(Protocol):
@@ -115,12 +107,10 @@ class OfflineRun:
 
     @property
     def progress(self) -> int:
-        """Gradient steps done."""
         return self._done
 
     @property
     def total(self) -> int:
-        """Gradient steps to do."""
         return self.config.steps
 
     @property
@@ -134,11 +124,15 @@ class OfflineRun:
         start, means = time.perf_counter(), Means()
         with torch_threads(self.num_threads):
             for _ in range(count):
-                row, draws = self.draw()
-                means.add(self.learner.step(self.table.gather(row), draws))
-                self.count_step()
+                means.add(self._step())
             measured = means.read() | self.overestimation()
         return measured | {"time/steps_per_s": count / (time.perf_counter() - start)}
+
+    def _step(self) -> dict[str, Tensor]:
+        row, draws = self.draw()
+        measured = self.learner.step(self.table.gather(row), draws)
+        self.count_step()
+        return measured
 
     def draw(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the rows (B,) and the random numbers of the coming step."""
@@ -165,7 +159,6 @@ class OfflineRun:
         return policy.clone().eval().requires_grad_(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a bit-exact continuation needs."""
         return {
             "done": self._done,
             "learner": self.learner.state_dict(),

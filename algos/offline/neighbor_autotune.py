@@ -207,7 +207,6 @@ def _with_room(ways: list[str], rows: Rows) -> list[str]:
 def _fastest(
     searches: Iterable[Search], rows: Rows, load: Load, generator: torch.Generator, clock: Clock
 ) -> Search:
-    """Try every search and keep the one with which the run is expected to take the least time."""
     tried = min(_TRIED, load.queries, len(rows))
     row = torch.randint(len(rows), (tried,), generator=generator).to(rows.state.device)
     action = _actions(rows.action[row], generator)

@@ -80,7 +80,6 @@ class Regulariser(ABC):
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a continuation needs."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
@@ -132,23 +131,27 @@ class Actor:
     Args:
         policy: Any policy; one that ignores noise is deterministic.
         limit: L; learner actions are the normalised ones times L.
+
+    Attributes:
+        width: A, of a flat executed chunk.
+        device: Of the policy.
     """
 
     def __init__(self, policy: Policy, limit: float = 1.0) -> None:
         self.policy, self.limit = policy, limit
-        self._executed, self._noise_shape = policy.chunk.executed, tuple(policy.noise_shape)
+        self.width = policy.chunk.act_steps * policy.chunk.action_dim
+        self.device, self._noise_shape = policy.device, policy.noise_shape
         # One network without a sampler is evaluated directly; any other policy decodes noise.
         self._network = actor_network(policy) if isinstance(policy, DeterministicPolicy) else None
 
     @property
     def network(self) -> nn.Module:
-        """The module in training."""
         return self.policy
 
-    def draw(self, n: int, generator: torch.Generator, device: torch.device) -> Tensor:
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:
         """Return the start noise of n actions; zeros where it has no influence."""
         if self._network is not None or not self.policy.noise_sensitive:
-            return torch.zeros(n, *self._noise_shape, device=device)
+            return torch.zeros(n, *self._noise_shape, device=self.device)
         return self.policy.sample_noise(n, generator=generator)
 
     def __call__(self, cond: Tensor, noise: Tensor, *, grad: bool = True) -> Tensor:
@@ -157,7 +160,9 @@ class Actor:
             with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
                 action = self._network(cond)[0]
         else:
-            action = self.policy.decode(Cond(cond), noise, grad=grad)[:, self._executed].flatten(1)
+            action = self.policy.decode(Cond(cond), noise, grad=grad)[:, self.policy.chunk.executed].flatten(
+                1
+            )
         return action if self.limit == 1.0 else action * self.limit
 
 
@@ -179,23 +184,20 @@ class Td3Learner:
         for target in (self.target_actor.network, self.target_critic):
             target.requires_grad_(False)
         trained = [p for p in actor.network.parameters() if p.requires_grad]
-        chunk = actor.policy.chunk
-        self._width, self._device = chunk.act_steps * chunk.action_dim, actor.policy.device
         self.actor_optimizer = torch.optim.Adam(trained, lr=config.actor_lr, fused=True)
         self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=config.critic_lr, fused=True)
         self.steps = 0
 
     @property
     def policy(self) -> Policy:
-        """The policy in training."""
         return self.actor.policy
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the random numbers of the coming step on n rows."""
-        eps = torch.randn(n, self._width, generator=generator, device=generator.device).to(self._device)
-        draws = {"target": eps, "next_start": self.actor.draw(n, generator, self._device)}
+        eps = torch.randn(n, self.actor.width, generator=generator, device=generator.device)
+        draws = {"target": eps.to(self.actor.device), "next_start": self.actor.draw(n, generator)}
         if self._updates_actor(self.steps + 1):
-            draws["start"] = self.actor.draw(n, generator, self._device)
+            draws["start"] = self.actor.draw(n, generator)
         return draws | self.regulariser.draw(n, generator)
 
     def step(self, batch: Batch, draws: Draws) -> Quantities:
@@ -269,7 +271,6 @@ class Td3Learner:
         return aggregate(self.critic(batch.cond, action, frozen=True), "min")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a bit-exact continuation needs."""
         return {
             "steps": self.steps,
             "policy": self.policy.state_dict(),
@@ -282,7 +283,6 @@ class Td3Learner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
         self.policy.load_state_dict(state["policy"])
         self.critic.load_state_dict(state["critic"])
         self.target_actor.policy.load_state_dict(state["target_policy"])

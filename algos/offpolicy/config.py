@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from algos.offpolicy.replay_buffer import Discounting
-from algos.offpolicy.sac_update import SoftRules
 from policies.bounds import Checked, bounded
 from policies.networks.critics import AGGREGATES, EnsembleConfig
 
@@ -58,8 +57,7 @@ class OffPolicyConfig(Checked):
     actor_lr: float = bounded(3e-4, gt=0)  # Adam
     critic_lr: float = bounded(3e-4, gt=0)  # Adam
     alpha_lr: float = bounded(3e-4, gt=0)  # Adam, of the log temperature
-    # sum of rewards, gamma per chunk, no value beyond a time limit; floored density
-    paper_compat: bool = False
+    paper_compat: bool = False  # conventions of the released code: chunk rewards summed, ends at time limits
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,7 +91,6 @@ class OffPolicyConfig(Checked):
 
     @property
     def discounting(self) -> Discounting:
-        """Return what is made of rewards."""
         return Discounting(self.gamma, self.reward_scale, self.reward_shift, self.paper_compat)
 
     def resume_invariants(self) -> dict[str, Any]:
@@ -104,14 +101,13 @@ class OffPolicyConfig(Checked):
 
     @property
     def density_form(self) -> str:
-        """Return how the density of squashed actions is computed."""
         return "floored" if self.paper_compat else "exact"
 
-    def rules(self, latent_dim: int, highest_entropy: float = math.inf) -> SoftRules:
-        """Return the constants of the learner for latents of a width.
+    def target_entropy_of(self, latent_dim: int, highest_entropy: float = math.inf) -> float:
+        """Return H for latents of a width.
 
         Raises:
-            ConfigError: If the temperature is moved towards an entropy that the actor cannot have.
+            ConfigError: If the temperature is tuned towards an entropy that the actor cannot have.
         """
         target = self.entropy_share * latent_dim if self.target_entropy is None else self.target_entropy
         self.require(
@@ -119,17 +115,4 @@ class OffPolicyConfig(Checked):
             f"below {highest_entropy:.4g}, the largest entropy of {latent_dim} numbers of the actor, or the "
             "temperature grows without end",
         )  # fmt: skip
-        return SoftRules(
-            tau=self.tau,
-            target_entropy=target,
-            init_alpha=self.init_alpha,
-            learn_alpha=self.learn_alpha,
-            entropy_in_target=self.entropy_in_target,
-            aggregate=self.aggregate,
-            actor_aggregate=self.actor_aggregate,
-            subset=self.subset,
-            pessimism=self.pessimism,
-            actor_lr=self.actor_lr,
-            critic_lr=self.critic_lr,
-            alpha_lr=self.alpha_lr,
-        )
+        return target

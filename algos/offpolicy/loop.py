@@ -44,36 +44,24 @@ class Learner(Protocol):
     """What the loop asks of a learner."""
 
     @property
-    def actor(self) -> LatentActor:
-        """What acts."""
-        ...
+    def actor(self) -> LatentActor: ...
 
     @property
-    def policy(self) -> Policy:
-        """The policy in training."""
-        ...
+    def policy(self) -> Policy: ...
 
-    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the random numbers of a step."""
-        ...
+    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]: ...
 
-    def step(self, batch: ChunkBatch, draws: Mapping[str, Tensor], *, moves_actor: bool = True) -> Quantities:
-        """Take a step."""
-        ...
+    def step(
+        self, batch: ChunkBatch, draws: Mapping[str, Tensor], *, updates_actor: bool = True
+    ) -> Quantities: ...
 
     def finish_round(
         self, count: int, size: int, source: Mixture, generator: torch.Generator
-    ) -> list[Quantities]:
-        """Do what follows `count` steps, on batches of `size` rows."""
-        ...
+    ) -> list[Quantities]: ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything a continuation needs."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Explorer:
@@ -224,7 +212,6 @@ class OffPolicyRun:
         return found | _summary(episodes, self.pool.env) | {"replay/rows": float(len(self.replay))} | spent
 
     def _collect(self) -> Rollout:
-        """Execute chunks in all environments and remember them."""
         is_warmup = self.progress < self.config.warmup_steps
         rollout = self.pool.collect(
             Explorer(self._actor_on_cpu(), is_warmup=is_warmup), self.config.steps_per_iteration
@@ -255,7 +242,6 @@ class OffPolicyRun:
             torch.cuda.synchronize(device)
 
     def _learn(self, means: Means) -> None:
-        """Take the steps that are due."""
         count = math.floor(self._owed)
         self._owed -= count
         size, generator = self.config.batch_size, self._generator
@@ -265,9 +251,9 @@ class OffPolicyRun:
         for _ in range(count):
             self._steps += 1
             batch, draws = self.source.draw(size, generator), self.learner.draw(size, generator)
-            moves_actor = self._steps % self.config.actor_every == 0
-            means.add(self.learner.step(batch, draws, moves_actor=moves_actor))
-            if self._ema is not None and moves_actor:
+            updates_actor = self._steps % self.config.actor_every == 0
+            means.add(self.learner.step(batch, draws, updates_actor=updates_actor))
+            if self._ema is not None and updates_actor:
                 self._ema.update(self._trained)
         if count:
             for found in self.learner.finish_round(count, size, self.source, generator):
@@ -286,7 +272,6 @@ class OffPolicyRun:
         return policy
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a bit-exact continuation needs."""
         return {
             "progress": self.progress,
             "steps": self._steps,

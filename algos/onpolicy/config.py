@@ -54,9 +54,7 @@ class OnPolicyConfig(Checked):
     vf_coef: float = bounded(0.5, ge=0)  # weight of the value loss (itself half the squared error)
     entropy_coef: float = bounded(0.0, ge=-math.inf)  # weight of the entropy, for a Gaussian only
     critic_warmup_iterations: int = bounded(0, ge=0)  # iterations that train the critic only
-    max_grad_norm: float | None = bounded(
-        None, gt=0, le=math.inf
-    )  # gradient clipping of the actor; null: off
+    max_grad_norm: float | None = bounded(None, gt=0, le=math.inf)  # gradient clipping of the actor
     bc_weight: float = bounded(0.0, ge=0)  # weight of the behaviour-cloning term towards the initial policy
     bc_rows: int | None = bounded(None, gt=0)  # rows of a minibatch for that term; null: all
     # optimisers
@@ -72,9 +70,7 @@ class OnPolicyConfig(Checked):
     critic_weight_decay: float = bounded(0.0, ge=0)  # AdamW
     critic: CriticConfig = field(default_factory=CriticConfig)
     # execution
-    microbatch_size: int = bounded(
-        2048, ge=1, was="chunk_rows"
-    )  # rows per gradient task on a CPU; speed only
+    microbatch_size: int = bounded(2048, ge=1, was="chunk_rows")  # rows per gradient task; CPU speed only
     paper_compat: bool = False  # ignore truncation in advantages, allow min_lr > lr, as the reference does
 
     def __post_init__(self) -> None:

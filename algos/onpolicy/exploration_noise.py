@@ -42,9 +42,7 @@ class NoiseConfig(Checked):
     min_std: float = bounded(0.10, gt=0)  # smallest std, normalised action units
     max_std: float = bounded(0.24, gt=0)  # largest std
     hold: float = bounded(0.35, ge=0, le=1)  # fraction of the run before the largest std decays; 1 keeps it
-    final_share: float = bounded(
-        0.7, ge=0, le=1
-    )  # it ends at final_share max_std + (1 - final_share) min_std
+    final_share: float = bounded(0.7, ge=0, le=1)  # ends at final_share max_std + (1 - final_share) min_std
     hidden_dims: tuple[int, ...] = bounded((64, 64), ge=1)  # of the network
     activation: str = bounded("tanh", choices=tuple(ACTIVATIONS))  # of the network
     own_time_dim: int = bounded(0, ge=0)  # width of its own time embedding; 0: that of the policy's network
@@ -112,7 +110,6 @@ class NoiseNet(nn.Module):
 
 
 def _stack(sizes: Sequence[int], activation: str) -> list[nn.Module]:
-    """Return linear layers of these sizes with activations between them."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), ACTIVATIONS[activation]()]

@@ -156,17 +156,14 @@ class FpoRatio(FlowRatio):
 
     @property
     def inner_steps(self) -> int:
-        """Draws with a ratio of their own."""
         return self.num_draws if self.per_draw else 1
 
     @property
     def evaluations(self) -> int:
-        """One per draw that shares a ratio."""
         return 1 if self.per_draw else self.num_draws
 
     @property
     def factors(self) -> float | None:
-        """Executed entries that a reduced loss stands for."""
         rows, dims = self.policy.chunk.act_steps, self.policy.chunk.shape[1]
         return {"mean": rows * dims, "sqrt": (rows * dims) ** 0.5, "per_step": dims}.get(
             self.matching.reduction, 1.0

@@ -242,7 +242,6 @@ class RewardScaler:
         return (reward / torch.sqrt(self.var + 1e-8)).clamp(-self.clip, self.clip)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the statistic and the carried returns."""
         return {"mean": self.mean, "var": self.var, "count": self.count, "carried": self.carried.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -173,7 +173,6 @@ class OnPolicy:
 
     @property
     def budget(self) -> str:
-        """The key that lengthens the run."""
         return "algo.iterations" if self.config.env_steps is None else "algo.env_steps"
 
     @property
@@ -239,7 +238,6 @@ class OnPolicy:
         return self.export_policy().eval().requires_grad_(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a bit-exact continuation needs."""
         return {
             "iteration": self.iteration,
             "progress": self.progress,
@@ -254,7 +252,6 @@ class OnPolicy:
         }
 
     def _lasting(self) -> dict[str, Any]:
-        """Return what must not change when the run is continued."""
         facts: dict[str, Any] = {
             "inner_steps": self.ratio.inner_steps,
             "switch_time": getattr(getattr(self.policy, "field", None), "switch_time", None),

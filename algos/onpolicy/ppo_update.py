@@ -49,9 +49,7 @@ class Draws(Protocol):
         """Return a permutation of 0..n-1, (n,)."""
         ...
 
-    def noise(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return standard normals of a shape, with the type and device of `like`."""
-        ...
+    def noise(self, shape: tuple[int, ...], like: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,9 @@ class GeneratorDraws:
     generator: torch.Generator
 
     def permutation(self, n: int) -> Tensor:
-        """See `Draws`."""
         return torch.randperm(n, generator=self.generator)
 
     def noise(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """See `Draws`."""
         return torch.randn(shape, generator=self.generator, dtype=like.dtype).to(like.device)
 
 
@@ -281,7 +277,6 @@ class PpoUpdate:
     # -- saving ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the critic and both optimisers."""
         state = {
             "critic": self.critic.state_dict(),
             "actor_optimizer": self.actor_optimizer.state_dict(),
@@ -290,7 +285,6 @@ class PpoUpdate:
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
         self.critic.load_state_dict(state["critic"])
         restore_optimizer(self.actor_optimizer, state["actor_optimizer"])
         restore_optimizer(self.critic_optimizer, state["critic_optimizer"])

@@ -93,7 +93,6 @@ class RatioEstimator(ABC):
 
     @property
     def evaluations(self) -> int:
-        """Evaluations of the network that scoring one row takes."""
         return 1
 
     @abstractmethod
@@ -144,7 +143,6 @@ class NoisyFlowRatio(FlowRatio):
     noise: nn.Module
 
     def on_cpu(self) -> Self:
-        """Return the estimator as workers use it."""
         twin = super().on_cpu()
         twin.noise = copy.deepcopy(self.noise).cpu()
         return twin
@@ -154,7 +152,6 @@ class NoisyFlowRatio(FlowRatio):
         return copy.deepcopy(self.noise.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
         self.noise.load_state_dict(state)
 
 
@@ -259,9 +256,7 @@ class BcTerm(Protocol):
     """Keeps a policy near another one."""
 
     @property
-    def noise_shape(self) -> tuple[int, ...]:
-        """Shape of the noise of one row."""
-        ...
+    def noise_shape(self) -> tuple[int, ...]: ...
 
     def losses(self, cond: Cond, noise: Tensor) -> Tensor:
         """Return the loss of each row (B,); noise is (B, *noise_shape)."""

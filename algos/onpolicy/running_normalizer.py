@@ -93,10 +93,8 @@ class RunningMeanStd:
         normalizer.refit(feature, moments)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moments."""
         return {"count": self.count, "mean": self.mean.clone(), "squares": self.squares.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
         self.count = int(state["count"])
         self.mean, self.squares = state["mean"].clone(), state["squares"].clone()

@@ -38,13 +38,9 @@ _INTERESTING = (
 class Display(Protocol):
     """Shows the progress of a run."""
 
-    def show(self, done: int, total: int, values: Mapping[str, float]) -> None:
-        """Show the units done, how many there will be as far as known now, and the newest numbers."""
-        ...
+    def show(self, done: int, total: int, values: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None:
-        """Leave the terminal as it was found."""
-        ...
+    def close(self) -> None: ...
 
 
 def open_display(title: str, unit: str, total: int, done: int, *, bar: bool | None) -> Display:
@@ -143,7 +139,6 @@ class Bar:
         return self._console.width - len(f"{total:,}/{total:,} {self._unit}") - RATE_WIDTH - times - columns
 
     def show(self, done: int, total: int, values: Mapping[str, float]) -> None:
-        """See `Display`."""
         self._values |= values
         room = self._room(max(done, total)) - self._title_width - self._bar_width
         candidates = (key_numbers(self._values, count) for count in (3, 2, 1))
@@ -151,7 +146,6 @@ class Bar:
         self._progress.update(self._task, completed=done, total=total, numbers=numbers)
 
     def close(self) -> None:
-        """See `Display`."""
         self._progress.stop()
 
 
@@ -165,7 +159,6 @@ class Lines:
         self._values: dict[str, float] = {}
 
     def show(self, done: int, total: int, values: Mapping[str, float]) -> None:
-        """See `Display`."""
         self._values |= values
         now = time.monotonic()
         if done < total and now - self._last < SECONDS_BETWEEN_LINES:

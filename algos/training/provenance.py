@@ -42,7 +42,6 @@ def describe_environment() -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    """Return the installed version of a package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -201,7 +201,6 @@ class RunDirectory:
             yield
 
     def _take_lock(self) -> IO[str]:
-        """Return the open file whose lock keeps other writers out until it is closed."""
         lock = (self.path / ".lock").open("w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -100,7 +100,6 @@ def restore_global_rng(state: Mapping[str, Any]) -> None:
 
 
 def _array_to_tensor(value: np.ndarray, where: str) -> Tensor:
-    """Copy an array into a tensor of the same type."""
     try:
         return torch.from_numpy(np.array(value, order="C"))
     except TypeError:

@@ -38,10 +38,8 @@ class TrainerSettings(Checked):
     key: ClassVar[str] = "trainer"
 
     log_every: int = bounded(0, ge=0)  # units between rows of metrics.jsonl; 0: after every iteration
-    # units between checkpoints; null: a tenth of the run; 0: at the end only
-    checkpoint_every: int | None = bounded(None, ge=0)
-    # units between evaluations; null: a tenth of the run; 0: at the end only
-    eval_every: int | None = bounded(None, ge=0)
+    checkpoint_every: int | None = bounded(None, ge=0)  # units; null: a tenth of the run; 0: at the end
+    eval_every: int | None = bounded(None, ge=0)  # units; null: a tenth of the run; 0: at the end only
     eval_first: bool = False  # also evaluate before the first iteration
     keep_checkpoints: int | None = bounded(None, ge=1)  # newest checkpoints to keep; null: all
     tensorboard: bool = False  # also write TensorBoard event files
@@ -203,7 +201,6 @@ class _Group:
                 session.run.keep_newest(count)
 
     def _iterate(self, stop: StopSignals) -> None:
-        """Do one iteration and report it."""
         before, began = [session.algorithm.progress for session in self.sessions], time.monotonic()
         try:
             found = self._advance()
@@ -281,16 +278,13 @@ class _Session:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether more is done than is asked for now."""
         return self.algorithm.progress > self.algorithm.total
 
     @property
     def is_finished(self) -> bool:
-        """Whether there is nothing left to do."""
         return self.algorithm.progress >= self.algorithm.total
 
     def _load(self, step: int) -> None:
-        """Continue from a checkpoint."""
         state = self.run.load_training_state(step)
         try:
             self.algorithm.load_state_dict(state["algorithm"])
@@ -411,7 +405,6 @@ class _Session:
         self.saved = step
 
     def _record(self, values: Scalars) -> None:
-        """Write a row everywhere."""
         row, step = {**values, "time/elapsed_s": self._elapsed()}, self.algorithm.progress
         self.run.log(row, step)
         for writer in self.writers:
@@ -423,11 +416,9 @@ class _Session:
         return self.elapsed_s + time.monotonic() - self.started
 
     def _tenth(self, every: int | None) -> int:
-        """Fill in the default interval."""
         return max(self.algorithm.total // 10, 1) if every is None else every
 
     def _last_good(self) -> str:
-        """Say what can be continued from."""
         if self.saved == 0:
             return f"{self.run.path} has no earlier checkpoint."
         return f"The last good checkpoint is {self.run.checkpoint_path(self.saved)}."

@@ -41,7 +41,9 @@ def plain_of(policy: Any) -> nn.Sequential:
 
 def test_a_step_with_a_deterministic_actor_is_that_of_a_plain_program() -> None:
     """Squared errors are summed over entries and weighted by the advantages of before the step of V."""
-    config = IqlConfig(steps=4, deterministic=True, temperature=4.0, gamma=0.9, tau=0.1, normalize_returns=50.0)
+    config = IqlConfig(
+        steps=4, deterministic=True, temperature=4.0, gamma=0.9, tau=0.1, normalize_returns=50.0
+    )
     run = run_of(config)
     learner: Any = run.learner
     actor, q, v = plain_of(learner.policy), copy.deepcopy(learner.critic), copy.deepcopy(learner.value)

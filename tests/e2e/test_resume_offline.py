@@ -125,7 +125,8 @@ def test_a_run_whose_rates_follow_its_length_keeps_it(config: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("gamma", 0.9), ("reward_scale", 2.0), ("reward_shift", -1.0), ("normalize_returns", 10.0), ("beta", 4.0),
+        ("gamma", 0.9), ("reward_scale", 2.0), ("reward_shift", -1.0), ("normalize_returns", 10.0),
+        ("beta", 4.0),
         ("neighbor_rank", 2),
     ],
 )  # fmt: skip

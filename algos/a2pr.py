@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from algos.base import Draws, Quantities, Setup
 from algos.offline.loop import precision
 from algos.offline.td3_update import Actor, Backup, ConstrainedTd3Config, Regulariser
-from algos.optim import descend, restore_optimizer
+from algos.optim import descend, load_parts, save_parts
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
 from policies.networks.critics import Ensemble, EnsembleConfig, aggregate
@@ -171,12 +171,10 @@ class AdvantageGuide(Regulariser):
         return self.value(cond, cond.new_zeros(*cond.shape[:-1], 0))[0]
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name).state_dict() for name in self._parts}
+        return save_parts(self, self._parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in self._parts:
-            part = getattr(self, name)
-            restore_optimizer(part, state[name]) if "optimizer" in name else part.load_state_dict(state[name])
+        load_parts(self, self._parts, state)
 
     _parts = ("vae", "value", "vae_optimizer", "value_optimizer")
 

@@ -91,7 +91,7 @@ class DppoConfig(PpoConfig):
         explore, evaluate = self.samplers(init)
         policy = self.exploring(tunable_copy(init, explore, self.tuned_steps).to(setup.device), explore)
         ratio, frozen = self.ratio(policy), self.frozen(setup, init)
-        return OnPolicy.assemble(
+        return OnPolicy(
             self,
             setup,
             ratio=ratio,

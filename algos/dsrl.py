@@ -41,7 +41,7 @@ from algos.offpolicy.noise_sensitivity import look_at_noise
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
 from algos.offpolicy.sac_update import SacUpdate, half_squared_error
 from algos.onpolicy.loop import check_setup
-from algos.optim import descend, restore_optimizer
+from algos.optim import descend, load_parts, save_parts
 from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
@@ -202,18 +202,15 @@ class NoiseAliasedUpdate(SacUpdate):
             found.append(self.distill(batch, {"latent": self.draw_latents(size, generator)}))
         return found
 
+    _own_parts = ("noise_critic", "noise_critic_optimizer")
+
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {
-            "owed": self._owed,
-            "noise_critic": self.noise_critic.state_dict(),
-            "noise_critic_optimizer": self.noise_critic_optimizer.state_dict(),
-        }
+        return super().state_dict() | {"owed": self._owed} | save_parts(self, self._own_parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
         self._owed = float(state["owed"])
-        self.noise_critic.load_state_dict(state["noise_critic"])
-        restore_optimizer(self.noise_critic_optimizer, state["noise_critic_optimizer"])
+        load_parts(self, self._own_parts, state)
 
 
 @register("algo", "dsrl")
@@ -287,11 +284,7 @@ class DsrlConfig(OffPolicyConfig):
             )
 
     def _deciding(self, init: Policy) -> Policy:
-        """Return the policy with a sampler of so many steps that its start noise decides, if asked for.
-
-        Raises:
-            CapabilityError: If the policy takes no such number, or draws at every step all the same.
-        """
+        """Return the policy with a sampler of so many steps that its start noise decides, if asked for."""
         steps = self.denoising_steps
         if steps is None or not init.noise_sensitive:
             return init

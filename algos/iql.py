@@ -38,7 +38,7 @@ from algos.base import Setup
 from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.config import OfflineConfig, OfflineData, plain_actor
 from algos.offline.loop import precision
-from algos.optim import descend, restore_optimizer
+from algos.optim import descend, load_parts, save_parts
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
 from policies.errors import ConfigError
@@ -156,12 +156,10 @@ class IqlLearner:
     )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps} | {name: getattr(self, name).state_dict() for name in self._parts}
+        return {"steps": self.steps} | save_parts(self, self._parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name in self._parts:
-            part = getattr(self, name)
-            restore_optimizer(part, state[name]) if "optimizer" in name else part.load_state_dict(state[name])
+        load_parts(self, self._parts, state)
         self.steps = int(state["steps"])
 
 

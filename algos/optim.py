@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,6 +73,21 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
     optimizer.load_state_dict(state)
     for group, values in zip(optimizer.param_groups, configured, strict=True):
         group.update(values)
+
+
+def save_parts(owner: object, names: Sequence[str]) -> dict[str, Any]:
+    """Return the state of networks and optimisers, by the names of their attributes."""
+    return {name: getattr(owner, name).state_dict() for name in names}
+
+
+def load_parts(owner: object, names: Sequence[str], state: Mapping[str, Any]) -> None:
+    """Continue networks and optimisers from `save_parts`."""
+    for name in names:
+        part = getattr(owner, name)
+        if isinstance(part, torch.optim.Optimizer):
+            restore_optimizer(part, state[name])
+        else:
+            part.load_state_dict(state[name])
 
 
 class DecayRule(Protocol):

@@ -65,7 +65,7 @@ class PpoConfig(OnPolicyConfig):
         policy.requires_grad_(False).head.requires_grad_(True)
         ratio, frozen = self.ratio(policy), self.frozen(setup, init)
         adapts = is_fresh and policy.normalizer.modes["state"] == "gaussian"
-        return OnPolicy.assemble(
+        return OnPolicy(
             self,
             setup,
             ratio=ratio,

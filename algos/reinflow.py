@@ -91,7 +91,7 @@ class ReinFlowConfig(PpoConfig):
         explore, evaluate = self.samplers(init)
         policy = self.exploring(init, explore).to(setup.device)
         ratio, frozen = self.noisy_chain(policy, setup.seed), self.frozen(setup, init)
-        return OnPolicy.assemble(
+        return OnPolicy(
             self,
             setup,
             ratio=ratio,

@@ -191,11 +191,7 @@ class OfflineConfig(Checked):
 
 
 def _require_rewards(dataset: EpisodeDataset, rewarding: Rewarding, algo: str) -> None:
-    """Refuse rewards that are all 0, and warn of constant ones where no end of the task tells actions apart.
-
-    Raises:
-        ConfigError: If all are 0 after `reward_scale` and `reward_shift`.
-    """
+    """Refuse rewards that are all 0; warn of constant ones in a task that never ends."""
     least, most = (float(bound) for bound in dataset.rewards.aminmax())
     given = rewarding.scale * least + rewarding.shift
     if least != most or (given and bool(dataset.over.any())):
@@ -233,11 +229,7 @@ def warn_of_clipped_actions(table: TransitionTable, setup: Setup, algo: str) -> 
 
 
 def _refuse_goals(spec: EnvSpec, algo: str) -> None:
-    """Refuse a task that tells its goal beside the state, for what is trained here is not told.
-
-    Raises:
-        CapabilityError: If it does.
-    """
+    """Refuse a task that tells its goal beside the state, for what is trained here is not told."""
     if spec.goal_dim:
         raise CapabilityError(
             f"algo={algo} learns from states; env={spec.name} tells its goal beside them. Use "
@@ -246,11 +238,7 @@ def _refuse_goals(spec: EnvSpec, algo: str) -> None:
 
 
 def _refuse_several(policy: Policy, algo: str) -> None:
-    """Refuse a policy that is made of policies: only one with weights of its own is trained.
-
-    Raises:
-        CapabilityError: If it is a composition, or something stands in front of it.
-    """
+    """Refuse a policy that is made of policies: only one with weights of its own is trained."""
     if isinstance(policy, ComposedPolicy):
         raise CapabilityError(
             f"algo={algo} trains one policy; init is a composition. Train its members, then compose them."

@@ -109,11 +109,7 @@ class Rows:
         return how == "brute" and self.state.device.type != "cpu"
 
     def _require_room(self, how: str) -> None:
-        """Refuse a way of searching without room.
-
-        Raises:
-            ConfigError: If there is not enough memory; names both and other ways.
-        """
+        """Refuse a way of searching without room."""
         if self.has_room(how):
             return
         free = _free_of(self.state.device) if self._is_there(how) else free_memory() or 0

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from algos.base import AT_BOUND, Draws, Quantities, Setup
 from algos.offline.config import OfflineConfig, warn_of_clipped_actions
 from algos.offline.loop import precision
-from algos.optim import descend, restore_optimizer
+from algos.optim import descend, load_parts, save_parts
 from algos.transitions import Batch, TransitionTable
 from policies.bounds import bounded
 from policies.networks.critics import Ensemble, EnsembleConfig, aggregate, polyak
@@ -270,26 +270,21 @@ class Td3Learner:
             return self.critic(batch.cond, action, members=1, frozen=True)[0]
         return aggregate(self.critic(batch.cond, action, frozen=True), "min")
 
+    @property
+    def target_policy(self) -> Policy:
+        """The policy of the target actor."""
+        return self.target_actor.policy
+
+    _parts: ClassVar[tuple[str, ...]] = (
+        *("policy", "critic", "target_policy", "target_critic"),
+        *("actor_optimizer", "critic_optimizer", "regulariser"),
+    )
+
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "steps": self.steps,
-            "policy": self.policy.state_dict(),
-            "critic": self.critic.state_dict(),
-            "target_policy": self.target_actor.policy.state_dict(),
-            "target_critic": self.target_critic.state_dict(),
-            "actor_optimizer": self.actor_optimizer.state_dict(),
-            "critic_optimizer": self.critic_optimizer.state_dict(),
-            "regulariser": self.regulariser.state_dict(),
-        }
+        return {"steps": self.steps} | save_parts(self, self._parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.policy.load_state_dict(state["policy"])
-        self.critic.load_state_dict(state["critic"])
-        self.target_actor.policy.load_state_dict(state["target_policy"])
-        self.target_critic.load_state_dict(state["target_critic"])
-        restore_optimizer(self.actor_optimizer, state["actor_optimizer"])
-        restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
-        self.regulariser.load_state_dict(state["regulariser"])
+        load_parts(self, self._parts, state)
         self.steps = int(state["steps"])
 
 

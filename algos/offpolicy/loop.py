@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from algos.base import Metrics, Quantities, Setup
 from algos.offline.loop import THREADS
 from algos.offpolicy.config import OffPolicyConfig
-from algos.offpolicy.replay_buffer import ChunkBatch, Mixture, Replay
-from algos.offpolicy.sac_update import LatentActor
+from algos.offpolicy.replay_buffer import Mixture, Replay
+from algos.offpolicy.sac_update import LatentActor, SacUpdate
 from algos.optim import DelayedDecay, Ema
 from algos.training.metrics import Means
 from algos.training.resume_checks import init_facts, require_unchanged
@@ -38,30 +38,6 @@ from policies.threads import torch_threads
 _log = logging.getLogger(__name__)
 
 LOOKED_AT = 64  # transitions of the warm-up, before the first update
-
-
-class Learner(Protocol):
-    """What the loop asks of a learner."""
-
-    @property
-    def actor(self) -> LatentActor: ...
-
-    @property
-    def policy(self) -> Policy: ...
-
-    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]: ...
-
-    def step(
-        self, batch: ChunkBatch, draws: Mapping[str, Tensor], *, updates_actor: bool = True
-    ) -> Quantities: ...
-
-    def finish_round(
-        self, count: int, size: int, source: Mixture, generator: torch.Generator
-    ) -> list[Quantities]: ...
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Explorer:
@@ -135,7 +111,7 @@ class OffPolicyRun:
         self,
         config: OffPolicyConfig,
         setup: Setup,
-        learner: Learner,
+        learner: SacUpdate,
         offline: TransitionTable | None = None,
         resume_invariants: Mapping[str, Any] | None = None,
         look: Callable[[Tensor, torch.Generator], Quantities] | None = None,
@@ -335,11 +311,7 @@ def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> Tran
 
 
 def _require_ends(dataset: EpisodeDataset, env: EnvConfig) -> None:
-    """Refuse episodes that go on where success ends those of the task; warn of the opposite.
-
-    Raises:
-        ConfigError: If success is to terminate, and no episode of the dataset terminates.
-    """
+    """Refuse episodes that go on where success ends those of the task; warn of the opposite."""
     name, terminated = env.spec.name, int(dataset.terminated.sum())
     if env.spec.terminate_on_success and not terminated:
         raise ConfigError(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch import Tensor
 from algos.base import AT_BOUND, Draws, Quantities
 from algos.offpolicy.config import OffPolicyConfig
 from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
-from algos.optim import descend, restore_optimizer
+from algos.optim import descend, load_parts, restore_optimizer, save_parts
 from policies.networks.critics import Ensemble, aggregate, polyak
 from policies.policy import Policy
 
@@ -199,23 +199,16 @@ class SacUpdate:
         """Do what follows `count` steps: nothing more is to be learned."""
         return []
 
+    _parts: ClassVar[tuple[str, ...]] = (
+        *("policy", "critic", "target_critic", "temperature"),
+        *("actor_optimizer", "critic_optimizer"),
+    )
+
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "policy": self.policy.state_dict(),
-            "critic": self.critic.state_dict(),
-            "target_critic": self.target_critic.state_dict(),
-            "temperature": self.temperature.state_dict(),
-            "actor_optimizer": self.actor_optimizer.state_dict(),
-            "critic_optimizer": self.critic_optimizer.state_dict(),
-        }
+        return save_parts(self, self._parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.policy.load_state_dict(state["policy"])
-        self.critic.load_state_dict(state["critic"])
-        self.target_critic.load_state_dict(state["target_critic"])
-        self.temperature.load_state_dict(state["temperature"])
-        restore_optimizer(self.actor_optimizer, state["actor_optimizer"])
-        restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
+        load_parts(self, self._parts, state)
 
 
 def half_squared_error(values: Tensor, target: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class RectifiedConfig(OnPolicyConfig):
         policy.field.requires_grad_(True)
         ratio, frozen = self.estimator(policy), self.frozen(setup, flow)
         adapts = is_fresh and policy.normalizer.modes["state"] == "gaussian"
-        return OnPolicy.assemble(
+        return OnPolicy(
             self,
             setup,
             ratio=ratio,

@@ -31,7 +31,7 @@ from algos.onpolicy.functional import (
 )
 from algos.onpolicy.gradient_threads import GradientThreads, Task
 from algos.onpolicy.ratios import BcTerm, RatioEstimator, Rows
-from algos.optim import restore_optimizer, warmup_cosine
+from algos.optim import load_parts, save_parts, warmup_cosine
 from policies.protocols import Cond
 
 Metrics = dict[str, Tensor]
@@ -276,18 +276,13 @@ class PpoUpdate:
 
     # -- saving ----------------------------------------------------------------------------------------
 
+    _parts = ("critic", "actor_optimizer", "critic_optimizer")
+
     def state_dict(self) -> dict[str, Any]:
-        state = {
-            "critic": self.critic.state_dict(),
-            "actor_optimizer": self.actor_optimizer.state_dict(),
-            "critic_optimizer": self.critic_optimizer.state_dict(),
-        }
-        return copy.deepcopy(state)
+        return copy.deepcopy(save_parts(self, self._parts))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.critic.load_state_dict(state["critic"])
-        restore_optimizer(self.actor_optimizer, state["actor_optimizer"])
-        restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
+        load_parts(self, self._parts, state)
 
 
 def adamw(params: Sequence[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.AdamW:

@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,8 @@ class DelayedDecay(Checked):
         DPPO (arXiv 2409.00588), reference implementation of pre-training.
     """
 
+    key: ClassVar[str] = "ema"
+
     value: float = bounded(0.995, ge=0, lt=1)  # decay
     start: int = bounded(0, ge=0)  # updates before which the weights are copied
     every: int = bounded(10, ge=1)  # updates between two changes of the average
@@ -123,6 +125,8 @@ class PowerDecay(Checked):
     Source:
         Diffusion Policy (arXiv 2303.04137), reference implementation.
     """
+
+    key: ClassVar[str] = "ema"
 
     power: float = 0.75
     inv_gamma: float = bounded(1.0, gt=0)  # updates; larger values follow the weights for longer

@@ -187,14 +187,16 @@ class Replay:
         actor = list(self.policy.scored_net.parameters())
         self.learner = RecordingLearner(self.config, ratio=self.ratio, actor=actor, critic=self.critic)
         self.env = ScriptedEnv(data)
-        self.run = OnPolicy(
-            self.config,
-            Setup(env=self.env, num_workers=0, num_threads=1),
-            ratio=self.ratio,
-            trainable=self.policy.scored_net,
-            bc_term=None,
-            export_policy=self.policy.clone,
-        )
+        with pytest.MonkeyPatch.context() as patch:  # the backbone of the file is not registered
+            patch.setattr("algos.onpolicy.loop.init_facts", lambda *_: {})
+            self.run = OnPolicy(
+                self.config,
+                Setup(env=self.env, num_workers=0, num_threads=1),
+                ratio=self.ratio,
+                trainable=self.policy.scored_net,
+                bc_term=None,
+                export_policy=self.policy.clone,
+            )
         self.run.learner, self.run.draws = self.learner, self.draws  # type: ignore[assignment]
         self.pool = self.run.pool
         self.run.iteration = 1  # the evaluation counts as iteration 0

@@ -143,7 +143,7 @@ class AdvantageGuide(Regulariser):
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
         with self._precision():
-            self.vae.requires_grad_(False)  # the gradient passes through; nobody wants that of the weights
+            self.vae.requires_grad_(False)  # gradients of the input only
             rebuilt = self.vae(batch.cond, action, draws["vae_policy"])[0]
             self.vae.requires_grad_(True)
         follows, weight = self.judged(batch, rebuilt, critic)

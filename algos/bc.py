@@ -9,7 +9,7 @@ Deviations from the reference implementations of arXiv 2303.04137 and 2409.00588
     - the learning rate follows gradient steps, not epochs;
     - the average of the weights adapts to the length of the run by default (`ema=delayed` with
       ema_decay=0.995, ema_every=10 is that of DPPO);
-    - what is shipped, validated and evaluated is always the average, of all parts of the policy.
+    - the exported, validated and evaluated weights are always the average, of all parts of the policy.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ EMA_RULES: Mapping[str, Callable[[float, int, int], DecayRule]] = {
     "delayed": DelayedDecay,
 }
 """How averaged weights follow, by name: takes `ema_decay`, `ema_start` and `ema_every`."""
-THREADS = 1  # of torch, unless `num_threads` says otherwise
+THREADS = 1  # of torch, unless `num_threads` is set
 
 
 @register("algo", "bc")
@@ -114,7 +114,7 @@ class Bc:
     """A cloning run in progress; see `BcConfig`.
 
     Attributes:
-        policy: The weights that are trained; what is shipped is their average (`snapshot`).
+        policy: The weights in training; their average is exported (`snapshot`).
     """
 
     unit = "gradient_steps"
@@ -330,7 +330,7 @@ def _require_goals(goal_dim: int, dataset: EpisodeDataset) -> None:
         )
     if goal_dim and goal_dim != width:
         raise ConfigError(
-            f"the policy is told goals of width {goal_dim}; those of {dataset.source} have width "
+            f"the policy is conditioned on goals of width {goal_dim}; those of {dataset.source} have width "
             f"{width}. Use a dataset of the same task."
         )
 

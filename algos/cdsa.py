@@ -62,7 +62,7 @@ class CorrectionLearner:
 
     @torch.no_grad()
     def set_gate(self) -> None:
-        """Leave alone what is less strange than `gate_quantile` of the data."""
+        """Set the gate to the `gate_quantile` of the data's out-of-distribution scores."""
         policy, probes = self._policy, self._probes
         found = policy.out_of_distribution_score(policy.standardized(probes.cond), probes.action)
         quantile = policy.wrapper.gate_quantile

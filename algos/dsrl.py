@@ -14,7 +14,7 @@ values of chunks, QW values of latents::
 No gradient passes through the frozen policy. Latents of the distillation are `gaussian` (b u standard normal,
 as released: most of them lie outside of the actor's box), uniform in the `box`, or half of each.
 
-Source: DSRL, arXiv 2506.15799, released code. Deviations, all undone by `paper_compat` where it says so: the
+Source: DSRL, arXiv 2506.15799, released code. Deviations, undone by `paper_compat` where marked: the
 noise bound is applied in both variants; the warm-up executes what it records; time limits are not ends of the
 task, rewards and values are discounted per control step (`paper_compat`); chunks end with their episode; the
 density of tanh has no floor (`paper_compat`).
@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 VARIANTS = ("na", "sac")
 DISTILLATION_LATENTS = ("gaussian", "box", "mixture")
 STILL = {"eta": 0.0, "eta_per_dim": (), "min_std": 0.0, "final_std": None}
-"""What a sampler is told, where it knows the word, so that it draws nothing after the start."""
+"""Settings that make a sampler deterministic after the start, where it has them."""
 
 
 class SteeredActor:
@@ -253,7 +253,7 @@ class DsrlConfig(OffPolicyConfig):
             meaning |= {"rank": policy.noise_shape[0], "sampler": repr(policy.sampler)}
             resume_invariants = meaning | {"variant": self.variant}
             offline = offline_table(self, setup, policy)
-            # By normal noise, also where an actor that knows something warms up by its own draws.
+            # By normal noise, also where a trained actor warms up with its own draws.
             normal = SteeredActor(policy, within_box=self.variant == "sac")
             look = partial(look_at_noise, normal)
             return OffPolicyRun(self, setup, learner, offline, resume_invariants, look)
@@ -284,7 +284,7 @@ class DsrlConfig(OffPolicyConfig):
             )
 
     def _deciding(self, init: Policy) -> Policy:
-        """Return the policy with a sampler of so many steps that its start noise decides, if asked for."""
+        """Return the policy with a deterministic sampler of `denoising_steps`, if set."""
         steps = self.denoising_steps
         if steps is None or not init.noise_sensitive:
             return init
@@ -316,7 +316,7 @@ class DsrlConfig(OffPolicyConfig):
 
         Args:
             policy: To be trained.
-            is_fresh: Whether its actor knows nothing yet.
+            is_fresh: Whether its actor is untrained.
         """
         chunk, cond, device = policy.chunk, policy.encoder.cond_dim, policy.device
         within_box = self.variant == "sac"

@@ -6,7 +6,7 @@ that the policy took. `algo=fpo` fine-tunes a policy (`init`), or a fresh one le
 
 Source:
     FPO, arXiv 2507.21053, and FPO++, arXiv 2602.02481. Defaults are those of FPO's released code; what
-    belongs to FPO++ says so.
+    belongs to FPO++ is marked.
 
 Deviations from the released code:
     * Times without weight (pure noise, for the eps loss) are not drawn.

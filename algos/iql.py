@@ -57,7 +57,7 @@ def expectile_loss(u: Tensor, tau: float) -> Tensor:
 
 
 class PolicyLoss:
-    """How badly recorded chunks fit a policy.
+    """Loss of a policy on recorded chunks.
 
     Negative log-likelihoods, and squared errors of a deterministic policy, are summed over the entries of a
     chunk; other matching losses are averaged.
@@ -74,7 +74,7 @@ class PolicyLoss:
         return self._cloning.draw(n, generator)
 
     def __call__(self, batch: Batch, draws: Mapping[str, Tensor]) -> Tensor:
-        """Return one number for every row, (B,)."""
+        """Return the loss of each row, (B,)."""
         loss = self._cloning(batch, draws).to(batch.real) * batch.real
         if isinstance(self.policy, (GaussianPolicy, DeterministicPolicy)):
             return self.policy.chunk.action_dim * loss.sum(dim=1)
@@ -145,7 +145,7 @@ class IqlLearner:
         return self.value(cond, cond.new_zeros(*cond.shape[:-1], 0))[0]
 
     def _set_rate(self) -> None:
-        """Let the rate of the policy fall to zero over the run, like a cosine."""
+        """Set the policy's learning rate: cosine decay to zero over the run."""
         share = (self.steps - 1) / self.config.steps
         for group in self.actor_optimizer.param_groups:
             group["lr"] = self.config.actor_lr * 0.5 * (1 + math.cos(math.pi * share))
@@ -192,7 +192,7 @@ class IqlConfig(OfflineConfig):
         """Return the transitions; see `OfflineConfig.prepare`.
 
         Raises:
-            ConfigError: Also if a deterministic actor is asked for beside a policy to start from.
+            ConfigError: Also if `deterministic` is set together with `init`.
         """
         if self.deterministic and setup.init is not None:
             raise ConfigError(

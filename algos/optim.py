@@ -39,7 +39,7 @@ def warmup_cosine(step: int, *, lr: float, min_lr: float, warmup: int, cycle: in
 def check_schedule(
     name: str, *, lr: float, min_lr: float, warmup: int, cycle: int, may_rise: bool = False
 ) -> None:
-    """Refuse a schedule that cannot be meant.
+    """Refuse an inconsistent schedule.
 
     Raises:
         ConfigError: If rates are not positive, `min_lr > lr` (unless it `may_rise`), or the warm-up does not
@@ -91,7 +91,7 @@ def load_parts(owner: object, names: Sequence[str], state: Mapping[str, Any]) ->
 
 
 class DecayRule(Protocol):
-    """Says how an average follows the weights."""
+    """How an average follows the weights."""
 
     def decay(self, count: int) -> float | None:
         """Return the share of the old average at the `count`-th update (0-based); None leaves it alone."""

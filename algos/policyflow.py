@@ -3,7 +3,7 @@
 The flow acts with a little learned noise on the end of its path. How much likelier the new weights make an
 action follows from how far they move the velocity at one point of a straight line, so neither the density of
 the flow nor its path is needed. `algo=policyflow` fine-tunes a policy (`init`), or a fresh flow learns from
-the reward alone. The noise is dropped from the policy that is evaluated and shipped.
+the reward alone. The noise is not part of the evaluated and exported policy.
 
 Source:
     PolicyFlow, arXiv 2602.01156. Clip range and reduction are the published ones; what the text leaves open
@@ -13,7 +13,7 @@ Deviations from the paper:
     * Times are drawn when acting, `num_draws` for every action, and the old velocity is stored with them;
       the paper draws one anew for every update and keeps a copy of the old network.
     * Deviations of the noise lie between bounds.
-    * The Brownian term is a mean over entries, and off unless asked for: it widens a flow without end, which
+    * The Brownian term is a mean over entries, and off by default: it widens a flow without end, which
       takes a cloned one away from its demonstrations.
 """
 

@@ -5,7 +5,7 @@ Legend: pi the actor's action at a batch state s, (s_j, a_j) dataset rows::
     j*         = argmin_j beta^2 |s - s_j|^2 + |pi - a_j|^2
     constraint = mean (pi - a_j*)^2 over rows and entries; the neighbour is a constant
 
-Where j* is mostly the batch row itself, or a copy of it, the method is TD3+BC: `constraint/own_row` tells.
+Where j* is mostly the batch row itself, or a copy of it, the method is TD3+BC; see `constraint/own_row`.
 Larger beta means more of that. For a policy that samples, pi is its sampled chunk and a_j are recorded
 chunks.
 

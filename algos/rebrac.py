@@ -63,7 +63,7 @@ class BothActions(Regulariser):
 
 @torch.no_grad()
 def begin_actor(policy: Policy) -> None:
-    """Let the weights of a new actor begin as published; see the top of the file.
+    """Initialise a new actor as published; see the top of the file.
 
     Drawn by torch's global generator on the CPU, as all initial weights.
     """

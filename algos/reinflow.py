@@ -2,7 +2,7 @@
 
 The deterministic sampler of the initial policy becomes a Markov chain: after every step noise is added, whose
 deviation a small network learns together with the velocity. The joint density of such a chain is known
-exactly, so PPO applies to whole chains. The noise is dropped from the policy that is evaluated and shipped.
+exactly, so PPO applies to whole chains. The noise is not part of the evaluated and exported policy.
 
 Legend: K denoising steps.
 
@@ -114,7 +114,7 @@ class ReinFlowConfig(PpoConfig):
         return explore, replace(explore)
 
     def noisy_chain(self, policy: DenoisingPolicy, seed: int) -> ReinflowRatio:
-        """Return the ratio estimator of a policy, with noise that has learned nothing yet."""
+        """Return the ratio estimator of a policy, with untrained noise."""
         like = next(policy.field.parameters())
         with torch.no_grad(), torch_threads(1):
             times, cond = policy.scored_net.features(*self._probe(policy))

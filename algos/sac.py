@@ -55,8 +55,8 @@ class SacConfig(OffPolicyConfig):
         """Check the setup and return the algorithm, ready to advance.
 
         Raises:
-            ConfigError: If environment or dataset is missing, sizes disagree, or nothing tells a fresh policy
-                the scale of observations.
+            ConfigError: If environment or dataset is missing, sizes disagree, or an untrained policy has no
+                scale of observations.
             CapabilityError: If the policy is no squashed Gaussian, or sees more than states.
         """
         algo = name_of("algo", self)
@@ -78,7 +78,7 @@ class SacConfig(OffPolicyConfig):
             return OffPolicyRun(self, setup, learner, offline_table(self, setup, policy))
 
     def _fresh(self, setup: Setup, algo: str) -> Policy:
-        """Return a policy that knows nothing; a dataset tells it the scale of observations."""
+        """Return an untrained policy; observations are scaled by the statistics of the dataset, if any."""
         if setup.dataset is not None and setup.env is not None:
             spec, source = setup.env.spec, setup.dataset.source
             advice = "Use a dataset of the same task."
@@ -87,10 +87,10 @@ class SacConfig(OffPolicyConfig):
         mode = setup.policy.normalizer["state"]
         if setup.env is not None and mode != "identity":
             raise ConfigError(
-                f"algo={algo} without init and dataset has nothing that tells the scale of observations, "
+                f"algo={algo} without init and dataset has no statistics of observations, "
                 f"which it remembers scaled; got policy.normalizer.state={mode}. Use "
                 "policy.normalizer.state=identity. Give init=<policy directory> to go on from a policy, or "
-                "dataset=<file>, which tells the scale."
+                "dataset=<file>, for the statistics."
             )
         return fresh_policy(setup, algo)
 
@@ -117,7 +117,7 @@ class SquashedActor:
 
     @property
     def highest_entropy(self) -> float:
-        """The largest entropy of an executed chunk [nats] that the network can say."""
+        """The largest entropy of an executed chunk [nats] that the network can represent."""
         return self.latent_dim * highest_entropy(self.policy.process.max_log_std)
 
     def on_cpu(self) -> SquashedActor:

@@ -33,7 +33,7 @@ _STILL = 1e-4  # deviation below which a number counts as constant
 _ROUNDING = 1e-5  # of the width of a box, that its actions may lie outside by rounding alone
 _CLIPPED = {
     True: ("the task", "as the simulator does"),
-    False: ("the policy of init", "for no task says what is possible. Give env=<task>"),
+    False: ("the policy of init", "for there is no task with action limits. Give env=<task>"),
 }
 
 
@@ -72,7 +72,7 @@ class TransitionTable:
         reward: (M,).
         next_cond: (M, C).
         discount: (M,).
-        next_action: (M, A); None: nobody asks for it.
+        next_action: (M, A); None: not used.
         has_next: (M,).
         plan: (M, Th Da).
         real: (M, Th).
@@ -159,7 +159,7 @@ def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> T
 
     Args:
         dataset: On the device of the policy.
-        policy: Of states; says history, executed steps, encoding and normalisation.
+        policy: Of states; its history, executed steps, encoding and normalisation are used.
         rewarding: See there.
 
     Raises:
@@ -284,7 +284,7 @@ def _successors(dataset: EpisodeDataset, frame: Tensor) -> Tensor:
 def box_of(dataset: EpisodeDataset, spec: Any) -> dict[str, Tensor]:
     """Return the statistics of the box that actions fill: the task's, or the data's where no task is given.
 
-    Without a task, data within [-1, 1] have that box; that others are taken as they are is said in a warning.
+    Without a task, data within [-1, 1] have that box; others have their range, with a warning.
     """
     low, high = dataset.actions.amin(0), dataset.actions.amax(0)
     if spec is not None:
@@ -294,7 +294,7 @@ def box_of(dataset: EpisodeDataset, spec: Any) -> dict[str, Tensor]:
     else:
         outside = int((dataset.actions.abs() > 1).sum())
         _log.warning(
-            "%s: %d action entries (%.2g %%) lie outside [-1, 1], and no task says which box they should "
+            "%s: %d action entries (%.2g %%) lie outside [-1, 1], and there is no task whose box they "
             "fill; the range of the data is taken for it, and nothing is clipped. Give env=<task>.",
             dataset.source, outside, 100 * outside / dataset.actions.numel(),
         )  # fmt: skip
@@ -304,7 +304,7 @@ def box_of(dataset: EpisodeDataset, spec: Any) -> dict[str, Tensor]:
 def actions_for(dataset: EpisodeDataset, policy: Policy, spec: Any) -> EpisodeDataset:
     """Return the dataset with actions within the box of the task or, where none is given, of a policy.
 
-    A policy whose actions are normalised by their mean and deviation knows no box, and nothing is clipped.
+    A policy whose actions are normalised by mean and standard deviation has no box, and nothing is clipped.
 
     Args:
         dataset: The data.
@@ -325,7 +325,7 @@ def actions_for(dataset: EpisodeDataset, policy: Policy, spec: Any) -> EpisodeDa
 def clipped_actions(
     dataset: EpisodeDataset, box: dict[str, Tensor], *, of_task: bool = True
 ) -> EpisodeDataset:
-    """Return the dataset with actions within the box, and tell how many entries were outside.
+    """Return the dataset with actions clipped to the box, with a warning if any were outside.
 
     Args:
         dataset: The data.

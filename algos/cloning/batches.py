@@ -1,4 +1,4 @@
-"""CloningBatch as an algorithm wants them: batches of (observation mapping, chunk, mask), shuffled."""
+"""Batches for behaviour cloning: (observation mapping, chunk, mask), shuffled."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CloningBatch:
 
 
 class WindowSampler:
-    """The windows of a dataset, with the goal and the images of each where the policy wants some.
+    """The windows of a dataset, with goals and images where the policy uses them.
 
     Args:
         dataset: On the device it is used on.
@@ -86,7 +86,7 @@ class Shuffle:
 
     Args:
         num: Number of indices.
-        generator: Decides the orders; lives on the device where the indices are wanted.
+        generator: Of the permutations; on the device of the indices.
     """
 
     def __init__(self, num: int, generator: torch.Generator) -> None:

@@ -30,7 +30,7 @@ UNITS_RTOL, UNITS_ATOL = 1e-4, 1e-5
 
 
 class Teacher:
-    """Asks a frozen policy where its trajectories lead; no part of the student: neither saved nor averaged.
+    """Targets from the trajectories of a frozen policy. No part of the student: neither saved nor averaged.
 
     Args:
         policy: The teacher; kept as a frozen copy on the student's device.

@@ -1,4 +1,4 @@
-"""How learning from a fixed dataset begins: settings, the actor to train, and what is refused."""
+"""Settings of offline algorithms, the actor to train, and the checks of a setup."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class OfflineConfig(Checked):
         Raises:
             ConfigError: If there is no dataset, widths of dataset, environment and policy differ, or all
                 rewards are 0.
-            CapabilityError: If the policy to start from cannot be trained in this way, or the task tells its
+            CapabilityError: If the policy to start from cannot be trained in this way, or the task has its
                 goal beside the state.
             DatasetError: If the dataset has no transition.
         """
@@ -209,7 +209,7 @@ def _require_rewards(dataset: EpisodeDataset, rewarding: Rewarding, algo: str) -
 
 
 def warn_of_clipped_actions(table: TransitionTable, setup: Setup, algo: str) -> None:
-    """Tell of recorded actions that a policy to start from normalises beyond ±1, where actions are cut off.
+    """Warn of recorded actions that `init` normalises beyond ±1, where actions are clipped.
 
     Args:
         table: Encoded for that policy.
@@ -229,10 +229,10 @@ def warn_of_clipped_actions(table: TransitionTable, setup: Setup, algo: str) -> 
 
 
 def _refuse_goals(spec: EnvSpec, algo: str) -> None:
-    """Refuse a task that tells its goal beside the state, for what is trained here is not told."""
+    """Refuse a task whose goal is not part of the state."""
     if spec.goal_dim:
         raise CapabilityError(
-            f"algo={algo} learns from states; env={spec.name} tells its goal beside them. Use "
+            f"algo={algo} learns from states; env={spec.name} has its goal beside them. Use "
             f"env.goal=appended, where goals of the dataset end the states as well."
         )
 

@@ -62,7 +62,7 @@ class Learner(Protocol):
 
 
 class Budget(Protocol):
-    """What a run is told: gradient steps, transitions of a batch, gradient steps between two reports.
+    """Settings that the loop uses.
 
     Attributes:
         fixed_length: Whether a rate follows the number of steps, so that a run cannot be made longer.

@@ -58,7 +58,7 @@ class Load:
     queries: int
 
     def rows(self, among: int) -> float:
-        """Return how many different rows are asked for, of so many."""
+        """Return the expected number of different rows that are queried."""
         return among * -math.expm1(-self.batches * self.queries / among)
 
 
@@ -99,13 +99,13 @@ class Rows:
         return max(lists, copies) + listing + boxes_bytes(num, width)
 
     def has_room(self, how: str) -> bool:
-        """Tell whether there is memory for a way of searching, where it searches."""
+        """Return whether there is memory for a way of searching, on the device where it searches."""
         if self._is_there(how):
             return self.bytes_of(how) <= SHARE * _free_of(self.state.device)
         return fits(self.bytes_of(how))
 
     def _is_there(self, how: str) -> bool:
-        """Tell whether a way takes memory of an accelerator: only brute force does, where the rows are."""
+        """Return whether a way uses accelerator memory: only brute force does."""
         return how == "brute" and self.state.device.type != "cpu"
 
     def _require_room(self, how: str) -> None:
@@ -192,7 +192,7 @@ def build_search(
 
 
 def _with_room(ways: list[str], rows: Rows) -> list[str]:
-    """Return the ways for which there is memory; the last of all where there are none, which will say so."""
+    """Return the ways for which there is memory; without any the last one, which raises."""
     possible = [way for way in ways if rows.has_room(way)]
     for way in ways:
         if possible and way not in possible:

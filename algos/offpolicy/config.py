@@ -1,4 +1,4 @@
-"""What all off-policy algorithms are told: budget, data, values, entropy."""
+"""Settings shared by the off-policy algorithms: budget, data, values, entropy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from policies.networks.critics import AGGREGATES, EnsembleConfig
 class OffPolicyConfig(Checked):
     """Settings of every algorithm that learns from a replay of its own experience.
 
-    A step is a control step of one environment unless it says otherwise.
+    A step is a control step of one environment unless stated otherwise.
     """
 
     entropy_share: ClassVar[float] = -0.5  # target entropy per number of a latent, where none is given

@@ -212,7 +212,7 @@ class OffPolicyRun:
         return self._acting
 
     def _wait(self) -> None:
-        """Let the device finish, so that its time counts as an update's; the next round's copy would wait."""
+        """Wait for the device, so that its time counts as update time instead of the next copy's."""
         device = self.learner.policy.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)

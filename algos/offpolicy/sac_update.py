@@ -1,7 +1,7 @@
 """Soft actor-critic as a pure learner: explicit batches, explicit draws, no environment.
 
 Legend: B rows, C condition width, L numbers of a latent, A of a chunk, E critics, bar target copy, u what
-the actor draws, x what the critic is asked about (a latent or a chunk), H target entropy, C_i aggregate over
+the actor draws, x the critic's input (a latent or a chunk), H target entropy, C_i aggregate over
 critics::
 
     temperature loss = - mean log alpha (log pi(u | s) + H)
@@ -135,7 +135,7 @@ class SacUpdate:
         }
 
     def step(self, batch: ChunkBatch, draws: Draws, *, updates_actor: bool = True) -> Quantities:
-        """Take one step of the critic and, unless told otherwise, of temperature and actor."""
+        """Update the critic and, with `updates_actor`, temperature and actor."""
         if not updates_actor:
             out = self._update_critic(batch, draws, self.temperature.value)
         else:
@@ -157,11 +157,11 @@ class SacUpdate:
         return torch.addcmul(batch.reward, batch.discount, value)
 
     def next_values(self, cond: Tensor, latent: Tensor) -> Tensor:
-        """Return what the target critics say (E, B) of latents (B, L)."""
+        """Return the target critics' values (E, B) of latents (B, L)."""
         return self.target_critic(cond, latent)
 
     def actor_values(self, cond: Tensor, latent: Tensor) -> Tensor:
-        """Return the values (E, B) that the actor climbs; no gradient reaches the critic."""
+        """Return the values (E, B) that the actor maximises; the critic's weights get no gradient."""
         return self.critic(cond, latent, frozen=True)
 
     def _aggregated(self, values: Tensor, how: str, draws: Draws) -> Tensor:

@@ -1,4 +1,4 @@
-"""What all on-policy algorithms are told: budgets, advantages, updates, optimisers."""
+"""Settings shared by the on-policy algorithms: budgets, advantages, updates, optimisers."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ action width. The deviation of every entry of every step lies between two bounds
 
 The upper bound may fall over a run. The network starts from what the policy's network makes of times and
 conditions; no gradient reaches the embedding of times through it. It belongs to learning alone: policies are
-shipped without it.
+exported without it.
 
 Source: ReinFlow, arXiv 2505.22094, section 4 and released code.
 """

@@ -62,7 +62,7 @@ def gae(
         truncated: (T, N) the episode was cut: `next_value` follows, but no further step does.
         gamma: Discount per chunk step.
         lam: Weight of longer sums, in [0, 1].
-        paper_compat: Let the lambda-sum run across truncation, as the DPPO reference does.
+        paper_compat: The lambda-sum runs across truncation, as in the DPPO reference.
 
     Returns:
         (advantage, return), each (T, N); return = advantage + value.

@@ -29,7 +29,7 @@ from policies.threads import torch_threads
 _log = logging.getLogger(__name__)
 
 SATURATED_SHARE = 0.1  # share of terms without gradient above which a run warns, once
-THREADS = 2  # that share a gradient, unless `num_threads` says otherwise; results do not depend on it
+THREADS = 2  # gradient threads, unless `num_threads` is set; results do not depend on it
 
 
 def check_setup(setup: Setup, algo: str) -> Policy:
@@ -186,7 +186,7 @@ class OnPolicy:
         return min(1.0, self.iteration / self.config.iterations)
 
     def _adapt(self, rollout: Rollout) -> None:
-        """Let the normaliser follow the observations met, once everything of the iteration is learned."""
+        """Refit the normaliser to all observations so far, at the end of the iteration."""
         if self.moments is not None:
             self.moments.see(rollout.obs[:, :, -1])
             self.moments.apply(self.policy.normalizer)
@@ -197,7 +197,7 @@ class OnPolicy:
         return self.pool.collect(actor, config.steps_per_iteration, reset=config.reset_each_iteration)
 
     def snapshot(self) -> Policy:
-        """Return an independent copy of the policy as it would be shipped now."""
+        """Return an independent copy of the policy to export."""
         return self.export_policy().eval().requires_grad_(False)
 
     def state_dict(self) -> dict[str, Any]:

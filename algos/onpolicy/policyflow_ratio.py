@@ -10,7 +10,7 @@ Da action width; z start noise, e the end of the flow from z, s the deviation of
 A small change of the velocity moves the end of the flow by about as much, so the new policy makes the old
 action with noise around an end that is shifted. One evaluation per draw, no path is followed again. The
 Brownian term draws the velocity towards minus the score of the flow, so that ends keep spreading; its value
-is that of an entropy that nobody can compute.
+is that of an entropy, which has no closed form here.
 
 Source: PolicyFlow, arXiv 2602.01156; the first velocity of the Brownian term is the learned one, as in its
 algorithm (the equation in the text has the old one, which has no gradient).
@@ -72,8 +72,7 @@ class PolicyflowRatio(NoisyFlowRatio):
     Args:
         policy: A rectified flow with a deterministic sampler that does not bound its chunks.
         noise: Deviations of the noise on finished chunks.
-        num_draws: n, times drawn for every action from those at which the sampler asks the network; each is a
-            row with a ratio of its own.
+        num_draws: n, times drawn for every action among those of the sampler; each is a row with a ratio.
         reduction: Over executed entries: `joint` (the published one), `per_step` or `mean`; see
             `algos.onpolicy.ratios.reduce_log_prob`.
         brownian_coef: Weight of the Brownian term.

@@ -58,7 +58,7 @@ class Score:
     """Of each row: log ratio (B,), entropy (B,) and the fraction of its terms without gradient (B,).
 
     The last counts the terms beyond a bound. `penalty` (B,), where there is one, is added to the loss as it
-    is. `drift` (B,) says how far the policy moved where the log ratio does not; None: the log ratio does.
+    is. `drift` (B,) replaces the log ratio in the KL estimate; None: the log ratio is used.
     """
 
     log_ratio: Tensor
@@ -127,7 +127,7 @@ class RatioEstimator(ABC):
 
 
 class FlowRatio(RatioEstimator):
-    """An estimator around a denoising policy, which knows what of it learns."""
+    """An estimator around a denoising policy."""
 
     policy: DenoisingPolicy
 

@@ -1,4 +1,4 @@
-"""Numbers of a run on their way to the disk: one JSON object per line, and optional other writers."""
+"""Metrics of a run: one JSON object per line, and optional other writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a run is, for the person who waits: a live bar on a terminal, plain log lines elsewhere."""
+"""Progress of a run: a live bar on a terminal, plain log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def open_display(title: str, unit: str, total: int, done: int, *, bar: bool | No
 
 
 def key_numbers(values: Mapping[str, float], count: int = 3) -> str:
-    """Format the numbers a person looks at first."""
+    """Format the most important numbers."""
     names = [name for name in _INTERESTING if name in values]
     names += [name for name in values if name not in names and not name.startswith("time/")]
     return "  ".join(f"{name} {values[name]:.4g}" for name in names[:count])
@@ -62,7 +62,7 @@ LONG_S = 3600.0
 
 
 def planned(total: int, unit: str, rate: float) -> str:
-    """Say how much a run will do and how long that takes, for whoever did not mean to start a long one.
+    """Return a line with the length of a run and its expected duration.
 
     Args:
         total: Units of the whole run.

@@ -1,4 +1,4 @@
-"""Where a run was made: versions, platform, threads, source commit."""
+"""Provenance of a run: versions, platform, threads, source commit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training state may hold: tensors and plain values, so that loading one runs no code.
+"""Serialisation of training states as tensors and plain values, so that loading runs no code.
 
 Arrays become tagged tensors, generators become their state; everything else that is not a number, a
 string, a tensor or a container of these is refused when it is saved, not when it is needed.

@@ -58,14 +58,14 @@ def train(
     """Train to the end, from the newest checkpoint of the run where there is one.
 
     A continued run takes the same steps, bit for bit on the CPU, as one that was never stopped. The first
-    SIGINT or SIGTERM lets the iteration finish, writes a checkpoint and raises `Interrupted`; the second
-    stops at once. The algorithm is left open; whoever built it closes it.
+    SIGINT or SIGTERM ends the run after the iteration, with a checkpoint and `Interrupted`; the second
+    stops at once. The algorithm is not closed here.
 
     Args:
         algorithm: Built from the configuration of the run.
         run: Where everything is written.
         settings: Intervals.
-        evaluator: Called with the policy that would be shipped, after the checkpoint of its step.
+        evaluator: Called with the exported policy, after the checkpoint of its step.
         progress: True shows a bar, False log lines, None decides by the terminal.
         provenance: Facts for the model card of every checkpoint.
         amendment: Configuration and overrides that the run is continued with where they differ from its
@@ -269,7 +269,7 @@ class _Session:
         self.algorithm, self.run, self.settings = member.algorithm, member.run, settings
         self.evaluator, self.provenance = member.evaluator, dict(member.provenance)
         self.writers: list[Writer] = []
-        self.fresh: dict[str, float] = {}  # numbers that nobody has been shown
+        self.fresh: dict[str, float] = {}  # numbers not displayed yet
         self.elapsed_s, self.started = 0.0, time.monotonic()
         self.evaluated = -1 if settings.eval_first else 0
         self.saved, self._metrics_bytes, self._company = 0, 0, company
@@ -311,7 +311,7 @@ class _Session:
             self._takes_over_evaluation()
 
     def _takes_over_evaluation(self) -> bool:
-        """Count the present step as evaluated if the last row says so, and tell whether it does."""
+        """Return whether the last row evaluates the present step, which then counts as evaluated."""
         rows = read_jsonl(self.run.metrics_path)
         last = rows[-1] if rows else {}
         if last.get("step") != self.saved or not any(name.startswith("eval/") for name in last):
@@ -321,7 +321,7 @@ class _Session:
         return True
 
     def say_if_finished(self) -> None:
-        """Tell whoever resumes a finished run how to go on."""
+        """Log how to continue a finished run."""
         algorithm = self.algorithm
         if 0 < algorithm.total <= algorithm.progress == self.saved:
             budget, unit = getattr(algorithm, "budget", None), algorithm.unit.replace("_", " ")

@@ -315,7 +315,7 @@ def _built(configs: Sequence[TrainConfig]) -> tuple[list[Algorithm], Callable[[]
     require_alike(configs)
     require_together(first)
     runs = build_seeds(first.algo, prepare(first), [config.seed for config in configs])
-    return runs, SeedBatch(runs).advance
+    return [*runs], SeedBatch(runs).advance
 
 
 def _company(configs: Sequence[TrainConfig]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ Deviations from that reproduction:
     * the Gaussian learns its log-variance (`policies.networks.heads`), there the log of its deviation: a
     step of Adam
       moves the latter half as far; start (1) and limits of the deviation are the same;
-    * `return_range` is about returns of whole episodes; there, an episode without an end loses its last row,
+    * `normalize_returns` is about returns of whole episodes; there, an episode without an end loses its last row,
       and is then cut at every thousandth one, so that cuts slide into its neighbours;
     * no dropout: published for Adroit, and there given to a Gaussian actor, which ignores it.
 """

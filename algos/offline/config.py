@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from algos.base import Setup, require_states_only
+from algos.base import Setup, require_one_policy, require_states_only
 from algos.offline.loop import THREADS, Learner, OfflineRun, Probes, probes_of
 from algos.optim import DelayedDecay, Ema
 from algos.transitions import (
@@ -27,7 +29,6 @@ from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig
 from policies.bounds import Checked, bounded
 from policies.build import build_policy
-from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy, PolicyConfig
 from policies.processes.deterministic import DeterministicProcess
@@ -132,6 +133,8 @@ class OfflineConfig(Checked):
 
     def prepare(self, setup: Setup) -> OfflineData:
         """Return the transitions as the policy encodes them; the same for every seed."""
+        if self.autocast is not None and setup.device.type == "cpu":
+            warn_of_slow_bfloat16()
         with torch_threads(setup.threads(THREADS)):
             algo, dataset, spec = name_of("algo", self), setup.dataset, None
             if dataset is None:
@@ -190,6 +193,17 @@ class OfflineConfig(Checked):
         """Return what learns; torch's global generator is seeded for its initial weights."""
 
 
+def warn_of_slow_bfloat16() -> None:
+    """Warn where the CPU has no instructions for products of bfloat16; unknown to old releases of torch."""
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    if known.get("architecture") == "x86_64" and not (known["amx_bf16"] or known["avx512_bf16"]):
+        _log.warning(
+            "algo.autocast=bfloat16 is slower than float32 on this CPU (%s), which has neither AMX nor "
+            "AVX512_BF16. Leave algo.autocast out.",
+            known.get("cpu_name", "unknown"),
+        )
+
+
 def _require_rewards(dataset: EpisodeDataset, rewarding: Rewarding, algo: str) -> None:
     """Refuse rewards that are all 0; warn of constant ones in a task that never ends."""
     least, most = (float(bound) for bound in dataset.rewards.aminmax())
@@ -239,10 +253,7 @@ def _refuse_goals(spec: EnvSpec, algo: str) -> None:
 
 def _refuse_several(policy: Policy, algo: str) -> None:
     """Refuse a policy that is made of policies: only one with weights of its own is trained."""
-    if isinstance(policy, ComposedPolicy):
-        raise CapabilityError(
-            f"algo={algo} trains one policy; init is a composition. Train its members, then compose them."
-        )
+    require_one_policy(policy, algo)
     if isinstance(policy, WrappedPolicy):
         raise CapabilityError(
             f"algo={algo} trains one policy; init has '{name_of('wrapper', policy.wrapper)}' on top. Train "

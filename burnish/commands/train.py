@@ -15,6 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from algos.base import Algorithm, Metrics, Setup
 from algos.offline.batched_seeds import SeedBatch, build_seeds
+from algos.training.provenance import processor_name
 from algos.training.run_directory import RunDirectory, eval_name, new_folder
 from algos.training.signals import Interrupted
 from algos.training.trainer import Member, train_together
@@ -243,9 +244,15 @@ def with_resumed_parts(overrides: Sequence[str]) -> list[str]:
 
 
 def parts_of(directory: RunDirectory) -> list[str]:
-    """Return the choices of a run as overrides, e.g. `algo=dppo` and `env=avoid`."""
-    chosen = {group: directory.config.get(group) for group in GROUPS}
-    return [f"{group}={part['name']}" for group, part in chosen.items() if isinstance(part, Mapping)]
+    """Return the choices of a run as overrides, e.g. `algo=dppo` and `env=avoid`.
+
+    Raises:
+        ConfigError: If one is no part that is known here.
+    """
+    names = {group: directory.section(group).get("name") for group in GROUPS if directory.section(group)}
+    for group, name in names.items():
+        registry.lookup(group, str(name))
+    return [f"{group}={name}" for group, name in names.items()]
 
 
 def _with_lasting_paths(config: TrainConfig) -> TrainConfig:
@@ -430,6 +437,8 @@ def provenance(config: TrainConfig) -> dict[str, Any]:
         "data": config.data or None,
         "init": None if config.init is None else locate(config.init, "init").label,
         "teacher": None if teacher is None else teacher.label,
+        "num_workers": config.num_workers,
+        "processor": processor_name(),
     }
     return {key: value for key, value in facts.items() if value is not None}
 

@@ -111,8 +111,8 @@ def test_the_upper_bound_falls_from_its_value_to_its_last_share(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_std": 0.0}, "without noise there is no density"),
-        ({"min_std": 0.3, "max_std": 0.2}, "min_std <= max_std"),
+        ({"min_std": 0.0}, r"noise\.min_std must be .*; got 0\.0"),
+        ({"min_std": 0.3, "max_std": 0.2}, r"noise\.max_std must be at least .*=0\.3; got 0\.2"),
         ({"level": "vp"}, "learned, constant"),
         ({"input": "time"}, "state_time, state"),
         ({"hold": 1.5}, "hold"),

@@ -40,9 +40,6 @@ class Setup:
     seed: int = 0
     num_seeds: int = 1  # trained in this process at once, this one included
     num_workers: int = 2  # rollout processes
-    engine: str = (
-        "exact"  # simulation of rollouts, one of envs.engine.envpool.ENGINES; evaluation is always exact
-    )
     num_threads: int | None = None  # see `threads`; None: the algorithm's own default
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 

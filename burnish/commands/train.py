@@ -47,7 +47,6 @@ from burnish.runs.seeds import (
 )
 from envs.datasets import EpisodeDataset, lasting_options, read_dataset
 from envs.datasets.catalogue import find_dataset
-from envs.engine.envpool import ENGINES
 from envs.evaluation.protocol import as_evaluated, check_seeds, prepare_eval
 from envs.fit import as_shown
 from policies import registry
@@ -388,14 +387,6 @@ def prepare(config: TrainConfig) -> Setup:
             f"algo={registry.name_of('algo', config.algo)} learns in an environment and takes no dataset; "
             f"got dataset={config.dataset}. Clone a policy from it with algo=bc and give that as init."
         )
-    if config.engine not in ENGINES:
-        raise ConfigError(f"engine must be one of {', '.join(ENGINES)}; got '{config.engine}'.")
-    if config.engine != Setup.engine and not hasattr(config.algo, "num_envs"):
-        algo = registry.name_of("algo", config.algo)
-        raise ConfigError(
-            f"engine={config.engine} is for algorithms that collect experience; algo={algo} learns from a "
-            f"dataset. Leave it out; evaluation is always exact."
-        )
     if config.data and config.dataset is None:
         raise ConfigError(f"data={config.data} says how a dataset is read; give dataset=<file> with it.")
     init = None if config.init is None else locate(config.init, "init").load()
@@ -412,7 +403,6 @@ def prepare(config: TrainConfig) -> Setup:
         teacher=None if teacher is None else teacher.load(),
         seed=config.seed,
         num_workers=config.num_workers,
-        engine=config.engine,
         num_threads=config.num_threads,
         device=device,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 from omegaconf import MISSING
 
@@ -40,6 +40,8 @@ PolicyShape = _shape_schema()
 class TrainConfig:
     """What `burnish train` does."""
 
+    dropped: ClassVar[tuple[str, ...]] = ("engine",)  # keys of saved runs that mean nothing any more
+
     algo: Any = None  # what learns
     env: Any = None  # the task; null: no rollouts (cloning from a file)
     dataset: str | None = path_field()  # file of demonstrations or transitions, or name of a downloaded one
@@ -58,7 +60,6 @@ class TrainConfig:
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(episodes=50))
     num_workers: int = Setup.num_workers  # rollout processes, each with its own noise; 0: this one, as if 1
-    engine: str = Setup.engine  # exact | envpool, which only collects: see Environments; evaluation is exact
     num_threads: int | None = Setup.num_threads  # null: 2 on-policy (sharing gradients), else 1 (of torch)
     device: str = "cpu"  # cpu, cuda or cuda:<n>: where gradients are computed; rollouts stay on the CPU
     progress: bool | None = None  # null: a bar on a terminal, lines elsewhere

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -17,7 +17,8 @@ from algos.training.progress import LONG_S, Display, announced, open_display, pl
 from algos.training.run_directory import RunDirectory
 from algos.training.serialization import capture_global_rng, restore_global_rng
 from algos.training.signals import Interrupted, StopSignals
-from policies.errors import BurnishError, CheckpointError, ConfigError, TrainingError, WorkerError
+from policies.bounds import Checked, bounded
+from policies.errors import BurnishError, CheckpointError, TrainingError, WorkerError
 from policies.policy import Policy
 
 _log = logging.getLogger(__name__)
@@ -31,28 +32,17 @@ SAID_AFTER = 2
 
 
 @dataclass
-class TrainerSettings:
+class TrainerSettings(Checked):
     """When to log, to save and to evaluate; counts are units of the algorithm (see `Algorithm.unit`)."""
 
-    log_every: int = 0  # units between rows of metrics.jsonl; 0: after every iteration
-    checkpoint_every: int | None = (
-        None  # units between checkpoints; None: a tenth of the run; 0: at the end only
-    )
-    eval_every: int | None = None  # units between evaluations; None: a tenth of the run; 0: at the end only
-    eval_first: bool = False  # also evaluate before the first iteration
-    keep_checkpoints: int | None = None  # newest checkpoints that stay; None: all
-    tensorboard: bool = False  # also write TensorBoard event files
+    key: ClassVar[str] = "trainer"
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        for name in ("log_every", "checkpoint_every", "eval_every"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"trainer.{name} must be 0 or more; got {value}.")
-        if self.keep_checkpoints is not None and self.keep_checkpoints < 1:
-            raise ConfigError(
-                f"trainer.keep_checkpoints must be 1 or more, or null; got {self.keep_checkpoints}."
-            )
+    log_every: int = bounded(0, ge=0)  # units between rows of metrics.jsonl; 0: after every iteration
+    checkpoint_every: int | None = bounded(None, ge=0)  # units; null: a tenth of the run; 0: at the end
+    eval_every: int | None = bounded(None, ge=0)  # units; null: a tenth of the run; 0: at the end only
+    eval_first: bool = False  # also evaluate before the first iteration
+    keep_checkpoints: int | None = bounded(None, ge=1)  # newest checkpoints to keep; null: all
+    tensorboard: bool = False  # also write TensorBoard event files
 
 
 def train(
@@ -68,14 +58,14 @@ def train(
     """Train to the end, from the newest checkpoint of the run where there is one.
 
     A continued run takes the same steps, bit for bit on the CPU, as one that was never stopped. The first
-    SIGINT or SIGTERM lets the iteration finish, writes a checkpoint and raises `Interrupted`; the second
-    stops at once. The algorithm is left open; whoever built it closes it.
+    SIGINT or SIGTERM ends the run after the iteration, with a checkpoint and `Interrupted`; the second
+    stops at once. The algorithm is not closed here.
 
     Args:
         algorithm: Built from the configuration of the run.
         run: Where everything is written.
         settings: Intervals.
-        evaluator: Called with the policy that would be shipped, after the checkpoint of its step.
+        evaluator: Called with the exported policy, after the checkpoint of its step.
         progress: True shows a bar, False log lines, None decides by the terminal.
         provenance: Facts for the model card of every checkpoint.
         amendment: Configuration and overrides that the run is continued with where they differ from its
@@ -211,7 +201,6 @@ class _Group:
                 session.run.keep_newest(count)
 
     def _iterate(self, stop: StopSignals) -> None:
-        """Do one iteration and report it."""
         before, began = [session.algorithm.progress for session in self.sessions], time.monotonic()
         is_first = self._advances == 0 and self._display is not None
         try:
@@ -282,7 +271,7 @@ class _Session:
         self.algorithm, self.run, self.settings = member.algorithm, member.run, settings
         self.evaluator, self.provenance = member.evaluator, dict(member.provenance)
         self.writers: list[Writer] = []
-        self.fresh: dict[str, float] = {}  # numbers that nobody has been shown
+        self.fresh: dict[str, float] = {}  # numbers not displayed yet
         self.elapsed_s, self.started = 0.0, time.monotonic()
         self.evaluated = -1 if settings.eval_first else 0
         self.saved, self._metrics_bytes, self._company = 0, 0, company
@@ -291,16 +280,13 @@ class _Session:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether more is done than is asked for now."""
         return self.algorithm.progress > self.algorithm.total
 
     @property
     def is_finished(self) -> bool:
-        """Whether there is nothing left to do."""
         return self.algorithm.progress >= self.algorithm.total
 
     def _load(self, step: int) -> None:
-        """Continue from a checkpoint."""
         state = self.run.load_training_state(step)
         try:
             self.algorithm.load_state_dict(state["algorithm"])
@@ -327,7 +313,7 @@ class _Session:
             self._takes_over_evaluation()
 
     def _takes_over_evaluation(self) -> bool:
-        """Count the present step as evaluated if the last row says so, and tell whether it does."""
+        """Return whether the last row evaluates the present step, which then counts as evaluated."""
         rows = read_jsonl(self.run.metrics_path)
         last = rows[-1] if rows else {}
         if last.get("step") != self.saved or not any(name.startswith("eval/") for name in last):
@@ -337,7 +323,7 @@ class _Session:
         return True
 
     def say_if_finished(self) -> None:
-        """Tell whoever resumes a finished run how to go on."""
+        """Log how to continue a finished run."""
         algorithm = self.algorithm
         if 0 < algorithm.total <= algorithm.progress == self.saved:
             budget, unit = getattr(algorithm, "budget", None), algorithm.unit.replace("_", " ")
@@ -421,7 +407,6 @@ class _Session:
         self.saved = step
 
     def _record(self, values: Scalars) -> None:
-        """Write a row everywhere."""
         row, step = {**values, "time/elapsed_s": self._elapsed()}, self.algorithm.progress
         self.run.log(row, step)
         for writer in self.writers:
@@ -433,11 +418,9 @@ class _Session:
         return self.elapsed_s + time.monotonic() - self.started
 
     def _tenth(self, every: int | None) -> int:
-        """Fill in the default interval."""
         return max(self.algorithm.total // 10, 1) if every is None else every
 
     def _last_good(self) -> str:
-        """Say what can be continued from."""
         if self.saved == 0:
             return f"{self.run.path} has no earlier checkpoint."
         return f"The last good checkpoint is {self.run.checkpoint_path(self.saved)}."

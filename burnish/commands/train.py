@@ -14,6 +14,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from algos.base import Algorithm, Metrics, Setup
+from algos.offline.batched_seeds import SeedBatch, build_seeds
 from algos.training.provenance import processor_name
 from algos.training.run_directory import RunDirectory, eval_name, new_folder
 from algos.training.signals import Interrupted
@@ -319,9 +320,8 @@ def _built(configs: Sequence[TrainConfig]) -> tuple[list[Algorithm], Callable[[]
         return [algorithm], lambda: [algorithm.advance()]
     require_alike(configs)
     require_together(first)
-    runs = first.algo.build_seeds(prepare(first), [config.seed for config in configs])
-    together = first.algo.together(runs)
-    return runs, together.advance
+    runs = build_seeds(first.algo, prepare(first), [config.seed for config in configs])
+    return [*runs], SeedBatch(runs).advance
 
 
 def _company(configs: Sequence[TrainConfig]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from algos.offline.batched_seeds import ONE_BY_ONE
-from algos.offline.loop import TrainsSeeds
+from algos.offline.config import OfflineConfig
 from algos.training.resume_checks import settings_of
 from burnish.config.schema import describe
 from burnish.config.unused_keys import keys_of
@@ -123,7 +123,7 @@ def require_together(config: TrainConfig) -> None:
         ConfigError: If this is one, or there is a policy to start from.
     """
     name = registry.name_of("algo", config.algo)
-    able = [algo for algo, part in registry.parts("algo").items() if issubclass(part, TrainsSeeds)]
+    able = [algo for algo, part in registry.parts("algo").items() if issubclass(part, OfflineConfig)]
     if name not in able:
         raise ConfigError(
             f"seeds=[…] is for the algorithms {', '.join(able)}; algo={name} trains one seed at a time. "

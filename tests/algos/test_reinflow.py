@@ -116,6 +116,10 @@ def test_the_upper_bound_falls_from_its_value_to_its_last_share(
         ({"min_std": 0.3, "max_std": 0.2}, "min_std max_std"),
         ({"level": "vp"}, "algo.noise.level vp"),
         ({"input": "time"}, "state_time"),
+        ({"min_std": 0.0}, r"noise\.min_std must be .*; got 0\.0"),
+        ({"min_std": 0.3, "max_std": 0.2}, r"noise\.max_std must be at least .*=0\.3; got 0\.2"),
+        ({"level": "vp"}, "learned, constant"),
+        ({"input": "time"}, "state_time, state"),
         ({"hold": 1.5}, "hold"),
         ({"activation": "gelu"}, "tanh"),
         ({"hidden_dims": (0,)}, "hidden_dims"),
@@ -340,6 +344,12 @@ def test_a_policy_that_is_no_flow_is_refused_by_name() -> None:
         ({"clip_state": -1.0}, "algo.clip_state"),
         ({"log_prob_reduction": "sum"}, "per_step per_dim"),
         ({"surrogate": "trpo"}, "algo.surrogate"),
+        ({"denoising_steps": 0}, "algo.denoising_steps must be at least 1"),
+        ({"tuned_steps": 5}, r"algo.tuned_steps must be in 1..4, or empty; got 5"),
+        ({"noise_clip": 0.0}, "algo.noise_clip must be .*; got 0.0"),
+        ({"clip_state": -1.0}, "algo.clip_state must be .*; got -1.0"),
+        ({"log_prob_reduction": "sum"}, "mean, per_step, per_dim, joint"),
+        ({"surrogate": "trpo"}, "ppo, spo, aspo"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(options: dict[str, Any], message: str) -> None:

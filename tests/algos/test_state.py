@@ -231,7 +231,7 @@ def test_a_damaged_configuration_is_one_line(run: RunDirectory) -> None:
 
 def test_second_writer_is_refused_while_the_first_lives(run: RunDirectory) -> None:
     script = f"""
-from algos.state import RunDirectory, new_folder
+from algos.training.run_directory import RunDirectory
 from policies.errors import CheckpointError
 try:
     with RunDirectory.open({str(run.path)!r}).claim():

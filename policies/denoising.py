@@ -46,7 +46,6 @@ class DenoisingPolicy(Policy):
 
     @property
     def guidance(self) -> float:
-        """Weight of the goal in acting; 1 as trained."""
         return self.config.guidance
 
     # -- choosing how to sample -------------------------------------------------------------------
@@ -149,7 +148,6 @@ class DenoisingPolicy(Policy):
     # -- MatchingLoss ---------------------------------------------------------------------------------
 
     def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
-        """Draw the times (n,) and the noise (n, Th, Da) of a matching loss."""
         times = self.process.levels(device=self.device, dtype=self.dtype)
         level = None
         if times is None:
@@ -165,7 +163,6 @@ class DenoisingPolicy(Policy):
         return replace(te, more=more) if more else te
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
-        """The loss of the process; `action` (B, Th, Da) normalised."""
         cond = cond.freed(te.more["drops_goal"]) if "drops_goal" in te.more else cond
         return reduce_elements(self.process.losses(self.evaluate(cond), action, te), reduce)
 
@@ -206,7 +203,6 @@ class DenoisingPolicy(Policy):
         )
 
     def chain_log_prob(self, cond: Cond, x: Tensor, *, steps: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score a chain x (B, S+1, Th, Da); see `ChainPolicy`."""
         batch, device = x.shape[0], x.device
         columns = torch.arange(self.tuned_steps, device=device) if steps is None else steps
         step = columns.repeat(batch)
@@ -218,7 +214,6 @@ class DenoisingPolicy(Policy):
     def transition_log_prob(
         self, cond: Cond, x: Tensor, x_next: Tensor, step: Tensor, cond_row: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Score single transitions under the fine-tuned network; see `ChainPolicy`."""
         self._require_density()
         first = self.table.num_steps - self.tuned_steps
         times = self.table.to_device("net_time", x)[first:]
@@ -270,7 +265,6 @@ class DenoisingPolicy(Policy):
     # -- Field ----------------------------------------------------------------------------------------
 
     def predict(self, x: Tensor, t: Tensor, cond: Cond, *, kind: Kind) -> Tensor:
-        """Evaluate the network at x (B, Th, Da) and sampling time t (B,), as `kind`."""
         pred = self.evaluate(cond)(x, t)
         if self.guidance != 1:
             assert cond.free is not None

@@ -41,18 +41,12 @@ class Descent:
     min_slope: float = 1e-3  # norm of the gradient at which a row takes its last step
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.steps < 1:
             raise ConfigError(f"sampler.steps must be at least 1; got {self.steps}.")
         if not self.min_slope >= 0:
             raise ConfigError(f"sampler.min_slope must not be negative; got {self.min_slope}.")
 
     def table(self, process: Any) -> NoReturn:
-        """Refuse a process that is integrated step by step.
-
-        Raises:
-            ConfigError: Always; a descent asks for no noise levels.
-        """
         raise incompatible(self, process, needs="ebt")
 
 
@@ -119,11 +113,6 @@ class DescentPolicy(Policy):
         self.register_buffer("no_time", torch.zeros(1), persistent=False)
 
     def with_sampler(self, sampler: Any) -> Self:
-        """Return a view of this policy, with the same weights, whose walks end otherwise.
-
-        Raises:
-            ConfigError: If the sampler is one of another process.
-        """
         require_own_sampler(self.process, sampler)
         view = self._view()
         view.sampler = sampler
@@ -167,11 +156,6 @@ class DescentPolicy(Policy):
         return descend(self.process, self.sampler, self.bind(cond), x, first_step=first)
 
     def _step_at(self, t: float) -> int:
-        """Return the first step that does not belong to the share t.
-
-        Raises:
-            ConfigError: If there is none.
-        """
         most = self.sampler.steps
         first = math.ceil(most * t - 1e-6)
         if not 0 <= first < most:
@@ -182,7 +166,6 @@ class DescentPolicy(Policy):
         return first
 
     def bind(self, cond: Cond) -> BoundEnergy:
-        """Bind the energy and its gradient to conditions."""
         return self.field.bind_energy(cond, self.get_buffer("no_time"))
 
     def energy(self, x: Tensor, t: Tensor, cond: Cond) -> Tensor:
@@ -198,7 +181,6 @@ class DescentPolicy(Policy):
         return replace(te, more=self.process.more_draws(te, generator=generator))
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
-        """The loss of the process; `action` (B, Th, Da) normalised."""
         return reduce_elements(self.process.losses(self.bind(cond), action, te), reduce)
 
 

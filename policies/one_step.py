@@ -23,11 +23,6 @@ class OneStepSampler:
     belongs_to: ClassVar[str]
 
     def table(self, process: Any) -> NoReturn:
-        """Refuse a process that is integrated step by step.
-
-        Raises:
-            ConfigError: Always; a policy of one step asks for no table.
-        """
         raise incompatible(self, process, needs=self.belongs_to)
 
 
@@ -52,11 +47,6 @@ class OneStepPolicy(Policy):
         self.sampler = sampler
 
     def with_sampler(self, sampler: Any) -> Self:
-        """Return a view of this policy, with the same weights, that chooses its chunks differently.
-
-        Raises:
-            ConfigError: If the sampler is one of another process.
-        """
         view = self._view()
         view._use_sampler(sampler)
         return view
@@ -85,8 +75,7 @@ class OneStepPolicy(Policy):
             return self._chunk(cond, noise)
 
     @abstractmethod
-    def _chunk(self, cond: Cond, noise: Tensor) -> Tensor:
-        """Return the chunk (B, Th, Da)."""
+    def _chunk(self, cond: Cond, noise: Tensor) -> Tensor: ...
 
     def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
         """Return empty draws: regression and likelihood need none."""

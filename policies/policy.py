@@ -53,16 +53,11 @@ class PolicyConfig:
     guidance: float = 1.0  # weight of the goal in acting; 1: as trained, 0: no goal, above 1: more of it
 
     def chunk(self, action_dim: int) -> ChunkSpec:
-        """Return the horizons for an action width."""
         return ChunkSpec(action_dim, self.horizon, self.act_steps, self.obs_steps, self.action_start)
 
 
 def _features(modes: Mapping[str, str], dims: Mapping[str, int]) -> list[str]:
-    """Return the features that there are; every one of them needs a mode.
-
-    Raises:
-        ConfigError: If one is missing, or unknown.
-    """
+    """Return the features that there are; every one of them needs a mode."""
     there = [name for name, dim in dims.items() if dim]
     if unknown := sorted(set(modes) - set(dims)):
         raise ConfigError(f"policy.normalizer knows {', '.join(dims)}; got {', '.join(unknown)}.")
@@ -110,17 +105,14 @@ class Policy(nn.Module):
 
     @property
     def obs_dim(self) -> int:
-        """Do."""
         return self.encoder.sizes.obs_dim
 
     @property
     def goal_dim(self) -> int:
-        """Dg."""
         return self.encoder.sizes.goal_dim
 
     @property
     def images(self) -> Mapping[str, ImageShape]:
-        """Shapes of the images that the policy looks at, by camera."""
         return self.encoder.sizes.images
 
     @property
@@ -130,12 +122,10 @@ class Policy(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
         return self._like.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating-point type of the weights."""
         return self._like.dtype
 
     def observation(self, obs: Any) -> Observation:
@@ -205,11 +195,9 @@ class Policy(nn.Module):
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """Shape of one row of noise; see `NoiseDecoder`."""
         return self.chunk.shape
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draw standard-normal noise (n, *noise_shape)."""
         return self._randn((n, *self.noise_shape), generator)
 
     def decode(
@@ -221,11 +209,9 @@ class Policy(nn.Module):
         start: tuple[Tensor, float] | None = None,
         hooks: Sequence[SampleHook] = (),
     ) -> Tensor:
-        """Return the normalised chunk (B, Th, Da); see `NoiseDecoder`."""
         raise CapabilityError(f"{type(self).__name__} cannot decode noise.")
 
     def clone(self) -> Self:
-        """Return an independent copy."""
         return copy.deepcopy(self)
 
     def _view(self) -> Self:

@@ -52,7 +52,6 @@ class ChunkSpec:
     action_start: int = 0
 
     def __post_init__(self) -> None:
-        """Check that the executed rows exist."""
         if self.action_dim < 1:
             raise ConfigError(f"the width of actions must be at least 1; got {self.action_dim}.")
         for name in ("horizon", "act_steps", "obs_steps"):
@@ -66,12 +65,10 @@ class ChunkSpec:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(Th, Da)."""
         return (self.horizon, self.action_dim)
 
     @property
     def executed(self) -> slice:
-        """The rows of a chunk that are executed."""
         return slice(self.action_start, self.action_start + self.act_steps)
 
 
@@ -92,7 +89,6 @@ class Cond:
     free: Cond | None = None
 
     def __len__(self) -> int:
-        """Return the batch size."""
         return self.vec.shape[0]
 
     def repeat(self, n: int) -> Cond:
@@ -140,7 +136,6 @@ class TE:
     more: Mapping[str, Tensor] = field(default_factory=dict)
 
     def rows(self, index: slice | Tensor) -> TE:
-        """Select rows."""
         level = None if self.level is None else self.level[index]
         more = {name: draws[index] for name, draws in self.more.items()}
         return TE(self.t[index], self.eps[index], level, more)

@@ -71,7 +71,6 @@ class Limits:
     max_jump: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the jump."""
         if self.max_jump is not None and not self.max_jump > 0:
             raise ValueError(f"max_jump must be positive, or None; got {self.max_jump}.")
 
@@ -148,7 +147,6 @@ class Track:
 
     @property
     def has_plan(self) -> bool:
-        """Whether there is something to execute."""
         return bool(self._plans)
 
     @property
@@ -496,7 +494,6 @@ class RateReport:
     decision_s: list[float] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """Say it in one line."""
         times = 1e3 * np.percentile(self.decision_s or [0.0], (50, 99, 100))
         return (
             f"{self.steps} steps, {self.late} late, {self.starved} without a plan, {self.not_finite} without "

@@ -69,9 +69,7 @@ class Backbone(Protocol):
         """
         ...
 
-    def parameters(self) -> Iterator[Any]:
-        """Iterate over the weights, as `nn.Module` does."""
-        ...
+    def parameters(self) -> Iterator[Any]: ...
 
 
 class BackboneConfig(Protocol):

@@ -70,12 +70,6 @@ class DpTransformerConfig:
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
     ) -> DpTransformer:
-        """Build the backbone; see `policies.backbones.BackboneConfig`.
-
-        Raises:
-            CapabilityError: If there are tokens to attend to.
-            ConfigError: If the condition cannot be cut into `obs_tokens` equal parts, or some stay unseen.
-        """
         if token_dim:
             raise CapabilityError(
                 "backbone=dp_transformer makes its tokens from the condition vector, and the encoder gives "
@@ -222,15 +216,6 @@ class DpTransformer(nn.Module):
         time_row: Tensor | None = None,
         second_time: Tensor | None = None,
     ) -> Tensor:
-        """Evaluate the network; see `policies.backbones.Backbone`.
-
-        Shapes:
-            x: (M, Th, Da) -> (M, Th, Da). time and second_time: (M,), or (K,) with time_row (M,).
-            cond.vec: (M, C), or any number of rows with cond_row (M,).
-
-        Raises:
-            CapabilityError: If there is a time for every action.
-        """
         if time.dim() != 1:
             raise CapabilityError(
                 f"backbone=dp_transformer takes one time per chunk, (M,); got {tuple(time.shape)}. "
@@ -245,14 +230,6 @@ class DpTransformer(nn.Module):
         return self._denoise(x, self._remember(torch.cat(tokens, dim=1)))
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
-        """Precompute all that depends on the condition and the times only; see `policies.backbones.Backbone`.
-
-        Pass the same `times` tensors every time: keys and values of their tokens are kept for them, unless
-        the memory is encoded by blocks, which mix time and observations.
-
-        Shapes:
-            cond.vec: (B, C) or (1, C). times and second_times: (K,).
-        """
         given = (times,) if second_times is None else (times, second_times)
         observations = self._obs_tokens(cond)
         if self._is_tokenwise:
@@ -277,12 +254,10 @@ class DpTransformer(nn.Module):
     def features(
         self, cond: Cond, times: Tensor, second_times: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return embedded times (K, T) and conditions (B, C'); see `policies.backbones.Backbone`."""
         return embed_times(self._waves, self.second_embedding, times, second_times), cond.vec
 
     @property
     def _is_tokenwise(self) -> bool:
-        """Whether encoding leaves the tokens of the memory to themselves."""
         return self.config.memory_depth == 0
 
     def _time_token(self, time: Tensor, second_time: Tensor | None = None) -> Tensor:
@@ -304,7 +279,6 @@ class DpTransformer(nn.Module):
         return torch.stack([block.cross.memory(encoded) for block in self.blocks])
 
     def _memory_weights(self) -> list[Tensor]:
-        """Return the weights that keys and values of the time token depend on."""
         parts = [self.second_embedding, self.memory_encoder, *(block.cross.inlet for block in self.blocks)]
         weights = [weight for part in parts if part is not None for weight in part.parameters()]
         return [self.memory_positions, *weights]

@@ -59,11 +59,6 @@ class MlpConfig(TrunkConfig):
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
     ) -> MlpBackbone:
-        """Build the backbone; see `policies.backbones.BackboneConfig`.
-
-        Raises:
-            CapabilityError: If there are tokens to attend to.
-        """
         if token_dim:
             raise CapabilityError(
                 "backbone=mlp cannot attend to tokens, and the encoder gives some. Use a backbone with "
@@ -132,12 +127,6 @@ class MlpBackbone(nn.Module):
         time_row: Tensor | None = None,
         second_time: Tensor | None = None,
     ) -> Tensor:
-        """Evaluate the network; see `policies.backbones.Backbone`.
-
-        Shapes:
-            x: (M, Th, Da) -> (M, Th, Da). time and second_time: (M,), or (K,) with time_row (M,).
-            cond.vec: (M, C), or any number of rows with cond_row (M,).
-        """
         fold = self.trunk.fold()
         embedded = embed_times(self.time_embedding, self.second_embedding, time, second_time)
         parts = (x.flatten(1), embedded, self.cond_encoder(cond.vec))
@@ -165,13 +154,6 @@ class MlpBackbone(nn.Module):
         return torch.addmm(offset, inputs, weights.t())
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
-        """Precompute all that depends on the condition and the times only; see `policies.backbones.Backbone`.
-
-        Pass the same `times` tensors every time: the table of time projections is kept for them.
-
-        Shapes:
-            cond.vec: (B, C) or (1, C). times and second_times: (K,).
-        """
         given = (times,) if second_times is None else (times, second_times)
         plan = self._cache.get((*self.parameters(), *given), lambda: self._plan(*given))
         finish, chunk = self.trunk.finish_of(plan.fold), plan.chunk
@@ -186,7 +168,6 @@ class MlpBackbone(nn.Module):
     def features(
         self, cond: Cond, times: Tensor, second_times: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return embedded times (K, T) and conditions (B, C'); see `policies.backbones.Backbone`."""
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
         return embedded, self.cond_encoder(cond.vec)
 

@@ -71,7 +71,6 @@ class TransformerConfig:
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
     ) -> TransformerBackbone:
-        """Build the backbone; see `policies.backbones.BackboneConfig`."""
         return TransformerBackbone(self, chunk_shape, cond_dim, token_dim=token_dim, second_time=second_time)
 
 
@@ -145,7 +144,6 @@ class Block(nn.Module):
 
     @property
     def sublayers(self) -> int:
-        """How many adaptations `forward` takes."""
         return 2 if self.cross is None else 3
 
     def forward(
@@ -227,13 +225,6 @@ class TransformerBackbone(nn.Module):
         time_row: Tensor | None = None,
         second_time: Tensor | None = None,
     ) -> Tensor:
-        """Evaluate the network; see `policies.backbones.Backbone`.
-
-        Shapes:
-            x: (M, Th, Da) -> (M, Th, Da). time and second_time: (M,) or (M, Th), or (K,) or (K, Th) with
-            time_row (M,). cond.vec: (M, C), cond.tokens: (M, N, Ct), or any number of rows of both with
-            cond_row (M,).
-        """
         of_time = self._of_time(time, second_time)
         of_cond, memory = self._of_cond(cond)
         if time_row is not None:
@@ -245,13 +236,6 @@ class TransformerBackbone(nn.Module):
         return self._denoise(x, per_action + of_cond.unsqueeze(1), memory)
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
-        """Precompute all that depends on the condition and the times only; see `policies.backbones.Backbone`.
-
-        Pass the same `times` tensors every time: the table of their modulations is kept for them.
-
-        Shapes:
-            cond.vec: (B, C) or (1, C), cond.tokens: (B or 1, N, Ct). times and second_times: (K,).
-        """
         given = (times,) if second_times is None else (times, second_times)
         embeddings = (self.time_embedding, self.second_embedding, self.modulation.time)
         weights = [weight for part in embeddings if part is not None for weight in part.parameters()]
@@ -262,7 +246,6 @@ class TransformerBackbone(nn.Module):
     def features(
         self, cond: Cond, times: Tensor, second_times: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return embedded times (K, T) and conditions (B, C'); see `policies.backbones.Backbone`."""
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
         return embedded, self.cond_embedding(cond.vec)
 
@@ -276,9 +259,6 @@ class TransformerBackbone(nn.Module):
         """Return the part of the condition in the modulation (B, P), and keys and values of its tokens.
 
         The latter are (L, 2, B, H, N, D/H), for every block its own.
-
-        Raises:
-            CapabilityError: If tokens are missing or not expected.
         """
         if (self.token_inlet is None) != (cond.tokens is None):
             built, called = ("without", "with") if self.token_inlet is None else ("with", "without")

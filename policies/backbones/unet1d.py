@@ -66,11 +66,6 @@ class Unet1dConfig(UnetConfig):
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
     ) -> Unet1dBackbone:
-        """Build the backbone; see `policies.backbones.BackboneConfig`.
-
-        Raises:
-            CapabilityError: If there are tokens to attend to.
-        """
         if token_dim:
             raise CapabilityError(
                 "backbone=unet1d cannot attend to tokens, and the encoder gives some. Use a backbone with "
@@ -107,7 +102,6 @@ class Unet1dConfig(UnetConfig):
         return keys | {f"cond_mlp.layers.{name}": f"cond_encoder.{name}" for name in pairs}
 
     def build_cond_encoder(self, cond_dim: int) -> nn.Module:
-        """Build the encoder of the condition; the identity without `cond_dims`."""
         if not self.cond_dims:
             return nn.Identity()
         width, *_, out = self.cond_dims
@@ -172,12 +166,6 @@ class Unet1dBackbone(nn.Module):
         time_row: Tensor | None = None,
         second_time: Tensor | None = None,
     ) -> Tensor:
-        """Evaluate the network; see `policies.backbones.Backbone`.
-
-        Shapes:
-            x: (M, Th, Da) -> (M, Th, Da). time and second_time: (M,) or (M, Th); with time_row (M,) also (K,)
-            or (K, Th). cond.vec: (M, C), or any number of rows with cond_row (M,).
-        """
         times, conds = self._time_parts(time, second_time), self._cond_parts(cond)
         if time_row is not None:
             times = [part.index_select(0, time_row) for part in times]
@@ -186,13 +174,6 @@ class Unet1dBackbone(nn.Module):
         return self._evaluate()(x, self._modulations(times, conds))
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
-        """Precompute all that depends on the condition and the times only; see `policies.backbones.Backbone`.
-
-        Pass the same `times` tensors every time: the tables are kept for them.
-
-        Shapes:
-            cond.vec: (B, C) or (1, C). times and second_times: (K,) or (K, Th).
-        """
         given = (times,) if second_times is None else (times, second_times)
         plan = self._cache.get((*self.parameters(), *given), lambda: self._plan(*given))
         evaluate, modulations = plan.evaluate, self._modulations_of_steps(plan.tables, self._cond_parts(cond))
@@ -201,7 +182,6 @@ class Unet1dBackbone(nn.Module):
     def features(
         self, cond: Cond, times: Tensor, second_times: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return embedded times (K, T) and conditions (B, C'); see `policies.backbones.Backbone`."""
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
         return embedded, self.cond_encoder(cond.vec)
 
@@ -209,7 +189,6 @@ class Unet1dBackbone(nn.Module):
         return _Plan(self._time_parts(times, second_times), self._evaluate())
 
     def _evaluate(self) -> Evaluate:
-        """Return the network as a function, remembered while no gradient is asked for."""
         return self._ready.get(tuple(self.unet.parameters()), self.unet.ready)
 
     def _time_parts(self, time: Tensor, second_time: Tensor | None) -> list[Tensor]:

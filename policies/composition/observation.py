@@ -62,13 +62,11 @@ class ComposedEncoder(nn.Module):
 
     @property
     def cond_dim(self) -> int:
-        """C, the width of all vectors together."""
         return sum(member.encoder.cond_dim for member, _ in self._members)
 
     def forward(
         self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
     ) -> ComposedCond:
-        """Encode physical observations, with the encoders and normalisers of the members."""
         state = read(obs, "state", (self.sizes.obs_steps, self.sizes.obs_dim))
         return joined(
             [
@@ -79,7 +77,6 @@ class ComposedEncoder(nn.Module):
 
 
 def _seen(member: Policy, obs: Mapping[str, Tensor], columns: tuple[int, ...] | None) -> dict[str, Tensor]:
-    """Return the part of an observation that a member sees."""
     newest = slice(-member.chunk.obs_steps, None)
     histories = ("state", *member.images)
     seen = {name: part[:, newest] if name in histories else part for name, part in obs.items()}

@@ -71,7 +71,6 @@ class Composition:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        """Bring lists to tuples and check the values."""
         object.__setattr__(self, "weights", tuple(_weight(weight) for weight in self.weights))
         columns = tuple(None if one is None else tuple(one) for one in self.columns)
         object.__setattr__(self, "columns", columns or (None,) * len(self.weights))
@@ -145,11 +144,7 @@ class Composition:
 
 
 def _weight(weight: Weight | Sequence[Sequence[float]]) -> Weight:
-    """Check a weight and bring knots to tuples.
-
-    Raises:
-        ConfigError: If a number is not finite, or the times of knots do not rise within [0, 1].
-    """
+    """Check a weight and bring knots to tuples."""
     if isinstance(weight, (int, float)):
         if not math.isfinite(weight):
             raise ConfigError(f"weights must be finite; got {weight}.")
@@ -218,7 +213,6 @@ class Sum:
     noise_free: float
 
     def __call__(self, ask: Callable[[int], Tensor], x: Tensor) -> Tensor:
-        """Ask the chosen members and combine what they say."""
         predictions = [ask(member) for member in self.chosen]
         out = combine(predictions, self.weights)
         return out + self.surplus * (predictions[0] - self.noise_free * x) if self.surplus else out

@@ -65,7 +65,6 @@ class _At(StepRules):
     times: tuple[float, ...]
 
     def table(self, process: Any) -> StepTable:
-        """Lay the times out."""
         return Euler().over(process, self.times)
 
 
@@ -86,7 +85,6 @@ class _Part:
     reached: Tensor
 
     def bind(self, cond: Cond) -> BoundField:
-        """Bind the member to its condition; the result speaks of states and outputs of the lead."""
         bound = self.view.bind(cond)
         if self.table is None:
             return bound
@@ -180,7 +178,6 @@ class ComposedPolicy(DenoisingPolicy):
         return view
 
     def with_act_steps(self, act_steps: int) -> Self:
-        """Return a view of which the lead executes another number of rows."""
         view = super().with_act_steps(act_steps)
         lead, *others = self.fields
         view.members = nn.ModuleList([lead.with_act_steps(act_steps), *others])
@@ -189,7 +186,6 @@ class ComposedPolicy(DenoisingPolicy):
     # -- NoiseDecoder ---------------------------------------------------------------------------------
 
     def bind(self, cond: Cond) -> BoundField:
-        """Bind the members that have a weight to their conditions and to the steps of the sampler."""
         conds = of_members(cond)
         bound = {i: self._parts[i].bind(conds[i]) for i in self._active}
         if self.composition.operator == "or":
@@ -233,18 +229,15 @@ class ComposedPolicy(DenoisingPolicy):
 
     @property
     def field(self) -> Any:
-        """A composition has no network of its own."""
         return self._refuse_training()
 
     @property
     def scored_net(self) -> Any:
-        """A composition has no network of its own."""
         return self._refuse_training()
 
     def sample_chain(
         self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Chain:
-        """Refuse: chains are recorded to train the network that made them."""
         return self._refuse_training()
 
     def _refuse_training(self) -> NoReturn:
@@ -299,11 +292,7 @@ def _ask(
 
 
 def _sums(composition: Composition, process: Any, t: Tensor, reached: Tensor) -> tuple[Sum, ...]:
-    """Work out the weighted sum of every step, at times t (K,) float64 reached by members (N, K).
-
-    Raises:
-        ConfigError: If weights do not add up to 1 where the path has no signal: eps says nothing there.
-    """
+    """Work out the weighted sum of every step, at times t (K,) float64 reached by members (N, K)."""
     coefficients = composition.heard(composition.coefficients(t), reached)
     surplus = composition.surplus(coefficients)
     alpha, _ = process.alpha_sigma(t)

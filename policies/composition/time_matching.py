@@ -50,7 +50,6 @@ class UnitChange:
 
     @classmethod
     def between(cls, lead: Normalizer, member: Normalizer) -> UnitChange:
-        """Compare two normalisers of actions."""
         (scale_l, offset_l), (scale_m, offset_m) = (
             [one.get_buffer(f"action_{part}").double().cpu() for part in ("scale", "offset")]
             for one in (lead, member)
@@ -63,7 +62,6 @@ class UnitChange:
 
     @property
     def are_same(self) -> bool:
-        """Whether both normalise alike."""
         return len(self.scale) == 1 and bool(self.scale == 1) and bool(self.offset == 0)
 
     @property
@@ -89,7 +87,6 @@ class TimeMatch(NamedTuple):
     out_x0: Any
 
     def state(self, x: Tensor) -> Tensor:
-        """Return the member's state."""
         return self.state_x * x + self.state_1
 
     def output(self, x: Tensor, state: Tensor, raw: Tensor, limit: float | None) -> Tensor:

@@ -55,11 +55,6 @@ class ResNetEncoderConfig:
                 raise ConfigError(f"encoder.{name} must be at least 1; got {getattr(self, name)}.")
 
     def build(self, sizes: ObservationSizes) -> ResNetEncoder:
-        """Build the encoder; see `policies.encoders.EncoderConfig`.
-
-        Raises:
-            ConfigError: If a camera is missing or its images are too small.
-        """
         return ResNetEncoder(self, sizes)
 
 
@@ -94,14 +89,12 @@ class ResNetEncoder(nn.Module):
 
     @property
     def cond_dim(self) -> int:
-        """C, width of the condition vector."""
         per_step = len(self.crops) * self.config.features + self.sizes.obs_dim
         return per_step * self.sizes.obs_steps + self.sizes.goal_dim
 
     def forward(
         self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
     ) -> Cond:
-        """Encode physical observations; see `policies.encoders.Encoder`."""
         state = encoded_state(obs, normalizer, self.sizes)
         parts = []
         for i, camera in enumerate(self.crops):

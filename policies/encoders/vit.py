@@ -59,11 +59,6 @@ class VitEncoderConfig:
         check_attention(self.width, self.heads, dropout=0.0, group="encoder")
 
     def build(self, sizes: ObservationSizes) -> VitEncoder:
-        """Build the encoder; see `policies.encoders.EncoderConfig`.
-
-        Raises:
-            ConfigError: If a camera is missing, or images are too small or of several sizes.
-        """
         return VitEncoder(self, sizes)
 
     def official_keys(self, num_cameras: int = 1) -> dict[str, str]:
@@ -100,18 +95,15 @@ class VitEncoder(nn.Module):
 
     @property
     def cond_dim(self) -> int:
-        """C, width of the condition vector."""
         return len(self.heads) * self.config.features + self.state_dim + self.sizes.goal_dim
 
     @property
     def token_dim(self) -> int:
-        """Ct, width of a patch, or 0."""
         return self.config.width if self.config.tokens else 0
 
     def forward(
         self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
     ) -> Cond:
-        """Encode physical observations; see `policies.encoders.Encoder`."""
         state = encoded_state(obs, normalizer, self.sizes).flatten(1)
         patches = [
             self._patches(pixels(obs, camera, self.sizes), state.dtype, generator)
@@ -130,11 +122,6 @@ class VitEncoder(nn.Module):
 
 
 def _num_patches(sizes: ObservationSizes) -> int:
-    """Return P.
-
-    Raises:
-        ConfigError: If there are none, or another number of them for each camera.
-    """
     shapes = set(sizes.images.values())
     if len(shapes) > 1:
         raise ConfigError(

@@ -55,7 +55,6 @@ class Execution:
     warm_start: WarmStart = field(default_factory=WarmStart)
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.act_steps is not None and self.act_steps < 1:
             raise ConfigError(f"act_steps must be at least 1, or null; got {self.act_steps}.")
         if self.latency < 0:
@@ -126,15 +125,12 @@ class Executor:
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """Shape of one row of noise."""
         return (self._replanner or self._policy).noise_shape
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draw noise (n, *noise_shape)."""
         return (self._replanner or self._policy).sample_noise(n, generator=generator)
 
     def track(self, lane: int) -> Track:
-        """Return the plans of a lane, with what was counted there."""
         return self._lane(lane).track
 
     def reset(self, lanes: Iterable[int] | None = None) -> None:
@@ -211,7 +207,6 @@ class Executor:
         return plan, policy.table.num_steps if isinstance(policy, DenoisingPolicy) else 1
 
     def _deliver(self, lane: _Lane) -> None:
-        """Hand out the plan whose time has come."""
         if lane.track.is_pending and lane.plan is not None and lane.track.step >= lane.arrives:
             rows = lane.plan[None, self._start :]
             speak = self._policy.physical if self._replanner is None else self._replanner.physical

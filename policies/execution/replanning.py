@@ -46,7 +46,6 @@ class WarmStart:
     gripper_guess: float = 1.0  # magnitude of these in the guess, normalised units
 
     def __post_init__(self) -> None:
-        """Check the values."""
         self.levels, self.gripper = tuple(self.levels), tuple(self.gripper)
         if self.levels and (self.steps, self.start) != (None, None):
             raise ConfigError(
@@ -65,7 +64,6 @@ class WarmStart:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a short run."""
         return self.steps is not None or bool(self.levels)
 
 
@@ -80,7 +78,6 @@ class EulerFrom(Euler):
     start: float = 0.0
 
     def times(self, process: Process) -> list[float]:
-        """Return the steps + 1 times, from the start to data."""
         return [self.start + (1 - self.start) * k / self.steps for k in range(self.steps + 1)]
 
 
@@ -135,7 +132,6 @@ class Replanner:
         return self._taped.noise_shape
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draw noise (n, *noise_shape)."""
         return self._taped.sample_noise(n, generator=generator)
 
     @property
@@ -208,7 +204,6 @@ def with_act_steps(policy: AnyPolicy, act_steps: int | None) -> AnyPolicy:
 
 
 def _check(warm_start: WarmStart, policy: DenoisingPolicy) -> None:
-    """Refuse a short run that does not fit."""
     chunk, steps = policy.chunk, policy.table.num_steps
     if not warm_start.is_on:
         raise ConfigError("warm_start needs a short run; give warm_start.steps or warm_start.levels.")
@@ -246,7 +241,6 @@ def _short(policy: DenoisingPolicy, warm_start: WarmStart) -> DenoisingPolicy:
 
 
 def _rows(policy: DenoisingPolicy) -> int:
-    """Return how many rows of a tape a run takes."""
     return 1 if policy.is_deterministic else policy.table.num_steps + 1
 
 

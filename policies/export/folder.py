@@ -23,9 +23,8 @@ from policies.policy import Policy
 from policies.runner import ENCODER, LOOP, MODEL, SAMPLE, SIGNATURE, STEP
 
 REPORT, CARD, RUNNER = "report.json", "README.md", "runner.py"
-PROGRAM, PACKAGE = "policy.pt2", "policy.aot.pt2"
-MODELS = (MODEL, ENCODER, STEP, LOOP, PROGRAM, PACKAGE)
-"""Files that hold the policy, in all formats."""
+MODELS = (MODEL, ENCODER, STEP, LOOP)
+"""Files that hold the policy."""
 
 Run = Callable[[Mapping[str, Tensor]], list[np.ndarray]]
 """Inputs by name -> actions (B, Ta, Da) and plan (B, R, Da)."""
@@ -59,19 +58,15 @@ class ExportReport:
     """What was written and how well it agrees.
 
     `parity` rows: batch, max_abs_difference (physical action units, relative to the largest magnitude
-    where that exceeds 1). `latency` rows: batch, eager_ms and one column for every way to run the export
-    (onnx_ms; pt2_ms, aot_ms), medians on one thread. `opset` is that of ONNX, None for another format.
-    `notes` say what was left out, and why.
+    where that exceeds 1). `latency` rows: batch, eager_ms and onnx_ms, medians on one thread.
     """
 
     directory: str
-    format: str
     graph: str
-    opset: int | None
+    opset: int
     tolerance: float
     parity: list[dict[str, float]]
     latency: list[dict[str, float]]
-    notes: list[str] = field(default_factory=list)
 
     @property
     def worst(self) -> float:
@@ -99,15 +94,13 @@ def draft_of(target: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as draft:
         yield Path(draft)
         target.mkdir(exist_ok=True)
-        for name in (*MODELS, RUNNER):  # those of another format
+        for name in (*MODELS, RUNNER):  # those of another graph
             (target / name).unlink(missing_ok=True)
         for path in Path(draft).iterdir():
             path.replace(target / path.name)
 
 
-def signature(
-    policy: Policy, around: Surroundings, *, kind: str = "onnx", graph: str = "whole"
-) -> dict[str, Any]:
+def signature(policy: Policy, around: Surroundings, *, graph: str = "whole") -> dict[str, Any]:
     """Describe inputs and outputs of the export; `B` is the dynamic batch, null is what is not known."""
     chunk = policy.chunk
 
@@ -131,7 +124,7 @@ def signature(
     )
     plan = feature(chunk.horizon - chunk.action_start, chunk.action_dim)
     return {
-        "format": kind,
+        "format": "onnx",
         "graph": graph,
         "inputs": inputs,
         "outputs": {"action": action, "plan": plan},
@@ -142,7 +135,7 @@ def signature(
         "action_start": chunk.action_start,
         "act_steps": chunk.act_steps,
         "noise_changes_action": policy.noise_sensitive,
-        "opset": OPSET if kind == "onnx" else None,
+        "opset": OPSET,
         "provenance": dict(around.provenance),
     }
 
@@ -169,7 +162,6 @@ def write_facts(
 
 
 def write_signature(target: Path, facts: dict[str, Any]) -> None:
-    """Write what inputs and outputs are, and for ONNX the program that runs them."""
+    """Write what inputs and outputs are, and the program that runs them."""
     (target / SIGNATURE).write_text(json.dumps(facts, indent=2) + "\n")
-    if facts["format"] == "onnx":
-        shutil.copyfile(runner.__file__, target / RUNNER)
+    shutil.copyfile(runner.__file__, target / RUNNER)

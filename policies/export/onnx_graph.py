@@ -62,11 +62,9 @@ class Traceable(nn.Module):
         return any(isinstance(part, EnergyField) for part in self.policy.modules())
 
     def copy(self) -> Self:
-        """Return an independent copy."""
         return type(self)(self.policy.clone())
 
     def example(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw inputs."""
         return random_inputs(self.policy, batch, generator)
 
 
@@ -204,7 +202,6 @@ def own_rounding(model: Traceable, batch_sizes: Sequence[int], seed: int) -> flo
 
 
 def _write_graph(model: Traceable, path: Path, seed: int, *, is_symbolic: bool) -> None:
-    """Trace the model and write the graph, weights included, with a dynamic batch."""
     size = SYMBOLIC_BATCH if model.has_gradients else _TRACED_BATCH
     inputs = model.example(size, torch.Generator().manual_seed(seed))
     shapes = dynamic_shapes(model, inputs)
@@ -275,8 +272,6 @@ def _free_batch(path: Path, fixed: frozenset[str]) -> None:
 
 
 def _parity(model: Traceable, session: Any, batch_sizes: Sequence[int], seed: int) -> list[dict[str, float]]:
-    """Compare graph and model on random inputs, one row per batch size."""
-
     def run(inputs: Mapping[str, Tensor]) -> list[np.ndarray]:
         return runner.run(session, arrays_of(inputs))
 
@@ -331,7 +326,6 @@ def run_graph(session: Any, inputs: Mapping[str, Tensor]) -> np.ndarray:
 
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Silence a chatty logger for the duration."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)

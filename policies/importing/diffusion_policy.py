@@ -61,7 +61,6 @@ class DiffusionPolicySource(ForeignSource):
         return Contents(network, maps=_maps(tensors), skipped=skipped)
 
     def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
-        """Read the network's sizes from its tensors."""
         if is_transformer(weights):
             return transformer(weights, self.heads)
         if not is_unet(weights):
@@ -78,7 +77,6 @@ class DiffusionPolicySource(ForeignSource):
         return found
 
     def keys(self, network: Network, action_dim: int) -> Mapping[str, str]:
-        """Map released parameter names of a network to ours."""
         backbone = network.backbone
         if isinstance(backbone, Unet1dConfig):
             return backbone.official_keys("diffusion_policy", action_dim=action_dim)
@@ -86,7 +84,6 @@ class DiffusionPolicySource(ForeignSource):
         return keys
 
     def parts(self) -> tuple[Any, Any]:
-        """Return the process, and the sampler that the program evaluates with."""
         process = VPDiffusion(num_levels=self.num_levels, prediction=self.prediction)
         return process, DDPM(noise_clip=None, min_std=0.0, final_std=None)
 
@@ -96,7 +93,6 @@ class DiffusionPolicySource(ForeignSource):
 
 
 def _maps(tensors: Mapping[str, Tensor]) -> dict[str, AffineMap]:
-    """Return the maps of the normaliser, by our names of the features."""
     maps = {}
     for theirs, ours in _FEATURES.items():
         scale, offset = (tensors.get(f"{_MAPS}{theirs}.{name}") for name in ("scale", "offset"))

@@ -64,7 +64,6 @@ class DppoSource(ForeignSource):
         return Contents(without("network.", tensors))
 
     def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
-        """Read the network's sizes from its tensors."""
         refuse_images(weights)
         if is_mlp(weights):
             return mlp(weights, asked_activation(self.activation))
@@ -82,7 +81,6 @@ class DppoSource(ForeignSource):
         )
 
     def keys(self, network: Network, action_dim: int) -> Mapping[str, str]:
-        """Map released parameter names of a network to ours."""
         backbone = network.backbone
         if isinstance(backbone, Unet1dConfig):
             return backbone.official_keys("dppo", action_dim=action_dim)
@@ -90,11 +88,9 @@ class DppoSource(ForeignSource):
         return keys
 
     def parts(self) -> tuple[Any, Any]:
-        """Return the process, and the sampler that the program evaluates with."""
         return VPDiffusion(num_levels=self.num_levels, prediction=self.prediction), DDPM()
 
     def steps_of_tuned(self) -> int | None:
-        """Return how many of the last denoising steps use the tuned network."""
         return self.tuned_steps
 
     def maps(self, statistics: Mapping[str, np.ndarray]) -> Mapping[str, AffineMap]:

@@ -119,6 +119,5 @@ def _refusal(path: Path, reason: str) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """Return the first line of what an error says."""
     said = str(error).strip().splitlines()
     return f"{type(error).__name__}{': ' + said[0].rstrip('.') if said else ''}"

@@ -79,7 +79,6 @@ class ForeignSource(ABC):
     act_steps: int | None = None
 
     def __post_init__(self) -> None:
-        """Check the sizes."""
         for size in fields(ForeignSource):
             value = getattr(self, size.name)
             if value is not None and value < 1:

@@ -47,7 +47,6 @@ class FpoSource(ForeignSource):
     output_scale: float = 0.25
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         super().__post_init__()
         width = self.time_features
         if width < 4 or width % 2:
@@ -88,7 +87,6 @@ class FpoSource(ForeignSource):
         return turned
 
     def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
-        """Read the network's sizes from its tensors."""
         depth = _depth(weights)
         sizes = [shape(weights, f"W{i}", 2) for i in range(depth)]
         config = MlpConfig(
@@ -103,22 +101,15 @@ class FpoSource(ForeignSource):
         return Network(config, cond_dim, action_dim=width, horizon=1, obs_steps=1)
 
     def keys(self, network: Network, action_dim: int) -> Mapping[str, str]:
-        """Map names of the layers to ours."""
         depth = len(network.backbone.hidden_dims) + 1
         ours = list(official_plain_keys(depth, "", "trunk.").values())
         return {f"{kind}{i}": ours[2 * i + j] for i in range(depth) for j, kind in enumerate("Wb")}
 
     def parts(self) -> tuple[Any, Any]:
-        """Return the process, and the sampler that the program evaluates with."""
         return RectifiedFlow(time_scale=1.0), Euler(steps=self.steps, clip_action=None)
 
 
 def _depth(weights: Mapping[str, Tensor]) -> int:
-    """Return the number of layers.
-
-    Raises:
-        CheckpointError: If they are not those of this program.
-    """
     depth = sum(re.fullmatch(r"W\d+", name) is not None for name in weights)
     expected = {f"{kind}{i}" for i in range(depth) for kind in "Wb"}
     if depth < 2 or set(weights) != expected:

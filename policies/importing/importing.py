@@ -131,11 +131,7 @@ def import_policy(
 
 
 def _chosen_maps(maps: Mapping[str, AffineMap], identity: Sequence[str]) -> dict[str, AffineMap]:
-    """Return the maps of the features that have one.
-
-    Raises:
-        ConfigError: If a feature has none and is not asked to be left as it is.
-    """
+    """Return the maps of the features that have one."""
     if unknown := sorted(set(identity) - set(FEATURES)):
         raise ConfigError(f"identity must list some of {', '.join(FEATURES)}; got {', '.join(unknown)}.")
     if missing := [name for name in FEATURES if name not in maps and name not in identity]:
@@ -147,7 +143,6 @@ def _chosen_maps(maps: Mapping[str, AffineMap], identity: Sequence[str]) -> dict
 
 
 def _sizes(source: ForeignSource, network: Network, maps: Mapping[str, AffineMap]) -> _Sizes:
-    """Gather sizes from what was told, the network and the normaliser."""
     widths = {name: len(scale) for name, (scale, _) in maps.items()}
     obs_steps = _agreed(
         "obs_steps",
@@ -187,11 +182,7 @@ def _ratio(whole: int | None, part: int | None) -> int | None:
 
 
 def _agreed(name: str, **said: int | None) -> int:
-    """Return the value that all agree on.
-
-    Raises:
-        ConfigError: If nobody knows it, or two differ.
-    """
+    """Return the value that all agree on."""
     known = {who: value for who, value in said.items() if value is not None}
     if not known:
         raise ConfigError(f"source.{name} is in no tensor of this checkpoint; give source.{name}=<number>.")
@@ -204,7 +195,6 @@ def _agreed(name: str, **said: int | None) -> int:
 def _built(
     source: ForeignSource, network: Network, sizes: _Sizes, maps: Mapping[str, AffineMap], sampler: Any
 ) -> DenoisingPolicy:
-    """Build the policy around fresh weights."""
     process, own_sampler = source.parts()
     start = source.first_row(sizes.obs_steps)
     config = PolicyConfig(
@@ -269,11 +259,7 @@ def _load(
     weights: Mapping[str, Tensor],
     implied: Mapping[str, Tensor],
 ) -> int:
-    """Load released weights strictly into a backbone; returns how many tensors only repeat what it implies.
-
-    Raises:
-        CheckpointError: If names or shapes do not fit, or a value is not usable.
-    """
+    """Load released weights strictly; returns how many tensors only repeat what the network implies."""
     own = field.state_dict()
     constants = {name: value for name, value in implied.items() if name in weights}
     missing = sorted(set(keys) - set(weights))
@@ -300,7 +286,6 @@ def _load(
 
 
 def _check(name: str, value: Tensor, own: Tensor, ours: str) -> None:
-    """Refuse a tensor of another shape, or with values that cannot be used."""
     if value.shape != own.shape:
         raise CheckpointError(f"{name} must have shape {tuple(own.shape)}; got {tuple(value.shape)}.")
     if fault := fault_of(ours, value, own.dtype):
@@ -308,7 +293,6 @@ def _check(name: str, value: Tensor, own: Tensor, ours: str) -> None:
 
 
 def _listed(names: Sequence[str], separator: str = ", ") -> str:
-    """List names, the first few of many."""
     rest = len(names) - _LISTED
     shown = separator.join(names[:_LISTED]) or "none"
     return f"{shown} and {rest} more" if rest > 0 else shown

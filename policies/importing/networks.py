@@ -138,7 +138,6 @@ def _outputs(weights: Weights, pattern: str, first: int = 0) -> tuple[int, ...]:
 
 
 def _encoder_dims(weights: Weights) -> tuple[int, ...]:
-    """Return `cond_dims` of a U-Net."""
     if not any(name.startswith("cond_mlp.") for name in weights):
         return ()
     blocks = len(_outputs(weights, "cond_mlp.layers.{}.l1.weight", first=1))

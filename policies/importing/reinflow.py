@@ -48,7 +48,6 @@ class ReinflowSource(ForeignSource):
         return Contents(without("network.", tensors))
 
     def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
-        """Read the network's sizes from its tensors."""
         refuse_images(weights)
         if any(name.startswith("vel_head.") for name in weights):
             raise CapabilityError("shortcut networks cannot be imported; only rectified flows (FlowMLP) can.")
@@ -59,14 +58,11 @@ class ReinflowSource(ForeignSource):
         return mlp(weights, asked_activation(self.activation))
 
     def keys(self, network: Network, action_dim: int) -> Mapping[str, str]:
-        """Map released parameter names of a network to ours."""
         keys: Mapping[str, str] = network.backbone.official_keys()
         return keys
 
     def parts(self) -> tuple[Any, Any]:
-        """Return the process, and the sampler that the program evaluates with."""
         return RectifiedFlow(time_scale=1.0), Euler(steps=self.steps)
 
     def maps(self, statistics: Mapping[str, np.ndarray]) -> Mapping[str, AffineMap]:
-        """Return the normalisation that `normalization.npz` describes."""
         return limits_of(statistics)

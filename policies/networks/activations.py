@@ -45,13 +45,11 @@ class _Mish(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (mish, p, t)."""
         p, t = _gate(x)
         return x * t, p, t
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Keep what the slope needs."""
         _, p, t = output
         ctx.mark_non_differentiable(p, t)
         ctx.set_materialize_grads(False)
@@ -70,7 +68,6 @@ class _Mish(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> tuple[Tensor, None, None]:
-        """Multiply a forward-mode tangent by the slope."""
         (x,) = ctx.saved_tensors
         return tangent * _slope(x), None, None
 

@@ -39,7 +39,6 @@ class EnsembleConfig:
     last_bound: float | None = None  # limit of the last layer's initial weights and biases; None: PyTorch's
 
     def __post_init__(self) -> None:
-        """Check the values."""
         object.__setattr__(self, "hidden_dims", tuple(self.hidden_dims))
         check_activation(self.activation, where="critic.activation")
         if self.members < 1:
@@ -57,7 +56,6 @@ class EnsembleConfig:
             raise ConfigError(f"critic.last_bound must be 0 or more and finite; got {self.last_bound}.")
 
     def build(self, cond_dim: int, action_dim: int) -> Ensemble:
-        """Build the networks for conditions (B, C) and flattened chunks (B, A)."""
         return Ensemble(self, cond_dim + action_dim)
 
 
@@ -98,7 +96,6 @@ class Ensemble(nn.Module):
 
     @property
     def members(self) -> int:
-        """E."""
         return self.config.members
 
     def forward(
@@ -119,17 +116,14 @@ class Ensemble(nn.Module):
         return self._evaluate_together(x.expand(count, *x.shape), count, frozen)
 
     def _large(self, x: Tensor) -> bool:
-        """Return whether products are so large that a CPU is faster with one after the other."""
         return x.device.type == "cpu" and len(x) * min(self.config.hidden_dims) >= _LARGE
 
     def _evaluate_together(self, h: Tensor, count: int, frozen: bool) -> Tensor:
-        """Evaluate (count, B, in) by one batched product per layer."""
         parts = (self.weight, self.bias, self.scale, self.shift)
         weight, bias, scale, shift = (self._stacks(part, count, frozen) for part in parts)
         return self._evaluate(torch.baddbmm, h, weight, bias, scale, shift)
 
     def _evaluate_each(self, x: Tensor, count: int, frozen: bool) -> Tensor:
-        """Evaluate (B, in) by plain products, one member after the other."""
         parts = (self.weight, self.bias, self.scale, self.shift)
         stacks = ([stack.unbind(0) for stack in self._stacks(part, count, frozen)] for part in parts)
         weight, bias, scale, shift = stacks
@@ -212,7 +206,6 @@ class Ensemble(nn.Module):
 
 
 def _full_precision(device: str) -> AbstractContextManager[Any]:
-    """Return what a product in the type of its weights is computed in."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 

@@ -38,7 +38,6 @@ class TanhGaussianConfig:
     zero_init: bool = False  # start at mean 0 and deviation 1 everywhere
 
     def build(self, cond_dim: int, latent_dim: int) -> TanhGaussian:
-        """Build the network for conditions (B, C) and latents (B, L)."""
         trunk = TrunkConfig(
             activation=self.activation,
             layer_norm=self.layer_norm,

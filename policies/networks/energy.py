@@ -77,7 +77,6 @@ class EnergyField(nn.Module):
         return self._read(x, self.net(x, time, cond, cond_row, time_row, second_time))
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
-        """Bind the gradient to conditions and times; see `policies.backbones.Backbone`."""
         bound = self.bind_energy(cond, times, second_times)
         return lambda k, x: bound(k, x)[1]
 
@@ -93,7 +92,6 @@ class EnergyField(nn.Module):
     def features(
         self, cond: Cond, times: Tensor, second_times: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return what the network makes of times and conditions; see `policies.backbones.Backbone`."""
         return self.net.features(cond, times, second_times)
 
     def _read(self, x: Tensor, out: Tensor) -> Tensor:

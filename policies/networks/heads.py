@@ -22,7 +22,6 @@ class CriticConfig(TrunkConfig):
     activation: str = "mish"
 
     def build(self, obs_dim: int) -> Critic:
-        """Build the critic for flattened normalised observations of `obs_dim` numbers."""
         return Critic(self, obs_dim)
 
     def official_keys(self) -> dict[str, str]:
@@ -95,7 +94,6 @@ class DensityHeadConfig(TrunkConfig):
             head.register_buffer("log_var", log_var)
 
     def std_of(self, log_var: Tensor) -> Tensor:
-        """Return standard deviations within the limits."""
         low, high = 2 * math.log(self.min_std), 2 * math.log(self.max_std)
         return torch.exp(0.5 * log_var.clamp(low, high))
 
@@ -105,7 +103,6 @@ class GaussianHeadConfig(DensityHeadConfig):
     """Gaussian distribution over action chunks."""
 
     def build(self, chunk_shape: tuple[int, int], cond_dim: int) -> GaussianHead:
-        """Build the head for chunks (Th, Da) and conditions of width `cond_dim`."""
         return GaussianHead(self, chunk_shape, cond_dim)
 
     def official_keys(self) -> dict[str, str]:
@@ -155,7 +152,6 @@ class MixtureHeadConfig(DensityHeadConfig):
             raise ConfigError(f"num_modes must be at least 1; got {self.num_modes}.")
 
     def build(self, chunk_shape: tuple[int, int], cond_dim: int) -> MixtureHead:
-        """Build the head for chunks (Th, Da) and conditions of width `cond_dim`."""
         return MixtureHead(self, chunk_shape, cond_dim)
 
 
@@ -191,7 +187,6 @@ class MixtureHead(nn.Module):
         config.attach_log_var(self, (config.num_modes, 1, chunk_shape[1]))
 
     def forward(self, vec: Tensor) -> Mixture:
-        """Return the mixture for conditions (B, C)."""
         modes = self.config.num_modes
         weight, mean = self.trunk(vec).tensor_split([modes], dim=1)
         mean = torch.tanh(mean).view(-1, modes, *self.chunk_shape)

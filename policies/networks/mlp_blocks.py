@@ -78,7 +78,6 @@ class TrunkConfig:
             raise ConfigError("residual=false needs hidden_dims, e.g. hidden_dims=[256,256]; got none.")
 
     def build_trunk(self, in_dim: int, out_dim: int) -> Trunk:
-        """Build the trunk with PyTorch's default initialisation."""
         if self.residual:
             dims = (in_dim, self.width, out_dim)
             return ResidualTrunk(dims, self.num_blocks, self.activation, self.layer_norm)
@@ -178,7 +177,6 @@ class ResidualTrunk(nn.Module):
 
     @property
     def last_block(self) -> Block:
-        """The block that is folded into the output layer."""
         return self.blocks[-1]  # type: ignore[return-value]
 
     def fold(self) -> Fold:

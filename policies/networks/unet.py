@@ -100,20 +100,12 @@ class UnetConfig:
 
     @property
     def levels(self) -> int:
-        """How many resolutions there are."""
         return len(self.widths)
 
     def build_unet(self, chunk_shape: tuple[int, int], parts: tuple[int, int]) -> TemporalUnet:
-        """Build the network with PyTorch's default initialisation.
-
-        Args:
-            chunk_shape: (Th, Da).
-            parts: Widths of embedded time and condition.
-        """
         return TemporalUnet(self, chunk_shape, parts)
 
     def build_conv(self, dims: tuple[int, int], rows: int, groups: int | None = None) -> ConvBlock:
-        """Build a convolution of T rows, normalised in `groups` groups, or as many as there are."""
         return ConvBlock(
             dims,
             rows,
@@ -126,7 +118,6 @@ class UnetConfig:
     def build_block(
         self, dims: tuple[int, int], rows: int, parts: tuple[int, int], *, level: int
     ) -> ResidualBlock:
-        """Build a residual block of T rows."""
         after = dims[1]
         film = Film(parts, after, kind=self.film, num_layers=self.film_layers, activation=self.activation)
         return ResidualBlock(
@@ -229,7 +220,6 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Conv1d(before, after, 1) if before != after else None
 
     def ready(self) -> ModulatedRows:
-        """Return the block as a function, with its weights looked up and laid out."""
         first, second = self.first.ready(), self.second.ready()
         shortcut = None if self.shortcut is None else pointwise(self.shortcut)
 
@@ -276,7 +266,6 @@ class TemporalUnet(nn.Module):
 
     @property
     def films(self) -> list[Film]:
-        """What turns time and condition into the modulation of each block."""
         return [block.film for block in self.blocks]
 
     def coarsened(self, rows: Tensor) -> list[Tensor]:
@@ -287,7 +276,6 @@ class TemporalUnet(nn.Module):
         return by_level
 
     def ready(self) -> Evaluate:
-        """Return the network as a function, with its weights looked up and laid out."""
         blocks = [block.ready() for block in self.blocks]
         last, padding, horizon = self.levels - 1, self.padding, self.chunk_shape[0]
         downs = [halving(conv, self._rows(i)) for i, conv in enumerate(self.downs)]

@@ -72,7 +72,6 @@ class _Entry(Generic[T]):
     steps: int
 
     def is_current(self, sources: Sequence[Tensor]) -> bool:
-        """Return whether these are the sources and none of them changed."""
         if len(sources) != len(self.sources) or _OptimizerSteps.wrote(self.storages, self.steps):
             return False
         known = zip(sources, self.sources, self.aliases, self.versions, strict=True)
@@ -96,7 +95,6 @@ class WeightCache(Generic[T]):
         return WeightCache, ()
 
     def clear(self) -> None:
-        """Forget the value."""
         self._entry: _Entry[T] | None = None
 
     def get(self, sources: Sequence[Tensor], compute: Callable[[], T]) -> T:

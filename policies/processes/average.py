@@ -36,7 +36,6 @@ class AveragePath(RectifiedFlow):
     has_second_time: ClassVar[bool] = True
 
     def second_net_time(self, t: Tensor, t_next: Tensor) -> Tensor:
-        """Return time_scale * (t_next - t)."""
         return self.time_scale * (t_next - t)
 
     def default_sampler(self) -> dict[str, Any]:

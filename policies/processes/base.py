@@ -140,26 +140,20 @@ class GaussianPath:
     if TYPE_CHECKING:
 
         @property
-        def kind(self) -> Kind:
-            """What the network predicts."""
+        def kind(self) -> Kind: ...
 
-        def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-            """Return signal and noise amplitudes at times t."""
+        def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]: ...
 
-        def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
-            """Return their derivatives."""
+        def rates(self, t: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def corrupt(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return alpha x0 + sigma eps for chunks (B, Th, Da) and times (B,)."""
         alpha, sigma = self.alpha_sigma(t)
         return over_rows(alpha, x0) * x0 + over_rows(sigma, x0) * eps
 
     def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return what the network should output (B, Th, Da) at times t (B,)."""
         return self.express(x0, eps, t, self.kind)
 
     def convert(self, x: Tensor, t: Tensor, pred: Tensor, src: Kind, dst: Kind) -> Tensor:
-        """Translate a prediction at (x, t) between kinds; (B, Th, Da)."""
         if src == dst:
             return pred
         x0, eps = self.resolve(x, t, pred, src)
@@ -210,7 +204,6 @@ class GaussianPath:
         raise unknown_kind(kind)
 
     def second_net_time(self, t: Tensor, t_next: Tensor) -> Tensor | None:
-        """Return None: the network has one time."""
         return None
 
     def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
@@ -224,22 +217,18 @@ class GaussianPath:
         return (low + high) / 2
 
     def grid(self, steps: int) -> list[float]:
-        """Return steps + 1 equally spaced times."""
         return [k / steps for k in range(steps + 1)]
 
     def check_steps(self, times: Sequence[float]) -> None:
         """Accept all: the network knows its path everywhere."""
 
     def start_std(self, t: float) -> float:
-        """Return sigma at time t."""
         return float(self.alpha_sigma(torch.tensor(t, dtype=torch.float64))[1])
 
     def levels(self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> Any:
-        """Return None: training times are continuous."""
         return None
 
     def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Return nothing: times and noise are all that the loss needs."""
         return {}
 
     def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
@@ -248,7 +237,6 @@ class GaussianPath:
         return (net(x, te.t, level=te.level) - self.target(action, te.eps, te.t)).square()
 
     def field_of(self, backbone: Backbone) -> Backbone:
-        """Return the backbone itself."""
         return backbone
 
 

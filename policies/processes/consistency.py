@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -40,9 +40,6 @@ from policies.processes.base import over_rows
 from policies.processes.edm import Edm
 from policies.protocols import TE, Evaluate, Kind
 from policies.registry import register
-
-if TYPE_CHECKING:
-    pass
 
 SMALLEST_GAP = 1e-6  # between two levels; keeps the weight finite where both are noise_min
 
@@ -80,7 +77,6 @@ class Consistency(Edm):
     huber: float = 0.00054
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         if self.num_levels < 2:
             raise ConfigError(f"process.num_levels must be at least 2; got {self.num_levels}.")
@@ -89,7 +85,6 @@ class Consistency(Edm):
 
     @property
     def kind(self) -> Kind:
-        """The network predicts F."""
         return "consistency"
 
     def scalings(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +102,6 @@ class Consistency(Edm):
         return (x0 - skip * self.corrupt(x0, eps, t)) / out
 
     def resolve(self, x: Tensor, t: Tensor, pred: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-        """Solve a prediction for the pair (x0, eps); `consistency` is F."""
         if kind != "consistency":
             return super().resolve(x, t, pred, kind)
         return super().resolve(x, t, self.end_of(x, t, pred), "x0")
@@ -161,7 +155,6 @@ class Consistency(Edm):
         return replace(te, more={**te.more, "near": near})
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return jumps to the clean end with fresh noise between them."""
         return {"name": "consistency"}
 
 

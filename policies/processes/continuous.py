@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from policies.processes.base import GaussianPath
 from policies.processes.diffusion import PREDICTIONS
 from policies.protocols import Kind
 from policies.registry import register
-
-if TYPE_CHECKING:
-    pass
 
 SCHEDULES = ("cosine", "linear")
 LAST_ANGLE = 0.995 * math.pi / 2
@@ -54,7 +51,6 @@ class VPContinuous(GaussianPath):
     time_scale: float = 100.0
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.schedule not in SCHEDULES:
             raise ConfigError(
                 f"process.schedule must be one of {', '.join(SCHEDULES)}; got '{self.schedule}'."
@@ -68,11 +64,9 @@ class VPContinuous(GaussianPath):
 
     @property
     def kind(self) -> Kind:
-        """What the network predicts."""
         return PREDICTIONS[PREDICTIONS.index(self.prediction)]
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return signal and noise amplitudes at times t, shaped like t; their squares add up to 1."""
         if self.schedule == "cosine":
             phi = LAST_ANGLE * (1.0 - t)
             return phi.cos(), phi.sin()
@@ -88,7 +82,6 @@ class VPContinuous(GaussianPath):
         return slope * alpha, -slope * alpha.square() / sigma
 
     def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
-        """Return the time (any shape) at which ln(alpha / sigma) = log_ratio, between 0 and 1."""
         if self.schedule == "cosine":
             u = torch.atan(torch.exp(-log_ratio)) / LAST_ANGLE
         else:
@@ -98,7 +91,6 @@ class VPContinuous(GaussianPath):
         return (1.0 - u).clamp(0.0, 1.0)
 
     def net_time(self, t: Tensor) -> Tensor:
-        """Return time_scale (1 - t)."""
         return self.time_scale * (1.0 - t)
 
     def sample_time(
@@ -109,12 +101,10 @@ class VPContinuous(GaussianPath):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Draw n training times (n,), uniform in [0, 1)."""
         source = device if generator is None else generator.device
         return torch.rand(n, generator=generator, device=source, dtype=dtype).to(device)
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return ten second-order steps."""
         return {"name": "dpmpp_2m"}
 
     def _log_alpha(self, t: Tensor) -> Tensor:

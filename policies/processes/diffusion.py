@@ -9,7 +9,7 @@ monotone between them, and the velocity is `dx/dt = phi' v`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from policies.processes.schedules import (
 )
 from policies.protocols import Kind
 from policies.registry import register
-
-if TYPE_CHECKING:
-    pass
 
 PREDICTIONS: tuple[Kind, ...] = ("eps", "x0", "v")
 _ANGLES: dict[tuple[int | float | str, ...], Tensor] = {}
@@ -62,7 +59,6 @@ class VPDiffusion(GaussianPath):
     beta_end: float = 0.02
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.num_levels < 2:
             raise ConfigError(f"process.num_levels must be at least 2; got {self.num_levels}.")
         if self.schedule not in SCHEDULES:
@@ -81,7 +77,6 @@ class VPDiffusion(GaussianPath):
 
     @property
     def kind(self) -> Kind:
-        """What the network predicts."""
         return PREDICTIONS[PREDICTIONS.index(self.prediction)]
 
     def betas(self) -> Tensor:
@@ -89,7 +84,6 @@ class VPDiffusion(GaussianPath):
         return make_betas(self.num_levels, self.schedule, beta_start=self.beta_start, beta_end=self.beta_end)
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (cos phi, sin phi) at times t, shaped and typed like t."""
         phi, _ = self._angle(t)
         return phi.cos().to(t.dtype), phi.sin().to(t.dtype)
 
@@ -103,7 +97,6 @@ class VPDiffusion(GaussianPath):
         return level_of_time(t, self.num_levels).to(t.dtype)
 
     def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
-        """Return the time (any shape) at which ln(alpha / sigma) = log_ratio; fractional between levels."""
         phi = torch.atan(torch.exp(-log_ratio.to(wide_dtype(log_ratio.device))))
         table = _angles(self, phi.device)
         high = torch.searchsorted(table, phi).clamp(1, self.num_levels)
@@ -123,7 +116,6 @@ class VPDiffusion(GaussianPath):
     def levels(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Return the sampling times of the K levels (K,), cleanest first."""
         return time_of_level(torch.arange(self.num_levels, device=device, dtype=dtype), self.num_levels)
 
     def sample_time(
@@ -140,7 +132,6 @@ class VPDiffusion(GaussianPath):
         return self.levels(device=device, dtype=dtype)[tau.to(device)]
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return ancestral sampling over all levels."""
         return {"name": "ddpm"}
 
     def _angle(self, t: Tensor) -> tuple[Tensor, Tensor]:

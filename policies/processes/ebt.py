@@ -81,7 +81,6 @@ class EnergyDescent:
     batch_coupled: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values."""
         for name, least in (("num_steps", 1), ("extra_steps", 0), ("step_spread", 1), ("max_growth", 1)):
             if not getattr(self, name) >= least:
                 raise ConfigError(f"process.{name} must be at least {least}; got {getattr(self, name)}.")
@@ -100,7 +99,6 @@ class EnergyDescent:
         return self.num_steps + self.extra_steps
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return the descent until it is flat."""
         return {"name": "descent"}
 
     # -- one step -------------------------------------------------------------------------------------
@@ -162,7 +160,6 @@ class EnergyDescent:
         return self.noise_min + (self.noise_max - self.noise_min) * share
 
     def losses(self, energy: BoundEnergy, action: Tensor, te: TE) -> Tensor:
-        """Return the loss of every element (B, Th, Da) of clean chunks."""
         losses = self._truncated_losses if self.truncate else self._stepwise_losses
         return losses(energy, action, te)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,9 +27,6 @@ from policies.errors import ConfigError
 from policies.processes.base import KINDS, GaussianPath, over_rows, unknown_kind
 from policies.protocols import Kind
 from policies.registry import register
-
-if TYPE_CHECKING:
-    pass
 
 NOISE_DENSITIES = ("log_logistic", "log_normal", "log_uniform")
 
@@ -70,7 +67,6 @@ class Edm(GaussianPath):
     time_scale: float = 100.0
 
     def __post_init__(self) -> None:
-        """Check the values."""
         for name in ("data_std", "density_scale", "rho", "time_scale"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"process.{name} must be positive; got {getattr(self, name)}.")
@@ -85,7 +81,6 @@ class Edm(GaussianPath):
 
     @property
     def kind(self) -> Kind:
-        """The network predicts F."""
         return "edm"
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +89,6 @@ class Edm(GaussianPath):
         return scale * t, scale * (1.0 - t)
 
     def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the derivatives of `alpha_sigma`."""
         norm = torch.hypot(1.0 - t, self.data_std * t)
         norm_rate = (self.data_std**2 * t - (1.0 - t)) / norm
         cubic = self.data_std / norm.square()
@@ -108,7 +102,6 @@ class Edm(GaussianPath):
         return sigma / self.data_std**2 * x0 - alpha * eps
 
     def resolve(self, x: Tensor, t: Tensor, pred: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-        """Solve a prediction for the pair (x0, eps); `edm` is F."""
         if kind not in (*KINDS, "edm"):
             raise unknown_kind(kind, (*KINDS, "edm"))
         if kind != "edm":
@@ -117,12 +110,10 @@ class Edm(GaussianPath):
         return alpha * x + sigma * pred, sigma / self.data_std**2 * x - alpha * pred
 
     def net_time(self, t: Tensor) -> Tensor:
-        """Return time_scale ln(s) / 4, with s limited to the trained range."""
         noise = ((1.0 - t) / t).clamp(self.noise_min, self.noise_max)
         return self.time_scale * 0.25 * noise.log()
 
     def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
-        """Return t with t / (1 - t) = exp(log_ratio), any shape."""
         return log_ratio.sigmoid()
 
     def grid(self, steps: int) -> list[float]:
@@ -161,5 +152,4 @@ class Edm(GaussianPath):
         return torch.exp(centre + self.density_scale * inverse(bottom + share * (top - bottom)))
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return first-order steps on the process's own grid."""
         return {"name": "euler"}

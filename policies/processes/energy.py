@@ -16,14 +16,11 @@ Source: arXiv 2302.11552.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from policies.errors import ConfigError
 from policies.processes.diffusion import VPDiffusion
 from policies.registry import register
-
-if TYPE_CHECKING:
-    pass
 
 FORMS = ("dot", "dae")
 
@@ -53,7 +50,6 @@ class ScoreEnergy(VPDiffusion):
     form: str = "dot"
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         if self.prediction != "eps":
             raise ConfigError(
@@ -64,7 +60,6 @@ class ScoreEnergy(VPDiffusion):
             raise ConfigError(f"process.form must be one of {', '.join(FORMS)}; got '{self.form}'.")
 
     def field_of(self, backbone: Any) -> Any:
-        """Return the gradient of the energy that is read from the backbone."""
         from policies.networks.energy import EnergyField
 
         return EnergyField(backbone, self.form)

@@ -7,7 +7,7 @@ dx/dt = x0 - eps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +16,6 @@ from policies.errors import ConfigError
 from policies.processes.base import GaussianPath
 from policies.protocols import Kind
 from policies.registry import register
-
-if TYPE_CHECKING:
-    pass
 
 TIME_DENSITIES = ("uniform", "logit_normal", "beta")
 BETA_SHAPE = 1.5
@@ -30,27 +27,21 @@ class LinearPath(GaussianPath):
 
     @property
     def kind(self) -> Kind:
-        """The network predicts velocities."""
         return "velocity"
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (t, 1 - t)."""
         return t, 1.0 - t
 
     def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (1, -1), shaped like t."""
         return torch.ones_like(t), -torch.ones_like(t)
 
     def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return the velocity x0 - eps (B, Th, Da)."""
         return x0 - eps
 
     def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
-        """Return t with t / (1 - t) = exp(log_ratio), any shape."""
         return log_ratio.sigmoid()
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return ten Euler steps."""
         return {"name": "euler"}
 
 
@@ -77,7 +68,6 @@ class RectifiedFlow(LinearPath):
     time_scale: float = 100.0
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.time_density not in TIME_DENSITIES:
             raise ConfigError(
                 f"process.time_density must be one of {', '.join(TIME_DENSITIES)}; got '{self.time_density}'."
@@ -86,7 +76,6 @@ class RectifiedFlow(LinearPath):
             raise ConfigError(f"process.time_scale must be positive; got {self.time_scale}.")
 
     def net_time(self, t: Tensor) -> Tensor:
-        """Return time_scale * t."""
         return self.time_scale * t
 
     def sample_time(
@@ -97,7 +86,6 @@ class RectifiedFlow(LinearPath):
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """Draw n training times (n,) in [0, 1) from the chosen density."""
         source = device if generator is None else generator.device
         if self.time_density == "logit_normal":
             t = torch.randn(n, generator=generator, device=source, dtype=dtype).sigmoid()

@@ -52,7 +52,6 @@ class _Step(NamedTuple):
 
     @property
     def length(self) -> Tensor:
-        """(B, 1, 1)."""
         return over_rows(self.end - self.start, self.x)
 
     def average(self, x: Tensor, start: Tensor) -> Tensor:
@@ -141,7 +140,6 @@ class FlowMap(AveragePath):
     paper_compat: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         if self.objective not in OBJECTIVES:
             raise ConfigError(
@@ -149,11 +147,6 @@ class FlowMap(AveragePath):
             )
 
     def field_of(self, backbone: Backbone) -> Backbone:
-        """Return the backbone, ready for the derivatives that the objective takes.
-
-        Raises:
-            CapabilityError: If gradients through these would be wrong.
-        """
         return backbone if self.objective == "psd" else allow_derivatives(backbone, trained=True)
 
     def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
@@ -201,7 +194,6 @@ class MeanFlow(AveragePath):
     weight_offset: float = 1e-3
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         if not 0 < self.flow_share < 1:
             raise ConfigError(f"process.flow_share must be between 0 and 1; got {self.flow_share}.")
@@ -212,7 +204,6 @@ class MeanFlow(AveragePath):
             )
 
     def field_of(self, backbone: Backbone) -> Backbone:
-        """Return the backbone, ready for forward-mode derivatives."""
         return allow_derivatives(backbone, trained=False)
 
     def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:

@@ -35,7 +35,6 @@ class GaussianProcess:
     learn_std: bool = True  # one learned deviation per element of the chunk row
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return the mean."""
         return {"name": "mean"}
 
 

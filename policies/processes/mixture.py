@@ -49,7 +49,6 @@ class MixtureProcess:
     learn_std: bool = True  # one learned deviation per mode and action dimension
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return the evaluation sampler."""
         return {"name": "mode_mean"}
 
 
@@ -67,7 +66,6 @@ class ModeMean(OneStepSampler):
     spread: float = 0.0  # times the mode's deviation; 0: act with its mean, 1: draw from the mixture
 
     def __post_init__(self) -> None:
-        """Check the spread."""
         if not 0 <= self.spread <= 1:
             raise ConfigError(f"sampler.spread must lie in 0..1; got {self.spread}.")
 

@@ -35,9 +35,6 @@ from policies.processes.base import GaussianPath
 from policies.protocols import TE, Evaluate, Kind
 from policies.registry import register
 
-if TYPE_CHECKING:
-    pass
-
 ERRORS: dict[str, Callable[[Tensor], Tensor]] = {
     "l2": torch.square,
     "l1": torch.abs,
@@ -66,7 +63,6 @@ class RegressionPath(GaussianPath):
 
     @property
     def kind(self) -> Kind:
-        """The network predicts actions."""
         return "x0"
 
     def check(self) -> None:
@@ -81,11 +77,9 @@ class RegressionPath(GaussianPath):
             raise ConfigError(f"process.time_scale must be positive; got {self.time_scale}.")
 
     def measure(self, error: Tensor) -> Tensor:
-        """Return the measure of every element of an error."""
         return ERRORS[self.error](error)
 
     def net_time(self, t: Tensor) -> Tensor:
-        """Return time_scale * t."""
         return self.time_scale * t
 
     def sample_time(
@@ -100,7 +94,6 @@ class RegressionPath(GaussianPath):
         return torch.full((n,), self.stops[-1], device=device, dtype=dtype)
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return the evaluations that the network was trained for."""
         return {"name": "direct"}
 
 
@@ -126,24 +119,19 @@ class Regression(RegressionPath):
     time_scale: float = 100.0
 
     def __post_init__(self) -> None:
-        """Check the values."""
         self.check()
 
     @property
     def stops(self) -> tuple[float, ...]:
-        """One evaluation, at the start."""
         return (0.0,)
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (t, 1 - t)."""
         return t, 1.0 - t
 
     def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (1, -1), shaped like t."""
         return torch.ones_like(t), -torch.ones_like(t)
 
     def start_std(self, t: float) -> float:
-        """Return 1 where the start is noise, else 0."""
         return float(self.start_noise)
 
     def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
@@ -178,7 +166,6 @@ class Mip(RegressionPath):
     time_scale: float = 100.0
 
     def __post_init__(self) -> None:
-        """Check the values."""
         self.check()
         if self.variant not in VARIANTS:
             raise ConfigError(f"process.variant must be one of {', '.join(VARIANTS)}; got '{self.variant}'.")
@@ -187,7 +174,6 @@ class Mip(RegressionPath):
 
     @property
     def stops(self) -> tuple[float, ...]:
-        """The start, then t*."""
         return (0.0, self.refine_time)
 
     @property
@@ -196,7 +182,6 @@ class Mip(RegressionPath):
         return 1.0 if self.variant == "origin" else self.refine_time
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (min(t / full_time, 1), 1 - t)."""
         return (t / self.full_time).clamp(max=1.0), 1.0 - t
 
     def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from policies.processes.average import AveragePath
 from policies.processes.base import over_rows
 from policies.protocols import TE, Evaluate
 from policies.registry import register
-
-if TYPE_CHECKING:
-    pass
 
 _CLOSE = 1e-9
 
@@ -60,7 +57,6 @@ class Shortcut(AveragePath):
     consistency_share: float = 0.25
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         if self.max_steps < 2 or self.max_steps & (self.max_steps - 1):
             raise ConfigError(
@@ -72,7 +68,6 @@ class Shortcut(AveragePath):
             )
 
     def second_net_time(self, t: Tensor, t_next: Tensor) -> Tensor:
-        """Return time_scale * (t_next - t), or 0 for steps of at most 1/M."""
         length = t_next - t
         return torch.where(length * self.max_steps > 1.5, self.time_scale * length, 0.0)
 
@@ -96,7 +91,6 @@ class Shortcut(AveragePath):
                 )
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return four steps, or as many as there are."""
         return {"name": "euler", "steps": min(4, self.max_steps)}
 
     def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:

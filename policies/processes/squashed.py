@@ -37,7 +37,6 @@ class TanhGaussianProcess:
     edge: float = 0.999  # cloning takes normalised actions further out for these: the density ends at 1
 
     def __post_init__(self) -> None:
-        """Check the limits."""
         if not self.min_log_std < self.max_log_std:
             raise ConfigError(
                 f"process.min_log_std must be below process.max_log_std; got {self.min_log_std} and "
@@ -47,7 +46,6 @@ class TanhGaussianProcess:
             raise ConfigError(f"process.edge must lie between 0 and 1; got {self.edge}.")
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return the evaluation sampler."""
         return {"name": "squashed"}
 
 
@@ -61,7 +59,6 @@ class Squashed(OneStepSampler):
     spread: float = 0.0  # times the deviation; 0: act with tanh of the mean, 1: draw from the distribution
 
     def __post_init__(self) -> None:
-        """Check the spread."""
         if not 0 <= self.spread <= 1:
             raise ConfigError(f"sampler.spread must lie in 0..1; got {self.spread}.")
 

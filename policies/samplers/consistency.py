@@ -34,17 +34,11 @@ class Renoise(PathRules):
     start_noise: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         if self.start_noise is not None and not self.start_noise >= 0:
             raise ConfigError(f"sampler.start_noise must not be negative, or null; got {self.start_noise}.")
 
     def table(self, process: Any) -> StepTable:
-        """Lay the steps out for a consistency model.
-
-        Raises:
-            ConfigError: If the process is none.
-        """
         if not isinstance(process, Consistency):
             raise incompatible(self, process, needs="consistency")
         table = self.over(process, self.times(process))
@@ -53,7 +47,6 @@ class Renoise(PathRules):
         return replace(table, start_std=table.alpha[0] * self.start_noise)
 
     def over(self, process: Any, times: Sequence[float]) -> StepTable:
-        """Lay the steps out over given times, from noise to 1."""
         alpha, sigma = process.alpha_sigma(torch.tensor(times[1:], dtype=torch.float64))
         left = (alpha * process.noise_min).square()  # noise that the clean end of a trajectory still has
         std = (sigma.square() - left).clamp(min=0.0).sqrt()

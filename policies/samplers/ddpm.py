@@ -50,7 +50,6 @@ class DDPM(StepRules):
     levels: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         object.__setattr__(self, "levels", tuple(self.levels))
         if self.variance not in ("fixed_small", "fixed_large"):
@@ -64,11 +63,6 @@ class DDPM(StepRules):
             )
 
     def table(self, process: Any) -> StepTable:
-        """Lay the steps out for a diffusion process.
-
-        Raises:
-            ConfigError: If the process is not a diffusion, has fewer levels than steps, or not these levels.
-        """
         path = _LevelPath.of(self, process, self.steps, self.spacing, levels=self.levels)
         keep = path.bar / path.bar_next  # product of alphas from the next level to this one
         to_x0 = path.bar_next.sqrt() * (1 - keep) / path.var
@@ -110,7 +104,6 @@ class DDIM(StepRules):
     final_alpha: str = "one"
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         object.__setattr__(self, "eta_per_dim", tuple(self.eta_per_dim))
         if not all(0 <= eta <= 1 for eta in (self.eta, *self.eta_per_dim)):
@@ -121,11 +114,6 @@ class DDIM(StepRules):
             raise ConfigError(f"sampler.eps_clip must be positive or null; got {self.eps_clip}.")
 
     def table(self, process: Any) -> StepTable:
-        """Lay the steps out for a diffusion process.
-
-        Raises:
-            ConfigError: If the process is not a diffusion or has fewer levels than steps.
-        """
         last = 0 if self.final_alpha == "first" else -1
         path = _LevelPath.of(self, process, self.steps, self.spacing, stop_at=last)
         eta = torch.tensor(self.eta_per_dim or (self.eta,), dtype=torch.float64)

@@ -63,7 +63,6 @@ class Diffusers:
     final_std: ClassVar[float | None] = None
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         if self.scheduler not in (*DIFFUSION_SCHEDULERS, *FLOW_SCHEDULERS):
             known = ", ".join((*DIFFUSION_SCHEDULERS, *FLOW_SCHEDULERS))
             raise ConfigError(f"sampler.scheduler must be one of {known}; got '{self.scheduler}'.")
@@ -71,11 +70,6 @@ class Diffusers:
             raise ConfigError(f"sampler.steps must be at least 1; got {self.steps}.")
 
     def table(self, process: Any) -> StepTable:
-        """Ask the scheduler for its steps.
-
-        Raises:
-            ConfigError: If process and scheduler do not belong together, or the scheduler refuses a setting.
-        """
         if type(process) not in (VPDiffusion, RectifiedFlow):
             raise incompatible(self, process, needs="diffusion or flow")
         is_flow = isinstance(process, RectifiedFlow)
@@ -96,7 +90,6 @@ class Diffusers:
 
 
 def _settings_of(process: VPDiffusion | RectifiedFlow) -> dict[str, Any]:
-    """Return what diffusers calls the parts of a process."""
     if isinstance(process, RectifiedFlow):
         return {"num_train_timesteps": FLOW_TIMESTEPS}
     return {

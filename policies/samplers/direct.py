@@ -27,11 +27,6 @@ class Direct(StepRules):
     clip_x0: float | None = None
 
     def table(self, process: Any) -> StepTable:
-        """Lay the evaluations out for a regression.
-
-        Raises:
-            ConfigError: If the process is none.
-        """
         if not isinstance(process, RegressionPath):
             raise incompatible(self, process, needs="regression or mip")
         times = [*process.stops, 1.0]

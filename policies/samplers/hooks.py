@@ -18,11 +18,9 @@ class Hook:
     """Changes nothing; derive and override what should change."""
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (x0, eps) to continue with."""
         return x0, eps
 
     def on_state(self, step: Step, x: Tensor) -> Tensor:
-        """Return the state to continue from after the step."""
         return x
 
 
@@ -45,11 +43,9 @@ class Inpaint(Hook):
     mask: Tensor
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-        """Blend the known values into x0 and keep the noise."""
         return x0 + self.mask * (self.known - x0), eps
 
     def on_state(self, step: Step, x: Tensor) -> Tensor:
-        """Pin the finished chunk."""
         return x + self.mask * (self.known - x) if step.k == step.num_steps - 1 else x
 
 
@@ -72,6 +68,5 @@ class Guidance(Hook):
     scale: float = 1.0
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-        """Move x0 against the gradient and eps with it."""
         move = self.scale * self.cost_gradient(x0, step.cond)
         return x0 - move, eps + (step.alpha / step.sigma) * move

@@ -160,7 +160,6 @@ def _check(
     start: Tensor | None,
     first_step: int,
 ) -> None:
-    """Refuse noise and step indices that do not fit."""
     steps, width = table.num_steps, table.coefficients.shape[-1]
     rank = 3 if table.is_deterministic else 4
     if noise.dim() != rank or (rank == 4 and noise.shape[1] != steps + 1):

@@ -55,7 +55,6 @@ class PathRules(StepRules, ABC):
     takes_whole_steps: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         if self.steps < 1:
             raise ConfigError(f"sampler.steps must be at least 1; got {self.steps}.")
@@ -93,7 +92,6 @@ class PathRules(StepRules, ABC):
         ...
 
     def times(self, process: Process) -> list[float]:
-        """Return the steps + 1 times, from noise to data."""
         if self.grid == "auto":
             return process.grid(self.steps)
         if self.grid == "uniform":
@@ -156,13 +154,11 @@ class Euler(PathRules):
     takes_whole_steps: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         if self.clip_state is not None and not self.clip_state > 0:
             raise ConfigError(f"sampler.clip_state must be positive or null; got {self.clip_state}.")
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
-        """Lay the steps out over given times."""
         path = _Path.of(process, times)
         to_x0, to_eps = path.alpha_next[:, None], path.sigma_next[:, None]
         zeros = torch.zeros_like(to_x0)
@@ -195,13 +191,11 @@ class Ancestral(PathRules):
     eta: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         if not 0 <= self.eta <= 1:
             raise ConfigError(f"sampler.eta must lie in 0..1; got {self.eta}.")
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
-        """Lay the steps out over given times."""
         path = _Path.of(process, times)
         share = (1 - (path.noise_next / path.noise).square()).clamp(min=0).sqrt()
         fresh = (self.eta * path.noise_next * share).clamp(max=path.noise_next)
@@ -219,7 +213,6 @@ class SmoothRules(PathRules, ABC):
     """
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         if self.min_std or self.final_std:
             raise ConfigError(
@@ -238,7 +231,6 @@ class Heun(SmoothRules):
     """
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
-        """Lay the 2 steps - 1 evaluations out over given times."""
         rows = _Rows(process)
         for t, t_next in pairwise(times):
             rows.add(t, ends=t_next)
@@ -259,7 +251,6 @@ class Midpoint(SmoothRules):
     """
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
-        """Lay the 2 steps - 1 evaluations out over given times."""
         rows = _Rows(process)
         for t, t_next in pairwise(times):
             middle = rows.middle(t, t_next)
@@ -284,13 +275,11 @@ class DPMpp2M(SmoothRules):
     solver: str = "midpoint"
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         if self.solver not in ("midpoint", "heun"):
             raise ConfigError(f"sampler.solver must be midpoint or heun; got '{self.solver}'.")
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
-        """Lay the steps out over given times."""
         path = _Path.of(process, times)
         gap = path.noise.log() - path.noise_next.log()  # the last is infinite
         shrink = path.noise_next / path.noise

@@ -126,12 +126,10 @@ class StepTable:
 
     @property
     def num_steps(self) -> int:
-        """K."""
         return len(self.times) - 1
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether no step injects noise."""
         return not any(self.noisy)
 
     def at(self, k: int | Tensor, x: Tensor) -> Coefficients:
@@ -185,7 +183,6 @@ class StepRules:
     final_std: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         for name in ("clip_x0", "clip_action", "noise_clip"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -353,12 +350,10 @@ def transition(
 
 
 def _axpy(base: Tensor, x: Tensor, factor: float | Tensor) -> Tensor:
-    """Return base + factor x, for one factor or a tensor of them."""
     return torch.add(base, x, alpha=factor) if isinstance(factor, float) else torch.addcmul(base, x, factor)
 
 
 def _clamp_(x: Tensor, limit: Any) -> Tensor:
-    """Clamp a fresh tensor in place."""
     return x.clamp_(-limit, limit)
 
 

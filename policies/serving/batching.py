@@ -49,7 +49,6 @@ class Batcher:
         self._clients: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
-        """Return how many wait."""
         return len(self._waiting)
 
     def refusal(self, client: bytes) -> str:
@@ -62,7 +61,6 @@ class Batcher:
         return ""
 
     def add(self, request: Request) -> None:
-        """Let a request wait."""
         self._waiting.append(request)
         self._clients[request.client] += 1
 

@@ -71,11 +71,9 @@ class Client:
         self._fingerprint = ""
 
     def __enter__(self) -> Client:
-        """Return the client."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the connection."""
         self.close()
 
     def close(self) -> None:
@@ -125,7 +123,6 @@ class Client:
         return actions
 
     def metrics(self) -> dict[str, Any]:
-        """Return what the server counted."""
         metrics: dict[str, Any] = self.ask({"type": "metrics"})["metrics"]
         return metrics
 
@@ -154,11 +151,7 @@ class Client:
     # -- the connection -------------------------------------------------------------------------------
 
     def _greet(self) -> None:
-        """Ask for the schema; one that fits the first one replaces it.
-
-        Raises:
-            ServingError: `schema`, if it does not fit.
-        """
+        """Ask for the schema; one that fits the first one replaces it."""
         answer = self.ask({"type": "hello"})
         schema = Schema.from_wire(answer.get("schema"))
         if self._schema is not None and _shapes(schema) != _shapes(self._schema):
@@ -169,11 +162,7 @@ class Client:
         self._schema, self._fingerprint = schema, str(answer.get("fingerprint"))
 
     def _attempt(self, frame: bytes) -> dict[str, Any] | None:
-        """Send once and wait; None: no answer in time.
-
-        Raises:
-            ServingError: `version`, if the server speaks another one.
-        """
+        """Send once and wait; None: no answer in time."""
         end = time.monotonic() + self._timeout_s
         socket = self._connected()
         if not socket.poll(_left_ms(end), self._zmq.POLLOUT):

@@ -89,7 +89,6 @@ class Schema:
     policy: str = field(default="", compare=False)
 
     def to_wire(self) -> dict[str, Any]:
-        """Return it in msgpack types."""
         return {**asdict(self), "inputs": {name: asdict(one) for name, one in self.inputs.items()}}
 
     @classmethod

@@ -104,7 +104,6 @@ def metrics_page(metrics: Metrics, port: int | None) -> Iterator[int | None]:
         timeout = 5
 
         def do_GET(self) -> None:
-            """Answer."""
             found = self.path == "/metrics"
             body = (metrics.prometheus() if found else "see /metrics\n").encode()
             self.send_response(200 if found else 404)
@@ -113,8 +112,7 @@ def metrics_page(metrics: Metrics, port: int | None) -> Iterator[int | None]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
+        def log_message(self, format: str, *args: Any) -> None: ...
 
     try:
         server = HTTPServer(("127.0.0.1", port), Page)

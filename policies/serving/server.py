@@ -78,7 +78,6 @@ class ServerSettings:
     max_backlog_mb: float = 256.0  # growth of memory beyond which all connections are dropped once
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.host not in LOOPBACK and not self.allow_remote:
             raise ConfigError(
                 f"host={self.host} can be reached from other machines, which may then command the robot; got "
@@ -143,11 +142,9 @@ class Server:
         self._memory = resident_mb()
 
     def __enter__(self) -> Server:
-        """Return the server; it listens already."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop listening."""
         self._socket.close(linger=1000)
         self._end()
 
@@ -228,11 +225,7 @@ class Server:
         }
 
     def _enqueue(self, client: bytes, number: int, message: dict[str, Any], stopping: bool) -> None:
-        """Check a request and let it wait.
-
-        Raises:
-            ServingError: If it is refused.
-        """
+        """Check a request and let it wait."""
         if stopping:
             raise ServingError("stopping", "the server is shutting down. Ask again when it is back.")
         if full := self._queue.refusal(client):
@@ -315,7 +308,6 @@ class Server:
     # -- the socket -----------------------------------------------------------------------------------
 
     def _bind(self) -> Any:
-        """Open the socket and listen."""
         zmq = self._zmq
         socket = self._context.socket(zmq.ROUTER)
         options = {

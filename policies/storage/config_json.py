@@ -64,7 +64,6 @@ def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dic
 
 
 def _describe_composition(policy: ComposedPolicy) -> dict[str, Any]:
-    """Return how a composition is combined, and its members as `describe` does."""
     members = [describe(member) for member in policy.fields]
     return {"composition": asdict(policy.composition), "members": members}
 
@@ -138,7 +137,6 @@ def rebuild(data: Mapping[str, Any]) -> Policy:
 
 
 def _rebuild_inner(data: Mapping[str, Any]) -> Policy:
-    """Build the innermost policy."""
     if "members" in data:
         sampler = registry.from_json("sampler", data["parts"]["sampler"])
         members = [rebuild(member) for member in data["members"]]

@@ -139,7 +139,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _split(name: str) -> tuple[str, str | None]:
-    """Return repository and revision of `hub://org/name[@revision]`."""
     match = _NAME.fullmatch(name.removeprefix(PREFIX))
     if match is None or ".." in name:
         raise ConfigError(

@@ -151,7 +151,6 @@ def _intended(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _kind(description: Mapping[str, Any]) -> str:
-    """Say what kind of policy it is."""
     if "members" not in description:
         return f"A {_process(description)} policy"
     how, count = description["composition"], len(description["members"])
@@ -168,7 +167,6 @@ def _plain(value: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return a value for a cell of a table."""
     if isinstance(value, str) and re.fullmatch(r"[\w .,:;@/+()=-]{1,200}", value):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):

@@ -86,16 +86,11 @@ def save_policy(
 
 
 def _may_be_replaced(target: Path) -> bool:
-    """Tell whether a path is a policy directory, or an empty one."""
     return target.is_dir() and ((target / CONFIG).exists() or not any(target.iterdir()))
 
 
 def _as_json(description: dict[str, Any]) -> str:
-    """Return a description as text.
-
-    Raises:
-        CheckpointError: If a number in it is not finite, or it holds what is no JSON.
-    """
+    """Return a description as text."""
     try:
         return json.dumps(description, indent=2, sort_keys=True, allow_nan=False)
     except (ValueError, TypeError) as error:
@@ -105,11 +100,7 @@ def _as_json(description: dict[str, Any]) -> str:
 
 
 def _weights_of(policy: Policy) -> dict[str, Tensor]:
-    """Return the weights on the CPU, as a file keeps them.
-
-    Raises:
-        CheckpointError: If a value could not be loaded again.
-    """
+    """Return the weights on the CPU, as a file keeps them."""
     state = {k: v.detach().cpu().contiguous().clone() for k, v in policy.state_dict().items()}
     for name, value in state.items():
         if value.dtype == torch.float64:
@@ -145,9 +136,6 @@ def _own_file(path: Path) -> Path:
     """Return the file of a policy directory if it is a regular one, and lies in it.
 
     The cache of the hub is a special case: its files are links to a folder of contents beside the directory.
-
-    Raises:
-        CheckpointError: If it is not.
     """
     real, home = path.resolve(), path.parent.resolve()
     blobs = home.parent.parent / "blobs"
@@ -197,11 +185,7 @@ def load_policy(directory: str | Path) -> Policy:
 
 
 def _read_shapes(path: Path) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Return the shapes of the weights, and the size of their file; no weight is read.
-
-    Raises:
-        CheckpointError: If the file is missing or damaged.
-    """
+    """Return the shapes of the weights, and the size of their file; no weight is read."""
     real = _own_file(path)
     if not real.is_file():
         raise CheckpointError(f"{path} is missing.")
@@ -227,7 +211,6 @@ def _check_names(policy: Policy, shapes: Mapping[str, tuple[int, ...]], path: Pa
 
 
 def _load_weights(policy: Policy, path: Path) -> None:
-    """Load weights whose names and shapes agree; every value must be usable."""
     try:
         state = load_file(path)
     except (SafetensorError, OSError, ValueError, TypeError, AttributeError, KeyError) as error:
@@ -240,11 +223,7 @@ def _load_weights(policy: Policy, path: Path) -> None:
 
 
 def _check_checksums(home: Path) -> None:
-    """Compare with the checksums of the directory, or else of the checkpoint around it.
-
-    Raises:
-        CheckpointError: If a file is not what was written.
-    """
+    """Compare with the checksums of the directory, or else of the checkpoint around it."""
     real = home.resolve()
     has_own = (real / CHECKSUMS).is_file()
     folder, inside = (real, Path()) if has_own else (real.parent, Path(real.name))

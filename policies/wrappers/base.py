@@ -42,62 +42,50 @@ class WrappedPolicy(Policy):
 
     @property
     def config(self) -> PolicyConfig:  # type: ignore[override]
-        """What the inner policy is made of."""
         return self.base.config
 
     @property
     def chunk(self) -> ChunkSpec:  # type: ignore[override]
-        """The inner policy's horizons."""
         return self.base.chunk
 
     @property
     def encoder(self) -> Encoder:  # type: ignore[override]
-        """The inner policy's encoder."""
         return self.base.encoder
 
     @property
     def normalizer(self) -> Normalizer:  # type: ignore[override]
-        """The inner policy's normaliser."""
         return self.base.normalizer
 
     @property
     def process(self) -> Any:
-        """The inner policy's process."""
         return self.config.process
 
     @property
     def sampler(self) -> Any:
-        """The inner policy's sampler."""
         return getattr(self.base, "sampler", self.config.sampler)
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether noise at the start alone decides the action."""
         return bool(getattr(self.base, "is_deterministic", False))
 
     @property
     def noise_sensitive(self) -> bool:  # type: ignore[override]
-        """Whether noise has an influence."""
         return self.base.noise_sensitive
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """Shape of one row of noise."""
         return self.base.noise_shape
 
     def encode(self, obs: Any, *, generator: torch.Generator | None = None) -> Cond:
-        """Encode as the inner policy does."""
         return self.base.encode(obs, generator=generator)
 
     def with_sampler(self, sampler: Any, **options: Any) -> Self:
-        """Return a view whose inner policy has another sampler."""
         base: Any = self.base
         view = self._view()
         view.base = base.with_sampler(sampler, **options)
         return view
 
     def with_act_steps(self, act_steps: int) -> Self:
-        """Return a view whose inner policy executes another number of rows."""
         view = self._view()
         view.base = self.base.with_act_steps(act_steps)
         return view

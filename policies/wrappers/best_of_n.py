@@ -38,7 +38,6 @@ class Selection:
     temperature: float | None = None  # draw by softmax(score / temperature); null: take the best
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.candidates < 1:
             raise ConfigError(f"candidates must be at least 1; got {self.candidates}.")
         if self.temperature is not None and not self.temperature > 0:
@@ -102,17 +101,14 @@ class BestOfN(nn.Module):
 
     @property
     def obs_dim(self) -> int:
-        """Do."""
         return self.policy.obs_dim
 
     @property
     def goal_dim(self) -> int:
-        """Dg."""
         return self.policy.goal_dim
 
     @property
     def images(self) -> Mapping[str, ImageShape]:
-        """Shapes of the images that the policy looks at, by camera."""
         return self.policy.images
 
     @property
@@ -121,7 +117,6 @@ class BestOfN(nn.Module):
         return (self.selection.rows, *self.policy.noise_shape)
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draw standard-normal noise (n, *noise_shape)."""
         noise = self.policy.sample_noise(n * self.selection.rows, generator=generator)
         return noise.unflatten(0, (n, self.selection.rows))
 
@@ -179,5 +174,4 @@ class BestOfN(nn.Module):
         return self.policy.executed(self.plan(items, noise))
 
     def on_cpu(self) -> Self:
-        """Return the policy if it is on the CPU, else a copy there."""
         return self if self.policy.device.type == "cpu" else copy.deepcopy(self).cpu()

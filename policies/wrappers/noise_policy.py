@@ -59,7 +59,6 @@ class Steering:
     zero_init: bool = False  # start at mean 0 and deviation 1 everywhere
 
     def __post_init__(self) -> None:
-        """Check the values."""
         object.__setattr__(self, "hidden_dims", tuple(self.hidden_dims))
         check_activation(self.activation, where="steering.activation")
         for name, choices in (("adapter", ADAPTERS), ("density", DENSITIES)):
@@ -80,7 +79,6 @@ class Steering:
         return SteeredPolicy(base, self)
 
     def rows(self, horizon: int) -> int:
-        """Return R for a horizon."""
         return {"full": horizon, "row_repeat": 1, "low_rank": self.rank}[self.adapter]
 
 
@@ -160,12 +158,10 @@ class SteeredPolicy(WrappedPolicy):
 
     @property
     def is_deterministic(self) -> bool:
-        """The noise of the actor alone decides."""
         return True
 
     @property
     def noise_sensitive(self) -> bool:  # type: ignore[override]
-        """Whether the actor draws."""
         return self.wrapper.stochastic
 
     @property
@@ -175,15 +171,9 @@ class SteeredPolicy(WrappedPolicy):
 
     @property
     def latent_dim(self) -> int:
-        """L = R Da."""
         return self._rows * self.chunk.action_dim
 
     def with_sampler(self, sampler: Any, **options: Any) -> Self:
-        """Return a view whose inner policy has another sampler.
-
-        Raises:
-            CapabilityError: If the noise at the start does not decide the chunk with it.
-        """
         view = super().with_sampler(sampler, **options)
         require_steerable(view.base)
         return view

@@ -55,7 +55,6 @@ class Correction:
     dynamics_dims: tuple[int, ...] = (256, 256)  # of the inverse dynamics; relu
 
     def __post_init__(self) -> None:
-        """Check the values."""
         for name in ("sigmas", "hidden_dims", "dynamics_dims"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         _require("sigmas", bool(self.sigmas) and min(self.sigmas) > 0, "positive numbers", self.sigmas)
@@ -67,11 +66,9 @@ class Correction:
         _require("gate_quantile", 0 <= self.gate_quantile < 1, "in [0, 1)", self.gate_quantile)
 
     def wrap(self, base: Policy) -> CorrectedPolicy:
-        """Return the corrected policy, with fresh networks."""
         return CorrectedPolicy(base, self)
 
     def sigma_of(self, step: int) -> float:
-        """Return the noise of a step."""
         return self.sigmas[min(step, len(self.sigmas) - 1)]
 
 
@@ -208,12 +205,10 @@ class Perturbation:
     std: float = 0.3  # deviation of the noise, normalised units
 
     def __post_init__(self) -> None:
-        """Check the value."""
         if not 0 <= self.std < math.inf:
             raise ConfigError(f"perturbation.std must be 0 or more and finite; got {self.std}.")
 
     def wrap(self, base: Policy) -> PerturbedPolicy:
-        """Return the perturbed policy."""
         return PerturbedPolicy(base, self)
 
 
@@ -233,7 +228,6 @@ class PerturbedPolicy(WrappedPolicy):
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """(Th, Da)."""
         return self.base.chunk.shape
 
     def decode(

@@ -80,7 +80,6 @@ class Steering:
     guide_rows: int | None = None  # output_perturbation: rows of the guide; null: half of those executed
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if self.strategy is not None and self.strategy not in STRATEGIES:
             raise ConfigError(
                 f"steer.strategy must be one of {', '.join(STRATEGIES)}, or null; got '{self.strategy}'."
@@ -101,7 +100,6 @@ class Steering:
 
     @property
     def is_on(self) -> bool:
-        """Whether there is anything to follow."""
         return self.strategy is not None
 
     def describe(self) -> dict[str, Any] | None:
@@ -210,18 +208,15 @@ class Revisiting:
 
     @property
     def min_std(self) -> float:
-        """Floor on the noise of the sampler's steps."""
         floor: float = self.sampler.min_std
         return floor
 
     @property
     def final_std(self) -> float | None:
-        """Noise of the sampler's last step."""
         std: float | None = self.sampler.final_std
         return std
 
     def table(self, process: Any) -> StepTable:
-        """Lay the visits out for a process."""
         own = self.sampler.table(process)
         return revisited(own, process, self.sampler, visits=self.visits, fresh=self.fresh)
 
@@ -264,11 +259,9 @@ class SteeredPolicy(BestOfN):
         return steps - self._first
 
     def guide(self, obs: Observation) -> Tensor:
-        """Return the guide (B, Th, Da) for observations, normalised."""
         return self.policy.normalize_action(self.sketch.guide(obs, self.chunk))
 
     def plan(self, obs: Observation, noise: Tensor, **_: Any) -> Tensor:
-        """Return the plan (B, Th, Da) for observations, normalised; noise is (B, *noise_shape)."""
         guide = self.guide(obs)
         beside = guide.repeat_interleave(self.recipe.candidates, dim=0)
         start = self._start(beside, noise) if self.recipe.starts_at_guide else None
@@ -303,14 +296,12 @@ def steered(policy: AnyPolicy, steering: Steering) -> AnyPolicy | SteeredPolicy:
 
 
 def _sketch_of(steering: Steering) -> AnySketch:
-    """Read the sketch of a configuration."""
     if steering.sketch is None:
         raise ConfigError(f"steer.strategy={steering.strategy} needs steer.sketch=<JSON or NPZ file>.")
     return read_sketch(steering.sketch)
 
 
 def _guide_rows(policy: DenoisingPolicy, steering: Steering) -> int:
-    """Return how many rows of the guide a plan begins with."""
     chunk = policy.chunk
     rows = (chunk.act_steps + 1) // 2 if steering.guide_rows is None else steering.guide_rows
     if rows > chunk.act_steps:

@@ -58,11 +58,9 @@ class ActionSketch:
     actions: Points
 
     def __post_init__(self) -> None:
-        """Check the points."""
         _check_points("actions", self.actions, at_least=1)
 
     def guide(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
-        """Return the resampled polyline, once per row of the observation."""
         state = obs["state"]
         _check_width("actions", len(self.actions[0]), chunk.action_dim)
         rows = resampled(state.new_tensor(self.actions), chunk.horizon)
@@ -89,7 +87,6 @@ class PositionSketch:
     observed: tuple[int, ...] = (0, 1)
 
     def __post_init__(self) -> None:
-        """Check the points and the numbers."""
         _check_points("positions", self.positions, at_least=2)
         if not (self.pace > 0 and self.reach > 0):
             raise ConfigError(
@@ -98,7 +95,6 @@ class PositionSketch:
         _check_width("observed", len(self.observed), len(self.positions[0]))
 
     def guide(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
-        """Return the actions that lead onto the way and along it."""
         return self.targets(obs, chunk).diff(dim=1) / self.reach
 
     def targets(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
@@ -161,21 +157,17 @@ class WaypointSketch:
     observed: tuple[int, ...] = (0, 1)
 
     def __post_init__(self) -> None:
-        """Check the points and the numbers."""
         _check_points("waypoints", self.waypoints, at_least=2)
         _ = self.way
 
     @cached_property
     def way(self) -> PositionSketch:
-        """The same way as changes of position."""
         return PositionSketch(self.waypoints, self.pace, reach=1.0, observed=self.observed)
 
     def guide(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
-        """Return the places that lead onto the way and along it."""
         return self.way.targets(obs, chunk)[:, 1:]
 
     def distance(self, position: Tensor) -> Tensor:
-        """Return how far positions (..., D) are from the way (...)."""
         return self.way.distance(position)
 
 
@@ -222,7 +214,6 @@ def _read_npz(path: Path) -> dict[str, Any]:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Turn lists into tuples, all the way down."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 

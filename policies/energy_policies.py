@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.energy import BoundEnergy, EnergyField
@@ -31,20 +32,14 @@ from policies.registry import register
 
 @register("sampler", "descent")
 @dataclass(frozen=True)
-class Descent:
+class Descent(Checked):
     """Walk down the energy until it is flat.
 
     Source: EBT-Policy (arXiv 2510.27545); deviation: every row stops by itself.
     """
 
-    steps: int = 20  # S, most steps of a walk
-    min_slope: float = 1e-3  # norm of the gradient at which a row takes its last step
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError(f"sampler.steps must be at least 1; got {self.steps}.")
-        if not self.min_slope >= 0:
-            raise ConfigError(f"sampler.min_slope must not be negative; got {self.min_slope}.")
+    steps: int = bounded(20, ge=1)  # S, most steps of a walk
+    min_slope: float = bounded(1e-3, ge=0)  # norm of the gradient at which a row takes its last step
 
     def table(self, process: Any) -> NoReturn:
         raise incompatible(self, process, needs="ebt")

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
 Kind = Literal["eps", "x0", "v", "velocity", "score", "edm", "consistency"]
@@ -34,7 +35,7 @@ BoundField = Callable[[int, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class ChunkSpec:
+class ChunkSpec(Checked):
     """Horizons of an action chunk.
 
     Rows `[action_start : action_start + act_steps]` of the predicted chunk are executed. `action_start`
@@ -45,19 +46,17 @@ class ChunkSpec:
         ConfigError: If the executed rows do not fit into the horizon.
     """
 
-    action_dim: int
-    horizon: int = 4
-    act_steps: int = 4
-    obs_steps: int = 1
-    action_start: int = 0
+    key: ClassVar[str] = "policy"
+
+    action_dim: int = bounded(ge=1)
+    horizon: int = bounded(4, ge=1)
+    act_steps: int = bounded(4, ge=1)
+    obs_steps: int = bounded(1, ge=1)
+    action_start: int = bounded(0, ge=0)
 
     def __post_init__(self) -> None:
-        if self.action_dim < 1:
-            raise ConfigError(f"the width of actions must be at least 1; got {self.action_dim}.")
-        for name in ("horizon", "act_steps", "obs_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"policy.{name} must be at least 1; got {getattr(self, name)}.")
-        if not 0 <= self.action_start <= self.horizon - self.act_steps:
+        super().__post_init__()
+        if self.action_start > self.horizon - self.act_steps:
             raise ConfigError(
                 f"policy.action_start + policy.act_steps must fit into policy.horizon={self.horizon}; got "
                 f"{self.action_start} + {self.act_steps}. Lower policy.act_steps or raise policy.horizon."

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.activations import mish
-from policies.networks.attention import Attention, FeedForward, LayerNorm, causal_mask, check_attention
+from policies.networks.attention import Attention, FeedForward, LayerNorm, causal_mask, check_heads
 from policies.networks.embeddings import TimeEmbedding, embed_times, sinusoid
 from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond
@@ -35,37 +36,28 @@ _FFN_RATIO = 4
 
 @register("backbone", "dp_transformer")
 @dataclass(frozen=True)
-class DpTransformerConfig:
+class DpTransformerConfig(Checked):
     """The transformer of Diffusion Policy.
 
     Attributes:
-        width: Width of a token, even, at least 4.
-        depth: Blocks of the decoder.
-        heads: Attention heads, a divisor of the width.
-        memory_depth: Blocks of a transformer that encodes the memory; 0: two linear layers, token by token.
         obs_tokens: Equal parts into which the condition is cut, oldest first; `policy.obs_steps` for one
             token per observation.
-        causal: Let action t attend to actions and observations up to t only, which fits windows that begin
+        causal: An action attends to actions and observations up to its own step only; fits windows that begin
             at the oldest observation (`policy.action_start` = `policy.obs_steps` - 1).
-        dropout: Share of attention weights and of features that training drops; drawn from PyTorch's global
-            generator.
     """
 
-    width: int = 128
-    depth: int = 4
-    heads: int = 4
-    memory_depth: int = 0
-    obs_tokens: int = 1
+    width: int = bounded(128, ge=4)  # of a token, even
+    depth: int = bounded(4, ge=1)  # blocks of the decoder
+    heads: int = bounded(4, ge=1)  # of attention, a divisor of the width
+    memory_depth: int = bounded(0, ge=0)  # blocks of the encoder of the memory; 0: two layers, token by token
+    obs_tokens: int = bounded(1, ge=1)
     causal: bool = True
-    dropout: float = 0.0
+    dropout: float = bounded(0.0, ge=0, lt=1)  # of attention weights and features; PyTorch's global generator
 
     def __post_init__(self) -> None:
-        for name, least in (("depth", 1), ("memory_depth", 0), ("obs_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"backbone.{name} must be at least {least}; got {getattr(self, name)}.")
-        if self.width < 4 or self.width % 2:
-            raise ConfigError(f"backbone.width must be even and at least 4; got {self.width}.")
-        check_attention(self.width, self.heads, self.dropout)
+        super().__post_init__()
+        self.require("width", self.width % 2 == 0, "even")
+        check_heads(self)
 
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False

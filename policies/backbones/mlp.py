@@ -18,14 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from policies.errors import CapabilityError, ConfigError
+from policies.bounds import bounded
+from policies.errors import CapabilityError
 from policies.networks.embeddings import OctaveEmbedding, TimeEmbedding, embed_times
 from policies.networks.mlp_blocks import Fold, PlainTrunk, TrunkConfig, official_plain_keys
 from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond
 from policies.registry import register
-
-TIMES = ("learned", "octaves")
 
 _FEW_NUMBERS = 1 << 17
 """Up to this many numbers the first layer's offsets of all steps are laid out before the loop."""
@@ -37,24 +36,18 @@ class MlpConfig(TrunkConfig):
     """Residual or plain MLP over the flattened chunk.
 
     Attributes:
-        time_dim: Width of the time embedding, even, at least 4.
         times: `learned`, sines and cosines through two layers, or `octaves`, cosines and sines of t, 2 t,
             4 t, … themselves, for `process.time_scale=1`.
         cond_dims: Widths of a plain encoder of the condition (the last is its output); empty for none.
     """
 
-    time_dim: int = 16
-    times: str = "learned"
-    cond_dims: tuple[int, ...] = ()
+    time_dim: int = bounded(16, ge=4)  # width of the time embedding, even
+    times: str = bounded("learned", choices=("learned", "octaves"))
+    cond_dims: tuple[int, ...] = bounded((), ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.time_dim < 4 or self.time_dim % 2:
-            raise ConfigError(f"backbone.time_dim must be even and at least 4; got {self.time_dim}.")
-        if self.times not in TIMES:
-            raise ConfigError(f"backbone.times must be one of {', '.join(TIMES)}; got '{self.times}'.")
-        if any(dim < 1 for dim in self.cond_dims):
-            raise ConfigError(f"backbone.cond_dims must all be at least 1; got {tuple(self.cond_dims)}.")
+        self.require("time_dim", self.time_dim % 2 == 0, "even")
 
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False

@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from policies.errors import CapabilityError, ConfigError
-from policies.networks.attention import Attention, FeedForward, LayerNorm, causal_mask, check_attention
+from policies.bounds import Checked, bounded
+from policies.errors import CapabilityError
+from policies.networks.attention import Attention, FeedForward, LayerNorm, causal_mask, check_heads
 from policies.networks.embeddings import TimeEmbedding, embed_times
 from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond
@@ -38,35 +39,21 @@ from policies.registry import register
 
 @register("backbone", "transformer")
 @dataclass(frozen=True)
-class TransformerConfig:
-    """Diffusion transformer over the actions of a chunk.
+class TransformerConfig(Checked):
+    """Diffusion transformer over the actions of a chunk."""
 
-    Attributes:
-        width: Width of a token.
-        depth: Blocks.
-        heads: Attention heads, a divisor of the width.
-        ffn_ratio: Width inside the feed-forward layers over the width of a token.
-        time_dim: Width of the time embedding, even, at least 4.
-        causal: Let an action attend to itself and earlier ones only.
-        dropout: Share of attention weights and of features that training drops; drawn from PyTorch's global
-            generator.
-    """
-
-    width: int = 128
-    depth: int = 4
-    heads: int = 4
-    ffn_ratio: int = 4
-    time_dim: int = 64
-    causal: bool = False
-    dropout: float = 0.0
+    width: int = bounded(128, ge=1)  # of a token
+    depth: int = bounded(4, ge=1)  # blocks
+    heads: int = bounded(4, ge=1)  # of attention, a divisor of the width
+    ffn_ratio: int = bounded(4, ge=1)  # width inside the feed-forward layers over the width of a token
+    time_dim: int = bounded(64, ge=4)  # width of the time embedding, even
+    causal: bool = False  # an action attends to itself and earlier ones only
+    dropout: float = bounded(0.0, ge=0, lt=1)  # of attention weights and features; PyTorch's global generator
 
     def __post_init__(self) -> None:
-        for name in ("width", "depth", "ffn_ratio"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"backbone.{name} must be at least 1; got {getattr(self, name)}.")
-        check_attention(self.width, self.heads, self.dropout)
-        if self.time_dim < 4 or self.time_dim % 2:
-            raise ConfigError(f"backbone.time_dim must be even and at least 4; got {self.time_dim}.")
+        super().__post_init__()
+        self.require("time_dim", self.time_dim % 2 == 0, "even")
+        check_heads(self)
 
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from policies.bounds import bounded
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.embeddings import TimeEmbedding, embed_times
 from policies.networks.mlp_blocks import TrunkConfig
@@ -40,28 +41,22 @@ class Unet1dConfig(UnetConfig):
     Weights of Diffusion Policy and DPPO need `film` `scale` or `bias`, those of the former `final_groups` 8.
 
     Attributes:
-        time_dim: Width of the time embedding, even, at least 4; published sizes are 256, 128 and 16.
-        time_expansion: Width inside the time embedding over its width.
+        time_dim: Width of the time embedding, even; published sizes are 256, 128 and 16.
         cond_dims: Widths of an encoder of the condition before all blocks, a residual network: an odd number
             of equal hidden widths, then its output; empty for none.
     """
 
-    time_dim: int = 64
-    time_expansion: int = 4
-    cond_dims: tuple[int, ...] = ()
+    time_dim: int = bounded(64, ge=4)
+    time_expansion: int = bounded(4, ge=1)  # width inside the time embedding over its width
+    cond_dims: tuple[int, ...] = bounded((), ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.time_dim < 4 or self.time_dim % 2:
-            raise ConfigError(f"backbone.time_dim must be even and at least 4; got {self.time_dim}.")
-        if self.time_expansion < 1:
-            raise ConfigError(f"backbone.time_expansion must be at least 1; got {self.time_expansion}.")
+        self.require("time_dim", self.time_dim % 2 == 0, "even")
         hidden = self.cond_dims[:-1]
-        if self.cond_dims and (min(self.cond_dims) < 1 or len(hidden) % 2 == 0 or len(set(hidden)) > 1):
-            raise ConfigError(
-                "backbone.cond_dims must be an odd number of equal hidden widths and an output width, e.g. "
-                f"[256,64] or [256,256,256,64]; got {tuple(self.cond_dims)}."
-            )
+        is_residual = len(hidden) % 2 == 1 and len(set(hidden)) == 1
+        rule = "an odd number of equal hidden widths and an output width, e.g. [256,64] or [256,256,256,64]"
+        self.require("cond_dims", not self.cond_dims or is_residual, rule)
 
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False

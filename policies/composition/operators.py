@@ -35,6 +35,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.protocols import BoundField
 from policies.samplers.step_table import StepTable, transition
@@ -48,7 +49,7 @@ _STD_TOLERANCE = 0.01  # of the noise of a step, relative
 
 
 @dataclass(frozen=True)
-class Composition:
+class Composition(Checked):
     """How the members of a composition are combined.
 
     Args:
@@ -65,24 +66,21 @@ class Composition:
     """
 
     weights: tuple[Weight, ...]
-    operator: str = "convex"
+    operator: str = bounded("convex", choices=OPERATORS)
     columns: tuple[tuple[int, ...] | None, ...] = ()
-    obs_dim: int | None = None
-    temperature: float = 1.0
+    obs_dim: int | None = bounded(None, ge=1)
+    temperature: float = bounded(1.0, gt=0)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", tuple(_weight(weight) for weight in self.weights))
         columns = tuple(None if one is None else tuple(one) for one in self.columns)
         object.__setattr__(self, "columns", columns or (None,) * len(self.weights))
-        if self.operator not in OPERATORS:
-            raise ConfigError(f"operator must be one of {', '.join(OPERATORS)}; got '{self.operator}'.")
+        super().__post_init__()
         if not self.weights or len(self.columns) != len(self.weights):
             raise ConfigError(
                 f"a composition needs one weight per member, and columns for all of them or for none; got "
                 f"{len(self.weights)} weights and {len(self.columns)} columns."
             )
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature must be positive; got {self.temperature}.")
         self._check_weights()
 
     def _check_weights(self) -> None:

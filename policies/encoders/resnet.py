@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from policies.bounds import Checked, bounded
 from policies.encoders import ObservationSizes
 from policies.encoders.images import centre_crop, chosen, in_unit_range, pixels, random_crop
 from policies.encoders.state import encoded_state, with_goal
@@ -35,24 +36,24 @@ _SMALLEST = 33
 
 @register("encoder", "resnet")
 @dataclass(frozen=True)
-class ResNetEncoderConfig:
-    """ResNet-18 with spatial softmax for every camera, beside state and goal."""
+class ResNetEncoderConfig(Checked):
+    """ResNet-18 with spatial softmax for every camera, beside state and goal.
+
+    Attributes:
+        crop: Share of height and width that is seen: a random part in training, else the middle; 1: all.
+        width: Channels of the first stage, doubled in each of the next three; a multiple of 16.
+    """
 
     cameras: tuple[str, ...] = ()  # which, in this order; empty: all, sorted by name
-    crop: float = 0.9  # share of height and width seen: a random part in training, else the middle; 1: all
+    crop: float = bounded(0.9, gt=0, le=1)
     shared: bool = False  # one network for all cameras, not one each
-    width: int = 64  # channels of the first stage, doubled in each of the next three; a multiple of 16
-    keypoints: int = 32  # places that are looked for
-    features: int = 64  # numbers per image
+    width: int = bounded(64, ge=16)
+    keypoints: int = bounded(32, ge=1)  # places that are looked for
+    features: int = bounded(64, ge=1)  # numbers per image
 
     def __post_init__(self) -> None:
-        if not 0 < self.crop <= 1:
-            raise ConfigError(f"encoder.crop must be in (0, 1]; got {self.crop}.")
-        if self.width < 16 or self.width % 16:
-            raise ConfigError(f"encoder.width must be a multiple of 16; got {self.width}.")
-        for name in ("keypoints", "features"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"encoder.{name} must be at least 1; got {getattr(self, name)}.")
+        super().__post_init__()
+        self.require("width", self.width % 16 == 0, "a multiple of 16")
 
     def build(self, sizes: ObservationSizes) -> ResNetEncoder:
         return ResNetEncoder(self, sizes)

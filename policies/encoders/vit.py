@@ -20,11 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from policies.bounds import Checked, bounded
 from policies.encoders import ObservationSizes
 from policies.encoders.images import chosen, in_unit_range, pixels, random_shift
 from policies.encoders.state import encoded_state, with_goal
 from policies.errors import ConfigError
-from policies.networks.attention import Attention, FeedForward, LayerNorm, check_attention
+from policies.networks.attention import Attention, FeedForward, LayerNorm, check_heads
 from policies.normalizer import Normalizer
 from policies.protocols import Cond, Observation
 from policies.registry import register
@@ -39,24 +40,20 @@ _LAYER = {
 
 @register("encoder", "vit")
 @dataclass(frozen=True)
-class VitEncoderConfig:
+class VitEncoderConfig(Checked):
     """A small vision transformer for all cameras, read out together with the state."""
 
     cameras: tuple[str, ...] = ()  # which, in this order; empty: all, sorted by name
-    shift: int = 4  # largest random shift in training, pixels; 0: none
-    width: int = 128  # features of a patch
-    depth: int = 1  # layers
-    heads: int = 4  # of attention; must divide the width
-    features: int = 128  # numbers per camera
+    shift: int = bounded(4, ge=0)  # largest random shift in training, pixels; 0: none
+    width: int = bounded(128, ge=1)  # features of a patch
+    depth: int = bounded(1, ge=1)  # layers
+    heads: int = bounded(4, ge=1)  # of attention; must divide the width
+    features: int = bounded(128, ge=1)  # numbers per camera
     tokens: bool = False  # also give the patches to a backbone that attends to them
 
     def __post_init__(self) -> None:
-        for name in ("width", "depth", "features"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"encoder.{name} must be at least 1; got {getattr(self, name)}.")
-        if self.shift < 0:
-            raise ConfigError(f"encoder.shift must be 0 or more; got {self.shift}.")
-        check_attention(self.width, self.heads, dropout=0.0, group="encoder")
+        super().__post_init__()
+        check_heads(self)
 
     def build(self, sizes: ObservationSizes) -> VitEncoder:
         return VitEncoder(self, sizes)

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.execution.replanning import Decision, Replanner, WarmStart, shifted, with_act_steps
@@ -43,32 +44,33 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Execution:
-    """How plans are executed while the next ones are made."""
+class Execution(Checked):
+    """How plans are executed while the next ones are made.
 
-    act_steps: int | None = None  # n, steps from one decision to the next; null: own, or what latency leaves
-    latency: int = 0  # d, control steps from an observation to its plan, simulated
+    Attributes:
+        act_steps: n, steps from one decision to the next; null: the policy's own, or what latency leaves.
+        latency: d, simulated control steps from an observation to its plan.
+        ensemble: Average the plans of a step with weights exp(-ensemble age rank); null: the newest plan.
+        inpaint: Keep what is committed of the previous plan, and softly the rest of it.
+        max_jump: Largest change of a command from one step to the next, physical units; null: any.
+    """
+
+    act_steps: int | None = bounded(None, ge=1)
+    latency: int = bounded(0, ge=0)
     compensate: bool = True  # skip the rows whose time is over when a plan arrives
-    ensemble: float | None = None  # mix plans that speak of a step by exp(-ensemble age rank); null: newest
-    inpaint: bool = False  # hold on to what is committed, and softly to the rest of the plan before
-    max_jump: float | None = None  # largest change of a command from one step to the next, physical units
+    ensemble: float | None = bounded(None, ge=0)
+    inpaint: bool = False
+    max_jump: float | None = bounded(None, gt=0)
     warm_start: WarmStart = field(default_factory=WarmStart)
 
     def __post_init__(self) -> None:
-        if self.act_steps is not None and self.act_steps < 1:
-            raise ConfigError(f"act_steps must be at least 1, or null; got {self.act_steps}.")
-        if self.latency < 0:
-            raise ConfigError(f"latency must be 0 or more control steps; got {self.latency}.")
-        if self.ensemble is not None and not self.ensemble >= 0:
-            raise ConfigError(f"ensemble must be 0 or more, or null; got {self.ensemble}.")
-        if self.max_jump is not None and not self.max_jump > 0:
-            raise ConfigError(f"max_jump must be positive, or null; got {self.max_jump}.")
+        super().__post_init__()
         if self.inpaint and self.warm_start.is_on:
             raise ConfigError(
-                "inpaint and warm_start both say what a plan takes over from the one before. Give one."
+                "inpaint and warm_start both choose what a plan takes over from the one before. Give one."
             )
         if self.inpaint and not self.compensate:
-            raise ConfigError("inpaint holds on to rows that are skipped; it needs compensate=true.")
+            raise ConfigError("inpaint keeps rows that are skipped; it needs compensate=true.")
 
 
 @dataclass

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
 AffineMap = tuple[Tensor, Tensor]
@@ -62,7 +63,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class ForeignSource(ABC):
+class ForeignSource(Checked, ABC):
     """A program whose weights can be read; its fields are what no tensor tells.
 
     Attributes:
@@ -73,16 +74,10 @@ class ForeignSource(ABC):
             (Diffusion Policy published 8 of 16, DPPO and ReinFlow the whole chunk).
     """
 
-    obs_steps: int | None = None
-    action_dim: int | None = None
-    horizon: int | None = None
-    act_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        for size in fields(ForeignSource):
-            value = getattr(self, size.name)
-            if value is not None and value < 1:
-                raise ConfigError(f"source.{size.name} must be at least 1; got {value}.")
+    obs_steps: int | None = bounded(None, ge=1)
+    action_dim: int | None = bounded(None, ge=1)
+    horizon: int | None = bounded(None, ge=1)
+    act_steps: int | None = bounded(None, ge=1)
 
     @abstractmethod
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:

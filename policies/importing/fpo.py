@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from policies.backbones.mlp import MlpConfig
-from policies.errors import CheckpointError, ConfigError
+from policies.bounds import bounded
+from policies.errors import CheckpointError
 from policies.importing.formats import AffineMap, Contents, ForeignSource, Network
 from policies.importing.networks import shape
 from policies.networks.mlp_blocks import official_plain_keys
@@ -43,14 +44,12 @@ class FpoSource(ForeignSource):
     """
 
     steps: int = 10
-    time_features: int = 8
+    time_features: int = bounded(8, ge=4)
     output_scale: float = 0.25
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        width = self.time_features
-        if width < 4 or width % 2:
-            raise ConfigError(f"source.time_features must be even and at least 4; got {width}.")
+        self.require("time_features", self.time_features % 2 == 0, "even")
 
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
         """Tell the network, the statistics and the critic apart; layers become those of our time."""

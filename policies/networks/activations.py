@@ -8,14 +8,12 @@ compilers have a fused kernel, so the stock function is used there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from policies.errors import ConfigError
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -93,16 +91,3 @@ ACTIVATIONS: dict[str, tuple[Activation, Activation]] = {
     "silu": (F.silu, F.silu),
 }
 """Name -> (function, the same function allowed to overwrite its argument)."""
-
-
-def check_activation(name: str, *, where: str) -> None:
-    """Refuse an unknown activation.
-
-    Raises:
-        ConfigError: If there is no such activation; the message lists the choices.
-    """
-    if name not in ACTIVATIONS:
-        raise ConfigError(f"{where} must be one of {', '.join(ACTIVATIONS)}; got '{name}'.")
-
-
-__all__: Sequence[str] = ("ACTIVATIONS", "Activation", "check_activation", "mish")

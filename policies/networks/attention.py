@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from policies.bounds import Checked
 from policies.errors import ConfigError
 
 
@@ -178,24 +179,13 @@ def causal_mask(size: int) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool).tril()
 
 
-def check_attention(width: int, heads: int, dropout: float, *, group: str = "backbone") -> None:
-    """Refuse heads that do not share the width evenly, and a share that cannot be dropped.
-
-    Args:
-        width: D.
-        heads: H.
-        dropout: Share that is dropped.
-        group: Group of the part that is configured.
+def check_heads(config: Checked) -> None:
+    """Refuse a number of `heads` that does not divide the `width` of a configuration.
 
     Raises:
-        ConfigError: If there are no heads, or they do not divide the width (the message lists what does), or
-            dropout is not in [0, 1).
+        ConfigError: Listing what does.
     """
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"{group}.dropout must be in [0, 1); got {dropout}.")
-    if heads < 1 or width % heads:
-        choices = ", ".join(str(n) for n in range(1, min(width, 16) + 1) if width % n == 0)
-        raise ConfigError(
-            f"{group}.heads must divide {group}.width={width}; got {heads}. Use one of {choices}, or "
-            f"change the width."
-        )
+    width, heads = config.width, config.heads
+    choices = ", ".join(str(n) for n in range(1, min(width, 16) + 1) if width % n == 0)
+    rule = f"a divisor of {config.key}.width={width} (one of {choices})"
+    config.require("heads", width % heads == 0, rule)

@@ -7,53 +7,49 @@ CPU, one after the other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
-from policies.networks.activations import ACTIVATIONS, check_activation
+from policies.networks.activations import ACTIVATIONS
 
 AGGREGATES = ("min", "mean", "subset_min", "mean_std")
 _LARGE = 32_768  # rows times width
 
 
 @dataclass(frozen=True)
-class EnsembleConfig:
-    """Shape of an ensemble of action values Q(s, a), and how its weights begin."""
+class EnsembleConfig(Checked):
+    """Shape of an ensemble of action values Q(s, a), and how its weights begin.
 
-    members: int = 2  # E
-    hidden_dims: tuple[int, ...] = (256, 256)  # widths of the hidden layers
-    activation: str = "relu"  # relu, mish or tanh
+    Attributes:
+        hidden_bias: Initial biases of hidden layers; null: as PyTorch draws them.
+        last_bound: Limit of the last layer's initial weights and biases; null: PyTorch's.
+    """
+
+    key: ClassVar[str] = "critic"
+
+    members: int = bounded(2, ge=1)  # E
+    hidden_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # widths of the hidden layers
+    activation: str = bounded("relu", choices=tuple(ACTIVATIONS))
     layer_norm: bool = False  # normalise before each activation
     norm_after: bool = False  # normalise after each activation instead
-    norm_eps: float = 1e-5  # added to variances
-    hidden_bias: float | None = None  # initial biases of hidden layers; None: as PyTorch draws them
-    last_bound: float | None = None  # limit of the last layer's initial weights and biases; None: PyTorch's
+    norm_eps: float = bounded(1e-5, gt=0)  # added to variances
+    hidden_bias: float | None = None
+    last_bound: float | None = bounded(None, ge=0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "hidden_dims", tuple(self.hidden_dims))
-        check_activation(self.activation, where="critic.activation")
-        if self.members < 1:
-            raise ConfigError(f"critic.members must be at least 1; got {self.members}.")
-        if not self.hidden_dims or min(self.hidden_dims) < 1:
-            raise ConfigError(
-                "critic.hidden_dims must name at least one width, all at least 1; got "
-                f"{list(self.hidden_dims)}."
-            )
-        if not 0 < self.norm_eps < math.inf:
-            raise ConfigError(f"critic.norm_eps must be positive and finite; got {self.norm_eps}.")
-        if self.norm_after and not self.layer_norm:
-            raise ConfigError("critic.norm_after needs critic.layer_norm=true; got false.")
-        if self.last_bound is not None and not 0 <= self.last_bound < math.inf:
-            raise ConfigError(f"critic.last_bound must be 0 or more and finite; got {self.last_bound}.")
+        self.require("hidden_dims", bool(self.hidden_dims), "at least one width")
+        self.require("norm_after", self.layer_norm or not self.norm_after, "false without critic.layer_norm")
 
     def build(self, cond_dim: int, action_dim: int) -> Ensemble:
         return Ensemble(self, cond_dim + action_dim)

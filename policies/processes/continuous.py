@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 from policies.processes.base import GaussianPath
 from policies.processes.diffusion import PREDICTIONS
 from policies.protocols import Kind
@@ -31,40 +31,20 @@ BETA_START, BETA_END = 0.1, 20.0
 
 @register("process", "vp")
 @dataclass(frozen=True)
-class VPContinuous(GaussianPath):
+class VPContinuous(Checked, GaussianPath):
     """Denoising diffusion whose training times are drawn from an interval instead of from levels.
-
-    Args:
-        schedule: `cosine` or `linear`.
-        prediction: What the network outputs: `eps`, `x0` or `v`.
-        time_scale: The network receives time_scale * u.
-
-    Raises:
-        ConfigError: If a value is unknown or out of range.
 
     Source:
         arXiv 2011.13456 (variance-preserving SDE), 2202.00512 (v prediction).
     """
 
-    schedule: str = "cosine"
-    prediction: str = "v"
-    time_scale: float = 100.0
-
-    def __post_init__(self) -> None:
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(
-                f"process.schedule must be one of {', '.join(SCHEDULES)}; got '{self.schedule}'."
-            )
-        if self.prediction not in PREDICTIONS:
-            raise ConfigError(
-                f"process.prediction must be one of {', '.join(PREDICTIONS)}; got '{self.prediction}'."
-            )
-        if not self.time_scale > 0:
-            raise ConfigError(f"process.time_scale must be positive; got {self.time_scale}.")
+    schedule: str = bounded("cosine", choices=("cosine", "linear"))
+    prediction: str = bounded("v", choices=PREDICTIONS)  # what the network outputs
+    time_scale: float = bounded(100.0, gt=0)  # the network receives time_scale * u
 
     @property
     def kind(self) -> Kind:
-        return PREDICTIONS[PREDICTIONS.index(self.prediction)]
+        return cast(Kind, self.prediction)
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
         if self.schedule == "cosine":

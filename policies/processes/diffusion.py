@@ -9,12 +9,12 @@ monotone between them, and the velocity is `dx/dt = phi' v`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 from policies.processes.base import GaussianPath
 from policies.processes.schedules import (
     SCHEDULES,
@@ -34,50 +34,31 @@ _ANGLES: dict[tuple[int | float | str, ...], Tensor] = {}
 
 @register("process", "diffusion")
 @dataclass(frozen=True)
-class VPDiffusion(GaussianPath):
+class VPDiffusion(Checked, GaussianPath):
     """Denoising diffusion on K levels; the network sees the raw integer level as a float.
 
     Args:
-        num_levels: K, at least 2.
         schedule: `cosine`, `linear` or `scaled_linear`. The linear ones end far from pure noise unless
             num_levels is near 1000 or beta_end is raised.
-        prediction: What the network outputs: `eps`, `x0` or `v`.
-        beta_start: First beta of the linear schedules.
-        beta_end: Last beta of the linear schedules.
-
-    Raises:
-        ConfigError: If a value is unknown or out of range.
+        prediction: What the network outputs: `eps`, `x0` or `v`; for velocities take process=flow.
 
     Source:
         arXiv 2006.11239 (process), 2102.09672 (cosine schedule), 2202.00512 (v prediction).
     """
 
-    num_levels: int = 20
-    schedule: str = "cosine"
-    prediction: str = "eps"
-    beta_start: float = 1e-4
-    beta_end: float = 0.02
+    num_levels: int = bounded(20, ge=2)  # K
+    schedule: str = bounded("cosine", choices=SCHEDULES)
+    prediction: str = bounded("eps", choices=PREDICTIONS)
+    beta_start: float = bounded(1e-4, gt=0)  # first beta of the linear schedules
+    beta_end: float = bounded(0.02, lt=1)  # last beta of them
 
     def __post_init__(self) -> None:
-        if self.num_levels < 2:
-            raise ConfigError(f"process.num_levels must be at least 2; got {self.num_levels}.")
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(
-                f"process.schedule must be one of {', '.join(SCHEDULES)}; got '{self.schedule}'."
-            )
-        if self.prediction not in PREDICTIONS:
-            raise ConfigError(
-                f"process.prediction must be one of {', '.join(PREDICTIONS)}; got '{self.prediction}'. "
-                "For velocities take process=flow."
-            )
-        if not 0 < self.beta_start <= self.beta_end < 1:
-            raise ConfigError(
-                f"process needs 0 < beta_start <= beta_end < 1; got {self.beta_start} and {self.beta_end}."
-            )
+        super().__post_init__()
+        self.require("beta_end", self.beta_start <= self.beta_end, f"at least beta_start={self.beta_start}")
 
     @property
     def kind(self) -> Kind:
-        return PREDICTIONS[PREDICTIONS.index(self.prediction)]
+        return cast(Kind, self.prediction)
 
     def betas(self) -> Tensor:
         """Return the betas (K,) in float32, cleanest level first."""

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 from policies.processes.base import GaussianPath
 from policies.protocols import Kind
 from policies.registry import register
 
-TIME_DENSITIES = ("uniform", "logit_normal", "beta")
 BETA_SHAPE = 1.5
 BETA_LIMIT = 0.999
 
@@ -47,7 +46,7 @@ class LinearPath(GaussianPath):
 
 @register("process", "flow")
 @dataclass(frozen=True)
-class RectifiedFlow(LinearPath):
+class RectifiedFlow(Checked, LinearPath):
     """Flow matching on the linear path.
 
     Args:
@@ -57,23 +56,12 @@ class RectifiedFlow(LinearPath):
             resolve times that run over about a hundred; raw times in [0, 1] leave most of their
             features constant.
 
-    Raises:
-        ConfigError: If a value is unknown or out of range.
-
     Source:
         arXiv 2209.03003; time densities as in arXiv 2403.03206 (logit-normal) and 2410.24164 (beta).
     """
 
-    time_density: str = "uniform"
-    time_scale: float = 100.0
-
-    def __post_init__(self) -> None:
-        if self.time_density not in TIME_DENSITIES:
-            raise ConfigError(
-                f"process.time_density must be one of {', '.join(TIME_DENSITIES)}; got '{self.time_density}'."
-            )
-        if not self.time_scale > 0:
-            raise ConfigError(f"process.time_scale must be positive; got {self.time_scale}.")
+    time_density: str = bounded("uniform", choices=("uniform", "logit_normal", "beta"))
+    time_scale: float = bounded(100.0, gt=0)
 
     def net_time(self, t: Tensor) -> Tensor:
         return self.time_scale * t

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 from policies.networks.distributions import gaussian_log_prob
 from policies.networks.heads import Mixture, MixtureHead, MixtureHeadConfig
 from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
@@ -54,8 +54,11 @@ class MixtureProcess:
 
 @register("sampler", "mode_mean")
 @dataclass(frozen=True)
-class ModeMean(OneStepSampler):
+class ModeMean(OneStepSampler, Checked):
     """Draw a mode of a mixture and act with its mean, or near it.
+
+    Attributes:
+        temperature: Factor of the mode's deviation; 0: act with its mean, 1: draw from the mixture.
 
     Source: robomimic (arXiv 2108.03298), which evaluates its mixtures with next to no deviation.
     """
@@ -63,11 +66,7 @@ class ModeMean(OneStepSampler):
     belongs_to: ClassVar[str] = "mixture"
 
     likeliest: bool = False  # take the mode of the largest share instead of drawing one
-    spread: float = 0.0  # times the mode's deviation; 0: act with its mean, 1: draw from the mixture
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.spread <= 1:
-            raise ConfigError(f"sampler.spread must lie in 0..1; got {self.spread}.")
+    temperature: float = bounded(0.0, ge=0, le=1, was="spread")
 
 
 @register("policy_class", "mixture")
@@ -89,11 +88,11 @@ class MixturePolicy(OneStepPolicy):
     @property
     def is_deterministic(self) -> bool:
         """Whether the chunk depends on the start noise, which draws the mode, alone."""
-        return self.sampler.spread == 0
+        return self.sampler.temperature == 0
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """(Th, Da), whose first number draws the mode; with a spread (2, Th, Da): it, then the deviation."""
+        """(Th, Da), whose first number draws the mode; with a temperature (2, Th, Da): mode, deviation."""
         return self.chunk.shape if self.is_deterministic else (2, *self.chunk.shape)
 
     def _chunk(self, cond: Cond, noise: Tensor) -> Tensor:
@@ -103,7 +102,7 @@ class MixturePolicy(OneStepPolicy):
         if self.is_deterministic:
             return mean
         std = torch.einsum("bm,mrd->brd", share, mixture.std)
-        return mean + self.sampler.spread * std * noise[:, 1]
+        return mean + self.sampler.temperature * std * noise[:, 1]
 
     def _choice(self, mixture: Mixture, noise: Tensor) -> Tensor:
         """Return 1 for the mode of each row and 0 for the others, (B, M), given noise (B, Th, Da)."""

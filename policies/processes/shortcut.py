@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.processes.average import AveragePath
 from policies.processes.base import over_rows
@@ -38,14 +39,7 @@ class Shortcut(AveragePath):
     """Flow matching that also learns to take steps of 1, 1/2, … at once.
 
     Args:
-        time_density: Density of training times: `uniform`; `logit_normal` (sigmoid of a standard
-            normal); `beta` (0.999 (1 - Beta(1.5, 1)): more weight near the noise).
-        time_scale: The network receives time_scale * t and time_scale * d.
         max_steps: M, a power of two; sampling takes 1, 2, 4, … or M steps.
-        consistency_share: Share of the training rows that learn a step from its halves.
-
-    Raises:
-        ConfigError: If a value is unknown or out of range.
 
     Source:
         arXiv 2410.12557, algorithm 1. Deviations: the finest step is asked for as 0; the rows of either kind
@@ -53,19 +47,12 @@ class Shortcut(AveragePath):
         released code never trains its finest length).
     """
 
-    max_steps: int = 16
-    consistency_share: float = 0.25
+    max_steps: int = bounded(16, ge=2)
+    consistency_share: float = bounded(0.25, gt=0, lt=1)  # of the training rows that learn a step from halves
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_steps < 2 or self.max_steps & (self.max_steps - 1):
-            raise ConfigError(
-                f"process.max_steps must be a power of two and at least 2; got {self.max_steps}."
-            )
-        if not 0 < self.consistency_share < 1:
-            raise ConfigError(
-                f"process.consistency_share must be between 0 and 1; got {self.consistency_share}."
-            )
+        self.require("max_steps", not self.max_steps & (self.max_steps - 1), "a power of two")
 
     def second_net_time(self, t: Tensor, t_next: Tensor) -> Tensor:
         length = t_next - t

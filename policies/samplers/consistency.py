@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from policies.errors import ConfigError
+from policies.bounds import bounded
 from policies.processes.base import incompatible
 from policies.processes.consistency import Consistency
 from policies.registry import register
@@ -30,13 +30,8 @@ class Renoise(PathRules):
         arXiv 2303.01469, algorithm 1; Consistency Policy, arXiv 2405.07503, for start_noise.
     """
 
-    steps: int = 2
-    start_noise: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.start_noise is not None and not self.start_noise >= 0:
-            raise ConfigError(f"sampler.start_noise must not be negative, or null; got {self.start_noise}.")
+    steps: int = bounded(2, ge=1)
+    start_noise: float | None = bounded(None, ge=0)
 
     def table(self, process: Any) -> StepTable:
         if not isinstance(process, Consistency):

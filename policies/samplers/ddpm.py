@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.processes.base import incompatible
 from policies.processes.diffusion import VPDiffusion
-from policies.processes.schedules import spaced_levels, time_of_level
+from policies.processes.schedules import SPACINGS, spaced_levels, time_of_level
 from policies.registry import register
 from policies.samplers.step_table import (
     StepRules,
@@ -42,20 +43,18 @@ class DDPM(StepRules):
         arXiv 2006.11239, eq. 7; DPPO (arXiv 2409.00588) for the floors and clips.
     """
 
-    min_std: float = 1e-3
-    final_std: float | None = 0.0
-    steps: int | None = None
-    spacing: str = "leading"
-    variance: str = "fixed_small"
+    min_std: float = bounded(1e-3, ge=0)
+    final_std: float | None = bounded(0.0, ge=0)
+    steps: int | None = bounded(None, ge=1)
+    spacing: str = bounded("leading", choices=SPACINGS)
+    variance: str = bounded("fixed_small", choices=("fixed_small", "fixed_large"))
     levels: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "levels", tuple(self.levels))
-        if self.variance not in ("fixed_small", "fixed_large"):
-            raise ConfigError(f"sampler.variance must be fixed_small or fixed_large; got '{self.variance}'.")
-        if any(later >= earlier for earlier, later in pairwise(self.levels)):
-            raise ConfigError(f"sampler.levels must fall, noisiest first; got {list(self.levels)}.")
+        falls = all(later < earlier for earlier, later in pairwise(self.levels))
+        self.require("levels", falls, "falling, noisiest first")
         if self.levels and self.steps is not None:
             raise ConfigError(
                 f"sampler.steps and sampler.levels both choose the levels; got steps={self.steps} and "
@@ -95,23 +94,17 @@ class DDIM(StepRules):
         deviation before the floor.
     """
 
-    steps: int = 10
-    spacing: str = "leading"
-    eta: float = 0.0
-    eta_per_dim: tuple[float, ...] = ()
+    steps: int = bounded(10, ge=1)
+    spacing: str = bounded("leading", choices=SPACINGS)
+    eta: float = bounded(0.0, ge=0, le=1)
+    eta_per_dim: tuple[float, ...] = bounded((), ge=0, le=1)
     recompute_eps: bool = True
-    eps_clip: float | None = None
-    final_alpha: str = "one"
+    eps_clip: float | None = bounded(None, gt=0)
+    final_alpha: str = bounded("one", choices=("one", "first"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "eta_per_dim", tuple(self.eta_per_dim))
-        if not all(0 <= eta <= 1 for eta in (self.eta, *self.eta_per_dim)):
-            raise ConfigError(f"sampler.eta must lie in 0..1; got {self.eta} and {self.eta_per_dim}.")
-        if self.final_alpha not in ("one", "first"):
-            raise ConfigError(f"sampler.final_alpha must be one or first; got '{self.final_alpha}'.")
-        if self.eps_clip is not None and not self.eps_clip > 0:
-            raise ConfigError(f"sampler.eps_clip must be positive or null; got {self.eps_clip}.")
 
     def table(self, process: Any) -> StepTable:
         last = 0 if self.final_alpha == "first" else -1

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, ConfigError
 from policies.processes.base import incompatible
 from policies.processes.diffusion import VPDiffusion
@@ -40,7 +41,7 @@ _CLIPS = ("DDIMScheduler",)  # the others know no bound on x0 that does not chan
 
 @register("sampler", "diffusers")
 @dataclass(frozen=True, kw_only=True)
-class Diffusers:
+class Diffusers(Checked):
     """A deterministic scheduler of diffusers, configured from the process.
 
     Args:
@@ -49,25 +50,15 @@ class Diffusers:
         scheduler: Name of its class; stochastic ones are refused: they draw their own noise.
         steps: Sampling steps; some schedulers evaluate the network twice per step.
         options: Further settings of the scheduler by name.
-
-    Raises:
-        ConfigError: If the scheduler is not one of those.
     """
 
-    clip_x0: float | None = None
-    clip_action: float | None = 1.0
-    scheduler: str = "DPMSolverMultistepScheduler"
-    steps: int = 10
+    clip_x0: float | None = bounded(None, gt=0)
+    clip_action: float | None = bounded(1.0, gt=0)
+    scheduler: str = bounded("DPMSolverMultistepScheduler", choices=(*DIFFUSION_SCHEDULERS, *FLOW_SCHEDULERS))
+    steps: int = bounded(10, ge=1)
     options: dict[str, Any] = field(default_factory=dict)
     min_std: ClassVar[float] = 0.0
     final_std: ClassVar[float | None] = None
-
-    def __post_init__(self) -> None:
-        if self.scheduler not in (*DIFFUSION_SCHEDULERS, *FLOW_SCHEDULERS):
-            known = ", ".join((*DIFFUSION_SCHEDULERS, *FLOW_SCHEDULERS))
-            raise ConfigError(f"sampler.scheduler must be one of {known}; got '{self.scheduler}'.")
-        if self.steps < 1:
-            raise ConfigError(f"sampler.steps must be at least 1; got {self.steps}.")
 
     def table(self, process: Any) -> StepTable:
         if type(process) not in (VPDiffusion, RectifiedFlow):

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.processes.base import GaussianPath, Process, incompatible
 from policies.processes.flow import LinearPath
@@ -47,27 +48,17 @@ class PathRules(StepRules, ABC):
         noise_min: Last sigma / alpha before the clean end; null: that of the process's own grid.
     """
 
-    steps: int = 10
-    grid: str = "auto"
-    rho: float = 7.0
-    noise_max: float | None = None
-    noise_min: float | None = None
+    steps: int = bounded(10, ge=1)
+    grid: str = bounded("auto", choices=GRIDS)
+    rho: float = bounded(7.0, gt=0)
+    noise_max: float | None = bounded(None, gt=0)
+    noise_min: float | None = bounded(None, gt=0)
     takes_whole_steps: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.steps < 1:
-            raise ConfigError(f"sampler.steps must be at least 1; got {self.steps}.")
-        if self.grid not in GRIDS:
-            raise ConfigError(f"sampler.grid must be one of {', '.join(GRIDS)}; got '{self.grid}'.")
-        if not self.rho > 0:
-            raise ConfigError(f"sampler.rho must be positive; got {self.rho}.")
         given = [noise for noise in (self.noise_min, self.noise_max) if noise is not None]
-        if not all(0 < noise < math.inf for noise in given) or sorted(given) != given:
-            raise ConfigError(
-                "sampler needs 0 < noise_min <= noise_max, or null; got "
-                f"{self.noise_min} and {self.noise_max}."
-            )
+        self.require("noise_max", sorted(given) == given, f"at least noise_min={self.noise_min}")
         if given and self.grid in ("auto", "uniform"):
             raise ConfigError(
                 f"sampler.noise_min and noise_max belong to the grids {', '.join(GRIDS[2:])}; got "
@@ -147,16 +138,11 @@ class Euler(PathRules):
         arXiv 2209.03003; ReinFlow (arXiv 2505.22094).
     """
 
-    clip_x0: float | None = None
-    clip_action: float | None = 1.0
-    clip_state: float | None = None
+    clip_x0: float | None = bounded(None, gt=0)
+    clip_action: float | None = bounded(1.0, gt=0)
+    clip_state: float | None = bounded(None, gt=0)
     released_times: bool = False
     takes_whole_steps: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.clip_state is not None and not self.clip_state > 0:
-            raise ConfigError(f"sampler.clip_state must be positive or null; got {self.clip_state}.")
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
         path = _Path.of(process, times)
@@ -188,12 +174,7 @@ class Ancestral(PathRules):
         arXiv 2010.02502, eq. 16, on any path; with EDM the Euler-ancestral sampler of BESO.
     """
 
-    eta: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.eta <= 1:
-            raise ConfigError(f"sampler.eta must lie in 0..1; got {self.eta}.")
+    eta: float = bounded(1.0, ge=0, le=1)
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
         path = _Path.of(process, times)
@@ -272,12 +253,7 @@ class DPMpp2M(SmoothRules):
         DPM-Solver++(2M), arXiv 2211.01095, algorithm 2; `heun` as in diffusers.
     """
 
-    solver: str = "midpoint"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.solver not in ("midpoint", "heun"):
-            raise ConfigError(f"sampler.solver must be midpoint or heun; got '{self.solver}'.")
+    solver: str = bounded("midpoint", choices=("midpoint", "heun"))
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
         path = _Path.of(process, times)

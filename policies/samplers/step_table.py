@@ -25,11 +25,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.processes.base import Process
 from policies.protocols import BoundField
@@ -165,32 +166,24 @@ class StepTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRules:
-    """What every sampler may limit.
+class StepRules(Checked):
+    """What every sampler may limit; all in normalised units.
 
     Args:
-        clip_x0: Bound on the predicted clean chunk at every step, normalised units; None: no bound.
-        clip_action: Bound on the finished chunk; None: no bound.
-        noise_clip: Bound on standard-normal draws before scaling; None: no bound.
-        min_std: Floor on the noise of every step, normalised units.
-        final_std: Noise of the last step; None: as the schedule and the floor say.
+        clip_x0: Bound on the predicted clean chunk at every step; null: no bound.
+        clip_action: Bound on the finished chunk; null: no bound.
+        noise_clip: Bound on standard-normal draws before scaling; null: no bound.
+        min_std: Floor on the noise of every step.
+        final_std: Noise of the last step; null: as the schedule and the floor give it.
     """
 
-    clip_x0: float | None = 1.0
-    clip_action: float | None = None
-    noise_clip: float | None = 3.0
-    min_std: float = 0.0
-    final_std: float | None = None
+    key: ClassVar[str] = "sampler"
 
-    def __post_init__(self) -> None:
-        for name in ("clip_x0", "clip_action", "noise_clip"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"sampler.{name} must be positive or null; got {value}.")
-        for name in ("min_std", "final_std"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"sampler.{name} must not be negative; got {value}.")
+    clip_x0: float | None = bounded(1.0, gt=0)
+    clip_action: float | None = bounded(None, gt=0)
+    noise_clip: float | None = bounded(3.0, gt=0)
+    min_std: float = bounded(0.0, ge=0)
+    final_std: float | None = bounded(None, ge=0)
 
 
 def build_step_table(
@@ -273,54 +266,57 @@ def build_step_table(
     )
 
 
-def revisited(
-    table: StepTable, process: Process, rules: StepRules, *, visits: int, fresh: float = 1.0
+def resampled(
+    table: StepTable, process: Process, rules: StepRules, *, steps: int, noise: float = 1.0
 ) -> StepTable:
-    """Visit every level of a table several times; the last visit takes the table's own step.
+    """Evaluate the network several times at every level of a table; the last takes the table's own step.
 
-    The others stay at their level and draw part of the noise anew, around the x0 predicted there::
+    The others stay at their level and redraw part of the noise, around the x0 predicted there::
 
-        x <- alpha x0 + sigma (sqrt(1 - fresh^2) eps + fresh noise)
+        x <- alpha x0 + sigma (sqrt(1 - noise^2) eps + noise draw)
 
-    With `fresh` = 1 all that remains of the state is x0, whose spread is smaller than that of clean chunks;
-    small values are steps of Langevin dynamics, x + (fresh sigma)^2 / 2 score + fresh sigma noise, which
+    With `noise` = 1 all that remains of the state is x0, whose spread is smaller than that of clean chunks;
+    small values are steps of Langevin dynamics, x + (noise sigma)^2 / 2 score + noise sigma draw, which
     keep the distribution of the level.
 
     Args:
         table: Rows of one evaluation each.
         process: What it was laid out for.
         rules: What it was laid out with.
-        visits: Evaluations at every level, at least 1.
-        fresh: Share of the noise that is drawn anew, 0 to 1.
+        steps: Evaluations at every level, at least 1.
+        noise: Share of the noise that is redrawn, 0 to 1.
 
     Raises:
         ConfigError: If a number is out of range or the table has a memory.
 
     Source:
-        arXiv 2411.16627 (inference-time policy steering), with `fresh` = 1.
+        arXiv 2411.16627 (inference-time policy steering), with `noise` = 1; resampling of RePaint
+        (arXiv 2201.09865).
     """
-    if visits < 1 or not 0 <= fresh <= 1:
-        raise ConfigError(f"a level needs visits >= 1 and 0 <= fresh <= 1; got {visits} and {fresh}.")
+    if steps < 1 or not 0 <= noise <= 1:
+        raise ConfigError(
+            f"resampling needs steps of at least 1 and a noise in [0, 1]; got {steps} and {noise}."
+        )
     if table.memory is not None:
         raise ConfigError(
-            "levels can be visited again only with a sampler of one evaluation per step; heun, midpoint and "
+            "levels can be resampled only with a sampler of one evaluation per step; heun, midpoint and "
             "dpmpp_2m use several. Use ddpm, ddim, ancestral or euler."
         )
     own = Coefficients(*table.coefficients)
     alpha, sigma = (torch.tensor(a, dtype=torch.float64)[:, None] for a in (table.alpha, table.sigma))
-    kept = math.sqrt(1 - fresh * fresh) * sigma
+    kept = math.sqrt(1 - noise * noise) * sigma
 
-    def visit(staying: Tensor, leaving: Tensor) -> Tensor:
-        rows = [staying.expand_as(leaving)] * (visits - 1)
+    def repeated(staying: Tensor, leaving: Tensor) -> Tensor:
+        rows = [staying.expand_as(leaving)] * (steps - 1)
         return torch.stack([*rows, leaving], dim=1).flatten(0, 1)
 
     return build_step_table(
         process,
         rules,
-        [t for t in table.times[:-1] for _ in range(visits)] + [table.times[-1]],
-        visit(alpha, own.to_x0),
-        visit(kept, own.to_eps),
-        visit(fresh * sigma, table.schedule_std),
+        [t for t in table.times[:-1] for _ in range(steps)] + [table.times[-1]],
+        repeated(alpha, own.to_x0),
+        repeated(kept, own.to_eps),
+        repeated(noise * sigma, table.schedule_std),
         recompute=table.recompute,
         eps_clip=table.eps_clip,
         clip_state=table.clip_state,

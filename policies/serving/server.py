@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError, ServingError
 from policies.execution.history import Array
 from policies.paths import path_field
@@ -62,37 +63,34 @@ class Served(Protocol):
 
 
 @dataclass
-class ServerSettings:
-    """How a policy is served."""
+class ServerSettings(Checked):
+    """How a policy is served.
+
+    Attributes:
+        max_wait_ms: How long a request waits for others; 0: only while the server is busy.
+        deadline_ms: Deadline of a request that names none.
+        max_backlog_mb: Growth of memory beyond which all connections are dropped once.
+    """
 
     host: str = "127.0.0.1"  # interface; another than this machine's own needs allow_remote=true
-    port: int = PORT  # of requests; 0: any that is free
+    port: int = bounded(PORT, ge=0, lt=65536)  # of requests; 0: any that is free
     allow_remote: bool = False  # listen where other machines can reach it
     keys: str | None = path_field()  # folder with CURVE keys; null: no encryption, everybody may ask
-    max_batch: int = 16  # requests that are decided together
-    max_wait_ms: float = 0.0  # how long a request waits for others; 0: only while the server is busy
-    max_queue: int = 64  # requests that wait; more are refused
-    max_per_client: int = 4  # of one client
-    deadline_ms: float = 1000.0  # of a request that does not say how long it is worth an answer
-    max_abs: float = 1e6  # numbers of larger magnitude are refused
-    max_backlog_mb: float = 256.0  # growth of memory beyond which all connections are dropped once
+    max_batch: int = bounded(16, ge=1)  # requests that are decided together
+    max_wait_ms: float = bounded(0.0, ge=0)
+    max_queue: int = bounded(64, ge=1)  # requests that wait; more are refused
+    max_per_client: int = bounded(4, ge=1)  # of one client
+    deadline_ms: float = bounded(1000.0, gt=0)
+    max_abs: float = bounded(1e6, gt=0)  # numbers of larger magnitude are refused
+    max_backlog_mb: float = bounded(256.0, gt=0)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.host not in LOOPBACK and not self.allow_remote:
             raise ConfigError(
                 f"host={self.host} can be reached from other machines, which may then command the robot; got "
-                f"allow_remote=false. Say allow_remote=true (and give keys=<folder>), or keep host=127.0.0.1."
+                f"allow_remote=false. Give allow_remote=true (and keys=<folder>), or keep host=127.0.0.1."
             )
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port must lie in 0 to 65535; got {self.port}.")
-        for name in ("max_batch", "max_queue", "max_per_client"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}.")
-        for name in ("deadline_ms", "max_abs", "max_backlog_mb"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ConfigError(f"{name} must be positive and finite; got {getattr(self, name)}.")
-        if not (math.isfinite(self.max_wait_ms) and self.max_wait_ms >= 0):
-            raise ConfigError(f"max_wait_ms must be 0 or more; got {self.max_wait_ms}.")
 
 
 class Server:

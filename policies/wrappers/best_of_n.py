@@ -21,8 +21,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from policies.bounds import Checked, bounded
 from policies.encoders import ImageShape
-from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.protocols import Observation, SampleHook
 
@@ -31,17 +31,11 @@ Scorer = Callable[[Tensor, Observation], Tensor]
 
 
 @dataclass(frozen=True)
-class Selection:
+class Selection(Checked):
     """How many plans there are to choose from, and how one is chosen."""
 
-    candidates: int = 16  # N, plans sampled for every observation
-    temperature: float | None = None  # draw by softmax(score / temperature); null: take the best
-
-    def __post_init__(self) -> None:
-        if self.candidates < 1:
-            raise ConfigError(f"candidates must be at least 1; got {self.candidates}.")
-        if self.temperature is not None and not self.temperature > 0:
-            raise ConfigError(f"temperature must be positive, or null; got {self.temperature}.")
+    candidates: int = bounded(16, ge=1)  # N, plans sampled for every observation
+    temperature: float | None = bounded(None, gt=0)  # draw by softmax(score / temperature); null: the best
 
     @property
     def rows(self) -> int:

@@ -21,18 +21,18 @@ program for noise-aliased DSRL reads and ignores it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.composition.observation import joined
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.networks.activations import check_activation
+from policies.networks.activations import ACTIVATIONS
 from policies.networks.distributions import TanhGaussianConfig
 from policies.policy import Policy
 from policies.protocols import Cond, SampleHook
@@ -45,29 +45,25 @@ DENSITIES = ("tanh", "gaussian")
 
 @register("wrapper", "steering")
 @dataclass(frozen=True)
-class Steering:
+class Steering(Checked):
     """The actor, and what its output means to the policy that it steers."""
 
-    bound: float = 1.5  # b, of the noise that the policy is given, in its deviations
-    adapter: str = "full"  # full | row_repeat | low_rank: how the noise of a chunk follows from a latent
-    rank: int = 2  # R of low_rank, at most the predicted horizon
-    density: str = "tanh"  # tanh | gaussian; gaussian has no bound
+    key: ClassVar[str] = "steering"
+
+    bound: float = bounded(1.5, gt=0)  # b, of the noise that the policy is given, in its deviations
+    adapter: str = bounded("full", choices=ADAPTERS)  # how the noise of a chunk follows from a latent
+    rank: int = bounded(2, ge=1)  # R of low_rank, at most the predicted horizon
+    density: str = bounded("tanh", choices=DENSITIES)  # gaussian has no bound
     stochastic: bool = True  # act by a draw of the actor; false: by its mean
-    hidden_dims: tuple[int, ...] = (256, 256, 256)  # of the actor
-    activation: str = "tanh"  # of the actor: relu, mish or tanh
+    hidden_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)  # of the actor
+    activation: str = bounded("tanh", choices=tuple(ACTIVATIONS))  # of the actor
     layer_norm: bool = True  # normalise before each activation
     zero_init: bool = False  # start at mean 0 and deviation 1 everywhere
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         object.__setattr__(self, "hidden_dims", tuple(self.hidden_dims))
-        check_activation(self.activation, where="steering.activation")
-        for name, choices in (("adapter", ADAPTERS), ("density", DENSITIES)):
-            value = getattr(self, name)
-            _require(name, value in choices, f"one of {', '.join(choices)}", value)
-        _require("bound", 0 < self.bound < math.inf, "positive and finite", self.bound)
-        _require("rank", self.rank >= 1, "at least 1", self.rank)
-        widths = self.hidden_dims
-        _require("hidden_dims", bool(widths) and min(widths) >= 1, "widths of at least 1", list(widths))
+        self.require("hidden_dims", bool(self.hidden_dims), "at least one width")
 
     def wrap(self, base: Policy) -> SteeredPolicy:
         """Return the steered policy, with a fresh actor.
@@ -80,11 +76,6 @@ class Steering:
 
     def rows(self, horizon: int) -> int:
         return {"full": horizon, "row_repeat": 1, "low_rank": self.rank}[self.adapter]
-
-
-def _require(name: str, holds: bool, rule: str, value: object) -> None:
-    if not holds:
-        raise ConfigError(f"steering.{name} must be {rule}; got {value}.")
 
 
 def require_steerable(policy: Policy) -> None:

@@ -7,7 +7,7 @@ predicted noise, g guide, all (B, Th, Da), normalised; alpha, sigma amplitudes; 
     ranking   softmax_n 20 (1 - xi_n / max_n xi_n)          of N finished plans
     start     x = g + 0.5 noise, at a later step            biased initialisation
     guidance  eps <- eps + scale grad xi(x),  x0 <- x0 - sigma / alpha scale grad xi(x)
-    visits    the same, four times at every level: x <- alpha x0 + sigma noise thrice, then the step
+    resampling  the same, four times at every level: x <- alpha x0 + sigma noise thrice, then the step
 
 The gradient is a closed form, grad xi = (x_i - g_i) / (Th |x_i - g_i|): the network is not differentiated.
 
@@ -20,18 +20,19 @@ rows of the guide, where the published one puts the agent on the sketch.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.paths import path_field
 from policies.policy import Policy
 from policies.protocols import Observation, SampleHook, Step
 from policies.samplers.hooks import Hook
-from policies.samplers.step_table import StepTable, revisited
+from policies.samplers.step_table import StepTable, resampled
 from policies.wrappers.best_of_n import BestOfN, Selection
 from policies.wrappers.sketches import AnySketch, Sketch, read_sketch
 
@@ -48,7 +49,7 @@ class Strategy(NamedTuple):
     candidates: int = 1  # plans, of which the nearest to the guide is taken
     starts_at_guide: bool = False
     scale: float = 0.0  # of guidance
-    visits: int = 1  # evaluations at every level
+    resample_steps: int = 1  # evaluations at every level
     begins_with_guide: bool = False  # overwrites the first rows of the finished plan
 
 
@@ -58,45 +59,40 @@ STRATEGIES = {
     "post_hoc_ranking": Strategy(candidates=16),
     "biased_initialization": Strategy(starts_at_guide=True),
     "guided_diffusion": Strategy(scale=20.0),
-    "stochastic_sampling": Strategy(scale=60.0, visits=4),
+    "stochastic_sampling": Strategy(scale=60.0, resample_steps=4),
 }
-GRADIENTS = ("x", "x0")
 
 
 @dataclass
-class Steering:
-    """How a policy follows a sketch; off unless `strategy` is given."""
+class Steering(Checked):
+    """How a policy follows a sketch; off unless `strategy` is given.
 
-    strategy: str | None = None  # one of six, e.g. stochastic_sampling; see docs/steering.md; null: off
+    Attributes:
+        strategy: Null: off; else see docs/steering.md.
+        candidates: Plans, of which the nearest to the sketch is taken; null: the strategy's.
+        scale: Weight of the gradient in the noise; null: the strategy's.
+        gradient: Where guidance takes the gradient: at the noisy (x) or at the clean plan (x0).
+        limit: Largest magnitude to which guidance moves clean plans, normalised; null: any.
+        resample_steps: Evaluations at every noise level; null: the strategy's.
+        resample_noise: Share of the noise that is redrawn between evaluations of one level, 0 to 1.
+        start: biased_initialization: sampling time that it begins at, 0 (noise) to 1.
+        noise_share: biased_initialization: weight of the noise beside the guide.
+        guide_rows: output_perturbation: rows of the guide; null: half of those executed.
+    """
+
+    key: ClassVar[str] = "steer"
+
+    strategy: str | None = bounded(None, choices=tuple(STRATEGIES))
     sketch: str | None = path_field()  # JSON or NPZ: actions, positions or waypoints; see docs/steering.md
-    candidates: int | None = None  # plans, of which the nearest to the sketch is taken; null: the strategy's
-    scale: float | None = None  # weight of the gradient in the noise; null: the strategy's
-    gradient: str = "x0"  # x | x0: where guidance takes the gradient: at the noisy or at the clean plan
-    limit: float | None = 1.0  # largest magnitude to which guidance moves clean plans, normalised; null: any
-    visits: int | None = None  # evaluations at every noise level; null: the strategy's
-    fresh: float = 1.0  # share of the noise that a visit draws anew, 0 to 1
-    start: float = 0.49  # biased_initialization: sampling time that it begins at, 0 (noise) to 1
-    noise_share: float = 0.5  # biased_initialization: weight of the noise beside the guide
-    guide_rows: int | None = None  # output_perturbation: rows of the guide; null: half of those executed
-
-    def __post_init__(self) -> None:
-        if self.strategy is not None and self.strategy not in STRATEGIES:
-            raise ConfigError(
-                f"steer.strategy must be one of {', '.join(STRATEGIES)}, or null; got '{self.strategy}'."
-            )
-        if self.gradient not in GRADIENTS:
-            raise ConfigError(f"steer.gradient must be x or x0; got '{self.gradient}'.")
-        for name in ("candidates", "visits", "guide_rows"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"steer.{name} must be at least 1, or null; got {getattr(self, name)}.")
-        if self.limit is not None and not self.limit > 0:
-            raise ConfigError(f"steer.limit must be positive, or null; got {self.limit}.")
-        for name in ("fresh", "start"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"steer.{name} must lie in 0..1; got {getattr(self, name)}.")
-        for name in ("scale", "noise_share"):
-            if getattr(self, name) is not None and not getattr(self, name) >= 0:
-                raise ConfigError(f"steer.{name} must not be negative; got {getattr(self, name)}.")
+    candidates: int | None = bounded(None, ge=1)
+    scale: float | None = bounded(None, ge=0)
+    gradient: str = bounded("x0", choices=("x", "x0"))
+    limit: float | None = bounded(1.0, gt=0)
+    resample_steps: int | None = bounded(None, ge=1, was="visits")
+    resample_noise: float = bounded(1.0, ge=0, le=1, was="fresh")
+    start: float = bounded(0.49, ge=0, le=1)
+    noise_share: float = bounded(0.5, ge=0)
+    guide_rows: int | None = bounded(None, ge=1)
 
     @property
     def is_on(self) -> bool:
@@ -114,7 +110,7 @@ class Steering:
     def recipe(self) -> Strategy:
         """What is done: the strategy's own switches, and those that were set in their place."""
         own = STRATEGIES[self.strategy or "random"]
-        given = {name: getattr(self, name) for name in ("candidates", "scale", "visits")}
+        given = {name: getattr(self, name) for name in ("candidates", "scale", "resample_steps")}
         return own._replace(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -165,7 +161,7 @@ class GuideHook(Hook):
         gradient: `x`: taken at the noisy plan. `x0`: taken at the clean one, which then moves towards the
             guide by at most its distance.
         limit: Largest magnitude of a clean plan that was moved; None: any.
-        visits: Evaluations at every level.
+        resample_steps: Evaluations at every level.
 
     Source:
         arXiv 2411.16627 with `gradient` = x.
@@ -175,11 +171,11 @@ class GuideHook(Hook):
     scale: float
     gradient: str = "x0"
     limit: float | None = 1.0
-    visits: int = 1
+    resample_steps: int = 1
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Move eps along the gradient, and x0 so that the pair still explains the state."""
-        if step.num_steps - step.k <= self.visits:
+        if step.num_steps - step.k <= self.resample_steps:
             return x0, eps
         reach = self.scale * step.sigma / max(step.alpha, SMALLEST_ALPHA)
         if self.gradient == "x":
@@ -199,17 +195,16 @@ class GuideHook(Hook):
 
 
 @dataclass(frozen=True)
-class Revisiting:
-    """A sampler around a sampler: several evaluations at every level (`step_table.revisited`)."""
+class Resampling:
+    """A sampler around a sampler: several evaluations at every level (`step_table.resampled`)."""
 
     sampler: Any
-    visits: int
-    fresh: float = 1.0
+    steps: int
+    noise: float = 1.0
 
     @property
     def min_std(self) -> float:
-        floor: float = self.sampler.min_std
-        return floor
+        return float(self.sampler.min_std)
 
     @property
     def final_std(self) -> float | None:
@@ -217,8 +212,9 @@ class Revisiting:
         return std
 
     def table(self, process: Any) -> StepTable:
-        own = self.sampler.table(process)
-        return revisited(own, process, self.sampler, visits=self.visits, fresh=self.fresh)
+        return resampled(
+            self.sampler.table(process), process, self.sampler, steps=self.steps, noise=self.noise
+        )
 
 
 # -- acting -----------------------------------------------------------------------------------------------
@@ -234,7 +230,7 @@ class SteeredPolicy(BestOfN):
 
     Raises:
         CapabilityError: If the policy does not denoise.
-        ConfigError: If its sampler cannot visit levels again, or a number does not fit.
+        ConfigError: If its sampler cannot resample levels, or a number does not fit.
     """
 
     def __init__(self, policy: Any, sketch: Sketch, steering: Steering) -> None:
@@ -244,8 +240,9 @@ class SteeredPolicy(BestOfN):
                 f"out."
             )
         recipe = steering.recipe
-        if recipe.visits > 1:
-            policy = policy.with_sampler(Revisiting(policy.sampler, recipe.visits, steering.fresh))
+        if recipe.resample_steps > 1:
+            noise = steering.resample_noise
+            policy = policy.with_sampler(Resampling(policy.sampler, recipe.resample_steps, noise))
         super().__init__(policy, NearSketch(policy, sketch), Selection(recipe.candidates))
         self.sketch, self.steering, self.recipe = sketch, steering, recipe
         self._first = policy.table.step_at(steering.start) if recipe.starts_at_guide else 0
@@ -282,7 +279,7 @@ class SteeredPolicy(BestOfN):
         if not self.recipe.scale:
             return []
         steering, recipe = self.steering, self.recipe
-        return [GuideHook(guide, recipe.scale, steering.gradient, steering.limit, recipe.visits)]
+        return [GuideHook(guide, recipe.scale, steering.gradient, steering.limit, recipe.resample_steps)]
 
 
 def steered(policy: AnyPolicy, steering: Steering) -> AnyPolicy | SteeredPolicy:

@@ -5,7 +5,6 @@ Legend: B batch, K denoising steps, S recorded (fine-tuned) steps, Th predicted 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -16,7 +15,7 @@ from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.policy import Policy, PolicyConfig, reduce_elements
-from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Kind, Reduction, SampleHook
+from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Hooks, Kind, Reduction, Start
 from policies.registry import register
 from policies.samplers.loop import denoise
 from policies.samplers.step_table import StepTable, transition
@@ -88,13 +87,7 @@ class DenoisingPolicy(Policy):
         return self.chunk.shape if self.is_deterministic else (self.table.num_steps + 1, *self.chunk.shape)
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Denoise `noise` (B, *noise_shape) to a normalised chunk (B, Th, Da).
 

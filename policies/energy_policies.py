@@ -11,7 +11,6 @@ Source: EBT-Policy, arXiv 2510.27545, and its released code.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, Self
 
@@ -26,7 +25,7 @@ from policies.one_step import require_own_sampler
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.processes.base import incompatible
 from policies.processes.ebt import EnergyDescent, where_on
-from policies.protocols import TE, Cond, Reduction, SampleHook
+from policies.protocols import TE, Cond, Hooks, Reduction, Start
 from policies.registry import register
 
 
@@ -116,13 +115,7 @@ class DescentPolicy(Policy):
     # -- NoiseDecoder ---------------------------------------------------------------------------------
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Walk from noise (B, Th, Da), or from a start, to a normalised chunk (B, Th, Da).
 
@@ -145,7 +138,7 @@ class DescentPolicy(Policy):
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             return self.descend(cond, noise, start=start).action
 
-    def descend(self, cond: Cond, noise: Tensor, *, start: tuple[Tensor, float] | None = None) -> Descended:
+    def descend(self, cond: Cond, noise: Tensor, *, start: Start = None) -> Descended:
         """Walk as `decode` does and tell how high walks ended and how long they were."""
         x, first = (noise, 0) if start is None else (start[0], self._step_at(start[1]))
         return descend(self.process, self.sampler, self.bind(cond), x, first_step=first)

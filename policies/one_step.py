@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
@@ -13,7 +12,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.networks.mlp_blocks import TrunkConfig
 from policies.policy import Policy, PolicyConfig
 from policies.processes.base import incompatible
-from policies.protocols import TE, Cond, SampleHook
+from policies.protocols import TE, Cond, Hooks, Start
 from policies.registry import lookup, name_of
 
 
@@ -57,13 +56,7 @@ class OneStepPolicy(Policy):
         return True
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Return the chunk (B, Th, Da) that noise (B, *noise_shape) chooses.
 
@@ -117,7 +110,7 @@ def require_own_sampler(process: Any, sampler: Any) -> None:
         )
 
 
-def require_one_step(process: Any, start: tuple[Tensor, float] | None, hooks: Sequence[SampleHook]) -> None:
+def require_one_step(process: Any, start: Start, hooks: Hooks) -> None:
     """Refuse what changes a loop.
 
     Raises:

@@ -8,7 +8,7 @@ what is called `physical`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
@@ -20,7 +20,7 @@ from policies.encoders import Encoder, ImageShape, ObservationSizes
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.weight_cache import forget
 from policies.normalizer import Normalizer
-from policies.protocols import ChunkSpec, Cond, Observation, Reduction, SampleHook
+from policies.protocols import ChunkSpec, Cond, Hooks, Observation, Reduction, Start
 
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 """Where a module keeps what is assigned to it."""
@@ -201,13 +201,7 @@ class Policy(nn.Module):
         return self._randn((n, *self.noise_shape), generator)
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         raise CapabilityError(f"{type(self).__name__} cannot decode noise.")
 

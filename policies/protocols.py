@@ -30,6 +30,9 @@ Reduction = Literal["none", "step", "sample", "mean"]
 Observation = Mapping[str, Tensor]
 """`state` (B, To, Do) and, for goal-conditioned policies, `goal` (B, Dg); physical units."""
 
+Rng = torch.Generator | None
+Device = torch.device | str | None
+
 BoundField = Callable[[int, Tensor], Tensor]
 """`bound(k, x)` evaluates a backbone at its k-th bound time for its bound condition; (B, Th, Da)."""
 
@@ -203,6 +206,11 @@ class SampleHook(Protocol):
         ...
 
 
+Hooks = Sequence[SampleHook]
+Start = tuple[Tensor, float] | None
+"""(x, t): begin at a state x (B, Th, Da) at sampling time t instead of at the noise (warm start)."""
+
+
 @runtime_checkable
 class NoiseDecoder(Protocol):
     """Turns noise into action chunks, deterministically given the noise."""
@@ -223,18 +231,11 @@ class NoiseDecoder(Protocol):
         ...
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Return the normalised chunk (B, Th, Da).
 
-        `start` = (x, t) begins from a state (B, Th, Da) at sampling time t instead of from the noise
-        (warm start); `grad` keeps the graph.
+        `grad` keeps the graph.
         """
         ...
 

@@ -59,15 +59,13 @@ class Limits:
     """What commands keep to.
 
     Attributes:
-        low: Smallest action, (Da,); None: no limit.
-        high: Largest action, (Da,); None: no limit.
         max_jump: Largest change from one control step to the next, per action entry, in its units. Times
             the control rate it bounds the speed of commanded positions, the acceleration of commanded
             velocities, the rate of commanded forces. None: no limit.
     """
 
-    low: Array | None = None
-    high: Array | None = None
+    low: Array | None = None  # smallest action, (Da,); None: no limit
+    high: Array | None = None  # largest action, (Da,); None: no limit
     max_jump: float | None = None
 
     def __post_init__(self) -> None:
@@ -480,17 +478,13 @@ class RateReport:
     """How a loop at a rate went.
 
     Attributes:
-        steps: Ticks at which a command was sent.
-        late: Ticks that began more than a tenth of a period after their time.
-        starved: Ticks for which no plan had a row left.
-        not_finite: Ticks whose action was NaN or infinite: the last command was sent again.
         decision_s: How long every decision took, until its plan was in use.
     """
 
-    steps: int = 0
-    late: int = 0
-    starved: int = 0
-    not_finite: int = 0
+    steps: int = 0  # ticks at which a command was sent
+    late: int = 0  # ticks that began more than a tenth of a period after their time
+    starved: int = 0  # ticks for which no plan had a row left
+    not_finite: int = 0  # ticks whose action was NaN or infinite: the last command was sent again
     decision_s: list[float] = field(default_factory=list)
 
     def __str__(self) -> str:

@@ -91,12 +91,7 @@ class MlpBackbone(nn.Module):
     """
 
     def __init__(
-        self,
-        config: MlpConfig,
-        chunk_shape: tuple[int, int],
-        cond_dim: int,
-        *,
-        second_time: bool = False,
+        self, config: MlpConfig, chunk_shape: tuple[int, int], cond_dim: int, *, second_time: bool = False
     ) -> None:
         super().__init__()
         self.config = config

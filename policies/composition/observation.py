@@ -51,10 +51,7 @@ class ComposedEncoder(nn.Module):
     token_dim = 0
 
     def __init__(
-        self,
-        members: Sequence[Policy],
-        columns: Sequence[tuple[int, ...] | None],
-        sizes: ObservationSizes,
+        self, members: Sequence[Policy], columns: Sequence[tuple[int, ...] | None], sizes: ObservationSizes
     ) -> None:
         super().__init__()
         self.sizes = sizes

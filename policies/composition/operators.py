@@ -55,21 +55,19 @@ class Composition(Checked):
     Args:
         weights: One per member, in their order. `convex`: they add up to 1 at every time (negative ones
             extrapolate). `product`: any. `cfg_sum`: 1 for the base, then any. `or`: constant shares.
-        operator: `convex`, `product`, `cfg_sum` or `or`.
         columns: For every member, the entries of the observed state that it sees; None: all of them. Empty:
             None for all.
         obs_dim: Width of the observed state, needed where every member sees columns only.
-        temperature: T of `or`; above 1 the choice between the members is less sharp.
 
     Raises:
         ConfigError: If a value is unknown, or the weights do not fit the operator.
     """
 
     weights: tuple[Weight, ...]
-    operator: str = bounded("convex", choices=OPERATORS)
+    operator: str = bounded("convex", choices=OPERATORS)  # `convex`, `product`, `cfg_sum` or `or`
     columns: tuple[tuple[int, ...] | None, ...] = ()
     obs_dim: int | None = bounded(None, ge=1)
-    temperature: float = bounded(1.0, gt=0)
+    temperature: float = bounded(1.0, gt=0)  # T of `or`; above 1 the choice between the members is less sharp
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "weights", tuple(_weight(weight) for weight in self.weights))
@@ -196,19 +194,12 @@ def responsibilities(shares: Sequence[float], log_density: Tensor, temperature: 
 
 @dataclass(frozen=True)
 class Sum:
-    """A weighted sum at one step: `combine` of the chosen members, and what weights beyond one add.
+    """A weighted sum at one step: `combine` of the chosen members, and what weights beyond one add."""
 
-    Attributes:
-        chosen: Members whose weight is not zero.
-        weights: Of these.
-        surplus: By how much they add up to more than 1.
-        noise_free: p / x for eps = 0: what the surplus is measured from.
-    """
-
-    chosen: tuple[int, ...]
-    weights: tuple[float, ...]
-    surplus: float
-    noise_free: float
+    chosen: tuple[int, ...]  # members whose weight is not zero
+    weights: tuple[float, ...]  # of these
+    surplus: float  # by how much they add up to more than 1
+    noise_free: float  # p / x for eps = 0: what the surplus is measured from
 
     def __call__(self, ask: Callable[[int], Tensor], x: Tensor) -> Tensor:
         predictions = [ask(member) for member in self.chosen]

@@ -34,14 +34,7 @@ from policies.composition.observation import (
     require_field,
     sizes_of,
 )
-from policies.composition.operators import (
-    BoundMixture,
-    Composition,
-    Sum,
-    Weight,
-    combine,
-    require_ancestral,
-)
+from policies.composition.operators import BoundMixture, Composition, Sum, Weight, combine, require_ancestral
 from policies.composition.time_matching import (
     TimeMatch,
     TimeMatchTable,
@@ -73,16 +66,13 @@ class _Part:
     """A member as the lead's sampler asks it.
 
     Attributes:
-        view: The member, laid out over the times at which it is asked.
         table: What leads to it and back at every step; None: it shares path and units with the lead.
-        limit: Bound that its own sampler puts on x0, which a translated answer keeps to.
-        reached: (K,), the steps whose noise its path reaches.
     """
 
-    view: DenoisingPolicy
+    view: DenoisingPolicy  # the member, laid out over the times at which it is asked
     table: TimeMatchTable | None
-    limit: float | None
-    reached: Tensor
+    limit: float | None  # bound that its own sampler puts on x0, which a translated answer keeps to
+    reached: Tensor  # (K,), the steps whose noise its path reaches
 
     def bind(self, cond: Cond) -> BoundField:
         bound = self.view.bind(cond)

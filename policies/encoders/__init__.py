@@ -24,19 +24,12 @@ ImageShape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class ObservationSizes:
-    """What an observation consists of.
+    """What an observation consists of."""
 
-    Attributes:
-        obs_dim: Do, width of `state`.
-        obs_steps: To, length of the history.
-        goal_dim: Dg, width of `goal`; 0: there is none.
-        images: Shape of the images of every camera.
-    """
-
-    obs_dim: int
-    obs_steps: int = 1
-    goal_dim: int = 0
-    images: Mapping[str, ImageShape] = field(default_factory=dict)
+    obs_dim: int  # do, width of `state`
+    obs_steps: int = 1  # to, length of the history
+    goal_dim: int = 0  # dg, width of `goal`; 0: there is none
+    images: Mapping[str, ImageShape] = field(default_factory=dict)  # shape of the images of every camera
 
 
 @runtime_checkable

@@ -49,17 +49,15 @@ class Execution(Checked):
 
     Attributes:
         act_steps: n, steps from one decision to the next; null: the policy's own, or what latency leaves.
-        latency: d, simulated control steps from an observation to its plan.
         ensemble: Average the plans of a step with weights exp(-ensemble age rank); null: the newest plan.
-        inpaint: Keep what is committed of the previous plan, and softly the rest of it.
         max_jump: Largest change of a command from one step to the next, physical units; null: any.
     """
 
     act_steps: int | None = bounded(None, ge=1)
-    latency: int = bounded(0, ge=0)
+    latency: int = bounded(0, ge=0)  # d, simulated control steps from an observation to its plan
     compensate: bool = True  # skip the rows whose time is over when a plan arrives
     ensemble: float | None = bounded(None, ge=0)
-    inpaint: bool = False
+    inpaint: bool = False  # keep what is committed of the previous plan, and softly the rest of it
     max_jump: float | None = bounded(None, gt=0)
     warm_start: WarmStart = field(default_factory=WarmStart)
 
@@ -75,21 +73,13 @@ class Execution(Checked):
 
 @dataclass
 class _Lane:
-    """One robot: its plans over time, and the plan that is on its way.
+    """One robot: its plans over time, and the plan that is on its way."""
 
-    Attributes:
-        track: Plans that have arrived.
-        plan: The newest one, normalised (Th, Da); None: nothing was decided.
-        is_sound: Whether that plan is finite, so that the next one may take something over from it.
-        begun: Step of its observation.
-        arrives: Step at which it is delivered.
-    """
-
-    track: Track
-    plan: Tensor | None = None
-    is_sound: bool = True
-    begun: int = 0
-    arrives: int = 0
+    track: Track  # plans that have arrived
+    plan: Tensor | None = None  # the newest one, normalised (Th, Da); None: nothing was decided
+    is_sound: bool = True  # whether that plan is finite, so that the next one may take something over from it
+    begun: int = 0  # step of its observation
+    arrives: int = 0  # step at which it is delivered
 
 
 class Executor:

@@ -40,17 +40,15 @@ class WarmStart(Checked):
     Attributes:
         steps: Denoising steps of the short run; the last ones of the policy's own.
         start: Or as many equal first-order steps from this sampling time, 0 noise to 1 action.
-        levels: Instead of both: DDPM steps at these levels of a diffusion, noisiest first.
-        gripper: Action dimensions that are open or closed: commanded by their sign.
     """
 
     key: ClassVar[str] = "warm_start"
 
     steps: int | None = bounded(None, ge=1)
     start: float | None = bounded(None, ge=0, lt=1)
-    levels: tuple[int, ...] = ()
+    levels: tuple[int, ...] = ()  # instead of both: DDPM steps at these levels of a diffusion, noisiest first
     renoise: bool = False  # corrupt the guess to the level that the short run begins at
-    gripper: tuple[int, ...] = ()
+    gripper: tuple[int, ...] = ()  # action dimensions that are open or closed: commanded by their sign
     gripper_guess: float = bounded(1.0, gt=0)  # magnitude of these in the guess, normalised units
 
     def __post_init__(self) -> None:
@@ -71,13 +69,9 @@ class WarmStart(Checked):
 
 @dataclass(frozen=True, kw_only=True)
 class EulerFrom(Euler):
-    """First-order steps from a time on, equal in sampling time.
+    """First-order steps from a time on, equal in sampling time."""
 
-    Args:
-        start: Where the first one begins.
-    """
-
-    start: float = 0.0
+    start: float = 0.0  # where the first one begins
 
     def times(self, process: Process) -> list[float]:
         return [self.start + (1 - self.start) * k / self.steps for k in range(self.steps + 1)]
@@ -88,14 +82,11 @@ class Decision(NamedTuple):
 
     Shapes:
         actions: (B, Ta, Da), physical. plan: (B, Th, Da), for the next decision.
-
-    Attributes:
-        calls: Evaluations of the network for each of them.
     """
 
     actions: Tensor
     plan: Tensor
-    calls: int
+    calls: int  # evaluations of the network for each of them
 
 
 class Replanner:

@@ -35,21 +35,16 @@ class Surroundings:
     """What is known of the task that a policy was made for; it goes into the signature. None: not known.
 
     Attributes:
-        task: Name of the task.
-        control_hz: Rate at which the rows of an action chunk are executed.
-        obs_names: Name and unit of every observation entry, (Do,).
-        action_names: Name and unit of every action entry, (Da,).
         action_low: Smallest action of the task, (Da,), physical units; the graph does not clip.
-        action_high: Largest action of the task, (Da,).
         provenance: What is stored with the policy about its origin: task, algorithm, seed; JSON values.
     """
 
-    task: str | None = None
-    control_hz: float | None = None
-    obs_names: Sequence[str] | None = None
-    action_names: Sequence[str] | None = None
+    task: str | None = None  # name of the task
+    control_hz: float | None = None  # rate at which the rows of an action chunk are executed
+    obs_names: Sequence[str] | None = None  # name and unit of every observation entry, (Do,)
+    action_names: Sequence[str] | None = None  # name and unit of every action entry, (Da,)
     action_low: Sequence[float] | None = None
-    action_high: Sequence[float] | None = None
+    action_high: Sequence[float] | None = None  # largest action of the task, (Da,)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
 

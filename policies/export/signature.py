@@ -35,28 +35,19 @@ class Signature:
     """The metadata of an exported folder.
 
     Attributes:
-        facts: All of `signature.json`.
         inputs: By name, without the batch: `observation` (To, Do), `goal` (Dg,), images (To, H, W, 3).
-        noise_shape: Of one row of noise.
-        action: (Ta, Da).
-        chunk: Horizons.
-        low: Smallest action (Da,), physical; None: not known.
-        high: Largest action (Da,).
-        task: Name of the task; None: not known.
-        control_hz: Rate at which actions are executed; None: not known.
-        provenance: What is stored about the origin of the policy.
     """
 
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # all of `signature.json`
     inputs: Mapping[str, Feature]
-    noise_shape: tuple[int, ...]
-    action: Feature
-    chunk: ChunkSpec
-    low: tuple[float, ...] | None
-    high: tuple[float, ...] | None
-    task: str | None
-    control_hz: float | None
-    provenance: Mapping[str, Any]
+    noise_shape: tuple[int, ...]  # of one row of noise
+    action: Feature  # (Ta, Da)
+    chunk: ChunkSpec  # horizons
+    low: tuple[float, ...] | None  # smallest action (Da,), physical; None: not known
+    high: tuple[float, ...] | None  # largest action (Da,)
+    task: str | None  # name of the task; None: not known
+    control_hz: float | None  # rate at which actions are executed; None: not known
+    provenance: Mapping[str, Any]  # what is stored about the origin of the policy
 
     @property
     def obs_dim(self) -> int:

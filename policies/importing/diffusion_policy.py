@@ -25,21 +25,15 @@ _FEATURES = {"obs": "state", "action": "action"}
 class DiffusionPolicySource(ForeignSource):
     """Diffusion Policy: the U-Net or the transformer on states, conditioned on a history.
 
-    Attributes:
-        num_levels: Denoising levels that it was trained on.
-        prediction: `eps`, or `x0` for what the program calls `sample`.
-        groups: Groups of channels that the U-Net normalises together.
-        heads: Attention heads of the transformer.
-
     Source:
         The released code: names of the tensors, the map of the normaliser, DDPM with clipped clean chunks,
         and a chunk that begins at the oldest observation.
     """
 
-    num_levels: int = 100
-    prediction: str = "eps"
-    groups: int = 8
-    heads: int = 4
+    num_levels: int = 100  # denoising levels that it was trained on
+    prediction: str = "eps"  # `eps`, or `x0` for what the program calls `sample`
+    groups: int = 8  # groups of channels that the U-Net normalises together
+    heads: int = 4  # attention heads of the transformer
 
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
         """Tell network and normaliser apart; a state dict of the network alone is taken as well."""

@@ -36,22 +36,17 @@ class DppoSource(ForeignSource):
     Attributes:
         activation: Of the network: `relu` (published for Gym and avoiding) or `mish` (kitchen, robomimic,
             furniture). The MLP needs it; null: `mish` for the U-Net.
-        num_levels: Denoising levels that it was trained on.
-        prediction: `eps` or `x0`.
-        tuned_steps: Denoising steps that were fine-tuned; a fine-tuned checkpoint needs it.
-        groups: Groups of channels that the U-Net normalises together.
-        norm_eps: Added to the variance of such a group.
 
     Source:
         The released code: names of the tensors, `normalization.npz`, DDPM as in its evaluation.
     """
 
     activation: str | None = None
-    num_levels: int = 20
-    prediction: str = "eps"
-    tuned_steps: int | None = None
-    groups: int = 8
-    norm_eps: float = 1e-5
+    num_levels: int = 20  # denoising levels that it was trained on
+    prediction: str = "eps"  # `eps` or `x0`
+    tuned_steps: int | None = None  # denoising steps that were fine-tuned; a fine-tuned checkpoint needs it
+    groups: int = 8  # groups of channels that the U-Net normalises together
+    norm_eps: float = 1e-5  # added to the variance of such a group
 
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
         """Tell the networks and what only training needs apart; a network alone is taken as well."""

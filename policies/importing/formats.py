@@ -27,16 +27,14 @@ class Contents:
     """The tensors of a checkpoint, told apart.
 
     Attributes:
-        network: Of the denoiser, by released name.
         tuned: Of the copy that the last denoising steps use, likewise; None: there is none.
         maps: Normalisation of `state` and `action`, where the checkpoint has it.
-        skipped: Name of every tensor that is left out, and why.
     """
 
-    network: Mapping[str, Tensor]
+    network: Mapping[str, Tensor]  # of the denoiser, by released name
     tuned: Mapping[str, Tensor] | None = None
     maps: Mapping[str, AffineMap] = field(default_factory=dict)
-    skipped: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)  # name of every tensor that is left out, and why
 
 
 @dataclass(frozen=True)
@@ -44,21 +42,15 @@ class Network:
     """What the tensors of a released network tell; None: they do not.
 
     Attributes:
-        backbone: Our configuration of it.
-        cond_dim: C, width of the condition, To times Do.
-        chunk_size: Numbers in a chunk, Th times Da.
-        action_dim: Da.
-        horizon: Th.
-        obs_steps: To.
         constants: Tensors that are no weights, by released name, with the values that ours implies.
     """
 
-    backbone: Any
-    cond_dim: int
-    chunk_size: int | None = None
-    action_dim: int | None = None
-    horizon: int | None = None
-    obs_steps: int | None = None
+    backbone: Any  # our configuration of it
+    cond_dim: int  # C, width of the condition, To times Do
+    chunk_size: int | None = None  # numbers in a chunk, Th times Da
+    action_dim: int | None = None  # Da
+    horizon: int | None = None  # Th
+    obs_steps: int | None = None  # To
     constants: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -68,15 +60,13 @@ class ForeignSource(Checked, ABC):
 
     Attributes:
         obs_steps: Observations that the policy sees; null: as many as the tensors tell.
-        action_dim: Width of an action; null: as the tensors tell.
-        horizon: Actions that the policy predicts; null: as the tensors tell.
         act_steps: Actions that are executed before it decides again; null: all from the first executed one
             (Diffusion Policy published 8 of 16, DPPO and ReinFlow the whole chunk).
     """
 
     obs_steps: int | None = bounded(None, ge=1)
-    action_dim: int | None = bounded(None, ge=1)
-    horizon: int | None = bounded(None, ge=1)
+    action_dim: int | None = bounded(None, ge=1)  # width of an action; null: as the tensors tell
+    horizon: int | None = bounded(None, ge=1)  # actions that the policy predicts; null: as the tensors tell
     act_steps: int | None = bounded(None, ge=1)
 
     @abstractmethod

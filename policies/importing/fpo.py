@@ -32,20 +32,15 @@ _STATISTICS = ("obs_mean", "obs_std")
 class FpoSource(ForeignSource):
     """FPO's JAX program: layers W0, b0, W1, … under "policy.", and `obs_mean`, `obs_std` of its statistics.
 
-    Attributes:
-        steps: Euler steps; published are 10.
-        time_features: Width of the time features; published are 8.
-        output_scale: Factor of the network's output; published is 0.25.
-
     Source:
         The released code: inputs [observation, x, cosines and sines of t, 2 t, 4 t, …], SiLU between layers.
         Its time runs from noise at 1 to the action at 0, ours the other way: v(x, t) = -u(x, 1 - t). Sign,
         scale and the turned features become part of the weights. Deviation: none in what is computed.
     """
 
-    steps: int = 10
-    time_features: int = bounded(8, ge=4)
-    output_scale: float = 0.25
+    steps: int = 10  # Euler steps; published are 10
+    time_features: int = bounded(8, ge=4)  # width of the time features; published are 8
+    output_scale: float = 0.25  # factor of the network's output; published is 0.25
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -34,27 +34,16 @@ _LISTED = 12
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was imported, and from where.
+    """What was imported, and from where."""
 
-    Attributes:
-        file: Name of the checkpoint.
-        sha256: Of the checkpoint.
-        entry: Which of its entries; empty: the whole file.
-        source: The program, with what was told about the weights or taken as published.
-        tensors: How many tensors have a place in the policy.
-        parameters: How many numbers these are.
-        normalizer: Where the map of each feature comes from.
-        skipped: How many tensors were left out, by reason.
-    """
-
-    file: str
-    sha256: str
-    entry: str
-    source: Mapping[str, Any]
-    tensors: int
-    parameters: int
-    normalizer: Mapping[str, str]
-    skipped: Mapping[str, int]
+    file: str  # name of the checkpoint
+    sha256: str  # of the checkpoint
+    entry: str  # which of its entries; empty: the whole file
+    source: Mapping[str, Any]  # the program, with what was told about the weights or taken as published
+    tensors: int  # how many tensors have a place in the policy
+    parameters: int  # how many numbers these are
+    normalizer: Mapping[str, str]  # where the map of each feature comes from
+    skipped: Mapping[str, int]  # how many tensors were left out, by reason
 
     def facts(self) -> dict[str, Any]:
         """Return it as provenance of a policy directory; JSON types only."""
@@ -254,10 +243,7 @@ def _fields(
 
 
 def _load(
-    field: nn.Module,
-    keys: Mapping[str, str],
-    weights: Mapping[str, Tensor],
-    implied: Mapping[str, Tensor],
+    field: nn.Module, keys: Mapping[str, str], weights: Mapping[str, Tensor], implied: Mapping[str, Tensor]
 ) -> int:
     """Load released weights strictly; returns how many tensors only repeat what the network implies."""
     own = field.state_dict()

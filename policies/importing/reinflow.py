@@ -28,7 +28,6 @@ class ReinflowSource(ForeignSource):
     Attributes:
         activation: Of the network: `relu` (published for Gym and transport) or `mish` (kitchen). Must be
             given.
-        steps: Euler steps; published are 4 and 1.
 
     Source:
         The released code: names of the tensors, `normalization.npz`, times in [0, 1] from noise to action.
@@ -37,7 +36,7 @@ class ReinflowSource(ForeignSource):
     """
 
     activation: str | None = None
-    steps: int = 4
+    steps: int = 4  # Euler steps; published are 4 and 1
 
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
         """Tell the network and what only training needs apart; a network alone is taken as well."""

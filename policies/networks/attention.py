@@ -137,11 +137,7 @@ class FeedForward(nn.Module):
     """
 
     def __init__(
-        self,
-        width: int,
-        hidden: int,
-        dropout: float = 0.0,
-        activation: Callable[[Tensor], Tensor] = F.gelu,
+        self, width: int, hidden: int, dropout: float = 0.0, activation: Callable[[Tensor], Tensor] = F.gelu
     ) -> None:
         super().__init__()
         self.linear1 = nn.Linear(width, hidden)

@@ -30,7 +30,6 @@ class EnsembleConfig(Checked):
     """Shape of an ensemble of action values Q(s, a), and how its weights begin.
 
     Attributes:
-        hidden_bias: Initial biases of hidden layers; null: as PyTorch draws them.
         last_bound: Limit of the last layer's initial weights and biases; null: PyTorch's.
     """
 
@@ -42,7 +41,7 @@ class EnsembleConfig(Checked):
     layer_norm: bool = False  # normalise before each activation
     norm_after: bool = False  # normalise after each activation instead
     norm_eps: float = bounded(1e-5, gt=0)  # added to variances
-    hidden_bias: float | None = None
+    hidden_bias: float | None = None  # initial biases of hidden layers; null: as PyTorch draws them
     last_bound: float | None = bounded(None, ge=0)
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.protocols import TE, Evaluate, Kind
+from policies.protocols import TE, Device, Evaluate, Kind, Rng
 from policies.registry import name_of
 
 if TYPE_CHECKING:
@@ -91,19 +91,12 @@ class Process(Protocol):
         """Return the deviation of the state from which sampling starts at time t."""
         ...
 
-    def levels(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
-    ) -> Tensor | None:
+    def levels(self, *, device: Device = None, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """Return the times (K,) that training draws from, or None where they are continuous."""
         ...
 
     def sample_time(
-        self,
-        n: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Draw n training times (n,)."""
         ...
@@ -225,7 +218,7 @@ class GaussianPath:
     def start_std(self, t: float) -> float:
         return float(self.alpha_sigma(torch.tensor(t, dtype=torch.float64))[1])
 
-    def levels(self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> Any:
+    def levels(self, *, device: Device = None, dtype: torch.dtype = torch.float32) -> Any:
         return None
 
     def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:

@@ -55,7 +55,6 @@ class Consistency(Edm):
     The path, network time and densities are those of `edm`.
 
     Args:
-        density: As of `edm`; the default is iCT's.
         num_levels: N, levels from noise_max to noise_min; the two states of a loss are one level apart.
             More follow trajectories more closely and take longer to learn.
         huber: c per square root of the number of elements of a chunk; errors far above are weighed like l1.
@@ -65,7 +64,7 @@ class Consistency(Edm):
     """
 
     is_integrable: ClassVar[bool] = False
-    density: str = bounded("log_normal", choices=NOISE_DENSITIES)
+    density: str = bounded("log_normal", choices=NOISE_DENSITIES)  # as of `edm`; the default is iCT's
     density_mean: float = -1.1
     density_scale: float = bounded(2.0, gt=0)
     num_levels: int = bounded(20, ge=2)

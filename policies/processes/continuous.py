@@ -21,7 +21,7 @@ from torch.nn.functional import softplus
 from policies.bounds import Checked, bounded
 from policies.processes.base import GaussianPath
 from policies.processes.diffusion import PREDICTIONS
-from policies.protocols import Kind
+from policies.protocols import Device, Kind, Rng
 from policies.registry import register
 
 SCHEDULES = ("cosine", "linear")
@@ -74,12 +74,7 @@ class VPContinuous(Checked, GaussianPath):
         return self.time_scale * (1.0 - t)
 
     def sample_time(
-        self,
-        n: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         source = device if generator is None else generator.device
         return torch.rand(n, generator=generator, device=source, dtype=dtype).to(device)

@@ -25,7 +25,7 @@ from policies.processes.schedules import (
     time_of_level,
     wide_dtype,
 )
-from policies.protocols import Kind
+from policies.protocols import Device, Kind, Rng
 from policies.registry import register
 
 PREDICTIONS: tuple[Kind, ...] = ("eps", "x0", "v")
@@ -94,18 +94,11 @@ class VPDiffusion(Checked, GaussianPath):
         """Return 1: published samplers start from unit noise at every level."""
         return 1.0
 
-    def levels(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
+    def levels(self, *, device: Device = None, dtype: torch.dtype = torch.float32) -> Tensor:
         return time_of_level(torch.arange(self.num_levels, device=device, dtype=dtype), self.num_levels)
 
     def sample_time(
-        self,
-        n: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Draw n training times (n,), uniform over the K levels."""
         source = device if generator is None else generator.device

@@ -49,8 +49,6 @@ class EnergyDescent(Checked):
     Args:
         step_size: Step down the network's summed output at E = 0; n times it is EBT-Policy's alpha / tau.
         step_spread: In training, every step of every row is longer or shorter by up to this factor.
-        noise_max: Noise of the first step in training, where chunks have unit root mean square.
-        truncate: Compare where walks end; else where each step ends.
         max_growth: Bound on exp(E). At 1 it only shortens steps. Beyond, training may learn to raise E
             instead of its slope: with the MLP it did after a thousand steps, and did not recover.
         batch_coupled: Normalise, and stop, by the batch as a whole, as the released code does: actions
@@ -67,9 +65,9 @@ class EnergyDescent(Checked):
     step_size: float = bounded(1.0, gt=0)
     step_spread: float = bounded(1.5, ge=1)
     momentum: float = bounded(0.9, ge=0, lt=1)  # share of the velocity that a step keeps
-    noise_max: float = 0.2
+    noise_max: float = 0.2  # noise of the first step in training, where chunks have unit root mean square
     noise_min: float = bounded(0.002, ge=0)  # towards which the noise falls
-    truncate: bool = True
+    truncate: bool = True  # compare where walks end; else where each step ends
     max_growth: float = bounded(1.0, ge=1, le=math.inf)
     batch_coupled: bool = False
 

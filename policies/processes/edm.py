@@ -25,7 +25,7 @@ from torch import Tensor
 
 from policies.bounds import Checked, bounded
 from policies.processes.base import KINDS, GaussianPath, over_rows, unknown_kind
-from policies.protocols import Kind
+from policies.protocols import Device, Kind, Rng
 from policies.registry import register
 
 NOISE_DENSITIES = ("log_logistic", "log_normal", "log_uniform")
@@ -105,12 +105,7 @@ class Edm(Checked, GaussianPath):
         return [*(1.0 / (1.0 + noise)).tolist(), 1.0]
 
     def sample_time(
-        self,
-        n: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Draw n training times (n,) by inverting the truncated distribution of ln s."""
         source = device if generator is None else generator.device

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from policies.bounds import Checked, bounded
 from policies.processes.base import GaussianPath
-from policies.protocols import Kind
+from policies.protocols import Device, Kind, Rng
 from policies.registry import register
 
 BETA_SHAPE = 1.5
@@ -67,12 +67,7 @@ class RectifiedFlow(Checked, LinearPath):
         return self.time_scale * t
 
     def sample_time(
-        self,
-        n: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         source = device if generator is None else generator.device
         if self.time_density == "logit_normal":

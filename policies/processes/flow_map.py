@@ -163,7 +163,6 @@ class MeanFlow(AveragePath):
             to time grow with it: above about 20 the method learns badly.
         flow_share: Share of the training rows with s = t, which are plain flow matching.
         weight_power: p, rows with a mean squared error e weigh 1 / (e + c)^p; 0: all the same.
-        weight_offset: c.
 
     Source:
         arXiv 2505.13447, algorithm 1 with equation 22 and its share of s = t; p of MP1 (arXiv 2507.10543).
@@ -174,7 +173,7 @@ class MeanFlow(AveragePath):
     time_scale: float = bounded(20.0, gt=0)
     flow_share: float = bounded(0.75, gt=0, lt=1)
     weight_power: float = bounded(0.5, ge=0)
-    weight_offset: float = bounded(1e-3, gt=0)
+    weight_offset: float = bounded(1e-3, gt=0)  # c
 
     def field_of(self, backbone: Backbone) -> Backbone:
         return allow_derivatives(backbone, trained=False)

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from policies.bounds import Checked, bounded
 from policies.processes.base import GaussianPath
-from policies.protocols import TE, Evaluate, Kind
+from policies.protocols import TE, Device, Evaluate, Kind, Rng
 from policies.registry import register
 
 ERRORS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -68,12 +68,7 @@ class RegressionPath(Checked, GaussianPath):
         return self.time_scale * t
 
     def sample_time(
-        self,
-        n: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Return the time (n,) of the last evaluation: nothing is drawn."""
         return torch.full((n,), self.stops[-1], device=device, dtype=dtype)

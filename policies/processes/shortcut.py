@@ -38,16 +38,13 @@ _CLOSE = 1e-9
 class Shortcut(AveragePath):
     """Flow matching that also learns to take steps of 1, 1/2, … at once.
 
-    Args:
-        max_steps: M, a power of two; sampling takes 1, 2, 4, … or M steps.
-
     Source:
         arXiv 2410.12557, algorithm 1. Deviations: the finest step is asked for as 0; the rows of either kind
         are drawn one by one; targets come from the trained weights and are not clipped (as in ReinFlow, whose
         released code never trains its finest length).
     """
 
-    max_steps: int = bounded(16, ge=2)
+    max_steps: int = bounded(16, ge=2)  # M, a power of two; sampling takes 1, 2, 4, … or M steps
     consistency_share: float = bounded(0.25, gt=0, lt=1)  # of the training rows that learn a step from halves
 
     def __post_init__(self) -> None:

@@ -22,7 +22,6 @@ class Renoise(PathRules):
     """x' = alpha' (x0 + sqrt(s'^2 - noise_min^2) noise); with one step, a function of the start noise alone.
 
     Args:
-        steps: Evaluations of the network.
         start_noise: Deviation of the start in units of the data; null: that of the first level. Consistency
             Policy starts from 1 where the first level is 80, for less varied chunks.
 
@@ -30,7 +29,7 @@ class Renoise(PathRules):
         arXiv 2303.01469, algorithm 1; Consistency Policy, arXiv 2405.07503, for start_noise.
     """
 
-    steps: int = bounded(2, ge=1)
+    steps: int = bounded(2, ge=1)  # evaluations of the network
     start_noise: float | None = bounded(None, ge=0)
 
     def table(self, process: Any) -> StepTable:

@@ -16,11 +16,7 @@ from policies.processes.base import incompatible
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.schedules import SPACINGS, spaced_levels, time_of_level
 from policies.registry import register
-from policies.samplers.step_table import (
-    StepRules,
-    StepTable,
-    build_step_table,
-)
+from policies.samplers.step_table import StepRules, StepTable, build_step_table
 
 
 @register("sampler", "ddpm")
@@ -32,8 +28,6 @@ class DDPM(StepRules):
     is `min_std=0.1, final_std=None`.
 
     Args:
-        steps: Levels to visit; None: all of the process.
-        spacing: Which levels: `leading`, `trailing` or `linspace`.
         variance: `fixed_small` (posterior variance) or `fixed_large` (beta).
         levels: The levels themselves, noisiest first, for a short run that begins from a guess. Every one
             is left by a single step of the process, also where the list then skips some (RTI-DP,
@@ -45,8 +39,8 @@ class DDPM(StepRules):
 
     min_std: float = bounded(1e-3, ge=0)
     final_std: float | None = bounded(0.0, ge=0)
-    steps: int | None = bounded(None, ge=1)
-    spacing: str = bounded("leading", choices=SPACINGS)
+    steps: int | None = bounded(None, ge=1)  # levels to visit; None: all of the process
+    spacing: str = bounded("leading", choices=SPACINGS)  # which levels: `leading`, `trailing` or `linspace`
     variance: str = bounded("fixed_small", choices=("fixed_small", "fixed_large"))
     levels: tuple[int, ...] = ()
 
@@ -81,12 +75,8 @@ class DDIM(StepRules):
     `trailing` where steps does not divide K, that is not exactly the next level visited.
 
     Args:
-        steps: Levels to visit.
-        spacing: Which levels: `leading`, `trailing` or `linspace`.
-        eta: Share of ancestral noise, 0 to 1.
         eta_per_dim: One eta per action dimension; replaces `eta` where given.
         recompute_eps: Let eps follow a clipped x0 (DPPO, `use_clipped_model_output`), or keep the network's.
-        eps_clip: Bound on eps; None: no bound.
         final_alpha: After the last step: `one` (clean) or `first` (the cleanest level).
 
     Source:
@@ -94,12 +84,12 @@ class DDIM(StepRules):
         deviation before the floor.
     """
 
-    steps: int = bounded(10, ge=1)
-    spacing: str = bounded("leading", choices=SPACINGS)
-    eta: float = bounded(0.0, ge=0, le=1)
+    steps: int = bounded(10, ge=1)  # levels to visit
+    spacing: str = bounded("leading", choices=SPACINGS)  # which levels: `leading`, `trailing` or `linspace`
+    eta: float = bounded(0.0, ge=0, le=1)  # share of ancestral noise, 0 to 1
     eta_per_dim: tuple[float, ...] = bounded((), ge=0, le=1)
     recompute_eps: bool = True
-    eps_clip: float | None = bounded(None, gt=0)
+    eps_clip: float | None = bounded(None, gt=0)  # bound on eps; None: no bound
     final_alpha: str = bounded("one", choices=("one", "first"))
 
     def __post_init__(self) -> None:

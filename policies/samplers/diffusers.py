@@ -46,17 +46,14 @@ class Diffusers(Checked):
 
     Args:
         clip_x0: Bound on the predicted clean chunk, where the scheduler has one (DDIM); None: no bound.
-        clip_action: Bound on the finished chunk; None: no bound.
         scheduler: Name of its class; stochastic ones are refused: they draw their own noise.
-        steps: Sampling steps; some schedulers evaluate the network twice per step.
-        options: Further settings of the scheduler by name.
     """
 
     clip_x0: float | None = bounded(None, gt=0)
-    clip_action: float | None = bounded(1.0, gt=0)
+    clip_action: float | None = bounded(1.0, gt=0)  # bound on the finished chunk; None: no bound
     scheduler: str = bounded("DPMSolverMultistepScheduler", choices=(*DIFFUSION_SCHEDULERS, *FLOW_SCHEDULERS))
-    steps: int = bounded(10, ge=1)
-    options: dict[str, Any] = field(default_factory=dict)
+    steps: int = bounded(10, ge=1)  # sampling steps; some schedulers evaluate the network twice per step
+    options: dict[str, Any] = field(default_factory=dict)  # further settings of the scheduler by name
     min_std: ClassVar[float] = 0.0
     final_std: ClassVar[float | None] = None
 

@@ -39,19 +39,16 @@ class PathRules(StepRules, ABC):
     """What every sampler of a path may choose.
 
     Args:
-        steps: Steps from noise to data.
         grid: Where the steps lie: `auto` (the process's own), `uniform` in sampling time, or between
             `noise_max` and `noise_min` in sigma / alpha: `karras` (arXiv 2206.00364, eq. 5), `exponential`,
             `linear`.
-        rho: Exponent of `karras`.
-        noise_max: First sigma / alpha; null: that of the process's own grid.
         noise_min: Last sigma / alpha before the clean end; null: that of the process's own grid.
     """
 
-    steps: int = bounded(10, ge=1)
+    steps: int = bounded(10, ge=1)  # steps from noise to data
     grid: str = bounded("auto", choices=GRIDS)
-    rho: float = bounded(7.0, gt=0)
-    noise_max: float | None = bounded(None, gt=0)
+    rho: float = bounded(7.0, gt=0)  # exponent of `karras`
+    noise_max: float | None = bounded(None, gt=0)  # first sigma / alpha; null: that of the process's own grid
     noise_min: float | None = bounded(None, gt=0)
     takes_whole_steps: ClassVar[bool] = False
 
@@ -167,14 +164,11 @@ class Euler(PathRules):
 class Ancestral(PathRules):
     """First order with part of the noise drawn anew after every step.
 
-    Args:
-        eta: Share of the noise of the reverse Markov chain, 0 (`euler`) to 1.
-
     Source:
         arXiv 2010.02502, eq. 16, on any path; with EDM the Euler-ancestral sampler of BESO.
     """
 
-    eta: float = bounded(1.0, ge=0, le=1)
+    eta: float = bounded(1.0, ge=0, le=1)  # share of the noise of the reverse Markov chain, 0 (`euler`) to 1
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
         path = _Path.of(process, times)

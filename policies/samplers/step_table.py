@@ -78,38 +78,29 @@ class StepTable:
         coefficients: (12, K, D) float64, in the order of `Coefficients`.
 
     Attributes:
-        times: K+1 sampling times; `times[k]` is where step k starts.
-        alpha: K signal amplitudes at `times`.
-        sigma: K noise amplitudes at `times`.
-        predicts_x0: Whether the network output is x0 itself.
-        uses_pred: Whether the mean needs the prediction beside the clipped x0.
-        start_std: Deviation of the start state: the start noise is multiplied by it.
         memory: Coefficients of methods with a memory; None: every row is a step of its own.
-        entries: Whether sampling may begin at a row; a corrector's row is none.
-        recompute: Whether eps follows a clipped x0.
-        clip_state: Bound on the state after every step; None: no bound.
         loop: Another program's loop (bound network, noise) -> chunk that runs instead of the rows.
     """
 
-    times: tuple[float, ...]
+    times: tuple[float, ...]  # K+1 sampling times; `times[k]` is where step k starts
     net_time: Tensor
     std: Tensor
     schedule_std: Tensor
     coefficients: Tensor
-    alpha: tuple[float, ...]
-    sigma: tuple[float, ...]
-    predicts_x0: bool
-    uses_pred: bool
+    alpha: tuple[float, ...]  # K signal amplitudes at `times`
+    sigma: tuple[float, ...]  # K noise amplitudes at `times`
+    predicts_x0: bool  # whether the network output is x0 itself
+    uses_pred: bool  # whether the mean needs the prediction beside the clipped x0
     clip_x0: float | None
     eps_clip: float | None
     noise_clip: float | None
     clip_action: float | None
     second_time: Tensor | None = None
-    start_std: float = 1.0
+    start_std: float = 1.0  # deviation of the start state: the start noise is multiplied by it
     memory: Memory | None = None
-    entries: tuple[bool, ...] = ()
-    recompute: bool = True
-    clip_state: float | None = None
+    entries: tuple[bool, ...] = ()  # whether sampling may begin at a row; a corrector's row is none
+    recompute: bool = True  # whether eps follows a clipped x0
+    clip_state: float | None = None  # bound on the state after every step; None: no bound
     loop: Callable[[BoundField, Tensor], Tensor] | None = None
     rows: tuple[Coefficients, ...] = field(init=False, repr=False)
     noisy: tuple[bool, ...] = field(init=False, repr=False)
@@ -171,18 +162,16 @@ class StepRules(Checked):
 
     Args:
         clip_x0: Bound on the predicted clean chunk at every step; null: no bound.
-        clip_action: Bound on the finished chunk; null: no bound.
         noise_clip: Bound on standard-normal draws before scaling; null: no bound.
-        min_std: Floor on the noise of every step.
         final_std: Noise of the last step; null: as the schedule and the floor give it.
     """
 
     key: ClassVar[str] = "sampler"
 
     clip_x0: float | None = bounded(1.0, gt=0)
-    clip_action: float | None = bounded(None, gt=0)
+    clip_action: float | None = bounded(None, gt=0)  # bound on the finished chunk; null: no bound
     noise_clip: float | None = bounded(3.0, gt=0)
-    min_std: float = bounded(0.0, ge=0)
+    min_std: float = bounded(0.0, ge=0)  # floor on the noise of every step
     final_std: float | None = bounded(None, ge=0)
 
 

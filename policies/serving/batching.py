@@ -13,23 +13,14 @@ from policies.execution.history import Array
 
 @dataclass(frozen=True)
 class Request:
-    """One observation that waits for its actions.
+    """One observation that waits for its actions."""
 
-    Attributes:
-        client: Who asks.
-        id: What the client calls it.
-        inputs: One row, checked.
-        key: Of its noise; None: zeros.
-        arrived: Time [s].
-        deadline: Time [s] after which nobody wants the answer.
-    """
-
-    client: bytes
-    id: int
-    inputs: dict[str, Array] = field(repr=False)
-    key: tuple[int, ...] | None
-    arrived: float
-    deadline: float
+    client: bytes  # who asks
+    id: int  # what the client calls it
+    inputs: dict[str, Array] = field(repr=False)  # one row, checked
+    key: tuple[int, ...] | None  # of its noise; None: zeros
+    arrived: float  # time [s]
+    deadline: float  # time [s] after which nobody wants the answer
 
 
 class Batcher:

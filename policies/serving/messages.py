@@ -70,23 +70,16 @@ class Schema:
 
     Attributes:
         inputs: By name: `observation` (To, Do), `goal` (Dg,), images (To, H, W, 3) by camera.
-        action: (Ta, Da), physical.
-        obs_steps: To.
-        task: Name of the task; None: not known.
-        control_hz: Rate at which actions are executed; None: not known.
-        action_low: (Da,), physical; None: not known.
-        action_high: (Da,).
-        policy: Fingerprint of the weights.
     """
 
     inputs: Mapping[str, Feature]
-    action: Feature
-    obs_steps: int = 1
-    task: str | None = None
-    control_hz: float | None = None
-    action_low: Sequence[float] | None = None
-    action_high: Sequence[float] | None = None
-    policy: str = field(default="", compare=False)
+    action: Feature  # (Ta, Da), physical
+    obs_steps: int = 1  # To
+    task: str | None = None  # name of the task; None: not known
+    control_hz: float | None = None  # rate at which actions are executed; None: not known
+    action_low: Sequence[float] | None = None  # (Da,), physical; None: not known
+    action_high: Sequence[float] | None = None  # (Da,)
+    policy: str = field(default="", compare=False)  # fingerprint of the weights
 
     def to_wire(self) -> dict[str, Any]:
         return {**asdict(self), "inputs": {name: asdict(one) for name, one in self.inputs.items()}}

@@ -30,16 +30,7 @@ from policies.paths import path_field
 from policies.runner import draw_noise
 from policies.serving.batching import Batcher, Request
 from policies.serving.encryption import server_keys, start_authenticator
-from policies.serving.messages import (
-    PORT,
-    VERSION,
-    Schema,
-    pack,
-    read_observation,
-    require,
-    to_wire,
-    unpack,
-)
+from policies.serving.messages import PORT, VERSION, Schema, pack, read_observation, require, to_wire, unpack
 from policies.serving.metrics import Metrics, resident_mb
 
 _log = logging.getLogger(__name__)
@@ -68,7 +59,6 @@ class ServerSettings(Checked):
 
     Attributes:
         max_wait_ms: How long a request waits for others; 0: only while the server is busy.
-        deadline_ms: Deadline of a request that names none.
         max_backlog_mb: Growth of memory beyond which all connections are dropped once.
     """
 
@@ -80,7 +70,7 @@ class ServerSettings(Checked):
     max_wait_ms: float = bounded(0.0, ge=0)
     max_queue: int = bounded(64, ge=1)  # requests that wait; more are refused
     max_per_client: int = bounded(4, ge=1)  # of one client
-    deadline_ms: float = bounded(1000.0, gt=0)
+    deadline_ms: float = bounded(1000.0, gt=0)  # deadline of a request that names none
     max_abs: float = bounded(1e6, gt=0)  # numbers of larger magnitude are refused
     max_backlog_mb: float = bounded(256.0, gt=0)
 

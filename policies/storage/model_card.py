@@ -55,10 +55,7 @@ def task_of(facts: Mapping[str, Any]) -> str | None:
 
 
 def _front_matter(
-    description: Mapping[str, Any],
-    evaluations: Sequence[Mapping[str, Any]],
-    name: str,
-    licence: str | None,
+    description: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]], name: str, licence: str | None
 ) -> list[str]:
     facts = description["provenance"]
     tags = ["robotics", "burnish", _process(description)]

@@ -6,17 +6,16 @@ and exported as any other; the directory of one is that of the inner policy with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from policies.encoders import Encoder
 from policies.errors import CapabilityError
 from policies.normalizer import Normalizer
 from policies.policy import Policy, PolicyConfig
-from policies.protocols import ChunkSpec, Cond, SampleHook
+from policies.protocols import ChunkSpec, Cond, Hooks, Start
 
 
 class WrapperConfig(Protocol):
@@ -90,7 +89,7 @@ class WrappedPolicy(Policy):
         view.base = self.base.with_act_steps(act_steps)
         return view
 
-    def refuse_hooks(self, start: tuple[Tensor, float] | None, hooks: Sequence[SampleHook]) -> None:
+    def refuse_hooks(self, start: Start, hooks: Hooks) -> None:
         """Refuse what changes the loop of a policy that has none of its own.
 
         Raises:

@@ -14,7 +14,7 @@ Source: best-of-N sampling as IDQL (arXiv 2304.10573) and ITPS (arXiv 2411.16627
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from policies.bounds import Checked, bounded
 from policies.encoders import ImageShape
 from policies.policy import Policy
-from policies.protocols import Observation, SampleHook
+from policies.protocols import Hooks, Observation, Start
 
 Scorer = Callable[[Tensor, Observation], Tensor]
 """(physical plans (B, N, Th, Da), observation) -> scores (B, N), more is better."""
@@ -115,12 +115,7 @@ class BestOfN(nn.Module):
         return noise.unflatten(0, (n, self.selection.rows))
 
     def candidates(
-        self,
-        obs: Observation,
-        noise: Tensor,
-        *,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, obs: Observation, noise: Tensor, *, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Return the normalised plans (B, N, Th, Da) of observations with B rows.
 
@@ -137,14 +132,7 @@ class BestOfN(nn.Module):
         flat = noise[:, :count].flatten(0, 1)
         return self.policy.decode(cond, flat, start=start, hooks=hooks).unflatten(0, (-1, count))
 
-    def plan(
-        self,
-        obs: Observation,
-        noise: Tensor,
-        *,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
-    ) -> Tensor:
+    def plan(self, obs: Observation, noise: Tensor, *, start: Start = None, hooks: Hooks = ()) -> Tensor:
         """Return the chosen plan (B, Th, Da), normalised; arguments as `candidates`."""
         plans = self.candidates(obs, noise, start=start, hooks=hooks)
         scores = self.scorer(self.policy.physical(plans), obs)

@@ -21,7 +21,6 @@ program for noise-aliased DSRL reads and ignores it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -35,7 +34,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.networks.activations import ACTIVATIONS
 from policies.networks.distributions import TanhGaussianConfig
 from policies.policy import Policy
-from policies.protocols import Cond, SampleHook
+from policies.protocols import Cond, Hooks, Start
 from policies.registry import register
 from policies.wrappers.base import WrappedPolicy
 
@@ -186,13 +185,7 @@ class SteeredPolicy(WrappedPolicy):
         return self.base.decode(condition_of(self.base, vec), self.noise_of(latent))
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Return the chunk (B, Th, Da) of the inner policy for the noise that the actor chooses.
 

@@ -18,7 +18,7 @@ where |sigma f_a| is below `gate`, a quantile of its values on the data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -30,7 +30,7 @@ from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.mlp_blocks import TrunkConfig
 from policies.policy import Policy
-from policies.protocols import Cond, SampleHook
+from policies.protocols import Cond, Hooks, Start
 from policies.registry import register
 from policies.wrappers.base import WrappedPolicy
 
@@ -141,13 +141,7 @@ class CorrectedPolicy(WrappedPolicy):
         )
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Return the chunk (B, Th, Da) of the inner policy, its executed rows corrected."""
         chunk = self.base.decode(cond, noise, grad=grad, start=start, hooks=hooks)
@@ -222,13 +216,7 @@ class PerturbedPolicy(WrappedPolicy):
         return self.base.chunk.shape
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Return the chunk (B, Th, Da) of the inner policy with noise added, within [-1, 1]."""
         self.refuse_hooks(start, hooks)

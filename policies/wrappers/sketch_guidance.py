@@ -68,30 +68,27 @@ class Steering(Checked):
     """How a policy follows a sketch; off unless `strategy` is given.
 
     Attributes:
-        strategy: Null: off; else see docs/steering.md.
         candidates: Plans, of which the nearest to the sketch is taken; null: the strategy's.
-        scale: Weight of the gradient in the noise; null: the strategy's.
         gradient: Where guidance takes the gradient: at the noisy (x) or at the clean plan (x0).
         limit: Largest magnitude to which guidance moves clean plans, normalised; null: any.
         resample_steps: Evaluations at every noise level; null: the strategy's.
         resample_noise: Share of the noise that is redrawn between evaluations of one level, 0 to 1.
         start: biased_initialization: sampling time that it begins at, 0 (noise) to 1.
-        noise_share: biased_initialization: weight of the noise beside the guide.
         guide_rows: output_perturbation: rows of the guide; null: half of those executed.
     """
 
     key: ClassVar[str] = "steer"
 
-    strategy: str | None = bounded(None, choices=tuple(STRATEGIES))
+    strategy: str | None = bounded(None, choices=tuple(STRATEGIES))  # null: off; else see docs/steering.md
     sketch: str | None = path_field()  # JSON or NPZ: actions, positions or waypoints; see docs/steering.md
     candidates: int | None = bounded(None, ge=1)
-    scale: float | None = bounded(None, ge=0)
+    scale: float | None = bounded(None, ge=0)  # weight of the gradient in the noise; null: the strategy's
     gradient: str = bounded("x0", choices=("x", "x0"))
     limit: float | None = bounded(1.0, gt=0)
     resample_steps: int | None = bounded(None, ge=1, was="visits")
     resample_noise: float = bounded(1.0, ge=0, le=1, was="fresh")
     start: float = bounded(0.49, ge=0, le=1)
-    noise_share: float = bounded(0.5, ge=0)
+    noise_share: float = bounded(0.5, ge=0)  # biased_initialization: weight of the noise beside the guide
     guide_rows: int | None = bounded(None, ge=1)
 
     @property
@@ -156,22 +153,18 @@ class GuideHook(Hook):
     """Pushes predictions towards a guide, at every noise level but the last.
 
     Args:
-        guide: (B, Th, Da), normalised.
-        scale: Weight of the gradient in eps.
         gradient: `x`: taken at the noisy plan. `x0`: taken at the clean one, which then moves towards the
             guide by at most its distance.
-        limit: Largest magnitude of a clean plan that was moved; None: any.
-        resample_steps: Evaluations at every level.
 
     Source:
         arXiv 2411.16627 with `gradient` = x.
     """
 
-    guide: Tensor
-    scale: float
+    guide: Tensor  # (B, Th, Da), normalised
+    scale: float  # weight of the gradient in eps
     gradient: str = "x0"
-    limit: float | None = 1.0
-    resample_steps: int = 1
+    limit: float | None = 1.0  # largest magnitude of a clean plan that was moved; None: any
+    resample_steps: int = 1  # evaluations at every level
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Move eps along the gradient, and x0 so that the pair still explains the state."""

@@ -48,14 +48,11 @@ class Sketch(Protocol):
 class ActionSketch:
     """A plan drawn in the space of actions, the same for every observation.
 
-    Args:
-        actions: The polyline (n, Da).
-
     Raises:
         ConfigError: If it is no polyline.
     """
 
-    actions: Points
+    actions: Points  # the polyline (n, Da)
 
     def __post_init__(self) -> None:
         _check_points("actions", self.actions, at_least=1)
@@ -71,20 +68,14 @@ class ActionSketch:
 class PositionSketch:
     """A way through the world that the policy should follow from wherever it is.
 
-    Args:
-        positions: The polyline (n, Da).
-        pace: Length of the way that one action covers.
-        reach: Change of position by an action of 1.
-        observed: Entries of the observation that hold the position.
-
     Raises:
         ConfigError: If it is no polyline, or a number is out of range.
     """
 
-    positions: Points
-    pace: float
-    reach: float
-    observed: tuple[int, ...] = (0, 1)
+    positions: Points  # the polyline (n, Da)
+    pace: float  # length of the way that one action covers
+    reach: float  # change of position by an action of 1
+    observed: tuple[int, ...] = (0, 1)  # entries of the observation that hold the position
 
     def __post_init__(self) -> None:
         _check_points("positions", self.positions, at_least=2)
@@ -143,18 +134,13 @@ class PositionSketch:
 class WaypointSketch:
     """A way through the world, for a policy whose actions are places to go to.
 
-    Args:
-        waypoints: The polyline (n, Da).
-        pace: Length of the way that one action covers.
-        observed: Entries of the observation that hold the position.
-
     Raises:
         ConfigError: If it is no polyline, or a number is out of range.
     """
 
-    waypoints: Points
-    pace: float
-    observed: tuple[int, ...] = (0, 1)
+    waypoints: Points  # the polyline (n, Da)
+    pace: float  # length of the way that one action covers
+    observed: tuple[int, ...] = (0, 1)  # entries of the observation that hold the position
 
     def __post_init__(self) -> None:
         _check_points("waypoints", self.waypoints, at_least=2)

@@ -96,11 +96,7 @@ def trunk_of(config: PolicyConfig) -> TrunkConfig:
 
 
 def require_own_sampler(process: Any, sampler: Any) -> None:
-    """Refuse a sampler that is not of the kind of the process's default.
-
-    Raises:
-        ConfigError: If it is another one.
-    """
+    """Refuse a sampler that is not of the kind of the process's default."""
     own = process.default_sampler()["name"]
     if not isinstance(sampler, lookup("sampler", own)):
         raise ConfigError(
@@ -111,11 +107,7 @@ def require_own_sampler(process: Any, sampler: Any) -> None:
 
 
 def require_one_step(process: Any, start: Start, hooks: Hooks) -> None:
-    """Refuse what changes a loop.
-
-    Raises:
-        CapabilityError: If a start or hooks are given.
-    """
+    """Refuse what changes a loop."""
     if hooks or start is not None:
         raise CapabilityError(
             f"a policy with process={name_of('process', process)} acts in one step, so it takes no hooks and "

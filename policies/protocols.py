@@ -44,9 +44,6 @@ class ChunkSpec(Checked):
     Rows `[action_start : action_start + act_steps]` of the predicted chunk are executed. `action_start`
     is `obs_steps - 1` for windows that begin at the oldest observation (Diffusion Policy) and 0 for
     windows that begin at the newest (DPPO); the two agree for a history of one.
-
-    Raises:
-        ConfigError: If the executed rows do not fit into the horizon.
     """
 
     key: ClassVar[str] = "policy"

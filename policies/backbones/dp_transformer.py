@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from policies.bounds import Checked, bounded
@@ -262,7 +263,7 @@ class DpTransformer(nn.Module):
 
     def _obs_tokens(self, cond: Cond) -> Tensor:
         """Cut conditions (B, C) into tokens of the memory, (B, N, D)."""
-        parts = cond.vec.unflatten(-1, (self.config.obs_tokens, self.obs_inlet.in_features))
+        parts = rearrange(cond.vec, "B (N C) -> B N C", N=self.config.obs_tokens)
         return self.obs_inlet(parts) + self.memory_positions[:, 1:]
 
     def _remember(self, tokens: Tensor) -> Tensor:

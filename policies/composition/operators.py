@@ -58,9 +58,6 @@ class Composition(Checked):
         columns: For every member, the entries of the observed state that it sees; None: all of them. Empty:
             None for all.
         obs_dim: Width of the observed state, needed where every member sees columns only.
-
-    Raises:
-        ConfigError: If a value is unknown, or the weights do not fit the operator.
     """
 
     weights: tuple[Weight, ...]
@@ -251,11 +248,7 @@ class BoundMixture:
 
 
 def require_ancestral(table: StepTable) -> None:
-    """Refuse steps along which densities cannot be followed.
-
-    Raises:
-        ConfigError: If a step but the last injects another noise than the reverse of the process.
-    """
+    """Refuse steps along which densities cannot be followed."""
     alpha, sigma = (torch.tensor(a, dtype=torch.float64) for a in (table.alpha, table.sigma))
     noise = sigma / alpha
     full = alpha[1:] * noise[1:] * (1 - (noise[1:] / noise[:-1]).square()).clamp(min=0).sqrt()

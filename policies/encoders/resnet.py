@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from policies.bounds import Checked, bounded
@@ -101,8 +102,8 @@ class ResNetEncoder(nn.Module):
         for i, camera in enumerate(self.crops):
             net = self.nets[0 if self.config.shared else i]
             features = net(self._seen(pixels(obs, camera, self.sizes), camera, state.dtype, generator))
-            parts.append(features.view(-1, self.sizes.obs_steps, self.config.features))
-        vec = torch.cat([*parts, state], dim=-1).reshape(-1, self.cond_dim - self.sizes.goal_dim)
+            parts.append(rearrange(features, "(B To) F -> B To F", To=self.sizes.obs_steps))
+        vec = rearrange(torch.cat([*parts, state], dim=-1), "B To F -> B (To F)")
         return Cond(with_goal(vec, obs, normalizer, self.sizes))
 
     def _seen(
@@ -111,10 +112,10 @@ class ResNetEncoder(nn.Module):
         """Crop images (B, To, H, W, 3) and lay them out for a network, (B To, 3, h, w) in [-1, 1]."""
         size = self.crops[camera]
         crop = centre_crop(images, size) if generator is None else random_crop(images, size, generator)
-        x = (2 * in_unit_range(crop, dtype) - 1).reshape(-1, *size, 3)
+        x = rearrange(2 * in_unit_range(crop, dtype) - 1, "B To H W rgb -> (B To) rgb H W")
         # Colours first in memory as well: with colours last, the layers take twice as long on a CPU, and the
         # backward pass of a group norm in PyTorch 2.13 crashes when what is before it is frozen.
-        return x.permute(0, 3, 1, 2).contiguous()
+        return x.contiguous()
 
 
 class KeypointNet(nn.Module):
@@ -138,7 +139,8 @@ def expected_places(maps: Tensor) -> Tensor:
         arXiv 1504.00702, "spatial softmax" and "feature points".
     """
     height, width = maps.shape[2:]
-    share = maps.flatten(2).softmax(dim=-1).view(-1, maps.shape[1], height, width)
+    share = rearrange(maps, "M N H W -> M N (H W)").softmax(dim=-1)
+    share = rearrange(share, "M N (H W) -> M N H W", H=height)
     x, y = (torch.linspace(-1, 1, n, device=maps.device, dtype=maps.dtype) for n in (width, height))
     return torch.stack([share.sum(dim=2) @ x, share.sum(dim=3) @ y], dim=-1)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from policies.bounds import Checked, bounded
@@ -115,7 +116,7 @@ class VitEncoder(nn.Module):
         if generator is not None and self.config.shift:
             images = random_shift(images, self.config.shift, generator)
         x = in_unit_range(images, dtype) - 0.5
-        return self.vit(x.permute(0, 1, 4, 2, 3).flatten(1, 2))
+        return self.vit(rearrange(x, "B To H W rgb -> B (To rgb) H W"))
 
 
 def _num_patches(sizes: ObservationSizes) -> int:
@@ -155,8 +156,8 @@ class Vit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, channels, H, W) in [-0.5, 0.5] -> patches (B, P, D)."""
-        h = self.stem2(torch.relu(self.stem1(x))).flatten(2).transpose(1, 2)
-        return self.norm(self.layers(h + self.positions))
+        patches = rearrange(self.stem2(torch.relu(self.stem1(x))), "B D h w -> B (h w) D")
+        return self.norm(self.layers(patches + self.positions))
 
 
 class Layer(nn.Module):
@@ -196,5 +197,5 @@ class SpatialEmbedding(nn.Module):
         places = patches.shape[1]
         of_patches, of_state = self.inlet.weight[:, :places], self.inlet.weight[:, places:]
         known = F.linear(state, of_state, self.inlet.bias).unsqueeze(1)  # the same in every channel
-        seen = F.linear(patches.transpose(1, 2), of_patches)
+        seen = F.linear(rearrange(patches, "B P D -> B D P"), of_patches)
         return (self.weight * torch.relu(self.norm(seen + known))).sum(dim=1)

@@ -70,11 +70,7 @@ class ExportReport:
 
 
 def refuse_to_replace(directory: str | Path, *, overwrite: bool) -> None:
-    """Refuse to write into a directory that holds something, unless told to.
-
-    Raises:
-        ExportError: If it is a file, or not empty and `overwrite` is false.
-    """
+    """Refuse to write into a directory that holds something, unless told to."""
     target = Path(directory)
     if target.exists() and not target.is_dir():
         raise ExportError(f"out={target} is a file; choose another directory.")

@@ -111,11 +111,7 @@ def random_inputs(policy: Policy, batch: int, generator: torch.Generator) -> dic
 
 
 def refuse_foreign_loops(policy: Policy) -> None:
-    """Refuse a sampler that decides in Python at every step.
-
-    Raises:
-        ExportError: If the policy has one, or one that it is wrapped around.
-    """
+    """Refuse a sampler that decides in Python at every step."""
     layers = list(_layers(policy))
     if any(getattr(getattr(one, "table", None), "loop", None) is not None for one in layers):
         inside = "" if len(layers) == 1 else f", inside {type(policy).__name__},"

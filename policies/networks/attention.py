@@ -117,13 +117,14 @@ class Attention(nn.Module):
         """Return some of queries, keys and values, (n, M, H, T, D/H)."""
         width, count = tokens.shape[-1], parts.stop - parts.start
         rows = slice(parts.start * width, parts.stop * width)
-        projected = F.linear(tokens, self.inlet.weight[rows], self.inlet.bias[rows])
+        projected = F.linear(tokens, self.inlet.weight[rows], self.inlet.bias[rows])  # (M, T, n D)
+        # Views, not einops: at batch 1 each of its calls would cost as much as a tenth of the projection.
         return projected.unflatten(-1, (count, self.heads, width // self.heads)).permute(2, 0, 3, 1, 4)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         found = ATTENTIONS[self.how](query, key, value, attn_mask=mask, dropout_p=dropout)
-        return self.outlet(found.transpose(1, 2).flatten(2))
+        return self.outlet(found.transpose(1, 2).flatten(2))  # (M, H, T, D/H) -> (M, T, D)
 
 
 class FeedForward(nn.Module):
@@ -176,11 +177,7 @@ def causal_mask(size: int) -> Tensor:
 
 
 def check_heads(config: Checked) -> None:
-    """Refuse a number of `heads` that does not divide the `width` of a configuration.
-
-    Raises:
-        ConfigError: Listing what does.
-    """
+    """Refuse a number of `heads` that does not divide the `width` of a configuration."""
     width, heads = config.width, config.heads
     choices = ", ".join(str(n) for n in range(1, min(width, 16) + 1) if width % n == 0)
     rule = f"a divisor of {config.key}.width={width} (one of {choices})"

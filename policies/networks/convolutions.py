@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -61,7 +62,7 @@ def doubling(conv: nn.ConvTranspose1d, rows: int) -> Rows:
         conv: Holds weights (C, C', 4).
         rows: T of what it will be given.
     """
-    w = conv.weight.permute(2, 1, 0)  # (4, C', C)
+    w = rearrange(conv.weight, "C D k -> k D C")  # D: C'
     reach = min(1, rows - 1)
     even, odd = w[1], w[2]
     if reach:
@@ -107,7 +108,7 @@ def group_norm(norm: nn.GroupNorm) -> Rows:
 
 def _matrix(weight: Tensor) -> Tensor:
     """Lay weights (C', C, k) out for windows: (C', k C)."""
-    return weight.transpose(1, 2).flatten(1)
+    return rearrange(weight, "D C k -> D (k C)")
 
 
 def _windows(x: Tensor, before: int, size: int, stride: int = 1) -> Tensor:
@@ -126,5 +127,5 @@ def _windows(x: Tensor, before: int, size: int, stride: int = 1) -> Tensor:
         end = padded.shape[1] - size + 1
         return torch.cat([padded[:, i : end + i : stride] for i in range(size)], dim=-1)
     # One copy instead of one per slice. Its backward pass is three times slower.
-    windows = padded.unfold(1, size, stride).transpose(2, 3).contiguous()
+    windows = padded.unfold(1, size, stride).transpose(2, 3).contiguous()  # (B, T / stride, k, C)
     return windows.view(-1, windows.shape[1], size * x.shape[2])

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from einops import repeat
 from torch import Tensor, nn
 
 from policies.bounds import Checked, bounded
@@ -108,7 +109,7 @@ class Ensemble(nn.Module):
         count = self.members if members is None else members
         if count == 1 or self._large(x):
             return self._evaluate_each(x, count, frozen)
-        return self._evaluate_together(x.expand(count, *x.shape), count, frozen)
+        return self._evaluate_together(repeat(x, "B C -> E B C", E=count), count, frozen)
 
     def _large(self, x: Tensor) -> bool:
         return x.device.type == "cpu" and len(x) * min(self.config.hidden_dims) >= _LARGE

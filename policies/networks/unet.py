@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import reduce
 from torch import Tensor, nn
 
 from policies.bounds import Checked, bounded
@@ -250,7 +251,7 @@ class TemporalUnet(nn.Module):
         """Return features of rows at every level, finest first, as means; (N, Th, E) -> L of (N, T, E)."""
         by_level = [pad_rows(rows, self.padding)]
         while len(by_level) < self.levels:
-            by_level.append(by_level[-1].unflatten(1, (-1, 2)).mean(2))
+            by_level.append(reduce(by_level[-1], "N (T pair) E -> N T E", "mean", pair=2))
         return by_level
 
     def ready(self) -> Evaluate:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from einops import einsum
 from torch import Tensor
 
 from policies.bounds import Checked, bounded
@@ -98,10 +99,10 @@ class MixturePolicy(OneStepPolicy):
     def _chunk(self, cond: Cond, noise: Tensor) -> Tensor:
         mixture = self.head(cond.vec)
         share = self._choice(mixture, noise if self.is_deterministic else noise[:, 0])
-        mean = torch.einsum("bm,bmrd->brd", share, mixture.mean)
+        mean = einsum(share, mixture.mean, "B M, B M Th Da -> B Th Da")
         if self.is_deterministic:
             return mean
-        std = torch.einsum("bm,mrd->brd", share, mixture.std)
+        std = einsum(share, mixture.std, "B M, M one Da -> B one Da")
         return mean + self.sampler.temperature * std * noise[:, 1]
 
     def _choice(self, mixture: Mixture, noise: Tensor) -> Tensor:
@@ -147,4 +148,4 @@ def elementwise_nll(mixture: Mixture, action: Tensor) -> Tensor:
         log_share = (mixture.log_weight - nll.sum(dim=(-2, -1))).log_softmax(dim=1)
         share = log_share.exp()
     of_choice = (share * (log_share - mixture.log_weight)).sum(dim=1) / action.shape[-2:].numel()
-    return torch.einsum("bm,bmrd->brd", share, nll) + of_choice[:, None, None]
+    return einsum(share, nll, "B M, B M Th Da -> B Th Da") + of_choice[:, None, None]

@@ -42,7 +42,7 @@ ERRORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RegressionPath(Checked, GaussianPath):
     """A network that outputs actions and is only ever asked at a few fixed times."""
 

@@ -56,11 +56,7 @@ class Shortcut(AveragePath):
         return torch.where(length * self.max_steps > 1.5, self.time_scale * length, 0.0)
 
     def check_steps(self, times: Sequence[float]) -> None:
-        """Refuse steps that were not trained.
-
-        Raises:
-            ConfigError: If a step is not 1/M long, or 2/M, 4/M … and starts at a multiple of its length.
-        """
+        """Refuse steps that were not trained."""
         for t, t_next in pairwise(times):
             if t_next == t:  # asks for the flow
                 continue

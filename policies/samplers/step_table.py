@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from policies.bounds import Checked, bounded
@@ -297,7 +298,7 @@ def resampled(
 
     def repeated(staying: Tensor, leaving: Tensor) -> Tensor:
         rows = [staying.expand_as(leaving)] * (steps - 1)
-        return torch.stack([*rows, leaving], dim=1).flatten(0, 1)
+        return rearrange([*rows, leaving], "steps K D -> (K steps) D")
 
     return build_step_table(
         process,

@@ -69,11 +69,7 @@ def _describe_composition(policy: ComposedPolicy) -> dict[str, Any]:
 
 
 def check_description(data: Any, nested: int = 0) -> None:
-    """Refuse what cannot describe a policy: unknown keys, values of other types, sizes beyond all reason.
-
-    Raises:
-        ConfigError: Names the key.
-    """
+    """Refuse what cannot describe a policy: unknown keys, values of other types, sizes beyond all reason."""
     if not isinstance(data, dict):
         raise ConfigError(f"a policy must be described by an object; got {type(data).__name__}.")
     if unknown := sorted(set(data) - _KEYS):

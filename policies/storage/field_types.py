@@ -15,9 +15,6 @@ def check_types(kind: type, values: Mapping[str, Any], where: str) -> None:
     """Refuse values of another type than a dataclass declares; keys that it lacks are left to others.
 
     Lists stand for tuples, whole numbers for floating-point ones, and nothing else for anything else.
-
-    Raises:
-        ConfigError: Names the key.
     """
     hints = typing.get_type_hints(kind)
     for field in fields(kind):

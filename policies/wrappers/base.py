@@ -90,11 +90,7 @@ class WrappedPolicy(Policy):
         return view
 
     def refuse_hooks(self, start: Start, hooks: Hooks) -> None:
-        """Refuse what changes the loop of a policy that has none of its own.
-
-        Raises:
-            CapabilityError: If a start or hooks are given.
-        """
+        """Refuse what changes the loop of a policy that has none of its own."""
         if start is not None or hooks:
             raise CapabilityError(
                 f"{type(self).__name__} takes no hooks and no start state. Give them to the inner policy."

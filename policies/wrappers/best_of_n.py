@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from policies.bounds import Checked, bounded
@@ -71,10 +72,10 @@ class LowEnergy(nn.Module):
 
     def forward(self, plans: Tensor, obs: Observation) -> Tensor:
         """Return minus the energies (B, N) of physical plans (B, N, Th, Da)."""
-        x = self.policy.normalize_action(plans.flatten(0, 1))
+        x = self.policy.normalize_action(rearrange(plans, "B N Th Da -> (B N) Th Da"))
         cond = self.policy.encode(obs).repeat(plans.shape[1])
         energy: Tensor = self.policy.energy(x, x.new_full((len(x),), self.t), cond)
-        return -energy.unflatten(0, plans.shape[:2])
+        return -rearrange(energy, "(B N) -> B N", N=plans.shape[1])
 
 
 class BestOfN(nn.Module):
@@ -112,7 +113,7 @@ class BestOfN(nn.Module):
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         noise = self.policy.sample_noise(n * self.selection.rows, generator=generator)
-        return noise.unflatten(0, (n, self.selection.rows))
+        return rearrange(noise, "(n rows) ... -> n rows ...", n=n)
 
     def candidates(
         self, obs: Observation, noise: Tensor, *, start: Start = None, hooks: Hooks = ()
@@ -129,8 +130,9 @@ class BestOfN(nn.Module):
         cond = self.policy.encode(obs).repeat(count)
         if start is not None and len(start[0]) != len(cond):
             start = (start[0].repeat_interleave(count, dim=0), start[1])
-        flat = noise[:, :count].flatten(0, 1)
-        return self.policy.decode(cond, flat, start=start, hooks=hooks).unflatten(0, (-1, count))
+        flat = rearrange(noise[:, :count], "B N ... -> (B N) ...")
+        plans = self.policy.decode(cond, flat, start=start, hooks=hooks)
+        return rearrange(plans, "(B N) Th Da -> B N Th Da", N=count)
 
     def plan(self, obs: Observation, noise: Tensor, *, start: Start = None, hooks: Hooks = ()) -> Tensor:
         """Return the chosen plan (B, Th, Da), normalised; arguments as `candidates`."""

@@ -78,11 +78,7 @@ class Steering(Checked):
 
 
 def require_steerable(policy: Policy) -> None:
-    """Refuse a policy whose chunk does not follow from its start noise.
-
-    Raises:
-        CapabilityError: If noise has no influence, or is drawn at every step.
-    """
+    """Refuse a policy whose chunk does not follow from its start noise."""
     process, sampler = type(policy.config.process).__name__, type(getattr(policy, "sampler", None)).__name__
     if not policy.noise_sensitive:
         raise CapabilityError(

@@ -233,7 +233,7 @@ def test_a_graph_holds_the_gradient_and_serves_any_batch(make: Callable[[], Poli
     ("make", "message"),
     [
         (lambda: ScoreEnergy(form="sq"), "form must be one of dot, dae; got 'sq'"),
-        (lambda: ScoreEnergy(prediction="x0"), "prediction must be eps with process=energy"),
+        (lambda: ScoreEnergy(prediction="x0"), "prediction must be one of eps; got 'x0'"),
         (lambda: ScoreEnergy(num_levels=1), "num_levels must be at least 2"),
     ],
 )

@@ -139,7 +139,7 @@ class DescentPolicy(Policy):
             return self.descend(cond, noise, start=start).action
 
     def descend(self, cond: Cond, noise: Tensor, *, start: Start = None) -> Descended:
-        """Walk as `decode` does and tell how high walks ended and how long they were."""
+        """Descend as `decode` does; returns the final energies and the lengths of the walks too."""
         x, first = (noise, 0) if start is None else (start[0], self._step_at(start[1]))
         return descend(self.process, self.sampler, self.bind(cond), x, first_step=first)
 

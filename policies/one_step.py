@@ -76,11 +76,7 @@ class OneStepPolicy(Policy):
 
 
 def trunk_of(config: PolicyConfig) -> TrunkConfig:
-    """Return the backbone as the shape of a fully connected network from the condition to a density.
-
-    Raises:
-        ConfigError: If the backbone is another network, or encodes the condition.
-    """
+    """Return the backbone as the shape of a fully connected network from the condition to a density."""
     process, backbone = name_of("process", config.process), config.backbone
     if not isinstance(backbone, TrunkConfig):
         raise ConfigError(

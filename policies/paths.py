@@ -1,4 +1,4 @@
-"""Fields of configurations that name files or folders: they say so where they are declared."""
+"""Fields of configurations that name files or folders, declared with `path_field`."""
 
 from __future__ import annotations
 

@@ -218,17 +218,13 @@ class Policy(nn.Module):
         return view
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Move or convert all weights, and let go of what was computed from them where they were."""
+        """Move or convert all weights, and empty the caches computed from them."""
         moved = super()._apply(fn, recurse)
         forget(self)
         return moved
 
     def with_act_steps(self, act_steps: int) -> Self:
-        """Return a view that executes another number of the rows that it predicts.
-
-        Raises:
-            ConfigError: If the horizon is shorter.
-        """
+        """Return a view that executes another number of the rows that it predicts."""
         view = self._view()
         view.config = replace(self.config, act_steps=act_steps)
         view.chunk = replace(self.chunk, act_steps=act_steps)

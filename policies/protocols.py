@@ -1,4 +1,4 @@
-"""The words every policy, process and algorithm shares: data carried between them, and protocols.
+"""Data and protocols shared by policies, processes and algorithms.
 
 Legend: B batch, K denoising steps, S recorded steps, To observation history, Th predicted horizon,
 Ta executed steps, Do and Da observation and action widths, C condition width.
@@ -141,7 +141,7 @@ class TE:
 
 
 class Evaluate(Protocol):
-    """A network for one batch of conditions, asked at sampling times; what losses are made of."""
+    """A network for one batch of conditions, evaluated at sampling times; used by losses."""
 
     def __call__(
         self, x: Tensor, t: Tensor, until: Tensor | None = None, *, level: Tensor | None = None
@@ -177,7 +177,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Step:
-    """What a hook may know about the denoising step it is called in.
+    """The denoising step in which a hook is called.
 
     `alpha` and `sigma` are the signal and noise amplitudes of the state at t: x = alpha x0 + sigma eps.
     """

@@ -75,7 +75,7 @@ class Limits:
     def apply(self, action: Array, last: Array | None) -> Array:
         """Return the command (Da,) for an action, after the command before it (None: it is the first).
 
-        An action that is not finite says nothing: the command before it is held.
+        Where an action is not finite, the command before it is held.
 
         Raises:
             ValueError: If the first action is not finite, for there is nothing to hold.
@@ -99,15 +99,15 @@ class Track:
     """The plans of one robot over time: when to decide, and which row of which plan is executed.
 
     A plan begins at the control step of the observation it was made for, and may arrive steps later; until
-    then the plans before it are executed. Nothing here waits or computes: `begin` notes that somebody
-    decides, `deliver` that a plan has come.
+    then the plans before it are executed. Nothing here waits or computes: `begin` marks the
+    start of a decision, `deliver` its plan.
 
     Args:
         act_steps: Control steps from one decision to the next (more where a decision takes longer, fewer
             where a plan has fewer rows); None: as many as a plan has rows.
         compensate: Skip the rows whose time is over when a plan arrives; otherwise its first row comes
             first, however late.
-        ensemble: Mix all plans that speak of a step, with weights exp(-ensemble i), i = 0 the oldest one
+        ensemble: Average all plans that cover a step, with weights exp(-ensemble i), i = 0 the oldest one
             (ACT, arXiv 2304.13705); None: the newest plan alone.
         limits: What commands keep to.
 
@@ -518,7 +518,7 @@ def run_at_rate(
         decide: Observation -> plan (R, Da); it may take longer than a tick.
         read: Returns the observation of this tick.
         send: Executes a command (Da,); returns whether to go on.
-        track: Says when to decide and what to execute.
+        track: Schedules decisions and holds the plans.
         hz: Ticks per second.
         submit: Starts decide(observation), returns what `concurrent.futures` does; None: a thread.
         clock: Seconds.

@@ -16,7 +16,7 @@ from policies.protocols import BoundField, Cond
 
 @runtime_checkable
 class Backbone(Protocol):
-    """What processes, samplers and algorithms may ask of a backbone (an `nn.Module`)."""
+    """Interface of a backbone (an `nn.Module`) for processes, samplers and algorithms."""
 
     def __call__(
         self,
@@ -60,7 +60,7 @@ class Backbone(Protocol):
     def features(
         self, cond: Cond, times: Tensor, second_times: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return what the network makes of times and conditions before it meets a chunk.
+        """Return the embeddings of times and conditions, which do not depend on a chunk.
 
         Networks beside it may start from these (the exploration noise of ReinFlow does).
 

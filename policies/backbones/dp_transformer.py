@@ -133,7 +133,7 @@ class DecoderBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, h: Tensor, memory: Tensor, mask: Tensor | None, memory_mask: Tensor | None) -> Tensor:
-        """Let attention, memory and feed-forward network add to the tokens.
+        """Add attention, cross-attention to the memory and feed-forward network to the tokens.
 
         Shapes:
             h: (M, Th, D) -> (M, Th, D). memory: (2, M or 1, H, S, D/H), of `cross`. mask: (Th, Th).

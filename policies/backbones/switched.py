@@ -154,7 +154,7 @@ def _is_traced() -> bool:
 class _Split:
     """Times (K,) divided into those of the tuned and those of the base network.
 
-    `is_tuned[k]` tells the side of step k, `place[k]` its position among the times of that side, which are
+    `is_tuned[k]` is the side of step k, `place[k]` its position among the times of that side, which are
     (times, second times or None).
     """
 

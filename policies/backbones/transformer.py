@@ -136,7 +136,7 @@ class Block(nn.Module):
     def forward(
         self, h: Tensor, adaptations: list[Adaptation], mask: Tensor | None, memory: Tensor | None
     ) -> Tensor:
-        """Let every sublayer add to the tokens.
+        """Add every sublayer to the tokens.
 
         Shapes:
             h: (M, Th, D) -> (M, Th, D). mask: (Th, Th). memory: (2, M or 1, H, N, D/H), of `cross`.

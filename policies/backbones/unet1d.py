@@ -75,9 +75,6 @@ class Unet1dConfig(UnetConfig):
             program: `dppo` (`Unet1D`) or `diffusion_policy` (`ConditionalUnet1D`).
             action_dim: Width of an action; matters only where it equals the first of `widths`: the first
                 block has no shortcut layer then.
-
-        Raises:
-            ConfigError: If the program never had such a network.
         """
         final_groups = self.groups if self.final_groups is None else self.final_groups
         keys = official_unet_keys(

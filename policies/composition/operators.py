@@ -120,14 +120,14 @@ class Composition(Checked):
         return values
 
     @staticmethod
-    def heard(coefficients: Tensor, reached: Tensor) -> Tensor:
+    def redistributed(coefficients: Tensor, reached: Tensor) -> Tensor:
         """Give the factors (N, M) of members that do not reach (N, M) a noise level to the others.
 
         Where no other has a weight, they keep it.
         """
-        heard = torch.where(reached, coefficients, 0.0)
-        wanted, left = coefficients.sum(dim=0), heard.sum(dim=0)
-        return torch.where(left.abs() > 1e-6, heard * (wanted / left), coefficients)
+        redistributed = torch.where(reached, coefficients, 0.0)
+        wanted, left = coefficients.sum(dim=0), redistributed.sum(dim=0)
+        return torch.where(left.abs() > 1e-6, redistributed * (wanted / left), coefficients)
 
     def surplus(self, coefficients: Tensor) -> Tensor:
         """Return by how much factors (N, M) add up to more than 1, (M,); zero where they must not."""
@@ -238,7 +238,7 @@ class BoundMixture:
         return combine(predictions, list(shares[..., None, None].unbind(0)))
 
     def _follow(self, k: int, x: Tensor) -> None:
-        """Add what the step before says about the members; a chain begins with equal densities."""
+        """Update the log densities by the last step; a chain begins with equal densities."""
         if k != self._next:
             self.log_density = x.new_zeros(len(self._members), 1)  # the same for all rows
             return

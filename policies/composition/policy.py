@@ -1,4 +1,4 @@
-"""Composition: several policies act as one, by combining what their networks say at every denoising step.
+"""Composition: several policies act as one, by combining their predictions at every denoising step.
 
 Legend: N members, member 0 leads; B batch, To observation history, Th horizon, Da action width; x noisy
 chunk, t sampling time, eps predicted noise, x0 predicted clean chunk.
@@ -53,7 +53,7 @@ from policies.samplers.step_table import StepRules, StepTable
 
 @dataclass(frozen=True, kw_only=True)
 class _At(StepRules):
-    """A sampler that asks a member at given times; its steps are not taken."""
+    """A sampler that only sets the times at which a member is evaluated; its steps are not taken."""
 
     times: tuple[float, ...]
 
@@ -63,7 +63,7 @@ class _At(StepRules):
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A member as the lead's sampler asks it.
+    """A member as the lead's sampler evaluates it.
 
     Attributes:
         table: What leads to it and back at every step; None: it shares path and units with the lead.
@@ -156,11 +156,7 @@ class ComposedPolicy(DenoisingPolicy):
         return [member for member in self.members if isinstance(member, DenoisingPolicy)]
 
     def with_weights(self, *weights: Weight) -> Self:
-        """Return a view of this composition with other weights; networks are shared.
-
-        Raises:
-            ConfigError: If they do not fit the operator.
-        """
+        """Return a view of this composition with other weights; networks are shared."""
         view = self._view()
         view.composition = replace(self.composition, weights=weights)
         check_members(self.fields, view.composition)
@@ -202,9 +198,11 @@ class ComposedPolicy(DenoisingPolicy):
 
         def net(x: Tensor, t: Tensor, until: Tensor | None = None, *, level: Tensor | None = None) -> Tensor:
             wide = t.double()
-            answers = [_ask(self.fields[0], self.fields[i], conds[i], x, wide) for i in chosen]
+            answers = [_prediction_of(self.fields[0], self.fields[i], conds[i], x, wide) for i in chosen]
             predictions, reached = zip(*answers, strict=True)
-            weights = composition.heard(composition.coefficients(wide)[list(chosen)], torch.stack(reached))
+            weights = composition.redistributed(
+                composition.coefficients(wide)[list(chosen)], torch.stack(reached)
+            )
             surplus = composition.surplus(weights)
             out = combine(predictions, [weight.to(x.dtype)[:, None, None] for weight in weights])
             if composition.operator != "product":
@@ -261,10 +259,10 @@ def compose(
     return ComposedPolicy(members, composition, sampler=sampler)
 
 
-def _ask(
+def _prediction_of(
     lead: DenoisingPolicy, member: DenoisingPolicy, cond: Cond, x: Tensor, t: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return what a member says in the lead's words, and where the noise is one that its path reaches.
+    """Return a member's prediction in the lead's parametrisation, and where its path reaches the noise.
 
     Shapes:
         x: (B, Th, Da), the lead's states. t: (B,) float64, its times.
@@ -283,13 +281,13 @@ def _ask(
 
 def _sums(composition: Composition, process: Any, t: Tensor, reached: Tensor) -> tuple[Sum, ...]:
     """Work out the weighted sum of every step, at times t (K,) float64 reached by members (N, K)."""
-    coefficients = composition.heard(composition.coefficients(t), reached)
+    coefficients = composition.redistributed(composition.coefficients(t), reached)
     surplus = composition.surplus(coefficients)
     alpha, _ = process.alpha_sigma(t)
     if bool(((surplus != 0) & (alpha == 0)).any()):
         raise ConfigError(
             "weights that do not add up to 1 scale the noise, which is all there is at the first step of "
-            "this process. Let a policy with process=diffusion or edm lead, or rescale the weights."
+            "this process. Put a policy with process=diffusion or edm first, or rescale the weights."
         )
     noise_free = _noise_free(process, t) if bool(surplus.any()) else torch.zeros_like(t)
     sums = []

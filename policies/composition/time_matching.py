@@ -1,4 +1,4 @@
-"""How a policy is asked at the state of another one: equal signal-to-noise ratio, physical units between.
+"""How a policy is evaluated at the state of another: equal signal-to-noise ratio, physical units between.
 
 Legend: lead and member, two policies of one action space; t, alpha, sigma time and amplitudes of the lead's
 path, the same with m of the member's; x, x_m states, raw output of the member's network; N times, D = 1 or
@@ -10,11 +10,11 @@ in physical units, at the state that means the same::
 
     alpha_m / sigma_m = alpha / (r sigma)
     x_m  = sigma_m / (r sigma) A x + alpha_m f              = alpha_m / alpha x  for equal units
-    x0_m = x0_x x_m + x0_raw raw                            what its network says
+    x0_m = x0_x x_m + x0_raw raw                            from its prediction
     x0   = (x0_m - f) / A,  eps = (x - alpha x0) / sigma    so that the pair explains the state
 
 The scale of x is that of the noise: the two scales differ only where the member's path does not reach the
-ratio, near pure noise. There a member has nothing to say (`is_reached`). A single r is exact where A is the
+ratio, near pure noise. There a member is not evaluated (`is_reached`). A single r is exact where A is the
 same number in all dimensions; a member whose units differ more in one dimension than in another sees a noise
 that is slightly too large in one and too small in the other.
 
@@ -90,14 +90,7 @@ class TimeMatch(NamedTuple):
         return self.state_x * x + self.state_1
 
     def output(self, x: Tensor, state: Tensor, raw: Tensor, limit: float | None) -> Tensor:
-        """Return what the member says, as the lead's network would say it.
-
-        Args:
-            x: State of the lead.
-            state: State of the member.
-            raw: Output of the member's network there.
-            limit: Bound on x0_m, in the member's units; None: no bound.
-        """
+        """Return the member's prediction in the lead's parametrisation."""
         out = self.out_x * x + self.out_raw * raw + self.out_1
         if limit is None:
             return out
@@ -119,15 +112,7 @@ def is_reached(lead: Process, member: Process, units: UnitChange, t: Tensor, t_m
 
 
 def time_matches(lead: Process, member: Process, units: UnitChange, t: Tensor, t_member: Tensor) -> Tensor:
-    """Work out the coefficients of `TimeMatch`, (8, N, D) float64.
-
-    Args:
-        lead: Process of the state.
-        member: Process that is asked.
-        units: Of the member's actions.
-        t: Times of the lead (N,), float64, before the clean end.
-        t_member: `matched_time` of them.
-    """
+    """Work out the coefficients of `TimeMatch`, (8, N, D) float64."""
     scale, offset = units.scale.to(t.device), units.offset.to(t.device)
     one, zero = torch.ones_like(t), torch.zeros_like(t)
     _, sigma = lead.alpha_sigma(t)

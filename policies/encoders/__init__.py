@@ -34,7 +34,7 @@ class ObservationSizes:
 
 @runtime_checkable
 class Encoder(Protocol):
-    """What policies may ask of an encoder (an `nn.Module`).
+    """Interface of an encoder (an `nn.Module`).
 
     Attributes:
         sizes: What it reads; of the cameras only those that it looks at.
@@ -70,20 +70,12 @@ class EncoderConfig(Protocol):
     """Configuration of an encoder: a registered dataclass."""
 
     def build(self, sizes: ObservationSizes) -> Encoder:
-        """Build an encoder that takes from an observation what it was configured for.
-
-        Raises:
-            ConfigError: If it needs what is not there.
-        """
+        """Build an encoder that takes from an observation what it was configured for."""
         ...
 
 
 def read(obs: Observation, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return an observation (B, *shape).
-
-    Raises:
-        ConfigError: If it is missing or of another shape.
-    """
+    """Return an observation (B, *shape)."""
     if name not in obs:
         raise ConfigError(
             f"the policy needs the observation '{name}' {('B', *shape)}; got keys {sorted(obs)}."

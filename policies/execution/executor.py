@@ -10,7 +10,7 @@ the newest observation:
 
     mask_i = 1                              i < d             committed: executed before the plan arrives
     mask_i = c (e^c - 1) / (e - 1)          d <= i < R - n    c = (R - n - i) / (R - n - d + 1)
-    mask_i = 0                              otherwise         the plan before does not speak of it
+    mask_i = 0                              otherwise         not covered by the plan before
 
 Source: Real-Time Chunking (arXiv 2506.07339), eq. 5 for the mask. Deviation: the plan before replaces the
 clean estimate (`policies.samplers.hooks.Inpaint`) where RTC guides towards it by a gradient through the
@@ -201,8 +201,8 @@ class Executor:
     def _deliver(self, lane: _Lane) -> None:
         if lane.track.is_pending and lane.plan is not None and lane.track.step >= lane.arrives:
             rows = lane.plan[None, self._start :]
-            speak = self._policy.physical if self._replanner is None else self._replanner.physical
-            plan = speak(rows)[0].float().cpu().numpy()
+            to_physical = (self._replanner or self._policy).physical
+            plan = to_physical(rows)[0].float().cpu().numpy()
             lane.is_sound = bool(np.isfinite(plan).all())
             lane.track.deliver(plan)
 

@@ -1,7 +1,7 @@
-"""What stands around a decision on a robot: history, noise, and the chunk that is being executed.
+"""History, noise and executed chunk around the decisions on a robot.
 
 A decision maps the last To observations to Ta actions. `ChunkActor` makes of it a function from one
-observation to one action, whoever decides: an exported graph in this process, or a server elsewhere.
+observation to one action, for an exported graph in this process or a server elsewhere.
 
 This module needs NumPy only, so that it runs where PyTorch does not.
 

@@ -180,18 +180,13 @@ def shifted(plan: Tensor, rows: int) -> Tensor:
 
 
 def with_act_steps(policy: AnyPolicy, act_steps: int | None) -> AnyPolicy:
-    """Return the policy, executing another number of the rows that it predicts; None leaves it as it is.
-
-    Raises:
-        CapabilityError: If it is no policy of ours.
-        ConfigError: If the horizon is shorter.
-    """
+    """Return the policy, executing another number of the rows that it predicts; None leaves it as it is."""
     if act_steps is None:
         return policy
     if not isinstance(policy, Policy):
         raise CapabilityError(
-            f"act_steps={act_steps} needs a policy that predicts a horizon; {type(policy).__name__} does not "
-            f"say. Leave act_steps out."
+            f"act_steps={act_steps} needs a policy that predicts a horizon; {type(policy).__name__} has "
+            f"none. Leave act_steps out."
         )
     return policy.with_act_steps(act_steps)
 
@@ -245,7 +240,7 @@ def _tape(policy: DenoisingPolicy, noise: Tensor) -> Tensor:
 
 
 def _by_sign(plan: Tensor, dims: tuple[int, ...], magnitude: float) -> Tensor:
-    """Return plans (B, ..., Da) whose given dimensions are ± magnitude, as their sign says."""
+    """Return plans (B, ..., Da) whose given dimensions are ± magnitude, by their sign."""
     if not dims:
         return plan
     out = plan.clone()

@@ -13,7 +13,7 @@ _OPENING = {
     ),
     "step": (
         "`encoder.onnx` maps observations to what the network is conditioned on, `step.onnx` is one\n"
-        "evaluation of the network, and `loop.json` says what the sampler does around its evaluations;\n"
+        "evaluation of the network, and `loop.json` is what the sampler does around its evaluations;\n"
         "`runner.py` runs the three. Opset {opset}."
     ),
 }
@@ -43,12 +43,7 @@ action = session.run(None, feed)[0]          # equals sample["action"]
 
 
 def card_of(facts: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    """Return the README.
-
-    Args:
-        facts: The signature.
-        report: `ExportReport` as a dict.
-    """
+    """Return the README."""
     opening = _OPENING[facts["graph"]].format(act_steps=facts["act_steps"], opset=report["opset"])
     inputs = [(f"`{name}`", one["shape"], one["units"]) for name, one in facts["inputs"].items()]
     parity = [(int(row["batch"]), f"{row['max_abs_difference']:.1e}") for row in report["parity"]]

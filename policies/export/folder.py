@@ -1,4 +1,4 @@
-"""The exported folder: names of the files, what each of them says, and how they replace what was there."""
+"""The exported folder: names and contents of its files, and how they replace an earlier export."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class ExportReport:
 
 
 def refuse_to_replace(directory: str | Path, *, overwrite: bool) -> None:
-    """Refuse to write into a directory that holds something, unless told to."""
+    """Refuse to write into a directory that holds something, unless `overwrite` is set."""
     target = Path(directory)
     if target.exists() and not target.is_dir():
         raise ExportError(f"out={target} is a file; choose another directory.")
     if not overwrite and target.is_dir() and any(target.iterdir()):
-        raise ExportError(f"out={target} exists; choose another directory or say overwrite=true.")
+        raise ExportError(f"out={target} exists; choose another directory or give overwrite=true.")
 
 
 @contextlib.contextmanager

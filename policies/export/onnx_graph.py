@@ -1,7 +1,7 @@
 """Graphs of a policy: functions of tensors, traced to ONNX and compared with the originals.
 
 Three functions can be traced: the whole policy, its encoder, and one evaluation of its network. Each is a
-`Traceable`: it knows its inputs, makes examples of them, and says whether gradients are part of it.
+`Traceable`: it has inputs, examples of them, and a flag for gradients inside.
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def spell_out(model: Traceable, inputs: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _free_batch(path: Path, fixed: frozenset[str]) -> None:
-    """Let the first dimension of inputs and outputs be any number; forget the shapes between them."""
+    """Make the first dimension of inputs and outputs dynamic; drop the shapes between them."""
     onnx = require("onnx", extra="export", what="export")
     graph = onnx.load(path)
     for value in (*graph.graph.input, *graph.graph.output):

@@ -59,12 +59,12 @@ class Signature:
 
 
 def is_exported(folder: Path) -> bool:
-    """Tell whether a folder is one that `burnish export` wrote."""
+    """Whether a folder is one that `burnish export` wrote."""
     return (folder / SIGNATURE).is_file()
 
 
 def read_signature(folder: Path) -> Signature:
-    """Return what an exported folder says of itself.
+    """Return the validated metadata of an exported folder.
 
     Raises:
         CheckpointError: If it is no exported folder.
@@ -174,7 +174,7 @@ def _count(key: str, value: Any, least: int = 1) -> int:
 
 
 def _limits(action: Mapping[str, Any], key: str, width: int) -> tuple[float, ...] | None:
-    """Read limits of actions; `read_json` lets no number pass that is not finite."""
+    """Read limits of actions; `read_json` has refused numbers that are not finite."""
     values = action.get(key)
     if values is None:
         return None

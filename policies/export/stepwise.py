@@ -31,14 +31,10 @@ _TIMES = frozenset({"time", "second_time"})
 
 
 def require_steps(policy: Policy) -> DenoisingPolicy | DescentPolicy:
-    """Return a policy whose steps can be exported one by one.
-
-    Raises:
-        ExportError: If it has none; says why.
-    """
+    """Return a policy whose steps can be exported one by one."""
     refuse_foreign_loops(policy)
     if isinstance(policy, ComposedPolicy):
-        reason = "its members are asked at times of their own and weighted anew at every step"
+        reason = "its members are evaluated at times of their own and weighted anew at every step"
     elif not isinstance(policy, DenoisingPolicy | DescentPolicy):
         reason = f"{type(policy).__name__} has no denoising steps of one evaluation each"
     else:

@@ -36,7 +36,7 @@ class DiffusionPolicySource(ForeignSource):
     heads: int = 4  # attention heads of the transformer
 
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
-        """Tell network and normaliser apart; a state dict of the network alone is taken as well."""
+        """Separate network and normaliser; a state dict of the network alone is accepted too."""
         whole = any(name.startswith("model.") for name in tensors)
         network, skipped = {}, {}
         for name, value in tensors.items():

@@ -49,7 +49,7 @@ class DppoSource(ForeignSource):
     norm_eps: float = 1e-5  # added to the variance of such a group
 
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
-        """Tell the networks and what only training needs apart; a network alone is taken as well."""
+        """Separate the networks from training state; a network alone is accepted too."""
         if any(name.startswith("actor_ft.") for name in tensors):
             skipped = {name: why for name in tensors for key, why in _OTHERS.items() if name.startswith(key)}
             rest = {name: value for name, value in tensors.items() if name not in skipped}
@@ -104,7 +104,7 @@ def without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def asked_activation(activation: str | None) -> str:
-    """Return the activation of an MLP, which must be told."""
+    """Return the activation of an MLP, which must be given."""
     if activation is None:
         raise ConfigError(
             "source.activation is in no tensor and decides every output; give the one of the configuration "

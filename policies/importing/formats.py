@@ -24,7 +24,7 @@ AffineMap = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Contents:
-    """The tensors of a checkpoint, told apart.
+    """The tensors of a checkpoint, by what they belong to.
 
     Attributes:
         tuned: Of the copy that the last denoising steps use, likewise; None: there is none.
@@ -39,7 +39,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Network:
-    """What the tensors of a released network tell; None: they do not.
+    """Sizes read from the tensors of a released network; None: not to be read from them.
 
     Attributes:
         constants: Tensors that are no weights, by released name, with the values that ours implies.
@@ -56,22 +56,22 @@ class Network:
 
 @dataclass(frozen=True)
 class ForeignSource(Checked, ABC):
-    """A program whose weights can be read; its fields are what no tensor tells.
+    """A program whose weights can be read; its fields are what no tensor holds.
 
     Attributes:
-        obs_steps: Observations that the policy sees; null: as many as the tensors tell.
+        obs_steps: Observations that the policy sees; null: as many as the tensors show.
         act_steps: Actions that are executed before it decides again; null: all from the first executed one
             (Diffusion Policy published 8 of 16, DPPO and ReinFlow the whole chunk).
     """
 
     obs_steps: int | None = bounded(None, ge=1)
-    action_dim: int | None = bounded(None, ge=1)  # width of an action; null: as the tensors tell
-    horizon: int | None = bounded(None, ge=1)  # actions that the policy predicts; null: as the tensors tell
+    action_dim: int | None = bounded(None, ge=1)  # width of an action; null: from the tensors
+    horizon: int | None = bounded(None, ge=1)  # actions that the policy predicts; null: from the tensors
     act_steps: int | None = bounded(None, ge=1)
 
     @abstractmethod
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
-        """Tell the tensors of a checkpoint apart."""
+        """Separate the tensors of a checkpoint."""
 
     @abstractmethod
     def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
@@ -94,9 +94,5 @@ class ForeignSource(Checked, ABC):
         return None
 
     def maps(self, statistics: Mapping[str, np.ndarray]) -> Mapping[str, AffineMap]:
-        """Return the normalisation that a file beside the checkpoint describes.
-
-        Raises:
-            ConfigError: If the program keeps no such file, or it lacks an array.
-        """
+        """Return the normalisation that a file beside the checkpoint describes."""
         raise ConfigError(f"{type(self).__name__} reads no statistics beside the checkpoint.")

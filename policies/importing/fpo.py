@@ -47,7 +47,7 @@ class FpoSource(ForeignSource):
         self.require("time_features", self.time_features % 2 == 0, "even")
 
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
-        """Tell the network, the statistics and the critic apart; layers become those of our time."""
+        """Separate network, statistics and critic; the layers are converted to our direction of time."""
         skipped = {name: "the critic" for name in tensors if name.startswith(_CRITIC)}
         rest = {name: value for name, value in tensors.items() if name not in skipped}
         maps: dict[str, AffineMap] = {}

@@ -39,7 +39,7 @@ class ReinflowSource(ForeignSource):
     steps: int = 4  # Euler steps; published are 4 and 1
 
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
-        """Tell the network and what only training needs apart; a network alone is taken as well."""
+        """Separate the network from training state; a network alone is accepted too."""
         network = under(_TUNED, tensors)
         if network:
             skipped = {name: name.partition(".")[0] for name in tensors if not name.startswith(_TUNED)}

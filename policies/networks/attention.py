@@ -155,7 +155,7 @@ def set_attention(module: nn.Module, how: str) -> None:
     """Choose how attention and normalisation inside a module are computed; one without any stays as it is.
 
     A choice for this object and its copies: it is not saved with a policy, because it changes no number by
-    more than rounding. Whoever needs more than first derivatives asks for `math`.
+    more than rounding. Use `math` where more than first derivatives are needed.
 
     Args:
         module: A backbone, a policy, or any other module.

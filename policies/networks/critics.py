@@ -58,9 +58,9 @@ class EnsembleConfig(Checked):
 class Ensemble(nn.Module):
     """E networks from (B, in) to one number each.
 
-    Members are initialised one by one as PyTorch initialises linear layers, unless the configuration says
-    otherwise. Under autocast the last layer keeps the type of its weights: values of hundreds need more than
-    the eight bits of bfloat16.
+    Members are initialised one by one as PyTorch initialises linear layers, unless configured otherwise.
+    Under autocast the last layer keeps the type of its weights: values of hundreds need more than the eight
+    bits of bfloat16.
     """
 
     def __init__(self, config: EnsembleConfig, in_dim: int) -> None:
@@ -81,7 +81,7 @@ class Ensemble(nn.Module):
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """Let weights begin as the configuration says, where it differs from PyTorch."""
+        """Overwrite initial weights where the configuration differs from PyTorch."""
         *hidden, last = self.bias
         if self.config.hidden_bias is not None:
             for bias in hidden:
@@ -103,7 +103,7 @@ class Ensemble(nn.Module):
             cond: (B, C).
             action: (B, A).
             members: Evaluate the first so many only.
-            frozen: Let no gradient reach the weights; it still reaches the inputs.
+            frozen: Detach the weights; gradients still reach the inputs.
         """
         x = torch.cat([cond, action], dim=-1)
         count = self.members if members is None else members

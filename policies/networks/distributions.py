@@ -105,11 +105,7 @@ def tanh_draw(mean: Tensor, log_std: Tensor, eps: Tensor, *, form: str = "exact"
 
 
 def log_slope(g: Tensor, u: Tensor, form: str) -> Tensor:
-    """Return log(1 - u^2) of u = tanh(g), entry by entry.
-
-    Raises:
-        ConfigError: If there is no such form.
-    """
+    """Return log(1 - u^2) of u = tanh(g), entry by entry."""
     if form == "exact":
         return 2 * (math.log(2) - g - F.softplus(-2 * g))
     if form == "floored":

@@ -77,9 +77,6 @@ def embed_times(
         second: Embeds the second one; None: the network was built without it.
         time: (...,).
         second_time: (...,), or None.
-
-    Raises:
-        CapabilityError: If a second time is missing or not expected.
     """
     if second is None and second_time is None:
         return first(time)

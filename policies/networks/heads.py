@@ -66,12 +66,7 @@ class DensityHeadConfig(TrunkConfig):
 
     @classmethod
     def from_parts(cls, trunk: TrunkConfig, deviation: Any) -> Self:
-        """Combine the trunk settings of a backbone with the fields of the same names in `deviation`.
-
-        Args:
-            trunk: Where width, blocks, activation and the like come from.
-            deviation: Any object that holds `init_std`, `min_std`, `max_std` and `learn_std`.
-        """
+        """Combine the trunk settings of a backbone with the fields of the same names in `deviation`."""
         known = {item.name for item in fields(TrunkConfig)}
         sources = {item.name: trunk if item.name in known else deviation for item in fields(cls)}
         return cls(**{name: getattr(source, name) for name, source in sources.items()})

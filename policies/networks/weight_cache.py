@@ -119,7 +119,7 @@ class WeightCache(Generic[T]):
         # Taken before computing: a write in the meantime makes the entry stale.
         steps, versions = _OptimizerSteps.count, tuple(source._version for source in sources)
         aliases = tuple(source.detach() for source in sources)
-        if any(type(alias) not in _PLAIN for alias in aliases):  # a tracer is at work that says nothing
+        if any(type(alias) not in _PLAIN for alias in aliases):  # an unreported tracer
             return compute()
         storages = frozenset(map(_storage, aliases))
         no_autocast = torch.autocast(sources[0].device.type, enabled=False)
@@ -162,7 +162,7 @@ def forget(module: nn.Module) -> None:
 
 
 def keeps_values(module: nn.Module) -> bool:
-    """Tell whether a module, its children aside, keeps what it computes from weights."""
+    """Whether a module, its children aside, owns a cache."""
     return any(isinstance(value, WeightCache) for value in vars(module).values())
 
 

@@ -49,9 +49,6 @@ def allow_derivatives(backbone: Backbone, *, trained: bool) -> Backbone:
     Args:
         backbone: Takes `math` for its attention and normalisation, where it has some.
         trained: Whether a loss sends gradients through such a derivative.
-
-    Raises:
-        CapabilityError: If it holds `nn.LayerNorm` and `trained`: see `policies.networks.attention`.
     """
     assert isinstance(backbone, nn.Module)
     set_attention(backbone, "math")

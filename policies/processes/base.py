@@ -1,4 +1,4 @@
-"""What a process is, and the arithmetic shared by every Gaussian path `x = alpha x0 + sigma eps`.
+"""What a process is, and the arithmetic of every Gaussian path `x = alpha x0 + sigma eps`.
 
 Legend: x noisy chunk, x0 clean chunk, eps noise, all (B, Th, Da); t sampling time (B,), 0 noise and 1 data;
 dots are derivatives with respect to t; lambda = ln(alpha / sigma), half the log signal-to-noise ratio.
@@ -153,11 +153,7 @@ class GaussianPath:
         return self.express(x0, eps, t, dst)
 
     def express(self, x0: Tensor, eps: Tensor, t: Tensor, kind: Kind) -> Tensor:
-        """Express the pair (x0, eps) as one kind.
-
-        Raises:
-            ConfigError: If the kind is unknown.
-        """
+        """Express the pair (x0, eps) as one kind."""
         if kind == "x0":
             return x0
         if kind == "eps":
@@ -177,9 +173,6 @@ class GaussianPath:
 
         Where the path has no signal (alpha = 0) `eps` and `score` leave x0 undetermined, and where it has no
         noise (sigma = 0) `x0` leaves eps undetermined: the result is not finite there.
-
-        Raises:
-            ConfigError: If the kind is unknown.
         """
         alpha, sigma = (over_rows(value, x) for value in self.alpha_sigma(t))
         if kind == "x0":
@@ -244,13 +237,7 @@ def unknown_kind(kind: str, known: Sequence[str] = KINDS) -> ConfigError:
 
 
 def incompatible(sampler: Any, process: Any, *, needs: str) -> ConfigError:
-    """Return the error of a sampler that cannot run a process.
-
-    Args:
-        sampler: Registered sampler.
-        process: Registered process.
-        needs: Name of the process that the sampler runs.
-    """
+    """Return the error of a sampler that cannot run a process."""
     instead = process.default_sampler()["name"]
     return ConfigError(
         f"sampler={name_of('sampler', sampler)} needs process={needs}; got "

@@ -80,7 +80,7 @@ class RegressionPath(Checked, GaussianPath):
 @register("process", "regression")
 @dataclass(frozen=True)
 class Regression(RegressionPath):
-    """Plain regression of chunks: the baseline that tells what iterating is worth.
+    """Plain regression of chunks: the baseline that shows what iterating is worth.
 
     Args:
         start_noise: Whether the network's first input is noise, which it learns to ignore, instead of zero.

@@ -62,9 +62,6 @@ def make_betas(
         schedule: One of `SCHEDULES`.
         beta_start: First beta of the linear schedules.
         beta_end: Last beta of the linear schedules.
-
-    Raises:
-        ConfigError: If the schedule is unknown.
     """
     if schedule == "cosine":
         return cosine_betas(num_levels).to(torch.float32)

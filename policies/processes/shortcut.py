@@ -6,8 +6,8 @@ Legend: as in `policies.processes.average`; d length of a step, M = max_steps::
     consistency rows     u(x, t, d) towards (u_a + u_b) / 2,  d in {1, 1/2, …, 2/M},  t a multiple of d
                          u_a = u(x, t, d/2),  u_b = u(x + d/2 u_a, t + d/2, d/2),  no gradient through them
 
-The network hears the length 1/M of the finest step as 0. So the flow rows train it, the consistency rows
-build on it, and M sampling steps ask for it: every length that sampling asks for was trained.
+The network receives the length 1/M of the finest step as 0. So the flow rows train it, the consistency rows
+build on it, and M sampling steps use it: every length that sampling uses was trained.
 
 Source: arXiv 2410.12557; ReinFlow (arXiv 2505.22094) for targets by the weights that are trained.
 """

@@ -2,7 +2,7 @@
 
 A chunk is tanh of a normal distribution whose mean and deviations follow from the observation
 (`policies.networks.distributions`), so it never leaves the box of normalised actions. It acts by tanh of the
-mean, or by a draw where the sampler says so.
+mean, or by a draw where the sampler has a temperature.
 """
 
 from __future__ import annotations

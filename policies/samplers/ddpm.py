@@ -31,7 +31,7 @@ class DDPM(StepRules):
         variance: `fixed_small` (posterior variance) or `fixed_large` (beta).
         levels: The levels themselves, noisiest first, for a short run that begins from a guess. Every one
             is left by a single step of the process, also where the list then skips some (RTI-DP,
-            arXiv 2508.05396). Empty: as steps and spacing say.
+            arXiv 2508.05396). Empty: from steps and spacing.
 
     Source:
         arXiv 2006.11239, eq. 7; DPPO (arXiv 2409.00588) for the floors and clips.
@@ -76,7 +76,7 @@ class DDIM(StepRules):
 
     Args:
         eta_per_dim: One eta per action dimension; replaces `eta` where given.
-        recompute_eps: Let eps follow a clipped x0 (DPPO, `use_clipped_model_output`), or keep the network's.
+        recompute_eps: Recompute eps from a clipped x0 (DPPO, `use_clipped_model_output`), or keep it.
         final_alpha: After the last step: `one` (clean) or `first` (the cleanest level).
 
     Source:

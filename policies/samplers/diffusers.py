@@ -98,11 +98,7 @@ class SchedulerLoop:
     is_flow: bool
 
     def scheduler(self) -> Any:
-        """Return a fresh scheduler, ready to step.
-
-        Raises:
-            ConfigError: If it refuses a setting.
-        """
+        """Return a fresh scheduler, ready to step."""
         import diffusers
 
         settings = dict(self.settings)
@@ -129,11 +125,7 @@ class SchedulerLoop:
         return scheduler
 
     def __call__(self, bound: BoundField, noise: Tensor) -> Tensor:
-        """Denoise start noise (B, Th, Da) to a chunk (B, Th, Da).
-
-        Raises:
-            CapabilityError: While a graph is traced, which could not hold the scheduler's own decisions.
-        """
+        """Denoise start noise (B, Th, Da) to a chunk (B, Th, Da)."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             raise CapabilityError(
                 "sampler=diffusers decides in Python at every step, so it cannot be compiled or exported. "

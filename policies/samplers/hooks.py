@@ -26,7 +26,7 @@ class Hook:
 
 @dataclass(frozen=True, eq=False)
 class Inpaint(Hook):
-    """Pin a part of the chunk to known values and let the rest follow.
+    """Pin a part of the chunk to known values; the rest follows.
 
     The known values replace x0, so the next state holds them at its own noise level; after the last
     step they are exact, also with a sampler that injects noise there, unless `clip_action` bounds them.

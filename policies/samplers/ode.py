@@ -1,4 +1,4 @@
-"""Samplers of every Gaussian path: the network is asked for (x0, eps), wherever the path lies.
+"""Samplers of every Gaussian path, on predictions of (x0, eps).
 
 Legend: t sampling time, a prime marks the end of a step; alpha, sigma amplitudes of the path;
 s = sigma / alpha noise over signal; lambda = -ln s. In the notation of `policies.samplers.step_table`:
@@ -63,12 +63,7 @@ class PathRules(StepRules, ABC):
             )
 
     def table(self, process: Any) -> StepTable:
-        """Lay the steps out for a Gaussian path.
-
-        Raises:
-            ConfigError: If the process has none, or its network predicts over whole steps and the sampler
-                needs predictions at a time.
-        """
+        """Lay the steps out for a Gaussian path."""
         has_path = isinstance(process, GaussianPath) and process.is_integrable
         if not has_path or (process.has_second_time and not self.takes_whole_steps):
             raise incompatible(self, process, needs="diffusion, flow or edm")
@@ -128,8 +123,8 @@ class Euler(PathRules):
     Args:
         clip_state: Bound on the state after every step, as ReinFlow's released settings ask for; states near
             the noise are cut off by it. None: only the finished chunk is bounded.
-        released_times: Ask the network at k / (steps - 1) while stepping by 1 / steps, as ReinFlow's released
-            rectified flows were sampled; to evaluate those weights, not to learn with.
+        released_times: Evaluate the network at k / (steps - 1) while stepping by 1 / steps, as ReinFlow's
+            released rectified flows were sampled; to evaluate those weights, not to learn with.
 
     Source:
         arXiv 2209.03003; ReinFlow (arXiv 2505.22094).

@@ -1,6 +1,6 @@
 """The queue of a policy server: bounded, fair to every client, and emptied in batches.
 
-It knows no sockets and no clock; whoever uses it says what time it is.
+It has no sockets and no clock: times are arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Request:
     inputs: dict[str, Array] = field(repr=False)  # one row, checked
     key: tuple[int, ...] | None  # of its noise; None: zeros
     arrived: float  # time [s]
-    deadline: float  # time [s] after which nobody wants the answer
+    deadline: float  # time [s] after which the answer is useless
 
 
 class Batcher:
@@ -43,7 +43,7 @@ class Batcher:
         return len(self._waiting)
 
     def refusal(self, client: bytes) -> str:
-        """Say why one more of a client has no place; empty if it has."""
+        """Return why one more request of a client is refused; empty if it is not."""
         most, own = self._limits
         if len(self._waiting) >= most:
             return f"{most} requests are waiting already. Ask again later, or raise max_queue."

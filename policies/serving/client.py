@@ -34,7 +34,7 @@ class Client:
 
     Args:
         endpoint: Where the server listens.
-        timeout_s: How long one attempt waits for its answer [s]; also the deadline that the server is told.
+        timeout_s: How long one attempt waits for its answer [s]; also the deadline that is sent along.
         retries: Attempts after the first one.
         secret_key: File with the client's CURVE keys; None: no encryption.
         server_key: File with the server's public key.
@@ -83,11 +83,7 @@ class Client:
 
     @property
     def schema(self) -> Schema:
-        """What the policy takes and gives, as the server said first.
-
-        Raises:
-            ServingError: `timeout`, or what the server refuses.
-        """
+        """Inputs and outputs of the policy, as the server first described them."""
         if self._schema is None:
             self._greet()
         assert self._schema is not None
@@ -127,11 +123,7 @@ class Client:
         return metrics
 
     def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message and return its answer; what is not answered in time is sent again.
-
-        Raises:
-            ServingError: `timeout`, or the reason of the server.
-        """
+        """Send a message and return its answer; what is not answered in time is sent again."""
         self._id += 1
         frame = pack({**body, "id": self._id})
         for _ in range(self._retries + 1):
@@ -179,7 +171,7 @@ class Client:
     def _other_version(self, found: Any) -> ServingError:
         return ServingError(
             "version",
-            f"{self.endpoint} must speak version {VERSION} of the protocol, as this client; it speaks "
+            f"{self.endpoint} must use version {VERSION} of the protocol, as this client; it uses "
             f"{str(found)[:20]}. Install the same release of burnish on both sides.",
         )
 

@@ -1,4 +1,4 @@
-"""What a policy server counts, for its clients and for Prometheus."""
+"""Counters of a policy server, for its clients and for Prometheus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECENT = 4096
 
 
 def resident_mb() -> float:
-    """Return the memory of this process [MB]; 0 where the system does not tell."""
+    """Return the memory of this process [MB]; 0 where it is not known."""
     if not sys.platform.startswith("linux"):
         return 0.0
     with open("/proc/self/statm", encoding="ascii") as file:
@@ -90,11 +90,8 @@ def metrics_page(metrics: Metrics, port: int | None) -> Iterator[int | None]:
     """Serve `/metrics` over HTTP on the loopback interface meanwhile; yields the port.
 
     Args:
-        metrics: What to tell.
+        metrics: What is shown.
         port: 0: any that is free; None: no page.
-
-    Raises:
-        ConfigError: If the port is taken.
     """
     if port is None:
         yield None

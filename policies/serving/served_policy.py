@@ -29,7 +29,7 @@ class ServedPolicy:
     Args:
         policy: The policy.
         around: What is known of its task.
-        fingerprint: Of its weights; tells a client that another policy is served.
+        fingerprint: Of its weights; differs between policies.
     """
 
     def __init__(self, policy: Policy, around: Surroundings | None = None, fingerprint: str = "") -> None:

@@ -2,11 +2,11 @@
 
 It keeps nothing of a robot but its requests that wait: history and chunks are the client's, the noise of a
 decision follows from the key in its request. A server that is killed and started again continues where the
-other stopped, and what a robot is told does not depend on who asks at the same time (to rounding).
+other stopped, and an answer does not depend on the other requests of its batch (to rounding).
 
-Everything a client can send is bounded before it is believed: bytes of a message, messages that wait, here
-and per client, and answers that are not fetched. ZeroMQ gathers messages of many frames before anybody can
-look at them; `max_backlog_mb` bounds what these take: beyond it all connections are dropped, and taken up
+Everything a client can send is bounded first: bytes of a message, messages that wait, here
+and per client, and answers that are not fetched. ZeroMQ gathers messages of many frames before they can be
+read; `max_backlog_mb` bounds what these take: beyond it all connections are dropped, and taken up
 again.
 """
 
@@ -39,7 +39,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLL_MS = 50  # how long the loop sleeps at most before it looks whether it should stop
 _DRAIN = 256  # messages that are read before the queue is looked at again
 _REOPEN_S = 60.0  # how long the old socket may take to free the port
-_HARD = 4  # times the bytes of an honest request: a larger frame is not even read
+_HARD = 4  # times the bytes of a valid request: a larger frame is not even read
 
 
 class Served(Protocol):
@@ -84,7 +84,7 @@ class ServerSettings(Checked):
 
 
 class Server:
-    """Serves a policy until it is told to stop; use as a context manager.
+    """Serves a policy until `stop` is called; use as a context manager.
 
     Args:
         served: The policy.
@@ -137,7 +137,7 @@ class Server:
         self._end()
 
     def stop(self) -> None:
-        """Let `run` answer what waits, refuse what comes, and return; may be called by a signal handler."""
+        """Make `run` answer the queue, refuse new requests and return; safe in a signal handler."""
         self._stopping = True
 
     def run(self) -> None:
@@ -186,10 +186,10 @@ class Server:
         return unpack(frames[0])
 
     def _take(self, client: bytes, message: dict[str, Any], number: int | None, stopping: bool) -> None:
-        """Answer a message, or let it wait."""
+        """Answer a message, or queue it."""
         if message.get("v") != VERSION:
             found = str(message.get("v"))[:20]
-            raise ServingError("version", f"this server speaks version {VERSION}; got {found}.")
+            raise ServingError("version", f"this server uses version {VERSION}; got {found}.")
         if number is None:
             raise ServingError("malformed", "a message must have a whole number 'id'.")
         match message["type"]:
@@ -213,7 +213,7 @@ class Server:
         }
 
     def _enqueue(self, client: bytes, number: int, message: dict[str, Any], stopping: bool) -> None:
-        """Check a request and let it wait."""
+        """Check a request and queue it."""
         if stopping:
             raise ServingError("stopping", "the server is shutting down. Ask again when it is back.")
         if full := self._queue.refusal(client):
@@ -221,7 +221,7 @@ class Server:
         if message.get("schema") != self._fingerprint:
             raise ServingError(
                 "schema",
-                f"another policy is served here ({self._fingerprint}). Say hello, and use its schema.",
+                f"another policy is served here ({self._fingerprint}). Send hello, and use its schema.",
             )
         inputs = read_observation(message.get("obs"), self._served.schema, self._settings.max_abs)
         now = self._clock()
@@ -248,7 +248,7 @@ class Server:
             if action is None:
                 self._refuse(
                     request.client, request.id, "failed",
-                    "the policy gave no finite actions for this observation; the server's log says more.",
+                    "the policy gave no finite actions for this observation; see the server's log.",
                 )  # fmt: skip
                 continue
             times = {"queue_ms": 1e3 * (now - request.arrived), "decide_ms": 1e3 * took, "batch": len(batch)}
@@ -267,7 +267,7 @@ class Server:
         return [row if np.isfinite(row).all() else None for row in actions]
 
     def _warm_up(self) -> None:
-        """Decide once for nobody, so that what the policy allocates is there before memory is watched."""
+        """Decide once, so that the policy allocates its memory before that is watched."""
         inputs = {k: np.zeros(f.shape, f.dtype) for k, f in self._served.schema.inputs.items()}
         for size in {1, self._settings.max_batch}:
             self._actions([Request(b"", 0, inputs, None, 0.0, math.inf)] * size)

@@ -1,6 +1,6 @@
 """The description of a policy in config.json: made from a policy, checked, and made into one again.
 
-It may come from a stranger: names are looked up in the registry, types and sizes are checked before anything
+It is untrusted input: names are looked up in the registry, types and sizes are checked before anything
 is built, and nothing in it is executed.
 """
 

@@ -1,4 +1,4 @@
-"""The model card of a policy directory, rendered from facts: no sentence in it is anybody's opinion.
+"""The model card of a policy directory, rendered from facts.
 
 Its first lines are what the Hugging Face hub indexes (YAML, written as JSON values, which are YAML too).
 """
@@ -31,7 +31,7 @@ def render_card(
         num_parameters: Of the networks.
         evaluations: What `burnish eval` wrote of this policy, newest last.
         repository: Name on the hub; None: the directory is loaded by its path.
-        licence: Identifier of the licence of the weights; None: nothing is said.
+        licence: Identifier of the licence of the weights; None: left out.
     """
     facts = description["provenance"]
     name = _plain(facts.get("name", "policy"))
@@ -48,7 +48,7 @@ def render_card(
 
 
 def task_of(facts: Mapping[str, Any]) -> str | None:
-    """Return the name of the task that a policy was made for, where its provenance tells."""
+    """Return the name of the task that a policy was made for, where its provenance holds it."""
     env = facts.get("env")
     name = env.get("name") if isinstance(env, Mapping) else facts.get("task")
     return None if name is None else _plain(name)
@@ -137,7 +137,7 @@ def _use(description: Mapping[str, Any], repository: str | None) -> list[str]:
 
 def _intended(facts: Mapping[str, Any]) -> list[str]:
     task = task_of(facts)
-    made = "It does not say which task it was made for." if task is None else f"It was made for `{task}`."
+    made = "The task that it was made for is not recorded." if task is None else f"It was made for `{task}`."
     return [
         "## Intended use",
         "",

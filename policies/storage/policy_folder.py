@@ -3,13 +3,13 @@
     config.json         the parts by registered name, horizons, sizes, provenance; no code, no paths
     model.safetensors   weights and normaliser statistics
     SHA256SUMS          checksums of the two, compared on loading
-    README.md           a model card rendered from the facts above; nobody reads it
+    README.md           a model card rendered from the facts above; loading ignores it
 
 A directory is written aside and then put in its place (`policies.storage.atomic_write`), so a reader never
 sees half of it. Where one that exists cannot be exchanged in one step, a kill may leave it beside, under a
-name that the error of the next attempt to load tells.
+name given in the error of the next attempt to load.
 
-A directory may come from a stranger. Loading looks names up in the registry and executes nothing from it;
+A directory is untrusted input. Loading looks names up in the registry and executes nothing from it;
 types and sizes are checked before anything is built, memory is bounded by the size of the file of weights
 (`policies.storage.size_limits`), files must be regular ones of the directory, and whatever else lies there
 is not opened.
@@ -149,7 +149,7 @@ def _own_file(path: Path) -> Path:
 
 
 def where_it_was_left(directory: str | Path) -> str:
-    """Say where a policy directory is whose replacement was cut off by a kill; empty where there is none."""
+    """Return a hint at a policy directory whose replacement was killed; empty where there is none."""
     target = Path(directory)
     left = sorted(target.parent.glob(glob.escape(aside_name(target)) + "*"))
     return f" A program was killed while replacing it; rename {left[-1]} to it." if left else ""
@@ -236,7 +236,7 @@ def _check_checksums(home: Path) -> None:
 
 
 def fault_of(name: str, value: Tensor, dtype: torch.dtype) -> str:
-    """Say what is wrong with the values of a tensor that is loaded into one of `dtype`; empty if nothing."""
+    """Return the fault of a tensor that is loaded into one of `dtype`; empty if it has none."""
     if value.is_floating_point() != dtype.is_floating_point or value.is_complex():
         return f"must have a type like {dtype}; got {value.dtype}"
     value = value.to(dtype)

@@ -1,4 +1,4 @@
-"""Reading JSON of somebody else: small, unambiguous, and of finite numbers only."""
+"""Read untrusted JSON: small, unambiguous, finite numbers only."""
 
 from __future__ import annotations
 

@@ -11,11 +11,9 @@ from typing import Any, Protocol, Self
 import torch
 from torch import nn
 
-from policies.encoders import Encoder
 from policies.errors import CapabilityError
-from policies.normalizer import Normalizer
-from policies.policy import Policy, PolicyConfig
-from policies.protocols import ChunkSpec, Cond, Hooks, Start
+from policies.policy import Policy
+from policies.protocols import Cond, Hooks, Start
 
 
 class WrapperConfig(Protocol):
@@ -24,6 +22,10 @@ class WrapperConfig(Protocol):
     def wrap(self, base: Policy) -> WrappedPolicy:
         """Return the wrapped policy, with fresh weights of what the wrapper adds."""
         ...
+
+
+def _of_base(name: str) -> Any:
+    return property(lambda wrapped: getattr(wrapped.base, name))
 
 
 class WrappedPolicy(Policy):
@@ -39,21 +41,12 @@ class WrappedPolicy(Policy):
         self.base = base
         self.wrapper = wrapper
 
-    @property
-    def config(self) -> PolicyConfig:  # type: ignore[override]
-        return self.base.config
-
-    @property
-    def chunk(self) -> ChunkSpec:  # type: ignore[override]
-        return self.base.chunk
-
-    @property
-    def encoder(self) -> Encoder:  # type: ignore[override]
-        return self.base.encoder
-
-    @property
-    def normalizer(self) -> Normalizer:  # type: ignore[override]
-        return self.base.normalizer
+    config: Any = _of_base("config")
+    chunk: Any = _of_base("chunk")
+    encoder: Any = _of_base("encoder")
+    normalizer: Any = _of_base("normalizer")
+    noise_sensitive: Any = _of_base("noise_sensitive")
+    noise_shape: Any = _of_base("noise_shape")
 
     @property
     def process(self) -> Any:
@@ -66,14 +59,6 @@ class WrappedPolicy(Policy):
     @property
     def is_deterministic(self) -> bool:
         return bool(getattr(self.base, "is_deterministic", False))
-
-    @property
-    def noise_sensitive(self) -> bool:  # type: ignore[override]
-        return self.base.noise_sensitive
-
-    @property
-    def noise_shape(self) -> tuple[int, ...]:
-        return self.base.noise_shape
 
     def encode(self, obs: Any, *, generator: torch.Generator | None = None) -> Cond:
         return self.base.encode(obs, generator=generator)

@@ -65,12 +65,7 @@ class Steering(Checked):
         self.require("hidden_dims", bool(self.hidden_dims), "at least one width")
 
     def wrap(self, base: Policy) -> SteeredPolicy:
-        """Return the steered policy, with a fresh actor.
-
-        Raises:
-            CapabilityError: If the noise at the start does not decide the chunk.
-            ConfigError: If the rank exceeds the horizon.
-        """
+        """Return the steered policy, with a fresh actor."""
         return SteeredPolicy(base, self)
 
     def rows(self, horizon: int) -> int:
@@ -183,11 +178,7 @@ class SteeredPolicy(WrappedPolicy):
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Return the chunk (B, Th, Da) of the inner policy for the noise that the actor chooses.
-
-        Raises:
-            CapabilityError: If a start state is given, which would be taken instead of that noise.
-        """
+        """Return the chunk (B, Th, Da) of the inner policy for the noise that the actor chooses."""
         if start is not None:
             raise CapabilityError(
                 "a steered policy starts from the noise that its actor chooses, and takes no start state. "

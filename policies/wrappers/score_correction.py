@@ -37,7 +37,7 @@ from policies.wrappers.base import WrappedPolicy
 Score = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """(s (B, C), a (B, A), sigma) -> (f_s (B, C), f_a (B, A))."""
 
-_TIME_SCALE = 10.0  # the network is told 10 log sigma
+_TIME_SCALE = 10.0  # the network receives 10 log sigma
 
 
 @register("wrapper", "correction")

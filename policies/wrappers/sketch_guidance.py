@@ -96,11 +96,7 @@ class Steering(Checked):
         return self.strategy is not None
 
     def describe(self) -> dict[str, Any] | None:
-        """Return the switches with the sketch itself in place of its file; None where steering is off.
-
-        Raises:
-            ConfigError: If there is no sketch.
-        """
+        """Return the switches with the sketch itself in place of its file; None where steering is off."""
         return {**asdict(self), "sketch": asdict(_sketch_of(self))} if self.is_on else None
 
     @property
@@ -276,12 +272,7 @@ class SteeredPolicy(BestOfN):
 
 
 def steered(policy: AnyPolicy, steering: Steering) -> AnyPolicy | SteeredPolicy:
-    """Return the policy, following the sketch of a configuration; as it is where there is none.
-
-    Raises:
-        CapabilityError: If the policy does not denoise.
-        ConfigError: If there is no sketch, or something does not fit.
-    """
+    """Return the policy, following the sketch of a configuration; as it is where there is none."""
     return SteeredPolicy(policy, _sketch_of(steering), steering) if steering.is_on else policy
 
 

@@ -1,4 +1,4 @@
-"""Sketches: what a person draws to say which way, as a guide in the space of a policy's actions.
+"""Sketches: a drawn path as a guide in the space of a policy's actions.
 
 Legend: B batch, To observation history, Th horizon, D and Da widths, n points of a polyline, k row of a plan,
 0 the one that is executed first; s length along the polyline.
@@ -37,7 +37,7 @@ Points = tuple[tuple[float, ...], ...]
 
 
 class Sketch(Protocol):
-    """Says what the plan for an observation should look like."""
+    """A guide for the plan of an observation."""
 
     def guide(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
         """Return the guide (B, Th, Da) for observations of B rows, physical; Th and Da are the chunk's."""
@@ -173,11 +173,7 @@ KINDS: dict[str, type[AnySketch]] = {
 
 
 def read_sketch(path: Path | str) -> AnySketch:
-    """Read a sketch from JSON or NPZ, whose entries are the fields of one of `KINDS`.
-
-    Raises:
-        ConfigError: If there is no such file, or it holds no sketch.
-    """
+    """Read a sketch from JSON or NPZ, whose entries are the fields of one of `KINDS`."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"steer.sketch must be a JSON or NPZ file; there is no file {path}.")

@@ -107,7 +107,7 @@ KILLED = """
 import os
 from pathlib import Path
 from small_policies import small_policy
-from policies import folder, atomic_write
+from policies.storage import atomic_write, policy_folder
 from policies.processes.flow import RectifiedFlow
 
 rename = os.rename
@@ -119,7 +119,7 @@ def killed_between(source, target):
 
 os.rename = killed_between
 {prepare}
-folder.save_policy(small_policy(RectifiedFlow()), "policy")
+policy_folder.save_policy(small_policy(RectifiedFlow()), "policy")
 """
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from algos.base import Algorithm, Metrics, Setup
+from algos.training.provenance import processor_name
 from algos.training.run_directory import RunDirectory, eval_name, new_folder
 from algos.training.signals import Interrupted
 from algos.training.trainer import Member, train_together
@@ -430,6 +431,8 @@ def provenance(config: TrainConfig) -> dict[str, Any]:
         "data": config.data or None,
         "init": None if config.init is None else locate(config.init, "init").label,
         "teacher": None if teacher is None else teacher.label,
+        "num_workers": config.num_workers,
+        "processor": processor_name(),
     }
     return {key: value for key, value in facts.items() if value is not None}
 

@@ -383,6 +383,20 @@ def test_threads_default_to_one_unless_the_person_chose(monkeypatch: pytest.Monk
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
+def test_a_renderer_whose_library_is_missing_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    for name, library in (("osmesa", "libOSMesa"), ("egl", "libEGL")):
+        monkeypatch.setenv("MUJOCO_GL", name)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train", "--help"])
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.startswith(
+            f"burnish: error: MUJOCO_GL={name} needs {library}, which is not"
+        )
+
+
 def test_the_front_page_loads_nothing_numeric(tmp_path: Path) -> None:
     home = str(Path(cli.__file__).resolve().parents[1])
     code = (

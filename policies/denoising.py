@@ -89,14 +89,9 @@ class DenoisingPolicy(Policy):
     def decode(
         self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Denoise `noise` (B, *noise_shape) to a normalised chunk (B, Th, Da).
+        """Denoise `noise` (B, *noise_shape) to a normalised chunk (B, Th, Da); see `NoiseDecoder`.
 
-        Args:
-            cond: Encoded observations.
-            noise: Start noise, or the whole tape of a stochastic sampler.
-            grad: Keep the graph (to weights, noise and start).
-            start: (x, t): begin at state x (B, Th, Da) and the first step whose sampling time is >= t.
-            hooks: Changes to the loop.
+        A start (x, t) begins at x (B, Th, Da) and the first step whose sampling time is at least t.
         """
         x, first = (None, 0) if start is None else (start[0], self.table.step_at(start[1]))
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):

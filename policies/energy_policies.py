@@ -59,17 +59,10 @@ class Descended(NamedTuple):
 def descend(
     process: EnergyDescent, sampler: Descent, energy: BoundEnergy, x: Tensor, *, first_step: int = 0
 ) -> Descended:
-    """Walk down an energy.
+    """Walk down an energy from x (B, Th, Da), without the first `first_step` steps.
 
     On a CPU the loop ends when all rows have stopped. On an accelerator (and while tracing) looking would
     stall the host, so it runs to its end and the rows that have stopped stay where they are.
-
-    Args:
-        process: What a step is.
-        sampler: How many there are.
-        energy: Energy and gradient, bound to the condition.
-        x: (B, Th, Da), where the walks begin.
-        first_step: Steps that are left out at the beginning.
     """
     v = torch.zeros_like(x)
     walks = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
@@ -119,16 +112,11 @@ class DescentPolicy(Policy):
     ) -> Tensor:
         """Walk from noise (B, Th, Da), or from a start, to a normalised chunk (B, Th, Da).
 
-        Args:
-            cond: Encoded observations.
-            noise: Where walks begin.
-            grad: Keep the graph (to weights, noise and start), through all steps.
-            start: (x, t): begin at x (B, Th, Da) instead, and leave out the share t of the steps.
-            hooks: None.
+        `start` = (x, t) begins at x (B, Th, Da) instead, without the share t of the steps; `grad` keeps the
+        graph through all steps.
 
         Raises:
-            CapabilityError: If hooks are given: they change clean and noisy parts of states, which a walk has
-                not.
+            CapabilityError: If hooks are given: they need states with a clean and a noisy part.
         """
         if hooks:
             raise CapabilityError(

@@ -172,9 +172,7 @@ def weight_at(weight: Weight, t: Tensor) -> Tensor:
 def combine(predictions: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
     """Return sum_i w_i p_i of predictions (B, Th, Da) in one parametrisation, for weights that add up to 1.
 
-    Args:
-        predictions: Of the members.
-        weights: Numbers, or tensors that broadcast against a prediction; the first is not used.
+    Weights are numbers or broadcast against a prediction; the first is not used.
     """
     first, out = predictions[0], predictions[0]
     for prediction, weight in zip(predictions[1:], weights[1:], strict=True):

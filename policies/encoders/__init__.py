@@ -52,16 +52,12 @@ class Encoder(Protocol):
     def __call__(
         self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
     ) -> Cond:
-        """Encode physical observations; `Cond.vec` ends with the normalised goal, and nothing else sees it.
+        """Encode physical observations; only the end of `Cond.vec` depends on the goal.
 
         Args:
-            obs: `state` (B, To, Do), `goal` (B, Dg) and images (B, To, H, W, 3) by the names of the cameras.
+            obs: `state` (B, To, Do), `goal` (B, Dg) and images (B, To, H, W, 3) by camera.
             normalizer: Of `state` and `goal`.
-            generator: Given in training: source of the augmentation. Without one there is none, whatever
-                mode the module is in.
-
-        Raises:
-            ConfigError: If an observation is missing, or of another shape or type.
+            generator: Source of the augmentation, in training only; None: no augmentation.
         """
         ...
 

@@ -241,13 +241,9 @@ def interval(chunk: ChunkSpec, execution: Execution) -> int:
 
 
 def committed(rows: int, elapsed: int, latency: int, *, start: int = 0) -> Tensor:
-    """Return how much of the plan before each row keeps; (start + rows,), see the top of the file.
+    """Return the mask of the top of the file, (start + rows,), for n = elapsed and d = latency.
 
-    Args:
-        rows: R.
-        elapsed: n, control steps since the plan before.
-        latency: d.
-        start: Rows that lie in the past, which are kept.
+    The `start` rows that lie in the past are kept.
     """
     left = rows - elapsed
     weights = [1.0] * (start + latency)

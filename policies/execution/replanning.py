@@ -138,7 +138,7 @@ class Replanner:
         """Plan for observations (B, To, Do); see `Policy.act`.
 
         Args:
-            obs: Physical observations, as `Policy.act` takes them.
+            obs: Physical observations.
             noise: (B, *noise_shape).
             previous: Plans of the decisions before, (B, Th, Da); None: these are the first ones.
             elapsed: Control steps since then; None: the executed rows.

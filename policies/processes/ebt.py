@@ -90,16 +90,11 @@ class EnergyDescent(Checked):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Take one step; see the top of the file.
 
-        Args:
-            energy: Energy and gradient, bound to the condition.
-            x: (B, Th, Da).
-            v: (B, Th, Da).
-            ratio: r, or (B, 1, 1).
-            noise: sigma_i xi (B, Th, Da), or nothing.
+        Shapes:
+            x, v: (B, Th, Da). ratio: r, or (B, 1, 1). noise: sigma_i xi (B, Th, Da), or 0.
 
         Returns:
-            x and v (B, Th, Da) after the step, and the energy (B,) and its gradient (B, Th, Da), where it was
-            taken.
+            x and v after the step, and energy (B,) and gradient (B, Th, Da) where it was taken.
         """
         y = x / self._rms(x) + noise
         value, gradient = energy(0, y + self.momentum * v)

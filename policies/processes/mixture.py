@@ -120,13 +120,10 @@ class MixturePolicy(OneStepPolicy):
 
 
 def drawn_mode(log_weight: Tensor, noise: Tensor) -> Tensor:
-    """Draw modes by the inverse of their cumulated shares.
+    """Draw modes (B,) by the inverse of their cumulated shares.
 
     Shapes:
         log_weight: (B, M) logarithms of shares, up to a constant. noise: (B,) standard normal.
-
-    Returns:
-        (B,) int64, in 0..M-1.
     """
     quantile = 0.5 * (1.0 + torch.erf(noise * 0.5**0.5))
     edges = log_weight.softmax(dim=1).cumsum(dim=1)[:, :-1]
@@ -134,14 +131,9 @@ def drawn_mode(log_weight: Tensor, noise: Tensor) -> Tensor:
 
 
 def elementwise_nll(mixture: Mixture, action: Tensor) -> Tensor:
-    """Divide the negative log-likelihood of chunks among their elements; see the top of the module.
+    """Divide the negative log-likelihood of chunks (B, Th, Da) among their elements; see the module.
 
-    Args:
-        mixture: M modes for each of B conditions.
-        action: (B, Th, Da).
-
-    Returns:
-        (B, Th, Da), whose sum over Th and Da is the negative log-likelihood, with its gradient.
+    The sum over Th and Da is the negative log-likelihood, with its gradient.
     """
     nll = -gaussian_log_prob(action.unsqueeze(1), mixture.mean, mixture.std)  # (B, M, Th, Da)
     with torch.no_grad():

@@ -98,13 +98,10 @@ class TanhGaussianPolicy(OneStepPolicy):
 
 
 def squashed_nll(action: Tensor, mean: Tensor, log_std: Tensor, edge: float) -> Tensor:
-    """Return the negative log-density of actions under tanh of a normal distribution, entry by entry.
+    """Return the negative log-density (B, Th, Da) of actions under tanh of a normal distribution.
 
     Shapes:
         action: (B, Th, Da). mean, log_std: (B, Th Da).
-
-    Returns:
-        (B, Th, Da).
     """
     inside = action.clamp(-edge, edge).flatten(1)
     z = (torch.atanh(inside) - mean) * (-log_std).exp()

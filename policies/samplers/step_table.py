@@ -190,23 +190,10 @@ def build_step_table(
     entries: Sequence[bool] = (),
     clip_state: float | None = None,
 ) -> StepTable:
-    """Work out the coefficients of steps `mean = to_x0 x0 + to_eps eps`.
+    """Work out the coefficients of steps `mean = to_x0 x0 + to_eps eps`; options as in `StepTable`.
 
     Shapes:
-        times: K+1 sampling times. to_x0, to_eps, schedule_std: (K, D) float64.
-
-    Args:
-        process: Gives the meaning of the prediction; asked in float64 at `times`.
-        rules: Clips and floors.
-        times: Where each step starts, and where the last one ends.
-        to_x0: Weight of x0 in the mean.
-        to_eps: Weight of eps in the mean.
-        schedule_std: Noise before floors.
-        recompute: Whether eps follows a clipped x0.
-        eps_clip: Bound on eps.
-        memory: Of methods with several evaluations per step.
-        entries: Rows where sampling may begin; empty: all.
-        clip_state: Bound on the state after every step.
+        times: K+1 sampling times. to_x0, to_eps, schedule_std (noise before floors): (K, D) float64.
 
     Raises:
         ConfigError: If the network was not trained for these steps.

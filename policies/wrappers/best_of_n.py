@@ -44,11 +44,9 @@ class Selection(Checked):
         return self.candidates + (self.temperature is not None)
 
     def choose(self, scores: Tensor, draw: Tensor | None = None) -> Tensor:
-        """Return the chosen candidates (B,) by their scores (B, N).
+        """Return the chosen candidates (B,) by scores (B, N), more is better.
 
-        Args:
-            scores: More is better.
-            draw: (B,) standard-normal, needed with a temperature.
+        `draw` (B,), standard normal, is needed with a temperature.
         """
         if self.temperature is None:
             return scores.argmax(dim=1)
@@ -145,13 +143,7 @@ class BestOfN(nn.Module):
     def act(
         self, obs: Any, *, noise: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Choose actions: observations (B, To, Do) in physical units -> actions (B, Ta, Da), physical.
-
-        Args:
-            obs: As `Policy.act`.
-            noise: (B, *noise_shape); makes the call deterministic.
-            generator: Source of the noise when none is given.
-        """
+        """Choose actions (B, Ta, Da); see `Policy.act`."""
         items = self.policy.observation(obs)
         if noise is None:
             noise = self.sample_noise(len(next(iter(items.values()))), generator=generator)

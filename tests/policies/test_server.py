@@ -536,9 +536,9 @@ def test_what_was_counted_is_told_by_message_and_by_page() -> None:
 
 LIGHT = """
 import sys
-from policies.folder import load_policy
-from policies.serve import ServedFolder, ServedPolicy
-from policies.server import Server, ServerSettings
+from policies.storage.policy_folder import load_policy
+from policies.serving.served_policy import ServedFolder, ServedPolicy
+from policies.serving.server import Server, ServerSettings
 with Server(ServedPolicy(load_policy("policy")), ServerSettings(port=int(sys.argv[1]))) as server:
     sys.stdout.write(f"serving: {server.endpoint}\\n")
     sys.stdout.flush()

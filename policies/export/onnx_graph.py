@@ -315,11 +315,6 @@ def arrays_of(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in inputs.items()}
 
 
-def run_graph(session: Any, inputs: Mapping[str, Tensor]) -> np.ndarray:
-    """Return the actions of a graph, (B, Ta, Da)."""
-    return runner.run(session, arrays_of(inputs))[0]
-
-
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
     logger = logging.getLogger(name)

@@ -152,17 +152,10 @@ class FeedForward(nn.Module):
 
 
 def set_attention(module: nn.Module, how: str) -> None:
-    """Choose how attention and normalisation inside a module are computed; one without any stays as it is.
+    """Choose how attention and normalisation in a module are computed: `auto` or `math` (top of the file).
 
     A choice for this object and its copies: it is not saved with a policy, because it changes no number by
     more than rounding. Use `math` where more than first derivatives are needed.
-
-    Args:
-        module: A backbone, a policy, or any other module.
-        how: `auto` or `math`; see the top of this file.
-
-    Raises:
-        ConfigError: If there is no such way.
     """
     if how not in ATTENTIONS:
         raise ConfigError(f"attention must be one of {', '.join(ATTENTIONS)}; got '{how}'.")

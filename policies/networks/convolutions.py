@@ -28,12 +28,7 @@ Rows = Callable[[Tensor], Tensor]
 
 
 def same(conv: nn.Conv1d, rows: int) -> Rows:
-    """Return a convolution that keeps the number of rows, zeros around them.
-
-    Args:
-        conv: Holds weights (C', C, k), k odd.
-        rows: T of what it will be given.
-    """
+    """Return a convolution, weights (C', C, k) with k odd, that keeps the T = rows of its input."""
     middle = conv.kernel_size[0] // 2
     reach = min(middle, rows - 1)
     matrix = _matrix(conv.weight[:, :, middle - reach : middle + reach + 1])
@@ -41,12 +36,7 @@ def same(conv: nn.Conv1d, rows: int) -> Rows:
 
 
 def halving(conv: nn.Conv1d, rows: int) -> Rows:
-    """Return the convolution of stride 2 around rows 0, 2, 4 and so on.
-
-    Args:
-        conv: Holds weights (C', C, 3).
-        rows: T of what it will be given, even.
-    """
+    """Return the convolution of stride 2, weights (C', C, 3), around rows 0, 2, … of an even number."""
     reach = min(1, rows - 2)
     matrix = _matrix(conv.weight[:, :, 1 - reach :])
     return lambda x: F.linear(_windows(x, reach, reach + 2, stride=2), matrix, conv.bias)
@@ -112,13 +102,9 @@ def _matrix(weight: Tensor) -> Tensor:
 
 
 def _windows(x: Tensor, before: int, size: int, stride: int = 1) -> Tensor:
-    """Lay rows that follow each other side by side; (B, T, C) -> (B, T / stride, k C).
+    """Lay windows of `size` rows out side by side; (B, T, C) -> (B, T / stride, k C), padded by zeros.
 
-    Args:
-        x: Padded by zeros where windows stand out.
-        before: Rows of the first window that lie before the first row.
-        size: Rows k of a window.
-        stride: Rows from window to window.
+    The first window begins `before` rows before the first row.
     """
     if size == 1:
         return x

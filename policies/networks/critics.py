@@ -214,9 +214,6 @@ def aggregate(values: Tensor, how: str, *, subset: Tensor | None = None, pessimi
             deviation, the uncorrected one).
         subset: Indices (S,) of members, for `subset_min`.
         pessimism: Weight of the deviation, for `mean_std`.
-
-    Raises:
-        ConfigError: If the name is unknown, or the subset is missing.
     """
     match how:
         case "min":

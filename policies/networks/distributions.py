@@ -93,11 +93,7 @@ def gaussian_draw(mean: Tensor, log_std: Tensor, eps: Tensor) -> tuple[Tensor, T
 def tanh_draw(mean: Tensor, log_std: Tensor, eps: Tensor, *, form: str = "exact") -> tuple[Tensor, Tensor]:
     """Return u = tanh(mean + std eps) (B, L) and its log-density (B,), summed over L.
 
-    Args:
-        mean: (B, L).
-        log_std: (B, L).
-        eps: Standard normals (B, L).
-        form: See the top of the file.
+    `eps` (B, L) are standard normals; for `form` see the top of the file.
     """
     g, log_prob = gaussian_draw(mean, log_std, eps)
     u = torch.tanh(g)

@@ -99,12 +99,7 @@ class EnergyField(nn.Module):
 
 
 def energy_and_gradient(energy: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the energy (B,) of chunks x (B, Th, Da) and its gradient, with their graphs if they are on.
-
-    Args:
-        energy: Function of chunks, row by row.
-        x: Where.
-    """
+    """Return the energy (B,) of chunks x (B, Th, Da) and its gradient, with their graphs if they are on."""
     if torch.compiler.is_compiling():
         return _traced_gradient(energy, x)
     keeps_graph = torch.is_grad_enabled()

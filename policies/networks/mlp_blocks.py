@@ -73,12 +73,7 @@ class TrunkConfig(Checked):
         return PlainTrunk((in_dim, *self.hidden_dims, out_dim), self.activation, self.layer_norm)
 
     def official_trunk_keys(self, official: str, ours: str) -> dict[str, str]:
-        """Map the parameter names of DPPO's released networks to ours.
-
-        Args:
-            official: Prefix of the released names, e.g. `mlp_mean.`.
-            ours: Prefix of ours, e.g. `trunk.`.
-        """
+        """Map the parameter names of DPPO's released networks to ours, e.g. `mlp_mean.` to `trunk.`."""
         if not self.residual:
             return official_plain_keys(len(self.hidden_dims) + 1, official, ours, layer_norm=self.layer_norm)
         names = {"layers.0": "inlet", f"layers.{self.num_blocks + 1}": "outlet"}
@@ -134,11 +129,7 @@ class Block(nn.Module):
         self.activate, self.activate_ = ACTIVATIONS[activation]
 
     def features_of(self, *, overwrite: bool) -> Finish:
-        """Return the function h (B, H) -> u (B, H), with its weights looked up once.
-
-        Args:
-            overwrite: The function may destroy h.
-        """
+        """Return the function h (B, H) -> u (B, H); with `overwrite` it may destroy h."""
         weight, bias = self.linear1.weight, self.linear1.bias
         norm1, norm2, activate_ = self.norm1, self.norm2, self.activate_
         if norm1 is not None and norm2 is not None:

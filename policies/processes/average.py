@@ -47,7 +47,7 @@ def allow_derivatives(backbone: Backbone, *, trained: bool) -> Backbone:
     """Prepare a backbone for forward-mode derivatives and return it.
 
     Args:
-        backbone: Takes `math` for its attention and normalisation, where it has some.
+        backbone: Set to `math` for its attention and normalisation, where it has some.
         trained: Whether a loss sends gradients through such a derivative.
     """
     assert isinstance(backbone, nn.Module)

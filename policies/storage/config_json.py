@@ -18,7 +18,7 @@ from policies.composition.policy import ComposedPolicy
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.policy import PART_GROUPS, Policy, PolicyConfig
-from policies.storage.field_types import check_types
+from policies.storage.strict_json import check_types
 from policies.wrappers.base import WrappedPolicy
 
 FORMAT = 1

@@ -14,7 +14,7 @@ Source: best-of-N sampling as IDQL (arXiv 2304.10573) and ITPS (arXiv 2411.16627
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -23,7 +23,6 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from policies.bounds import Checked, bounded
-from policies.encoders import ImageShape
 from policies.policy import Policy
 from policies.protocols import Hooks, Observation, Start
 
@@ -92,17 +91,9 @@ class BestOfN(nn.Module):
         self.scorer = scorer
         self.selection = selection
 
-    @property
-    def obs_dim(self) -> int:
-        return self.policy.obs_dim
-
-    @property
-    def goal_dim(self) -> int:
-        return self.policy.goal_dim
-
-    @property
-    def images(self) -> Mapping[str, ImageShape]:
-        return self.policy.images
+    obs_dim = property(lambda self: self.policy.obs_dim)
+    goal_dim = property(lambda self: self.policy.goal_dim)
+    images = property(lambda self: self.policy.images)
 
     @property
     def noise_shape(self) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ def refuse_to_replace(directory: str | Path, *, overwrite: bool) -> None:
     if target.exists() and not target.is_dir():
         raise ExportError(f"out={target} is a file; choose another directory.")
     if not overwrite and target.is_dir() and any(target.iterdir()):
-        raise ExportError(f"out={target} exists; choose another directory or give overwrite=true.")
+        raise ExportError(f"out={target} exists; choose another directory or say overwrite=true.")
 
 
 @contextlib.contextmanager

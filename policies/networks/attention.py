@@ -16,12 +16,12 @@ Legend: M rows, T queries, S keys, D width, H heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from policies.bounds import Checked
 from policies.errors import ConfigError
 
 
@@ -169,7 +169,7 @@ def causal_mask(size: int) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool).tril()
 
 
-def check_heads(config: Checked) -> None:
+def check_heads(config: Any) -> None:
     """Refuse a number of `heads` that does not divide the `width` of a configuration."""
     width, heads = config.width, config.heads
     choices = ", ".join(str(n) for n in range(1, min(width, 16) + 1) if width % n == 0)

@@ -101,7 +101,7 @@ def test_exported_walks_end_where_the_slope_says(tmp_path: Path) -> None:
         ),
         (
             lambda: compose([small_policy(RectifiedFlow()), small_policy(RectifiedFlow())], [0.5, 0.5]),
-            "its members are asked at times of their own",
+            "its members are evaluated at times of their own",
         ),
     ],
     ids=["gaussian", "deterministic", "tanh-gaussian", "mixture", "wrapped", "composed"],

@@ -327,7 +327,6 @@ def test_a_saved_sampler_is_the_same_sampler(sampler, process) -> None:
         (Euler(steps=21), VPDiffusion(20), r"between 1 and process\.num_levels=20; got 21"),
         (DDIM(steps=21), VPDiffusion(20), r"between 1 and process\.num_levels=20; got 21"),
         (DDPM(steps=50), VPDiffusion(20), r"between 1 and process\.num_levels=20; got 50"),
-        (DDIM(spacing="even"), VPDiffusion(20), r"sampler\.spacing must be one of leading"),
         (DDPM(levels=(20, 3)), VPDiffusion(20), r"levels must lie in 0\.\.19, .*; got \[20, 3\]"),
         (DDPM(levels=(3, -1)), VPDiffusion(20), r"levels must lie in 0\.\.19, .*; got \[3, -1\]"),
     ],
@@ -341,6 +340,7 @@ def test_a_sampler_that_does_not_fit_is_refused(sampler, process, message: str) 
     ("make", "message"),
     [
         (lambda: Euler(steps=0), r"sampler\.steps must be at least 1; got 0"),
+        (lambda: DDIM(spacing="even"), r"sampler\.spacing must be one of leading"),
         (lambda: DDPM(clip_x0=0.0), "clip_x0 must be above 0; got 0"),
         (lambda: DDPM(min_std=-0.1), "min_std must be at least 0; got -0.1"),
         (lambda: DDPM(variance="learned"), "variance must be one of fixed_small, fixed_large"),

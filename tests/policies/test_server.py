@@ -614,7 +614,7 @@ def test_a_server_of_another_version_is_named_at_once(version: Any) -> None:
     thread.start()
     try:
         patient = Client(f"tcp://127.0.0.1:{port}", timeout_s=PATIENCE_S, retries=3)
-        told = pytest.raises(ServingError, match=f"must speak version {VERSION} .* it speaks")
+        told = pytest.raises(ServingError, match=f"must use version {VERSION} .* it uses")
         with patient as client, told as refused:
             client.decide(observed(), (0,))
         assert refused.value.reason == "version" and str(version) in str(refused.value)

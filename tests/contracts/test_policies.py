@@ -64,7 +64,7 @@ def small(part: type, **changes: Any) -> Any:
 
 
 def _default_sampler(process: str) -> Any:
-    return registry.lookup("process", process)().default_sampler()
+    return registry.from_json("sampler", registry.lookup("process", process)().default_sampler())
 
 
 def exploring(sampler: type) -> Any:

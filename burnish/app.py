@@ -58,6 +58,9 @@ def run_app(command: str, arguments: Sequence[str]) -> None:
     register_configs()
     arguments = [with_home(text) for text in with_main_key(command, arguments)]
     check_arguments(command, arguments)
+    logging.raiseExceptions = (
+        False  # a log that a full disk does not take ends no work, and prints no traceback
+    )
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main`, which words them in one line
     sys.argv = [sys.argv[0], *_continuing(command, arguments)]
     app: Any = hydra.main(

@@ -243,9 +243,15 @@ def with_resumed_parts(overrides: Sequence[str]) -> list[str]:
 
 
 def parts_of(directory: RunDirectory) -> list[str]:
-    """Return the choices of a run as overrides, e.g. `algo=dppo` and `env=avoid`."""
-    chosen = {group: directory.config.get(group) for group in GROUPS}
-    return [f"{group}={part['name']}" for group, part in chosen.items() if isinstance(part, Mapping)]
+    """Return the choices of a run as overrides, e.g. `algo=dppo` and `env=avoid`.
+
+    Raises:
+        ConfigError: If one is no part that is known here.
+    """
+    names = {group: directory.section(group).get("name") for group in GROUPS if directory.section(group)}
+    for group, name in names.items():
+        registry.lookup(group, str(name))
+    return [f"{group}={name}" for group, name in names.items()]
 
 
 def _with_lasting_paths(config: TrainConfig) -> TrainConfig:

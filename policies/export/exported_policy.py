@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from policies.errors import BurnishError, ExportError
+from policies.export.folder import MODELS
 from policies.export.onnx_graph import arrays_of
 from policies.export.signature import Signature, read_signature
 from policies.runner import Array, Runner
+from policies.storage.strict_json import own_file
 
 
 class ExportedPolicy:
@@ -37,6 +39,8 @@ class ExportedPolicy:
         self.chunk, self.noise_shape = self.description.chunk, self.description.noise_shape
         self.obs_dim, self.goal_dim = self.description.obs_dim, self.description.goal_dim
         try:
+            for name in MODELS:
+                own_file(self.folder / name)
             self._runner = Runner(self.folder)
             found = self._run(_example(self.description))[0]
         except BurnishError:

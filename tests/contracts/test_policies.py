@@ -184,7 +184,7 @@ def test_a_sampler_of_another_process_is_refused_by_both_names(process: str, sam
 
 @pytest.mark.parametrize(("process", "backbone"), NOT_RUN_BY)
 def test_only_a_process_that_says_so_refuses_a_backbone(process: str, backbone: str) -> None:
-    sampler = registry.lookup("process", process)().default_sampler()
+    sampler = _default_sampler(process)
     with pytest.raises(ConfigError, match=f"process={process} needs .* backbone"):
         build(process, backbone, sampler)
     assert process not in ("diffusion", "flow")

@@ -172,7 +172,7 @@ def test_every_process_has_a_sampler_and_every_sampler_a_process() -> None:
     assert {p for p, _ in fitting} == set(registry.parts("process"))
     assert {s for _, s in fitting} == set(registry.parts("sampler"))
     for process, part in registry.parts("process").items():
-        assert (process, registry.name_of("sampler", part().default_sampler())) in fitting
+        assert (process, part().default_sampler()["name"]) in fitting
 
 
 @pytest.mark.parametrize(("process", "sampler"), MISFITS)

@@ -567,7 +567,7 @@ import sys
 for name in ("torch", "safetensors", "hydra", "gymnasium", "mujoco"):
     sys.modules[name] = None
 import numpy as np
-from policies.client import Client, RemotePolicy
+from policies.serving.client import Client, RemotePolicy
 with Client(sys.argv[1], timeout_s=120) as client:
     robot = RemotePolicy(client, seed=1)
     for step in range(5):
@@ -652,7 +652,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 import numpy as np
 from policies.server import Server, ServerSettings
-from policies.wire import Feature, Schema
+from policies.serving.messages import Feature, Schema
 
 class Still:
     schema = Schema({"observation": Feature((2, 3))}, Feature((1, 2)), "still", 10.0)

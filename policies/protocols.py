@@ -1,4 +1,4 @@
-"""The words every policy, process and algorithm shares: data carried between them, and protocols.
+"""Data and protocols shared by policies, processes and algorithms.
 
 Legend: B batch, K denoising steps, S recorded steps, To observation history, Th predicted horizon,
 Ta executed steps, Do and Da observation and action widths, C condition width.
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
 Kind = Literal["eps", "x0", "v", "velocity", "score", "edm", "consistency"]
@@ -29,36 +30,33 @@ Reduction = Literal["none", "step", "sample", "mean"]
 Observation = Mapping[str, Tensor]
 """`state` (B, To, Do) and, for goal-conditioned policies, `goal` (B, Dg); physical units."""
 
+Rng = torch.Generator | None
+Device = torch.device | str | None
+
 BoundField = Callable[[int, Tensor], Tensor]
 """`bound(k, x)` evaluates a backbone at its k-th bound time for its bound condition; (B, Th, Da)."""
 
 
 @dataclass(frozen=True)
-class ChunkSpec:
+class ChunkSpec(Checked):
     """Horizons of an action chunk.
 
     Rows `[action_start : action_start + act_steps]` of the predicted chunk are executed. `action_start`
     is `obs_steps - 1` for windows that begin at the oldest observation (Diffusion Policy) and 0 for
     windows that begin at the newest (DPPO); the two agree for a history of one.
-
-    Raises:
-        ConfigError: If the executed rows do not fit into the horizon.
     """
 
-    action_dim: int
-    horizon: int = 4
-    act_steps: int = 4
-    obs_steps: int = 1
-    action_start: int = 0
+    key: ClassVar[str] = "policy"
+
+    action_dim: int = bounded(ge=1)
+    horizon: int = bounded(4, ge=1)
+    act_steps: int = bounded(4, ge=1)
+    obs_steps: int = bounded(1, ge=1)
+    action_start: int = bounded(0, ge=0)
 
     def __post_init__(self) -> None:
-        """Check that the executed rows exist."""
-        if self.action_dim < 1:
-            raise ConfigError(f"the width of actions must be at least 1; got {self.action_dim}.")
-        for name in ("horizon", "act_steps", "obs_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"policy.{name} must be at least 1; got {getattr(self, name)}.")
-        if not 0 <= self.action_start <= self.horizon - self.act_steps:
+        super().__post_init__()
+        if self.action_start > self.horizon - self.act_steps:
             raise ConfigError(
                 f"policy.action_start + policy.act_steps must fit into policy.horizon={self.horizon}; got "
                 f"{self.action_start} + {self.act_steps}. Lower policy.act_steps or raise policy.horizon."
@@ -66,12 +64,10 @@ class ChunkSpec:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(Th, Da)."""
         return (self.horizon, self.action_dim)
 
     @property
     def executed(self) -> slice:
-        """The rows of a chunk that are executed."""
         return slice(self.action_start, self.action_start + self.act_steps)
 
 
@@ -92,7 +88,6 @@ class Cond:
     free: Cond | None = None
 
     def __len__(self) -> int:
-        """Return the batch size."""
         return self.vec.shape[0]
 
     def repeat(self, n: int) -> Cond:
@@ -140,14 +135,13 @@ class TE:
     more: Mapping[str, Tensor] = field(default_factory=dict)
 
     def rows(self, index: slice | Tensor) -> TE:
-        """Select rows."""
         level = None if self.level is None else self.level[index]
         more = {name: draws[index] for name, draws in self.more.items()}
         return TE(self.t[index], self.eps[index], level, more)
 
 
 class Evaluate(Protocol):
-    """A network for one batch of conditions, asked at sampling times; what losses are made of."""
+    """A network for one batch of conditions, evaluated at sampling times; used by losses."""
 
     def __call__(
         self, x: Tensor, t: Tensor, until: Tensor | None = None, *, level: Tensor | None = None
@@ -183,7 +177,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Step:
-    """What a hook may know about the denoising step it is called in.
+    """The denoising step in which a hook is called.
 
     `alpha` and `sigma` are the signal and noise amplitudes of the state at t: x = alpha x0 + sigma eps.
     """
@@ -209,6 +203,11 @@ class SampleHook(Protocol):
         ...
 
 
+Hooks = Sequence[SampleHook]
+Start = tuple[Tensor, float] | None
+"""(x, t): begin at a state x (B, Th, Da) at sampling time t instead of at the noise (warm start)."""
+
+
 @runtime_checkable
 class NoiseDecoder(Protocol):
     """Turns noise into action chunks, deterministically given the noise."""
@@ -229,18 +228,11 @@ class NoiseDecoder(Protocol):
         ...
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Return the normalised chunk (B, Th, Da).
 
-        `start` = (x, t) begins from a state (B, Th, Da) at sampling time t instead of from the noise
-        (warm start); `grad` keeps the graph.
+        `grad` keeps the graph.
         """
         ...
 

@@ -22,7 +22,6 @@ class EvalConfig(EvaluationSettings):
         path_field()  # a run (its last checkpoint), a checkpoint, a policy directory, or an exported folder
     )
     versus: str | None = path_field()  # a second policy: same episodes, paired difference policy - versus
-    trust: bool = False  # open exported folders of format=torch, which can execute code of their maker
     env: Any = None  # null: the task that the policy was made for
     num_workers: int = 2  # rollout processes; 0: this process; never changes a number
     out: str | None = (

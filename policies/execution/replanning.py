@@ -15,11 +15,12 @@ the run may consist of steps that lead to where the next one begins.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
@@ -33,54 +34,46 @@ AnyPolicy = TypeVar("AnyPolicy")
 
 
 @dataclass
-class WarmStart:
-    """How a decision begins from what is left of the plan before; off unless `steps` or `levels` is given."""
+class WarmStart(Checked):
+    """How a decision begins from what is left of the plan before; off unless `steps` or `levels` is given.
 
-    steps: int | None = None  # denoising steps of the short run; the last ones of the policy's own
-    start: float | None = (
-        None  # or as many equal first-order steps from this sampling time, 0 noise to 1 action
-    )
+    Attributes:
+        steps: Denoising steps of the short run; the last ones of the policy's own.
+        start: Or as many equal first-order steps from this sampling time, 0 noise to 1 action.
+    """
+
+    key: ClassVar[str] = "warm_start"
+
+    steps: int | None = bounded(None, ge=1)
+    start: float | None = bounded(None, ge=0, lt=1)
     levels: tuple[int, ...] = ()  # instead of both: DDPM steps at these levels of a diffusion, noisiest first
     renoise: bool = False  # corrupt the guess to the level that the short run begins at
     gripper: tuple[int, ...] = ()  # action dimensions that are open or closed: commanded by their sign
-    gripper_guess: float = 1.0  # magnitude of these in the guess, normalised units
+    gripper_guess: float = bounded(1.0, gt=0)  # magnitude of these in the guess, normalised units
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        super().__post_init__()
         self.levels, self.gripper = tuple(self.levels), tuple(self.gripper)
         if self.levels and (self.steps, self.start) != (None, None):
             raise ConfigError(
                 f"warm_start.levels and warm_start.steps both choose the short run; got {list(self.levels)} "
                 f"and {self.steps}, start={self.start}. Leave one of them out."
             )
-        if self.steps is not None and self.steps < 1:
-            raise ConfigError(f"warm_start.steps must be at least 1, or null; got {self.steps}.")
-        if self.start is not None and (self.steps is None or not 0 <= self.start < 1):
-            raise ConfigError(
-                f"warm_start.start must be at least 0 and below 1, and needs warm_start.steps; got "
-                f"{self.start} with steps={self.steps}."
-            )
-        if not self.gripper_guess > 0:
-            raise ConfigError(f"warm_start.gripper_guess must be positive; got {self.gripper_guess}.")
+        if self.start is not None and self.steps is None:
+            raise ConfigError(f"warm_start.start={self.start} needs warm_start.steps; got null.")
 
     @property
     def is_on(self) -> bool:
-        """Whether there is a short run."""
         return self.steps is not None or bool(self.levels)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EulerFrom(Euler):
-    """First-order steps from a time on, equal in sampling time.
+    """First-order steps from a time on, equal in sampling time."""
 
-    Args:
-        start: Where the first one begins.
-    """
-
-    start: float = 0.0
+    start: float = 0.0  # where the first one begins
 
     def times(self, process: Process) -> list[float]:
-        """Return the steps + 1 times, from the start to data."""
         return [self.start + (1 - self.start) * k / self.steps for k in range(self.steps + 1)]
 
 
@@ -89,14 +82,11 @@ class Decision(NamedTuple):
 
     Shapes:
         actions: (B, Ta, Da), physical. plan: (B, Th, Da), for the next decision.
-
-    Attributes:
-        calls: Evaluations of the network for each of them.
     """
 
     actions: Tensor
     plan: Tensor
-    calls: int
+    calls: int  # evaluations of the network for each of them
 
 
 class Replanner:
@@ -135,7 +125,6 @@ class Replanner:
         return self._taped.noise_shape
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draw noise (n, *noise_shape)."""
         return self._taped.sample_noise(n, generator=generator)
 
     @property
@@ -149,7 +138,7 @@ class Replanner:
         """Plan for observations (B, To, Do); see `Policy.act`.
 
         Args:
-            obs: Physical observations, as `Policy.act` takes them.
+            obs: Physical observations.
             noise: (B, *noise_shape).
             previous: Plans of the decisions before, (B, Th, Da); None: these are the first ones.
             elapsed: Control steps since then; None: the executed rows.
@@ -191,24 +180,18 @@ def shifted(plan: Tensor, rows: int) -> Tensor:
 
 
 def with_act_steps(policy: AnyPolicy, act_steps: int | None) -> AnyPolicy:
-    """Return the policy, executing another number of the rows that it predicts; None leaves it as it is.
-
-    Raises:
-        CapabilityError: If it is no policy of ours.
-        ConfigError: If the horizon is shorter.
-    """
+    """Return the policy, executing another number of the rows that it predicts; None leaves it as it is."""
     if act_steps is None:
         return policy
     if not isinstance(policy, Policy):
         raise CapabilityError(
-            f"act_steps={act_steps} needs a policy that predicts a horizon; {type(policy).__name__} does not "
-            f"say. Leave act_steps out."
+            f"act_steps={act_steps} needs a policy that predicts a horizon; {type(policy).__name__} has "
+            f"none. Leave act_steps out."
         )
     return policy.with_act_steps(act_steps)
 
 
 def _check(warm_start: WarmStart, policy: DenoisingPolicy) -> None:
-    """Refuse a short run that does not fit."""
     chunk, steps = policy.chunk, policy.table.num_steps
     if not warm_start.is_on:
         raise ConfigError("warm_start needs a short run; give warm_start.steps or warm_start.levels.")
@@ -246,7 +229,6 @@ def _short(policy: DenoisingPolicy, warm_start: WarmStart) -> DenoisingPolicy:
 
 
 def _rows(policy: DenoisingPolicy) -> int:
-    """Return how many rows of a tape a run takes."""
     return 1 if policy.is_deterministic else policy.table.num_steps + 1
 
 
@@ -258,7 +240,7 @@ def _tape(policy: DenoisingPolicy, noise: Tensor) -> Tensor:
 
 
 def _by_sign(plan: Tensor, dims: tuple[int, ...], magnitude: float) -> Tensor:
-    """Return plans (B, ..., Da) whose given dimensions are ± magnitude, as their sign says."""
+    """Return plans (B, ..., Da) whose given dimensions are ± magnitude, by their sign."""
     if not dims:
         return plan
     out = plan.clone()

@@ -7,7 +7,7 @@ predicted noise, g guide, all (B, Th, Da), normalised; alpha, sigma amplitudes; 
     ranking   softmax_n 20 (1 - xi_n / max_n xi_n)          of N finished plans
     start     x = g + 0.5 noise, at a later step            biased initialisation
     guidance  eps <- eps + scale grad xi(x),  x0 <- x0 - sigma / alpha scale grad xi(x)
-    visits    the same, four times at every level: x <- alpha x0 + sigma noise thrice, then the step
+    resampling  the same, four times at every level: x <- alpha x0 + sigma noise thrice, then the step
 
 The gradient is a closed form, grad xi = (x_i - g_i) / (Th |x_i - g_i|): the network is not differentiated.
 
@@ -20,18 +20,19 @@ rows of the guide, where the published one puts the agent on the sketch.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.paths import path_field
 from policies.policy import Policy
 from policies.protocols import Observation, SampleHook, Step
 from policies.samplers.hooks import Hook
-from policies.samplers.step_table import StepTable, revisited
+from policies.samplers.step_table import StepTable, resampled
 from policies.wrappers.best_of_n import BestOfN, Selection
 from policies.wrappers.sketches import AnySketch, Sketch, read_sketch
 
@@ -48,7 +49,7 @@ class Strategy(NamedTuple):
     candidates: int = 1  # plans, of which the nearest to the guide is taken
     starts_at_guide: bool = False
     scale: float = 0.0  # of guidance
-    visits: int = 1  # evaluations at every level
+    resample_steps: int = 1  # evaluations at every level
     begins_with_guide: bool = False  # overwrites the first rows of the finished plan
 
 
@@ -58,65 +59,51 @@ STRATEGIES = {
     "post_hoc_ranking": Strategy(candidates=16),
     "biased_initialization": Strategy(starts_at_guide=True),
     "guided_diffusion": Strategy(scale=20.0),
-    "stochastic_sampling": Strategy(scale=60.0, visits=4),
+    "stochastic_sampling": Strategy(scale=60.0, resample_steps=4),
 }
-GRADIENTS = ("x", "x0")
 
 
 @dataclass
-class Steering:
-    """How a policy follows a sketch; off unless `strategy` is given."""
+class Steering(Checked):
+    """How a policy follows a sketch; off unless `strategy` is given.
 
-    strategy: str | None = None  # one of six, e.g. stochastic_sampling; see docs/steering.md; null: off
+    Attributes:
+        candidates: Plans, of which the nearest to the sketch is taken; null: the strategy's.
+        gradient: Where guidance takes the gradient: at the noisy (x) or at the clean plan (x0).
+        limit: Largest magnitude to which guidance moves clean plans, normalised; null: any.
+        resample_steps: Evaluations at every noise level; null: the strategy's.
+        resample_noise: Share of the noise that is redrawn between evaluations of one level, 0 to 1.
+        start: biased_initialization: sampling time that it begins at, 0 (noise) to 1.
+        guide_rows: output_perturbation: rows of the guide; null: half of those executed.
+    """
+
+    key: ClassVar[str] = "steer"
+
+    strategy: str | None = bounded(None, choices=tuple(STRATEGIES))  # null: off; else see docs/steering.md
     sketch: str | None = path_field()  # JSON or NPZ: actions, positions or waypoints; see docs/steering.md
-    candidates: int | None = None  # plans, of which the nearest to the sketch is taken; null: the strategy's
-    scale: float | None = None  # weight of the gradient in the noise; null: the strategy's
-    gradient: str = "x0"  # x | x0: where guidance takes the gradient: at the noisy or at the clean plan
-    limit: float | None = 1.0  # largest magnitude to which guidance moves clean plans, normalised; null: any
-    visits: int | None = None  # evaluations at every noise level; null: the strategy's
-    fresh: float = 1.0  # share of the noise that a visit draws anew, 0 to 1
-    start: float = 0.49  # biased_initialization: sampling time that it begins at, 0 (noise) to 1
-    noise_share: float = 0.5  # biased_initialization: weight of the noise beside the guide
-    guide_rows: int | None = None  # output_perturbation: rows of the guide; null: half of those executed
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.strategy is not None and self.strategy not in STRATEGIES:
-            raise ConfigError(
-                f"steer.strategy must be one of {', '.join(STRATEGIES)}, or null; got '{self.strategy}'."
-            )
-        if self.gradient not in GRADIENTS:
-            raise ConfigError(f"steer.gradient must be x or x0; got '{self.gradient}'.")
-        for name in ("candidates", "visits", "guide_rows"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"steer.{name} must be at least 1, or null; got {getattr(self, name)}.")
-        if self.limit is not None and not self.limit > 0:
-            raise ConfigError(f"steer.limit must be positive, or null; got {self.limit}.")
-        for name in ("fresh", "start"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"steer.{name} must lie in 0..1; got {getattr(self, name)}.")
-        for name in ("scale", "noise_share"):
-            if getattr(self, name) is not None and not getattr(self, name) >= 0:
-                raise ConfigError(f"steer.{name} must not be negative; got {getattr(self, name)}.")
+    candidates: int | None = bounded(None, ge=1)
+    scale: float | None = bounded(None, ge=0)  # weight of the gradient in the noise; null: the strategy's
+    gradient: str = bounded("x0", choices=("x", "x0"))
+    limit: float | None = bounded(1.0, gt=0)
+    resample_steps: int | None = bounded(None, ge=1, was="visits")
+    resample_noise: float = bounded(1.0, ge=0, le=1, was="fresh")
+    start: float = bounded(0.49, ge=0, le=1)
+    noise_share: float = bounded(0.5, ge=0)  # biased_initialization: weight of the noise beside the guide
+    guide_rows: int | None = bounded(None, ge=1)
 
     @property
     def is_on(self) -> bool:
-        """Whether there is anything to follow."""
         return self.strategy is not None
 
     def describe(self) -> dict[str, Any] | None:
-        """Return the switches with the sketch itself in place of its file; None where steering is off.
-
-        Raises:
-            ConfigError: If there is no sketch.
-        """
+        """Return the switches with the sketch itself in place of its file; None where steering is off."""
         return {**asdict(self), "sketch": asdict(_sketch_of(self))} if self.is_on else None
 
     @property
     def recipe(self) -> Strategy:
         """What is done: the strategy's own switches, and those that were set in their place."""
         own = STRATEGIES[self.strategy or "random"]
-        given = {name: getattr(self, name) for name in ("candidates", "scale", "visits")}
+        given = {name: getattr(self, name) for name in ("candidates", "scale", "resample_steps")}
         return own._replace(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -162,26 +149,22 @@ class GuideHook(Hook):
     """Pushes predictions towards a guide, at every noise level but the last.
 
     Args:
-        guide: (B, Th, Da), normalised.
-        scale: Weight of the gradient in eps.
         gradient: `x`: taken at the noisy plan. `x0`: taken at the clean one, which then moves towards the
             guide by at most its distance.
-        limit: Largest magnitude of a clean plan that was moved; None: any.
-        visits: Evaluations at every level.
 
     Source:
         arXiv 2411.16627 with `gradient` = x.
     """
 
-    guide: Tensor
-    scale: float
+    guide: Tensor  # (B, Th, Da), normalised
+    scale: float  # weight of the gradient in eps
     gradient: str = "x0"
-    limit: float | None = 1.0
-    visits: int = 1
+    limit: float | None = 1.0  # largest magnitude of a clean plan that was moved; None: any
+    resample_steps: int = 1  # evaluations at every level
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Move eps along the gradient, and x0 so that the pair still explains the state."""
-        if step.num_steps - step.k <= self.visits:
+        if step.num_steps - step.k <= self.resample_steps:
             return x0, eps
         reach = self.scale * step.sigma / max(step.alpha, SMALLEST_ALPHA)
         if self.gradient == "x":
@@ -201,29 +184,26 @@ class GuideHook(Hook):
 
 
 @dataclass(frozen=True)
-class Revisiting:
-    """A sampler around a sampler: several evaluations at every level (`step_table.revisited`)."""
+class Resampling:
+    """A sampler around a sampler: several evaluations at every level (`step_table.resampled`)."""
 
     sampler: Any
-    visits: int
-    fresh: float = 1.0
+    steps: int
+    noise: float = 1.0
 
     @property
     def min_std(self) -> float:
-        """Floor on the noise of the sampler's steps."""
-        floor: float = self.sampler.min_std
-        return floor
+        return float(self.sampler.min_std)
 
     @property
     def final_std(self) -> float | None:
-        """Noise of the sampler's last step."""
         std: float | None = self.sampler.final_std
         return std
 
     def table(self, process: Any) -> StepTable:
-        """Lay the visits out for a process."""
-        own = self.sampler.table(process)
-        return revisited(own, process, self.sampler, visits=self.visits, fresh=self.fresh)
+        return resampled(
+            self.sampler.table(process), process, self.sampler, steps=self.steps, noise=self.noise
+        )
 
 
 # -- acting -----------------------------------------------------------------------------------------------
@@ -239,7 +219,7 @@ class SteeredPolicy(BestOfN):
 
     Raises:
         CapabilityError: If the policy does not denoise.
-        ConfigError: If its sampler cannot visit levels again, or a number does not fit.
+        ConfigError: If its sampler cannot resample levels, or a number does not fit.
     """
 
     def __init__(self, policy: Any, sketch: Sketch, steering: Steering) -> None:
@@ -249,8 +229,9 @@ class SteeredPolicy(BestOfN):
                 f"out."
             )
         recipe = steering.recipe
-        if recipe.visits > 1:
-            policy = policy.with_sampler(Revisiting(policy.sampler, recipe.visits, steering.fresh))
+        if recipe.resample_steps > 1:
+            noise = steering.resample_noise
+            policy = policy.with_sampler(Resampling(policy.sampler, recipe.resample_steps, noise))
         super().__init__(policy, NearSketch(policy, sketch), Selection(recipe.candidates))
         self.sketch, self.steering, self.recipe = sketch, steering, recipe
         self._first = policy.table.step_at(steering.start) if recipe.starts_at_guide else 0
@@ -264,11 +245,9 @@ class SteeredPolicy(BestOfN):
         return steps - self._first
 
     def guide(self, obs: Observation) -> Tensor:
-        """Return the guide (B, Th, Da) for observations, normalised."""
         return self.policy.normalize_action(self.sketch.guide(obs, self.chunk))
 
     def plan(self, obs: Observation, noise: Tensor, **_: Any) -> Tensor:
-        """Return the plan (B, Th, Da) for observations, normalised; noise is (B, *noise_shape)."""
         guide = self.guide(obs)
         beside = guide.repeat_interleave(self.recipe.candidates, dim=0)
         start = self._start(beside, noise) if self.recipe.starts_at_guide else None
@@ -289,28 +268,21 @@ class SteeredPolicy(BestOfN):
         if not self.recipe.scale:
             return []
         steering, recipe = self.steering, self.recipe
-        return [GuideHook(guide, recipe.scale, steering.gradient, steering.limit, recipe.visits)]
+        return [GuideHook(guide, recipe.scale, steering.gradient, steering.limit, recipe.resample_steps)]
 
 
 def steered(policy: AnyPolicy, steering: Steering) -> AnyPolicy | SteeredPolicy:
-    """Return the policy, following the sketch of a configuration; as it is where there is none.
-
-    Raises:
-        CapabilityError: If the policy does not denoise.
-        ConfigError: If there is no sketch, or something does not fit.
-    """
+    """Return the policy, following the sketch of a configuration; as it is where there is none."""
     return SteeredPolicy(policy, _sketch_of(steering), steering) if steering.is_on else policy
 
 
 def _sketch_of(steering: Steering) -> AnySketch:
-    """Read the sketch of a configuration."""
     if steering.sketch is None:
         raise ConfigError(f"steer.strategy={steering.strategy} needs steer.sketch=<JSON or NPZ file>.")
     return read_sketch(steering.sketch)
 
 
 def _guide_rows(policy: DenoisingPolicy, steering: Steering) -> int:
-    """Return how many rows of the guide a plan begins with."""
     chunk = policy.chunk
     rows = (chunk.act_steps + 1) // 2 if steering.guide_rows is None else steering.guide_rows
     if rows > chunk.act_steps:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from messages import mentions
 from torch import Tensor, nn
 
 from policies.backbones.mlp import MlpConfig
@@ -123,7 +122,7 @@ def test_head_takes_its_trunk_from_a_backbone_and_its_deviation_from_a_process()
     "stds", [{"init_std": 0.5}, {"min_std": 0.0}, {"min_std": 0.15}, {"max_std": 0.05}], ids=str
 )
 def test_contradicting_deviations_are_refused(stds: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=mentions("0 min_std init_std max_std")):
+    with pytest.raises(ConfigError, match="std must be"):
         GaussianHeadConfig(**stds)
 
 

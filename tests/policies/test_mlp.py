@@ -299,6 +299,16 @@ def test_backbone_satisfies_the_protocol(one_block: MlpBackbone) -> None:
         ({"residual": False}, "residual=false hidden_dims"),
         ({"hidden_dims": (8,)}, "hidden_dims"),
         ({"residual": False, "hidden_dims": (8, -1)}, "hidden_dims 1"),
+        ({"width": 0}, "width must be at least 1; got 0"),
+        ({"num_blocks": 0}, "num_blocks must be at least 1; got 0"),
+        ({"activation": "swish"}, "activation must be one of relu, mish, tanh, silu; got 'swish'"),
+        ({"times": "waves"}, "backbone.times must be one of learned, octaves; got 'waves'"),
+        ({"time_dim": 7}, "time_dim must be even; got 7"),
+        ({"time_dim": 2}, "time_dim must be at least 4; got 2"),
+        ({"cond_dims": (4, 0)}, "cond_dims must be at least 1"),
+        ({"residual": False}, "residual=false needs hidden_dims"),
+        ({"hidden_dims": (8,)}, "no hidden_dims; got hidden_dims="),
+        ({"residual": False, "hidden_dims": (8, -1)}, "hidden_dims must be at least 1"),
     ],
 )
 def test_impossible_configurations_are_refused(fields: dict[str, object], message: str) -> None:

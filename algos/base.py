@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from algos.training.settings import BuildSettings
 from envs.datasets.episodes import EpisodeDataset
 from envs.spec import EnvConfig
 from policies.errors import CapabilityError, ConfigError
@@ -28,7 +29,7 @@ Quantities = dict[str, Tensor]
 
 
 @dataclass
-class Setup:
+class Setup(BuildSettings):
     """What an algorithm may ask for when it is built. Missing parts are refused by the algorithm, by name."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # for algorithms that build a policy anew
@@ -38,11 +39,6 @@ class Setup:
     teacher: Policy | None = None  # the policy to learn from
     seed: int = 0
     num_seeds: int = 1  # that learn in this process at once, this one among them; told by `build_seeds`
-    num_workers: int = 2  # rollout processes
-    engine: str = (
-        "exact"  # that collects experience, one of envs.engine.envpool.ENGINES; evaluation is always exact
-    )
-    num_threads: int | None = None  # see `threads`; None: the algorithm's own default
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:

@@ -16,8 +16,6 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from policies.errors import ConfigError
-
 Kind = Literal["eps", "x0", "v", "velocity", "score", "edm", "consistency"]
 """What a network output means: noise, clean action, VP velocity (alpha eps - sigma x0), dx/dt in package
 time, the score of the noisy density, or what EDM or a consistency model mixes with the state (their own
@@ -31,48 +29,6 @@ Observation = Mapping[str, Tensor]
 
 BoundField = Callable[[int, Tensor], Tensor]
 """`bound(k, x)` evaluates a backbone at its k-th bound time for its bound condition; (B, Th, Da)."""
-
-
-@dataclass(frozen=True)
-class ChunkSpec:
-    """Horizons of an action chunk.
-
-    Rows `[action_start : action_start + act_steps]` of the predicted chunk are executed. `action_start`
-    is `obs_steps - 1` for windows that begin at the oldest observation (Diffusion Policy) and 0 for
-    windows that begin at the newest (DPPO); the two agree for a history of one.
-
-    Raises:
-        ConfigError: If the executed rows do not fit into the horizon.
-    """
-
-    action_dim: int
-    horizon: int = 4
-    act_steps: int = 4
-    obs_steps: int = 1
-    action_start: int = 0
-
-    def __post_init__(self) -> None:
-        """Check that the executed rows exist."""
-        if self.action_dim < 1:
-            raise ConfigError(f"the width of actions must be at least 1; got {self.action_dim}.")
-        for name in ("horizon", "act_steps", "obs_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"policy.{name} must be at least 1; got {getattr(self, name)}.")
-        if not 0 <= self.action_start <= self.horizon - self.act_steps:
-            raise ConfigError(
-                f"policy.action_start + policy.act_steps must fit into policy.horizon={self.horizon}; got "
-                f"{self.action_start} + {self.act_steps}. Lower policy.act_steps or raise policy.horizon."
-            )
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(Th, Da)."""
-        return (self.horizon, self.action_dim)
-
-    @property
-    def executed(self) -> slice:
-        """The rows of a chunk that are executed."""
-        return slice(self.action_start, self.action_start + self.act_steps)
 
 
 @dataclass(frozen=True)

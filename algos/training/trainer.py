@@ -16,8 +16,9 @@ from algos.training.metrics import Scalars, TensorBoardWriter, Writer, broken, r
 from algos.training.progress import LONG_S, Display, open_display, planned
 from algos.training.run_directory import RunDirectory
 from algos.training.serialization import capture_global_rng, restore_global_rng
+from algos.training.settings import TrainerSettings
 from algos.training.signals import Interrupted, StopSignals
-from policies.errors import BurnishError, CheckpointError, ConfigError, TrainingError, WorkerError
+from policies.errors import BurnishError, CheckpointError, TrainingError, WorkerError
 from policies.policy import Policy
 
 _log = logging.getLogger(__name__)
@@ -28,31 +29,6 @@ Evaluator = Callable[[Policy, int], Mapping[str, float]]
 
 SAID_AFTER = 2
 """Iterations after which a long run is announced."""
-
-
-@dataclass
-class TrainerSettings:
-    """When to log, to save and to evaluate; counts are units of the algorithm (see `Algorithm.unit`)."""
-
-    log_every: int = 0  # units between rows of metrics.jsonl; 0: after every iteration
-    checkpoint_every: int | None = (
-        None  # units between checkpoints; None: a tenth of the run; 0: at the end only
-    )
-    eval_every: int | None = None  # units between evaluations; None: a tenth of the run; 0: at the end only
-    eval_first: bool = False  # also evaluate before the first iteration
-    keep_checkpoints: int | None = None  # newest checkpoints that stay; None: all
-    tensorboard: bool = False  # also write TensorBoard event files
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        for name in ("log_every", "checkpoint_every", "eval_every"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"trainer.{name} must be 0 or more; got {value}.")
-        if self.keep_checkpoints is not None and self.keep_checkpoints < 1:
-            raise ConfigError(
-                f"trainer.keep_checkpoints must be 1 or more, or null; got {self.keep_checkpoints}."
-            )
 
 
 def train(

@@ -30,7 +30,7 @@ from burnish.runs.locate import locate
 from burnish.runs.tasks import task_of
 from envs.evaluation.evaluate import evaluate
 from envs.evaluation.intervals import bootstrap_mean
-from envs.evaluation.protocol import EvaluationSettings
+from envs.evaluation.settings import EvaluationSettings
 
 PAGE, ALGO = "contained", "dsrl"
 NOISES, STARTS = 32, 100

@@ -33,7 +33,7 @@ from envs.evaluation.evaluate import evaluate
 from envs.evaluation.intervals import bootstrap_mean, wilson
 from envs.rollouts.episodes import EpisodeRow
 from policies.denoising import DenoisingPolicy
-from policies.protocols import ChunkSpec
+from policies.policy_config import ChunkSpec
 from policies.wrappers.sketch_guidance import SteeredPolicy, Steering
 
 RESULTS = Path("docs/results")

@@ -15,7 +15,7 @@ from burnish.runs.locate import check_file_to_write, check_folder_to_write
 from envs.datasets import EpisodeDataset, write_dataset
 from envs.datasets.formats.minari_writer import check_place
 from envs.datasets.formats.writers import FOLDERS, format_to_write
-from envs.evaluation.protocol import check_seeds
+from envs.evaluation.settings import check_seeds
 from envs.rollouts.collect import MAX_ATTEMPTS, collect
 from envs.spec import EnvSpec
 from policies import registry

@@ -21,7 +21,7 @@ from envs.datasets.catalogue import find_dataset
 from envs.datasets.inspect import KeyFacts, describe_file, size_of
 from envs.datasets.recorded_task import describe_task
 from envs.datasets.scores import normalized_score, reference
-from envs.evaluation.protocol import check_seeds
+from envs.evaluation.settings import check_seeds
 from policies.errors import ConfigError, DatasetError
 from policies.paths import path_field
 

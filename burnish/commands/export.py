@@ -12,7 +12,8 @@ from burnish.console import output, table
 from burnish.runs.context import RunContext
 from burnish.runs.locate import Located, check_folder_to_write, locate
 from burnish.runs.tasks import task_of
-from envs.evaluation.protocol import check_seeds, with_steps
+from envs.evaluation.protocol import with_steps
+from envs.evaluation.settings import check_seeds
 from policies.errors import ConfigError
 from policies.export.card import latency_table
 from policies.export.export import FORMATS, export_policy

@@ -27,7 +27,7 @@ from burnish.runs.tasks import description_of, options_that_differ
 from envs.evaluation.comparison import format_interval
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.intervals import bootstrap_iqm, conditional_value_at_risk, success_rate, value_at_risk
-from envs.evaluation.protocol import check_seeds
+from envs.evaluation.settings import check_seeds
 from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
 from policies.paths import path_field
 

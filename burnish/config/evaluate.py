@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from algos.gpc import EstimateSettings, SearchSettings
-from envs.evaluation.protocol import EvaluationSettings
+from algos.gpc_settings import EstimateSettings, SearchSettings
+from envs.evaluation.settings import EvaluationSettings
 from policies.errors import ConfigError
 from policies.paths import path_field
 

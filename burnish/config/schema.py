@@ -29,7 +29,7 @@ from burnish.config.overrides import check_overrides, describe_groups
 from policies import registry
 from policies.errors import ConfigError
 from policies.paths import at_home
-from policies.policy import PART_GROUPS
+from policies.policy_config import PART_GROUPS
 
 GROUPS = ("algo", "env", *PART_GROUPS, "source")
 """Hydra groups filled from the registry; the chosen part stands under the group's name."""

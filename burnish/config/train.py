@@ -8,11 +8,10 @@ from typing import Any, get_type_hints
 
 from omegaconf import MISSING
 
-from algos.base import Setup
-from algos.training.trainer import TrainerSettings
-from envs.evaluation.protocol import EvaluationSettings
+from algos.training.settings import BuildSettings, TrainerSettings
+from envs.evaluation.settings import EvaluationSettings
 from policies.paths import path_field
-from policies.policy import PART_GROUPS, PolicyConfig
+from policies.policy_config import PART_GROUPS, PolicyConfig
 
 
 def _shape_schema() -> type:
@@ -37,7 +36,7 @@ PolicyShape = _shape_schema()
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig(BuildSettings):
     """What `burnish train` does."""
 
     algo: Any = None  # what learns
@@ -57,9 +56,15 @@ class TrainConfig:
     policy: Any = field(default_factory=PolicyShape)  # horizons and normalisation of a new policy
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(episodes=50))
-    num_workers: int = Setup.num_workers  # rollout processes, each with its own noise; 0: this one, as if 1
-    engine: str = Setup.engine  # exact | envpool, which only collects: see Environments; evaluation is exact
-    num_threads: int | None = Setup.num_threads  # null: 2 on-policy (sharing gradients), else 1 (of torch)
+    num_workers: int = (
+        BuildSettings.num_workers
+    )  # rollout processes, each with its own noise; 0: this one, as if 1
+    engine: str = (
+        BuildSettings.engine
+    )  # exact | envpool, which only collects: see Environments; evaluation is exact
+    num_threads: int | None = (
+        BuildSettings.num_threads
+    )  # null: 2 on-policy (sharing gradients), else 1 (of torch)
     device: str = "cpu"  # cpu, cuda or cuda:<n>: where gradients are computed; rollouts stay on the CPU
     progress: bool | None = None  # null: a bar on a terminal, lines elsewhere
 

@@ -24,7 +24,7 @@ from envs.datasets import read_dataset
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.evaluate import evaluate as run_episodes
-from envs.evaluation.protocol import EvaluationSettings
+from envs.evaluation.settings import EvaluationSettings
 from envs.fit import as_shown
 from policies.composition.policy import ComposedPolicy, compose
 from policies.errors import ConfigError

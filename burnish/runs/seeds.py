@@ -14,7 +14,7 @@ from algos.training.resume_checks import settings_of
 from burnish.config.schema import describe
 from burnish.config.unused_keys import keys_of
 from burnish.runs.locate import RUN_CONFIG, check_folder_to_write, folder_of, seed_folders
-from envs.evaluation.protocol import check_seeds
+from envs.evaluation.settings import check_seeds
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
 from policies.storage.atomic_write import write_text

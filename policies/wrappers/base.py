@@ -16,7 +16,8 @@ from policies.encoders import Encoder
 from policies.errors import CapabilityError
 from policies.normalizer import Normalizer
 from policies.policy import Policy, PolicyConfig
-from policies.protocols import ChunkSpec, Cond, SampleHook
+from policies.policy_config import ChunkSpec
+from policies.protocols import Cond, SampleHook
 
 
 class WrapperConfig(Protocol):

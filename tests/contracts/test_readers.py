@@ -31,7 +31,7 @@ from envs.datasets.array_storage import Disk
 from envs.datasets.options import hint_name
 from envs.datasets.windows import Windows
 from policies.errors import ConfigError
-from policies.protocols import ChunkSpec
+from policies.policy_config import ChunkSpec
 
 ENDS_KNOWN = ("d4rl", "dppo", "lerobot", "minari", "robomimic")
 """Formats that tell an end by termination from one by truncation; all others only cut."""

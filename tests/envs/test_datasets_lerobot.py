@@ -378,7 +378,7 @@ def test_a_missing_pyarrow_names_the_extra(tmp_path, monkeypatch):
 
 
 def test_windows_never_reach_over_two_episodes(tmp_path):
-    from policies.protocols import ChunkSpec
+    from policies.policy_config import ChunkSpec
 
     data = read_dataset(write(tmp_path / "so100"))
     windows = Windows(data, ChunkSpec(2, 3, 1), pad_end=False)

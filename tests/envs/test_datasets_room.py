@@ -32,7 +32,7 @@ from envs.datasets.windows import Windows
 from policies.build import build_policy
 from policies.errors import DatasetError
 from policies.policy import PolicyConfig
-from policies.protocols import ChunkSpec
+from policies.policy_config import ChunkSpec
 
 LENGTHS = (40, 7, 33)
 

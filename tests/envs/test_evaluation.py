@@ -19,7 +19,7 @@ from envs.evaluation import protocol
 from envs.evaluation.comparison import FEWEST_EPISODES, compare, format_interval
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.evaluation.intervals import paired_difference
-from envs.evaluation.protocol import EvaluationSettings
+from envs.evaluation.settings import EvaluationSettings
 from envs.make import env
 from envs.rollouts.episodes import EpisodeRow
 from envs.spec import EnvConfig
@@ -27,8 +27,8 @@ from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.policy import Policy, PolicyConfig
+from policies.policy_config import ChunkSpec
 from policies.processes.flow import RectifiedFlow
-from policies.protocols import ChunkSpec
 from tests.global_states import global_states
 
 TASK = env("hopper", max_episode_steps=30)

@@ -29,7 +29,7 @@ Quantities = dict[str, Tensor]
 
 
 @dataclass
-class Setup(BuildSettings):
+class Setup:
     """What an algorithm may ask for when it is built. Missing parts are refused by the algorithm, by name."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # for algorithms that build a policy anew
@@ -39,6 +39,9 @@ class Setup(BuildSettings):
     teacher: Policy | None = None  # the policy to learn from
     seed: int = 0
     num_seeds: int = 1  # that learn in this process at once, this one among them; told by `build_seeds`
+    num_workers: int = BuildSettings.num_workers
+    engine: str = BuildSettings.engine
+    num_threads: int | None = BuildSettings.num_threads
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:

@@ -32,7 +32,7 @@ class TrainerSettings:
             )
 
 
-@dataclass
+@dataclass(frozen=True)
 class BuildSettings:
     """How every algorithm is built."""
 

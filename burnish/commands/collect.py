@@ -55,7 +55,7 @@ class CollectConfig:
             raise ConfigError(f"valid_fraction needs format=robomimic; got {self.valid_fraction}.")
 
 
-def run(config: CollectConfig, job: RunContext) -> float:
+def run(config: CollectConfig, context: RunContext) -> float:
     """Record, write the file, print what is in it; returns the expert's success rate or mean return."""
     return _tell(record(config), Path(config.out), config.env.spec)
 

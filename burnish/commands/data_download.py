@@ -48,7 +48,7 @@ class DataDownloadConfig:
             raise ConfigError(f"attempts must be at least 1; got {self.attempts}.")
 
 
-def run(config: DataDownloadConfig, job: RunContext) -> None:
+def run(config: DataDownloadConfig, context: RunContext) -> None:
     """Fetch and say where it is, or list the names."""
     if config.name is None and config.url is None:
         output().print(table("", ("family", "names", "e.g."), _families()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from envs.datasets.inspect import KeyFacts, describe_file, size_of
 from envs.datasets.recorded_task import describe_task
 from envs.datasets.scores import normalized_score, reference
 from envs.evaluation.settings import check_seeds
+from policies.bounds import bounded
 from policies.errors import ConfigError, DatasetError
 from policies.paths import path_field
 
@@ -40,7 +41,7 @@ class DataInspectConfig:
     out: str | None = (
         path_field()  # folder for inspection.json and inspection.png; null: inspection-<name of the dataset>
     )
-    data: dict[str, Any] = field(default_factory=dict)  # options of its format's reader: see Data
+    reader: dict[str, Any] = bounded({}, was="data")  # options of its format's reader: see Data
     task: str | None = None  # D4RL task whose reference returns make scores and trajectory quality
     against: str | None = path_field()  # dataset whose distinct state-action pairs measure the coverage
     measures: bool = True  # also measure coverage, divergence of actions and own rows
@@ -59,7 +60,7 @@ class DataInspectConfig:
         check_seeds("seed", self.seed, 1)
 
 
-def run(config: DataInspectConfig, job: RunContext) -> None:
+def run(config: DataInspectConfig, context: RunContext) -> None:
     """Write and print what was found."""
     facts = inspect(config)
     shown = output()
@@ -88,12 +89,12 @@ def inspect(config: DataInspectConfig) -> dict[str, Any]:
     facts: dict[str, Any] = {"file": str(path), "keys": _keys(path), "remarks": []}
     facts["bytes"] = size_of(path)
     try:
-        data = read_dataset(path, **config.data)
+        data = read_dataset(path, **config.reader)
     except DatasetError as error:
         facts["error"] = str(error)
         _write(target, facts, None)
         raise
-    other = None if config.against is None else _reference(data, config.against, config.data)
+    other = None if config.against is None else _reference(data, config.against, config.reader)
     facts |= describe(data, config.task)
     if config.measures:
         facts["measures"] = _measures(data, other, config)

@@ -99,12 +99,12 @@ def _ours() -> Iterator[Finding]:
 
 
 def _parts() -> Iterator[Finding]:
-    from burnish.config.schema import GROUPS, scan_parts
+    from burnish.config.parts import GROUPS
     from policies import registry
 
     try:
-        scan_parts()
-    except ConfigError as error:  # of a plug-in; the parts of this project are there
+        registry.load_plugins()
+    except ConfigError as error:  # the parts of this project are there
         yield Finding("plug-ins", False, str(error), True)
     counts = ", ".join(f"{len(registry.parts(group))} {group}" for group in GROUPS)
     yield Finding("parts", all(registry.parts(group) for group in GROUPS), counts, True)

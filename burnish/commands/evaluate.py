@@ -36,22 +36,27 @@ class Result:
 
     label: str
     evaluation: Evaluation
-    versus: Evaluation | None
-    comparison: Comparison | None  # policy - versus
+    baseline: Evaluation | None
+    comparison: Comparison | None  # policy - baseline
     path: Path  # JSON
 
+    @property
+    def versus(self) -> Evaluation | None:
+        """Former name of `baseline`, for one version."""
+        return self.baseline
 
-def run(config: EvalConfig, job: RunContext) -> float:
+
+def run(config: EvalConfig, context: RunContext) -> float:
     """Evaluate, write, print; returns the success rate, or the mean return of a task without success."""
     if config.compose is not None:
         composed = compose_and_compare(config)
         _tell(composed)
         return _main_number(composed.evaluation)
     result = evaluate(config)
-    mine, other = shown_names(result.label, str(config.policy), str(config.versus))
+    mine, other = shown_names(result.label, str(config.policy), str(config.baseline))
     both = [(mine, result.evaluation)]
-    if result.versus is not None:
-        both.append((other, result.versus))
+    if result.baseline is not None:
+        both.append((other, result.baseline))
     output().print(summary_table(both))
     if result.comparison is not None:
         output().print(str(result.comparison), markup=False)
@@ -72,13 +77,13 @@ def _main_number(evaluation: Evaluation) -> float:
     return headline(evaluation)[evaluation.quantity]
 
 
-def shown_names(label: str, policy: str, versus: str) -> tuple[str, str]:
+def shown_names(label: str, policy: str, baseline: str) -> tuple[str, str]:
     """Return what two policies are called in a table: a label and a path, or two paths that differ."""
-    if label != versus:
-        return label, versus
-    if policy != versus:
-        return policy, versus
-    return f"{policy} (policy)", f"{versus} (versus)"
+    if label != baseline:
+        return label, baseline
+    if policy != baseline:
+        return policy, baseline
+    return f"{policy} (policy)", f"{baseline} (baseline)"
 
 
 def evaluate(config: EvalConfig) -> Result:
@@ -91,15 +96,15 @@ def evaluate(config: EvalConfig) -> Result:
     if config.out is not None:
         check_file_to_write(config.out)
     mine = locate_actor(config.policy, "policy", trust=config.trust)
-    other = None if config.versus is None else locate_actor(config.versus, "versus", trust=config.trust)
+    other = None if config.baseline is None else locate_actor(config.baseline, "baseline", trust=config.trust)
     if config.env is not None:
         say_what_differs(mine, config.env)
     env = config.env if config.env is not None else task_of(mine, " Give env=<name>.")
     evaluation = _play(mine, env, config)
-    versus = None if other is None else _play(other, env, config)
-    comparison = None if versus is None else compare(versus, evaluation)
+    baseline = None if other is None else _play(other, env, config)
+    comparison = None if baseline is None else compare(baseline, evaluation)
     path = _write(config, mine, other, evaluation, comparison)
-    return Result(mine.label, evaluation, versus, comparison, path)
+    return Result(mine.label, evaluation, baseline, comparison, path)
 
 
 def summary_table(evaluations: Iterable[tuple[str, Evaluation]]) -> Table:
@@ -135,7 +140,7 @@ def _write(
     content = json.loads(evaluation.to_json())
     content["policy"] = mine.label
     if found is not None:
-        content["versus"] = {"policy": str(config.versus), **asdict(found)}
+        content["versus"] = {"policy": str(config.baseline), **asdict(found)}
     name = _file_name(mine, other, evaluation.protocol_hash)
     if config.out is None and mine.run is not None:
         return RunDirectory.open(mine.run).write_eval(name, content)

@@ -53,7 +53,7 @@ class ExportConfig:
         check_seeds("seed", self.seed)
 
 
-def run(config: ExportConfig, job: RunContext) -> float:
+def run(config: ExportConfig, context: RunContext) -> float:
     """Export, print parity and latency, and return the largest difference."""
     report = export(config)
     _tell(report)

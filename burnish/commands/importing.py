@@ -38,7 +38,7 @@ class Imported:
     conversion: Conversion
 
 
-def run(config: ImportConfig, job: RunContext) -> float:
+def run(config: ImportConfig, context: RunContext) -> float:
     """Import, print what was done, and return the number of tensors that have a place."""
     imported = convert(config)
     _tell(imported)

@@ -25,12 +25,12 @@ import omegaconf
 from burnish.commands.list import summary
 from burnish.config.commands import COMMANDS
 from burnish.config.overrides import default_options
-from burnish.config.schema import GROUPS, scan_parts
+from burnish.config.parts import GROUPS
 from burnish.config.train import PolicyShape
 from burnish.console import output
 from envs.datasets import reader_options
 from policies import registry
-from policies.policy import PolicyConfig
+from policies.policy_config import PolicyConfig
 
 PAGE = "docs/keys.md"
 OURS = ("algos", "envs", "policies")
@@ -74,7 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def page() -> str:
     """Return the page in Markdown."""
-    scan_parts()
     lines = [INTRODUCTION, "## Commands", ""]
     for command in COMMANDS.values():
         if command.schema is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -11,7 +12,6 @@ from typing import Any
 import yaml
 
 from burnish.config.overrides import default_options, experiments
-from burnish.config.schema import scan_parts
 from burnish.console import output, table
 from policies import registry
 from policies.errors import MissingExtraError
@@ -32,7 +32,6 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="burnish list", description="What there is to choose from.")
     parser.add_argument("kind", choices=[*KINDS, "datasets", "experiments"])
     kind = parser.parse_args(arguments).kind
-    scan_parts()
     if kind == "experiments":
         shown = table("", ("experiment=", "algo", "env", "what it is"), _experiments())
     elif kind == "datasets":
@@ -48,13 +47,25 @@ def main(arguments: Sequence[str]) -> int:
 
 def summary(thing: object) -> str:
     """Return the first sentence of a docstring."""
-    text = inspect.getdoc(thing) or ""
+    return first_sentence(inspect.getdoc(thing) or "")
+
+
+def first_sentence(text: str) -> str:
+    """Return the first paragraph of a docstring in one line."""
     return " ".join(text.split("\n\n")[0].split())
 
 
 def _parts(group: str) -> Iterator[tuple[object, ...]]:
-    for name, part in registry.parts(group).items():
-        yield name, summary(part), f"{part.__module__}.{part.__qualname__}"
+    """Yield name, summary and place of every part; those of ours are read from the sources."""
+    for name in registry.names(group):
+        source = registry.sources(group).get(name)
+        if source is None:
+            part = registry.lookup(group, name)
+            yield name, summary(part), f"{part.__module__}.{part.__qualname__}"
+            continue
+        found = source.definition(group, name)
+        text = ast.get_docstring(found) or summary(registry.lookup(group, name))  # may be that of its base
+        yield name, first_sentence(text), f"{source.module}.{found.name}"
 
 
 def _envs() -> Iterator[tuple[object, ...]]:

@@ -78,7 +78,7 @@ class ReportConfig:
         return (Path(str(self.run)) if len(runs) > 1 else runs[0].path) / "report"
 
 
-def run(config: ReportConfig, job: RunContext) -> None:
+def run(config: ReportConfig, context: RunContext) -> None:
     """Write the page and say where it is."""
     output().print(f"written: {report(config)}", markup=False, soft_wrap=True)
 

@@ -50,7 +50,7 @@ class ServeConfig(ServerSettings):
             raise ConfigError(f"metrics_port must lie in 0 to 65535, or null; got {self.metrics_port}.")
 
 
-def run(config: ServeConfig, job: RunContext) -> None:
+def run(config: ServeConfig, context: RunContext) -> None:
     """Serve until a signal comes."""
     if config.new_client is not None:
         path = make_keys(str(config.keys), config.new_client)

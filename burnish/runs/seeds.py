@@ -8,11 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from algos.offline.batched_seeds import ONE_BY_ONE
-from algos.offline.loop import TrainsSeeds
 from algos.training.resume_checks import settings_of
+from burnish.config.overrides import Overrides
 from burnish.config.schema import describe
-from burnish.config.unused_keys import keys_of
 from burnish.runs.locate import RUN_CONFIG, check_folder_to_write, folder_of, seed_folders
 from envs.evaluation.settings import check_seeds
 from policies import registry
@@ -88,10 +86,9 @@ def require_complete(place: str | Path, key: str = "resume") -> None:
         )
 
 
-def of_one_seed(config: TrainConfig, typed: Sequence[str], seed: int) -> tuple[TrainConfig, list[str]]:
+def of_one_seed(config: TrainConfig, typed: Overrides, seed: int) -> tuple[TrainConfig, Overrides]:
     """Return the configuration of the run of a seed, and its overrides: those of a run that is alone."""
-    others = [text for text, key in zip(typed, keys_of(typed), strict=True) if key != "seeds"]
-    return replace(config, seed=seed, seeds=None), [*others, f"seed={seed}"]
+    return replace(config, seed=seed, seeds=None), typed.but("seeds") + Overrides.parse([f"seed={seed}"])
 
 
 def require_alike(configs: Sequence[TrainConfig]) -> None:
@@ -122,9 +119,12 @@ def require_together(config: TrainConfig) -> None:
     Raises:
         ConfigError: If this is one, or there is a policy to start from.
     """
+    from algos.offline.batched_seeds import ONE_BY_ONE  # a single run has no use for these modules
+    from algos.offline.loop import TrainsSeeds
+
     name = registry.name_of("algo", config.algo)
-    able = [algo for algo, part in registry.parts("algo").items() if issubclass(part, TrainsSeeds)]
-    if name not in able:
+    if not isinstance(config.algo, TrainsSeeds):
+        able = [algo for algo, part in registry.parts("algo").items() if issubclass(part, TrainsSeeds)]
         raise ConfigError(
             f"seeds=[…] is for the algorithms {', '.join(able)}; algo={name} trains one seed at a time. "
             f"{ONE_BY_ONE}"

@@ -28,7 +28,7 @@ def check_seeds(name: str, first: int, count: int = 1) -> None:
         raise ConfigError(f"{name} must be from 0 to {largest}; got {first}.")
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvaluationSettings:
     """The protocol of an evaluation, the only home of its defaults; hashed and stored with the numbers."""
 

@@ -145,7 +145,7 @@ def test_rewards_that_are_all_zero_are_refused_with_what_to_do(tmp_path: Path, c
     rewards = np.full(FRAMES, -changes.get("reward_shift", 0.0))
     path = written(tmp_path / "poor.hdf5", rewards=rewards)
     with pytest.raises(
-        ConfigError, match=r"poor\.hdf5: all 60 rewards are .*algo=iql .*data\.task=.*algo=bc"
+        ConfigError, match=r"poor\.hdf5: all 60 rewards are .*algo=iql .*reader\.task=.*algo=bc"
     ):
         run_on(path, IqlConfig(**SMALL, **changes))
 

@@ -26,7 +26,6 @@ from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from algos.training.serialization import to_plain
 from algos.training.trainer import Member, TrainerSettings, train, train_together
-from burnish.config.schema import scan_parts
 from policies import registry
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
@@ -96,7 +95,6 @@ def test_every_seed_learns_what_it_would_learn_alone(kind: Any, options: dict[st
 
 
 def test_every_algorithm_that_trains_several_seeds_is_among_these() -> None:
-    scan_parts()
     able = {name for name, part in registry.parts("algo").items() if hasattr(part, "together")}
     assert able == {registry.name_of("algo", kind()) for kind, _ in ABLE}
 

@@ -245,7 +245,7 @@ def test_options_reach_the_reader(tmp_path: Path, noisy: EpisodeDataset) -> None
     write_d4rl(tmp_path / "toy.hdf5", replace(noisy, extras={"x": torch.zeros(400)}))
     facts = inspected(tmp_path / "toy.hdf5", data={"d4rl_compat": True}, measures=False)
     assert facts["frames"] == 398, "time-outs are no official transitions"
-    with pytest.raises(ConfigError, match=r"data\.compact is an option of ogbench; .* is d4rl"):
+    with pytest.raises(ConfigError, match=r"reader\.compact is an option of ogbench; .* is d4rl"):
         inspected(tmp_path / "toy.hdf5", data={"compact": True})
 
 

@@ -167,7 +167,7 @@ def test_done_in_data_without_success_is_told_and_a_truncation(tmp_path, caplog)
     folder = write(tmp_path / "real", features=gone, **gone)
     assert ends_of(read_dataset(folder)) == [False] * 4
     told = [record.getMessage() for record in caplog.records if "next.done" in record.getMessage()]
-    assert len(told) == 1 and "2 of 4 episodes" in told[0] and "data.done_is_terminal=true" in told[0]
+    assert len(told) == 1 and "2 of 4 episodes" in told[0] and "reader.done_is_terminal=true" in told[0]
     caplog.clear()
     assert ends_of(read_dataset(folder, done_is_terminal=True)) == [True, False, True, False]
     assert "next.done" not in caplog.text

@@ -264,7 +264,7 @@ def test_what_fits_on_no_disk_is_refused(
 ) -> None:
     path = write(tmp_path, data)
     monkeypatch.setattr(array_storage, "free_disk", lambda folder: 1000)
-    with pytest.raises(DatasetError, match=r"reading it takes .* GiB.*has 0.00 GiB.*data.cache=<folder>"):
+    with pytest.raises(DatasetError, match=r"reading it takes .* GiB.*has 0.00 GiB.*reader.cache=<folder>"):
         read_dataset(path)
 
 
@@ -275,7 +275,7 @@ def test_a_disk_that_is_full_is_an_error_and_not_the_end(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(array_storage.os, "posix_fallocate", full)
-    with pytest.raises(DatasetError, match=r"no room for .*No space left on device.*data.cache=<folder>"):
+    with pytest.raises(DatasetError, match=r"no room for .*No space left on device.*reader.cache=<folder>"):
         Disk(tmp_path).empty((10, 2), np.float32)
 
 

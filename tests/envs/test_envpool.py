@@ -11,9 +11,9 @@ import mujoco
 import numpy as np
 import pytest
 
-from burnish.commands.train import train
 from burnish.config.schema import compose_config
 from burnish.runs.context import RunContext
+from burnish.runs.launch import train
 from envs.engine.envpool import check_release, task_of, vector_on
 from envs.engine.vector import ChunkVector
 from envs.make import env

@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
+from algos.base import device_of
 from burnish.commands.export import surroundings_of
 from burnish.console import output
 from burnish.runs.context import RunContext
-from burnish.runs.device import device_of
 from burnish.runs.locate import locate
 from envs.evaluation.protocol import with_steps
 from policies.errors import ConfigError

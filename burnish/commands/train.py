@@ -6,7 +6,7 @@ from burnish.config.train import TrainConfig
 from burnish.console import output
 from burnish.runs.context import RunContext
 from burnish.runs.launch import main_number, report_lines, train, train_seeds
-from burnish.runs.seeds import has_seeds
+from burnish.runs.resolve import has_seeds
 
 
 def run(config: TrainConfig, context: RunContext) -> float | None:

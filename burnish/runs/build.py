@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 from algos.base import Algorithm, Metrics, Setup
@@ -65,7 +66,7 @@ def build(run: ResolvedRun) -> Built:
 
 
 def prepare(run: ResolvedRun) -> Setup:
-    """Load the policies and the dataset of a run."""
+    """Load the policies of a run; its dataset is read when the algorithm first asks for it."""
     config = run.config
     init = None if run.init is None else run.init.load()
     if init is not None:
@@ -73,7 +74,7 @@ def prepare(run: ResolvedRun) -> Setup:
     return Setup(
         policy=config.policy_config(),
         env=config.env,
-        dataset=_dataset(config),
+        dataset=None if config.dataset is None else partial(_dataset, config),  # type: ignore[arg-type]
         init=init,
         teacher=None if run.teacher is None else run.teacher.load(),
         seed=config.seed,
@@ -84,10 +85,9 @@ def prepare(run: ResolvedRun) -> Setup:
     )
 
 
-def _dataset(config: TrainConfig) -> EpisodeDataset | None:
-    """Read the dataset, if there is one, as the task shows such data."""
-    if config.dataset is None:
-        return None
+def _dataset(config: TrainConfig) -> EpisodeDataset:
+    """Read the dataset as the task shows such data."""
+    assert config.dataset is not None
     dataset = read_dataset(config.dataset, **config.reader)
     return dataset if config.env is None else as_shown(config.env, dataset)
 

@@ -14,16 +14,15 @@ from pathlib import Path
 
 import torch
 
+from algos.base import device_of
 from algos.training.run_directory import RunDirectory
 from algos.training.settings import BuildSettings
 from burnish.config.overrides import Overrides
 from burnish.config.schema import GROUPS, restore
 from burnish.config.train import TrainConfig
 from burnish.runs.context import RunContext
-from burnish.runs.device import device_of
 from burnish.runs.locate import RUN_CONFIG, Located, check_folder_to_write, locate, seed_folders
 from burnish.runs.seeds import (
-    has_seeds,
     of_one_seed,
     require_alike,
     require_complete,
@@ -76,6 +75,11 @@ class ResolvedRun:
     def config(self) -> TrainConfig:
         """The configuration, of several runs that of the first."""
         return self.configs[0]
+
+
+def has_seeds(config: TrainConfig) -> bool:
+    """Whether several runs are started or continued."""
+    return config.seeds is not None or bool(seed_folders(config.resume))
 
 
 def resolve(config: TrainConfig, context: RunContext) -> ResolvedRun:
@@ -230,7 +234,7 @@ def _require_its_policies(config: TrainConfig, run: RunDirectory) -> None:
             locate(path, key)
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error} If it was moved, give its new place: burnish train resume={run.path} {key}=<place>."
+                f"{error} If it was moved: burnish train resume={run.path} {key}=<its new place>."
             ) from None
 
 
@@ -248,7 +252,7 @@ def _with_lasting_paths(config: TrainConfig) -> tuple[TrainConfig, Located | Non
     fixed = dataclasses.replace(
         config,
         dataset=dataset,
-        reader=lasting_options(config.reader),
+        reader=lasting_options(config.reader) if config.reader else {},
         init=None if init is None else str(init.path.resolve()),
         algo=algo,
     )

@@ -25,11 +25,6 @@ _NOTE = "seeds.txt"
 _OF_EACH = ("seed", "name", "progress", "num_workers")
 
 
-def has_seeds(config: TrainConfig) -> bool:
-    """Tell whether several runs are started or continued."""
-    return config.seeds is not None or bool(seed_folders(config.resume))
-
-
 def require_distinct(seeds: Sequence[int]) -> None:
     """Refuse seeds that are none, no numbers, the same, or out of range.
 

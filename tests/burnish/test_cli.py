@@ -387,6 +387,22 @@ def test_threads_default_to_one_unless_the_person_chose(monkeypatch: pytest.Monk
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
+@pytest.mark.parametrize("words", [["list", "algos"], ["eval", "--help"]], ids=" ".join)
+def test_pages_that_only_name_parts_import_none(words: list[str], tmp_path: Path) -> None:
+    home = str(Path(cli.__file__).resolve().parents[1])
+    code = (
+        "import sys; from burnish import cli\n"
+        f"sys.argv = ['burnish']\ntry: cli.main({words})\n"
+        "except SystemExit as ended: assert not ended.code\n"
+        "heavy = {'torch', 'mujoco', 'gymnasium'} & set(sys.modules)\n"
+        "parts = [name for name in sys.modules if name.startswith(('algos.dppo', 'policies.processes'))]\n"
+        "assert not heavy and not parts, (heavy, parts)"
+    )
+    variables = os.environ | {"PYTHONPATH": home}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=variables, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def test_the_front_page_loads_nothing_numeric(tmp_path: Path) -> None:
     home = str(Path(cli.__file__).resolve().parents[1])
     code = (

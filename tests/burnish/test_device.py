@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from algos.base import device_of
 from burnish.commands.serve import ServeConfig, served_by
-from burnish.runs.device import device_of
 from policies.errors import ConfigError
 
 

@@ -412,8 +412,8 @@ def test_keyword_values_are_written_in_the_grammar_of_overrides(tmp_path: Path) 
 def test_numbers_of_numpy_and_torch_are_written_as_plain_ones() -> None:
     numbers = {"a": np.float64(2.5), "b": np.int64(3), "c": np.bool_(True), "d": torch.tensor(0.5)}
     assert overrides_of((), numbers) == ["a=2.5", "b=3", "c=true", "d=0.5"]
-    inside = compose_config("train", overrides_of((), {"data.masks": [{"a": 1, "b": Path("x y")}]}))
-    assert inside.data == {"masks": [{"a": 1, "b": "x y"}]}
+    inside = compose_config("train", overrides_of((), {"reader.masks": [{"a": 1, "b": Path("x y")}]}))
+    assert inside.reader == {"masks": [{"a": 1, "b": "x y"}]}
     nested = {"a": [np.float64(2.5), (np.int64(3),)], "b": {"c": np.arange(2)}}
     assert overrides_of((), nested) == ["a=[2.5,[3]]", "b.c=[0,1]"]
     assert compose_config("eval", overrides_of((), {"temperature": np.float64(2.5)})).temperature == 2.5

@@ -285,9 +285,9 @@ def test_options_of_others_and_of_other_types_are_refused(name: str, path: Path)
         owners = " and ".join(other for other, known in options.items() if option in known)
         what = f"is an option of {owners}; " if owners else "is no option of any format. "
         listed = f"{path} is {name}, whose options are: {', '.join(options[name])}."
-        assert refusal(path, **{option: None}) == f"data.{option} {what}{listed}"
+        assert refusal(path, **{option: None}) == f"reader.{option} {what}{listed}"
     for option, known in options[name].items():
-        wanted = f"data.{option} of {name} must be {hint_name(known.hint)}; got 1.5."
+        wanted = f"reader.{option} of {name} must be {hint_name(known.hint)}; got 1.5."
         assert refusal(path, **{option: 1.5}) == wanted
 
 

@@ -123,7 +123,7 @@ def to_object(node: Any) -> Any:
         if key not in former:
             raise ConfigError(unknown_key(node._get_full_key(key), kind))
         warn_of_former_key(node._get_full_key(key), node._get_full_key(former[key]))
-        node[former[key]] = node._get_node(key)
+        node[former[key]] = node[key]
     hints = typing.get_type_hints(kind)
     return kind(**{f.name: _value(node, f.name, hints[f.name]) for f in fields(kind) if f.init})
 

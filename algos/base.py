@@ -13,6 +13,7 @@ from torch import Tensor
 from algos.training.settings import BuildSettings
 from envs.datasets.episodes import EpisodeDataset
 from envs.spec import EnvConfig
+from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy, PolicyConfig
 
@@ -101,6 +102,18 @@ def require_states_only(policy: Policy, algo: str) -> None:
         raise CapabilityError(
             f"algo={algo} learns from states; the policy also looks through the cameras "
             f"{', '.join(policy.images)}. Use one with encoder=state, or clone with algo=bc."
+        )
+
+
+def require_one_policy(policy: Policy, algo: str) -> None:
+    """Refuse a composition: it has no network of its own.
+
+    Raises:
+        CapabilityError: If the policy is one.
+    """
+    if isinstance(policy, ComposedPolicy):
+        raise CapabilityError(
+            f"algo={algo} trains one policy; init is a composition. Train its members, then compose them."
         )
 
 

@@ -25,7 +25,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from algos.base import Metrics, Setup
+from algos.base import Metrics, Setup, require_one_policy
 from algos.cloning.batches import CloningBatch, Shuffle, WindowSampler
 from algos.cloning.distillation import Teacher
 from algos.cloning.validation import Validation, masked_mean, matching_of
@@ -117,7 +117,7 @@ class BcConfig(Checked):
             ConfigError: If there is no dataset, widths or images of dataset, environment and policy differ,
                 or the policy cannot learn from the teacher.
             DatasetError: If the dataset has no window.
-            CapabilityError: If the policy to start from has no matching loss.
+            CapabilityError: If the policy to start from has no matching loss, or is a composition.
         """
         with torch_threads(setup.threads(THREADS)):
             return Bc(self, setup)
@@ -323,6 +323,7 @@ def _start_policy(setup: Setup, dataset: EpisodeDataset) -> Policy:
     goal_dim = _goal_dim(setup, dataset)
     _require_goals(goal_dim, dataset)
     if setup.init is not None:
+        require_one_policy(setup.init, "bc")
         return setup.init.clone().requires_grad_(True)
     return build_policy(
         setup.policy,

@@ -29,7 +29,7 @@ from typing import Any
 
 from torch import Tensor
 
-from algos.base import Setup
+from algos.base import Setup, require_one_policy
 from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.functional import clip_ranges, denoising_discounts
 from algos.onpolicy.loop import OnPolicy, check_setup
@@ -150,6 +150,7 @@ def require_diffusion(policy: Policy, algo: str) -> DenoisingPolicy:
     Raises:
         CapabilityError: If it is not a diffusion policy.
     """
+    require_one_policy(policy, algo)
     if isinstance(policy, DenoisingPolicy) and isinstance(policy.process, VPDiffusion):
         return policy
     raise CapabilityError(

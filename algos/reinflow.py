@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from algos.base import Setup
+from algos.base import Setup, require_one_policy
 from algos.onpolicy.exploration_noise import NoiseConfig
 from algos.onpolicy.flow_setup import on_even_times
 from algos.onpolicy.frozen_copy import tunable_copy
@@ -136,8 +136,13 @@ class ReinFlowConfig(PpoConfig):
     @staticmethod
     def _probe(policy: DenoisingPolicy) -> tuple[Any, ...]:
         """Return a condition and the times of the sampler."""
-        obs = torch.zeros(1, policy.chunk.obs_steps, policy.obs_dim, device=policy.device, dtype=policy.dtype)
-        cond = policy.encode(policy.observation({"state": obs}))
+        steps = policy.chunk.obs_steps
+        obs = {"state": torch.zeros(1, steps, policy.obs_dim)}
+        if policy.goal_dim:
+            obs["goal"] = torch.zeros(1, policy.goal_dim)
+        for camera, shape in policy.images.items():
+            obs[camera] = torch.zeros(1, steps, *shape, dtype=torch.uint8)
+        cond = policy.encode(policy.observation(obs))
         second = policy.table.second_time
         return (
             cond,
@@ -152,6 +157,7 @@ def require_flow(policy: Policy, algo: str) -> DenoisingPolicy:
     Raises:
         CapabilityError: If it is not.
     """
+    require_one_policy(policy, algo)
     if isinstance(policy, DenoisingPolicy) and isinstance(policy.process, LinearPath):
         return policy
     raise CapabilityError(

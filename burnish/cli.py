@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import os
 import sys
 from collections.abc import Sequence
@@ -42,6 +43,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(_dispatch(name, rest))
 
 
+def require_graphics_library() -> None:
+    """Refuse a `MUJOCO_GL` whose library is missing, with which MuJoCo cannot be imported.
+
+    Raises:
+        ImportError: Names the library, and what to install or unset.
+    """
+    name = os.environ.get("MUJOCO_GL", "").strip().lower()
+    library, package = {"egl": ("EGL", "libegl1"), "osmesa": ("OSMesa", "libosmesa6")}.get(name, ("", ""))
+    if sys.platform == "linux" and library and ctypes.util.find_library(library) is None:
+        raise ImportError(
+            f"MUJOCO_GL={name} needs lib{library}, which is not installed. Install it (Debian: {package}), "
+            "or unset MUJOCO_GL."
+        )
+
+
 def split_command(words: Sequence[str]) -> tuple[str, list[str]]:
     """Split what was typed into the name of a command, of one or two words, and its arguments."""
     both = " ".join(words[:2])
@@ -75,6 +91,7 @@ def _dispatch(name: str, arguments: list[str]) -> int:
         return 2
     try:
         require_own_packages()
+        require_graphics_library()
     except ImportError as error:
         sys.stderr.write(f"burnish: error: {error}\n")
         return 2

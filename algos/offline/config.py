@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
-from algos.base import Setup, require_states_only
+from algos.base import Setup, require_one_policy, require_states_only
 from algos.offline.loop import THREADS, Learner, OfflineRun
 from algos.offline.overestimation import probes_of
 from algos.optim import DelayedDecay, Ema
@@ -29,7 +30,6 @@ from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig
 from policies.bounds import Checked
 from policies.build import build_policy
-from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy, PolicyConfig
 from policies.processes.deterministic import DeterministicProcess
@@ -69,7 +69,7 @@ class OfflineConfig(Checked):
     hidden_dims: tuple[int, ...] = (256, 256)  # of a new actor; ReLU
     critic_dims: tuple[int, ...] = (256, 256)  # hidden widths of a critic; ReLU
     block_steps: int = 1000  # gradient steps between two reports
-    autocast: str | None = None  # bfloat16: hidden layers are multiplied in that type; null: float32 as ever
+    autocast: str | None = None  # bfloat16 in hidden layers, faster with AMX or AVX512_BF16; null: float32
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -136,6 +136,8 @@ class OfflineConfig(Checked):
             setup: Its own seed is not used.
             seeds: Different ones.
         """
+        if self.autocast is not None and setup.device.type == "cpu":
+            warn_of_slow_bfloat16()
         with torch_threads(setup.threads(THREADS)):
             dataset, begin = self.start(setup)
             rewarding = self.rewarding(dataset)
@@ -201,6 +203,17 @@ class OfflineConfig(Checked):
         """Return what learns; torch's global generator is seeded for its initial weights."""
 
 
+def warn_of_slow_bfloat16() -> None:
+    """Warn where the CPU has no instructions for products of bfloat16; old releases of torch do not tell."""
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    if known.get("architecture") == "x86_64" and not (known["amx_bf16"] or known["avx512_bf16"]):
+        _log.warning(
+            "algo.autocast=bfloat16 is slower than float32 on this CPU (%s), which has neither AMX nor "
+            "AVX512_BF16. Leave algo.autocast out.",
+            known.get("cpu_name", "unknown"),
+        )
+
+
 def _require_rewards(dataset: EpisodeDataset, rewarding: Rewarding, algo: str) -> None:
     """Refuse rewards that are all 0, and warn of constant ones where no end of the task tells actions apart.
 
@@ -262,10 +275,7 @@ def _refuse_several(policy: Policy, algo: str) -> None:
     Raises:
         CapabilityError: If it is a composition, or something stands in front of it.
     """
-    if isinstance(policy, ComposedPolicy):
-        raise CapabilityError(
-            f"algo={algo} trains one policy; init is a composition. Train its members, then compose them."
-        )
+    require_one_policy(policy, algo)
     if isinstance(policy, WrappedPolicy):
         raise CapabilityError(
             f"algo={algo} trains one policy; init has '{name_of('wrapper', policy.wrapper)}' on top. Train "

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 from rich.console import Console
@@ -59,6 +61,28 @@ def key_numbers(values: Mapping[str, float], count: int = 3) -> str:
     names = [name for name in _INTERESTING if name in values]
     names += [name for name in values if name not in names and not name.startswith("time/")]
     return "  ".join(f"{name} {values[name]:.4g}" for name in names[:count])
+
+
+FIRST_LINE_S = 20.0
+"""Seconds between lines while the first iteration is under way."""
+
+
+@contextmanager
+def announced(what: str, seconds: float = FIRST_LINE_S) -> Iterator[None]:
+    """Log now and then that `what` is still under way: numbers come only when an iteration ends."""
+    ended, began = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        while not ended.wait(seconds):
+            _log.info("%s has been under way for %.0f s.", what, time.monotonic() - began)
+
+    thread = threading.Thread(target=tell, name="announced", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 LONG_S = 3600.0

@@ -7,6 +7,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ _PACKAGES = (
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return versions, platform, threads and source commit: what a number may depend on."""
+    """Return versions, processor, threads and source commit: what a number may depend on."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "processor": platform.machine(),
+        "machine": platform.machine(),
+        "processor": processor_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
         "cpu_count": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
@@ -39,6 +42,12 @@ def describe_environment() -> dict[str, Any]:
         "commit": _commit(),
         "command": Path(sys.argv[0]).name if sys.argv else None,
     }
+
+
+def processor_name() -> str:
+    """Return the model of the CPU, or its architecture where it has no name; rounding depends on it."""
+    known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return str(known.get("cpu_name") or platform.processor() or platform.machine())
 
 
 def _version(package: str) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from algos.base import Algorithm, Metrics
 from algos.training.metrics import Scalars, TensorBoardWriter, Writer, broken, read_jsonl, read_out
-from algos.training.progress import LONG_S, Display, open_display, planned
+from algos.training.progress import LONG_S, Display, announced, open_display, planned
 from algos.training.run_directory import RunDirectory
 from algos.training.serialization import capture_global_rng, restore_global_rng
 from algos.training.settings import TrainerSettings
@@ -189,8 +189,10 @@ class _Group:
     def _iterate(self, stop: StopSignals) -> None:
         """Do one iteration and report it."""
         before, began = [session.algorithm.progress for session in self.sessions], time.monotonic()
+        is_first = self._advances == 0 and self._display is not None
         try:
-            found = self._advance()
+            with announced("the first iteration") if is_first else nullcontext():
+                found = self._advance()
         except WorkerError as error:
             if stop.number is None:
                 raise

@@ -21,6 +21,7 @@ import gymnasium
 import mujoco
 import torch
 
+from algos.training.provenance import processor_name
 from benchmarks.speed.cases_acting import exported, rollout, sampling, transformer, unet
 from benchmarks.speed.cases_flows import flow, reinflow
 from benchmarks.speed.cases_learning import cloning, gather, iteration, update
@@ -59,6 +60,7 @@ def machine() -> dict[str, object]:
     return {
         "platform": platform.platform(),
         "python": platform.python_version(),
+        "processor": processor_name(),
         "cpus": os.cpu_count(),
         "load": os.getloadavg()[0],
         "torch": torch.__version__,

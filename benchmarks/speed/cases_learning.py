@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,7 +70,7 @@ def update(options: argparse.Namespace) -> Iterator[Figure]:
     grads, _ = run.learner.actor_gradient(experience, index, draws=run.draws)
     critic_grads, _ = run.learner.critic_gradient(experience, index)
     peer.loss(*batch).backward()
-    check_gradients(run, peer, grads, critic_grads)
+    check_gradients(run, peer, grads, critic_grads, len(index))
     peer.actor_optimizer.zero_grad(), peer.critic_optimizer.zero_grad()
     torch.set_num_threads(options.threads)
     times = interleave(
@@ -92,7 +93,18 @@ def update(options: argparse.Namespace) -> Iterator[Figure]:
     )
 
 
-def check_gradients(run: Any, peer: peers.ReferenceStyle, actor: list[Tensor], critic: list[Tensor]) -> None:
+def sum_rounding(terms: int) -> float:
+    """Return how far two programs' float32 gradients may differ, relative to their norm.
+
+    The terms have either sign: their sum is sqrt(n) times smaller than the sum of their sizes, so that an
+    error of eps in every term is one of eps sqrt(n) in the sum. A term passes four layers, and each rounds.
+    """
+    return 4 * torch.finfo(torch.float32).eps * math.sqrt(terms)
+
+
+def check_gradients(
+    run: Any, peer: peers.ReferenceStyle, actor: list[Tensor], critic: list[Tensor], rows: int
+) -> None:
     """Compare our gradient with the peer's: norm of the difference relative to the norm, per network."""
     for source, target, grads in (
         (peer.tuned, run.policy.scored_net, actor),
@@ -106,9 +118,8 @@ def check_gradients(run: Any, peer: peers.ReferenceStyle, actor: list[Tensor], c
         copy_trunk(shadow, holder)  # type: ignore[arg-type]
         theirs = torch.cat([holder.state[name].flatten() for name in expected])
         ours = torch.cat([grad.flatten() for grad in grads])
-        require_close(
-            f"gradient of {type(source).__name__}", (ours - theirs).norm() / theirs.norm(), 0.0, 1e-5
-        )
+        difference = (ours - theirs).norm() / theirs.norm()
+        require_close(f"gradient of {type(source).__name__}", difference, 0.0, sum_rounding(rows))
 
 
 class _Holder:

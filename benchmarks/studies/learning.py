@@ -11,7 +11,6 @@ wall time); a run whose file is there is not repeated. The checkpoint that is ev
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import sys
@@ -69,7 +68,7 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
         "difference": asdict(result.comparison), "protocol": result.evaluation.protocol,
         "curve": list(curve(tuned.directory.metrics_path)),
         "wall": {"clone_s": busy(base.directory.metrics_path), "tune_s": busy(tuned.directory.metrics_path)},
-        "environment": describe_environment(),
+        "environment": describe_environment() | {"num_workers": workers},
     }  # fmt: skip
     return add_zero_start(_written(target, content), place, base_path, workers)
 
@@ -108,7 +107,8 @@ def _from_nothing(
         "dataset": None if demos is None else describe_dataset(demos),
         "after": episode_columns(result.evaluation), "protocol": result.evaluation.protocol,
         "curve": list(curve(run.directory.metrics_path)),
-        "wall": {"tune_s": busy(run.directory.metrics_path)}, "environment": describe_environment(),
+        "wall": {"tune_s": busy(run.directory.metrics_path)},
+        "environment": describe_environment() | {"num_workers": workers},
     }  # fmt: skip
     return _written(target, content)
 
@@ -153,7 +153,7 @@ def describe_dataset(path: Path) -> dict[str, Any]:
     dataset = read_dataset(path)
     return {
         "name": path.name,
-        "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        "sha256": dataset.digest(),
         "episodes": dataset.num_episodes,
         "steps": dataset.num_frames,
         "mean_return": round(float(dataset.returns.mean()), 3),

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
+from algos.training.provenance import processor_name
 from algos.training.run_directory import RunDirectory, eval_name
 from algos.training.signals import Interrupted
 from algos.training.trainer import Member, train_together
@@ -102,6 +103,8 @@ def provenance(run: ResolvedRun, config: TrainConfig) -> dict[str, Any]:
         "reader": config.reader or None,
         "init": None if run.init is None else run.init.label,
         "teacher": None if run.teacher is None else run.teacher.label,
+        "num_workers": config.num_workers,
+        "processor": processor_name(),
         "seeds_together": [one.seed for one in run.configs] if len(run.configs) > 1 else None,
     }
     return {key: value for key, value in facts.items() if value is not None}

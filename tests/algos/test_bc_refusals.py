@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from point_steering import composed
+from point_steering import dataset as demonstrations
 from small_cloning import finish, tiny
 from two_modes import two_mode_dataset, two_mode_setup
 
@@ -94,6 +96,13 @@ def test_policy_without_a_matching_loss_is_refused() -> None:
 
     with pytest.raises(CapabilityError, match="cloning needs a policy with a matching loss; Silent has none"):
         tiny().build(replace(two_mode_setup(), init=Silent()))  # type: ignore[arg-type]
+
+
+def test_a_composition_is_not_cloned_on() -> None:
+    with pytest.raises(
+        CapabilityError, match=r"algo=bc trains one policy; init is a composition\. Train its mem"
+    ):
+        tiny().build(Setup(dataset=demonstrations(), init=composed()))
 
 
 @pytest.mark.parametrize(

@@ -304,6 +304,25 @@ def test_critics_are_normalised_where_that_is_asked_for(config: Any, normalised:
     assert not any(map(torch.equal, before, learner.critic.scale))
 
 
+@pytest.mark.parametrize(
+    ("found", "slow"),
+    [
+        ({"architecture": "x86_64", "amx_bf16": False, "avx512_bf16": False, "cpu_name": "old"}, True),
+        ({"architecture": "x86_64", "amx_bf16": False, "avx512_bf16": True}, False),
+        ({"architecture": "x86_64", "amx_bf16": True, "avx512_bf16": False}, False),
+        ({"architecture": "aarch64"}, False),
+    ],
+)
+def test_half_precision_on_a_processor_without_it_is_warned_of(
+    found: dict[str, Any], slow: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found, raising=False)
+    for autocast in (None, "bfloat16"):
+        assert not caplog.records
+        run_of(small(Td3BcConfig, steps=1, autocast=autocast))
+    assert any("neither AMX nor AVX512_BF16" in text for text in caplog.messages) is slow
+
+
 def test_half_precision_is_named() -> None:
     with pytest.raises(ConfigError, match=r"algo\.autocast must be bfloat16 or null; got half"):
         Td3BcConfig(autocast="half")

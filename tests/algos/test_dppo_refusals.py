@@ -11,9 +11,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 from point_dppo import SMALL, make_init
 from point_env import PointEnv
+from point_steering import composed
 
 from algos.base import Setup
 from algos.dppo import DppoConfig
+from algos.reinflow import ReinFlowConfig
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
@@ -82,6 +84,14 @@ def test_what_looks_odd_but_can_be_meant_is_allowed() -> None:
     steep = replace(SMALL, reward_scale_clip=math.inf, clip_range_rate=100.0)
     assert bool(steep.clip_range_of(5).isfinite().all())
     assert replace(SMALL, log_prob_range=None).log_prob_range is None
+
+
+@pytest.mark.parametrize("config", [DppoConfig(), ReinFlowConfig()], ids=["dppo", "reinflow"])
+def test_a_composition_is_not_tuned(config: Any) -> None:
+    with pytest.raises(
+        CapabilityError, match=r"init is a composition\. Train its members, then compose them"
+    ):
+        config.build(Setup(env=PointEnv(), init=composed()))
 
 
 def test_rising_rate_is_allowed_for_parity_only() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import itertools
 import logging
+import threading
 
 import pytest
 from rich.console import Console
 
 from algos.training import progress
-from algos.training.progress import Bar, Lines
+from algos.training.progress import Bar, Lines, announced
 
 NUMBERS = {"eval/success": 0.5, "policy/loss": 0.0123, "value/explained_variance": 0.9}
 
@@ -58,3 +59,27 @@ def test_lines_never_promise_negative_time(
     lines.show(72218, 3000, {})
     assert "-" not in caplog.text.split("72218/3000 env steps")[1]
     assert ", 0 s left" in caplog.messages[-1]
+
+
+def test_a_long_first_iteration_is_announced_until_it_ends() -> None:
+    told, lines = threading.Event(), []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+            told.set()
+
+    log, listener = logging.getLogger("algos.training.progress"), Listener(logging.INFO)
+    level = log.level
+    log.addHandler(listener)
+    log.setLevel(logging.INFO)
+    try:
+        with announced("the first iteration", seconds=0.001):
+            assert told.wait(60)
+        count = len(lines)
+        assert lines[0].startswith("the first iteration has been under way for ")
+        assert not any(thread.name == "announced" for thread in threading.enumerate())
+        assert len(lines) == count
+    finally:
+        log.removeHandler(listener)
+        log.setLevel(level)

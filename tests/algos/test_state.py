@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -288,6 +289,13 @@ def test_evaluations_are_written_and_replaced(run: RunDirectory) -> None:
     path = run.write_eval("base", {"success": 0.5})
     assert json.loads(path.read_text()) == {"success": 0.5}
     assert [p.name for p in path.parent.iterdir()] == ["base.json"]
+
+
+def test_a_run_names_the_processor_that_computed_it(run: RunDirectory) -> None:
+    found = json.loads((run.path / "environment.json").read_text())
+    assert found["processor"] not in ("", platform.machine()) or not Path("/proc/cpuinfo").exists()
+    assert found["machine"] == platform.machine()
+    assert found["instructions"] == torch.backends.cpu.get_cpu_capability()
 
 
 def test_commit_is_absent_outside_a_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

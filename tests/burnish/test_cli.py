@@ -403,6 +403,20 @@ def test_pages_that_only_name_parts_import_none(words: list[str], tmp_path: Path
     assert done.returncode == 0, done.stderr.decode()
 
 
+def test_a_renderer_whose_library_is_missing_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: None)
+    for name, library in (("osmesa", "libOSMesa"), ("egl", "libEGL")):
+        monkeypatch.setenv("MUJOCO_GL", name)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["train", "--help"])
+        assert ended.value.code == 2
+        assert capsys.readouterr().err.startswith(
+            f"burnish: error: MUJOCO_GL={name} needs {library}, which is not"
+        )
+
+
 def test_the_front_page_loads_nothing_numeric(tmp_path: Path) -> None:
     home = str(Path(cli.__file__).resolve().parents[1])
     code = (

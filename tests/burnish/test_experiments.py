@@ -98,6 +98,20 @@ def test_an_experiment_holds_differences_only(name: str) -> None:
             OmegaConf.update(tree, key, value)
 
 
+def test_every_published_run_on_robomimic_begins_each_iteration_with_new_episodes() -> None:
+    """As released: episodes there last exactly as long as an iteration."""
+    names = [
+        f"{task}_{algo}"
+        for task in ("lift", "can", "square", "transport")
+        for algo in ("dppo", "ppo", "reinflow")
+    ]
+    known = [name for name in names if name in experiments()]
+    assert "transport_reinflow" in known
+    for name in known:
+        settings = [dict(_leaves(_content(file)[2])) for file in _ancestry(name)]
+        assert any(one.get("algo.reset_each_iteration") for one in settings), name
+
+
 @pytest.mark.parametrize("name", experiments())
 def test_every_experiment_composes_and_is_named_after_its_file(name: str) -> None:
     _skip_unless_registered(name)

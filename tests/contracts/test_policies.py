@@ -235,6 +235,16 @@ def chain_of(policy: Policy, cond: Cond) -> Chain | None:
         return None
 
 
+def density_rounding(chain: Chain) -> float:
+    """Return by how much single precision may move the log-density of a draw one deviation from its mean.
+
+    A mean passes up to sixteen layers (of the U-Net), each of which rounds by eps of the size of the states;
+    one that is off by d moves the log-density by d / std.
+    """
+    size = max(1.0, float(chain.x.abs().max()))
+    return 16 * torch.finfo(torch.float32).eps * size / EXPLORING["min_std"]
+
+
 def idle_weights(policy: Policy) -> set[str]:
     """Return the names of the parameters whose value makes no difference to the loss."""
     inputs, idle = loss_inputs(policy, 7), set()
@@ -332,7 +342,8 @@ def test_rows_do_not_see_each_other(process: str, backbone: str, sampler: Any) -
     obs, noise = observe(policy, 7), policy.sample_noise(7, generator=seeded())
     whole = policy.act(obs, noise=noise)
     rows = [policy.act({k: v[i : i + 1] for k, v in obs.items()}, noise=noise[i : i + 1]) for i in range(7)]
-    torch.testing.assert_close(torch.cat(rows), whole, atol=1e-5, rtol=1e-5)
+    size = whole.abs().amax((1, 2), keepdim=True).clamp(min=1)  # of the numbers that a chunk's are sums of
+    torch.testing.assert_close(torch.cat(rows) / size, whole / size, atol=1e-5, rtol=1e-5)
     cond, start = encode(policy, 3), policy.sample_noise(3, generator=seeded(2))
     inputs = [cond.vec.clone().requires_grad_(), start.requires_grad_()]
     decoded = policy.decode(Cond(inputs[0]), inputs[1], grad=True)
@@ -388,7 +399,7 @@ def test_the_ratio_of_a_fresh_chain_is_one(
     assert again.shape == entropy.shape == chain.log_prob.shape
     assert again.dtype == entropy.dtype == dtype and entropy.isfinite().all()
     difference = (again - chain.log_prob).abs()
-    assert difference.mean((-2, -1)).max() <= 1e-6
+    assert difference.mean((-2, -1)).max() <= (1e-6 if dtype == torch.float64 else density_rounding(chain))
     assert difference.sum((-2, -1)).max() <= (1e-6 if dtype == torch.float64 else 1e-4)
 
 
@@ -405,7 +416,8 @@ def test_chains_act_like_decoding_and_score_row_by_row(process: str, backbone: s
     picked, _ = policy.transition_log_prob(  # type: ignore[attr-defined]
         cond, chain.x[row, step], chain.x[row, step + 1], step, row
     )
-    torch.testing.assert_close(picked, whole[row, step])
+    largest_draw = 3  # deviations; of its error a density magnifies so much
+    torch.testing.assert_close(picked, whole[row, step], rtol=0, atol=largest_draw * density_rounding(chain))
     if not policy.is_deterministic:  # type: ignore[attr-defined]
         noise = policy.sample_noise(4, generator=seeded(8))
         torch.testing.assert_close(

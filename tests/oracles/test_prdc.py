@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from official_td3 import (
-    NUMBER,
     actor_of,
     actor_weights,
     batch_of,
+    check_number,
     check_weights,
     ensemble_of,
     ensemble_weights,
@@ -90,20 +90,18 @@ def test_steps(golden_path: Path) -> None:
     for t in range(1, num_steps(arrays) + 1):
         step = under(arrays, f"step{t}/")
         batch, draws = batch_of(step, discount), draws_of(step)
-        torch.testing.assert_close(learner.backup(batch, draws).target, step["target_q"].squeeze(1), **NUMBER)
+        check_number("target_q", learner.backup(batch, draws).target, step["target_q"].squeeze(1))
         values = learner.critic(batch.cond, batch.action)
         for i in (1, 2):
-            torch.testing.assert_close(values[i - 1], step[f"current_q{i}"].squeeze(1), **NUMBER)
+            check_number(f"current_q{i}", values[i - 1], step[f"current_q{i}"].squeeze(1))
         action = learner.actor(batch.cond, draws["start"]).detach()
         out = learner.step(batch, draws)
-        torch.testing.assert_close(out["critic/loss"], step["critic_loss"].float().squeeze(), **NUMBER)
+        check_number("critic_loss", out["critic/loss"], step["critic_loss"].float().squeeze())
         if "pi" in step:
-            torch.testing.assert_close(action, step["pi"], **NUMBER)
-            torch.testing.assert_close(out["actor/value"], step["Q_value"].float().squeeze(), **NUMBER)
-            torch.testing.assert_close(
-                out["actor/value_loss"], step["actor_loss"].float().squeeze(), **NUMBER
-            )
-            torch.testing.assert_close(out["actor/constraint"], step["dc_loss"].float().squeeze(), **NUMBER)
+            check_number("pi", action, step["pi"])
+            names_of = {"value": "Q_value", "value_loss": "actor_loss", "constraint": "dc_loss"}
+            for ours, theirs in names_of.items():
+                check_number(theirs, out[f"actor/{ours}"], step[theirs].float().squeeze())
         check_weights(weights_of(learner), step)
 
 
@@ -121,7 +119,7 @@ def test_every_exact_search_finds_the_released_neighbours(golden_path: Path) -> 
     for step in moves:
         for search in searches:
             found = search.nearest(step["batch_indices"].long().flatten(), step["state"], step["pi"])
-            torch.testing.assert_close(action[found.row], step["neighbour_action"], **NUMBER)
+            assert torch.equal(action[found.row], step["neighbour_action"])
 
 
 @pytest.mark.golden("prdc_knn*.npz")

@@ -78,13 +78,19 @@ class Source(NamedTuple):
     module: str
     path: Path
 
-    def definition(self, group: str, name: str) -> ast.ClassDef:
-        """Return the class of a part as it stands in the source; nothing is imported."""
-        wanted = f"register({group!r}, {name!r})"
-        classes = (
-            one for one in ast.walk(ast.parse(self.path.read_text("utf-8"))) if isinstance(one, ast.ClassDef)
-        )
-        return next(one for one in classes if wanted in map(ast.unparse, one.decorator_list))
+    def definition(self, group: str, name: str) -> tuple[str, str]:
+        """Return the class name and the docstring of a part as they stand in the source; imports nothing.
+
+        The docstring is empty where the class has none of its own.
+        """
+        start = f"({group!r}, {name!r}"
+        for node in ast.parse(self.path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                if f"register{start})" in map(ast.unparse, node.decorator_list):
+                    return node.name, ast.get_docstring(node) or ""
+            elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(f"variant{start},"):
+                return ast.unparse(node.targets[0]), ast.literal_eval(node.value.args[3])  # type: ignore
+        raise ConfigError(f"{group}={name} is not registered at the top of {self.path}.")
 
 
 def sources(group: str) -> dict[str, Source]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
 from collections.abc import Iterator, Sequence
 from importlib import resources
@@ -63,9 +62,8 @@ def _parts(group: str) -> Iterator[tuple[object, ...]]:
             part = registry.lookup(group, name)
             yield name, summary(part), f"{part.__module__}.{part.__qualname__}"
             continue
-        found = source.definition(group, name)
-        text = ast.get_docstring(found) or summary(registry.lookup(group, name))  # may be that of its base
-        yield name, first_sentence(text), f"{source.module}.{found.name}"
+        title, text = source.definition(group, name)
+        yield name, first_sentence(text) or summary(registry.lookup(group, name)), f"{source.module}.{title}"
 
 
 def _envs() -> Iterator[tuple[object, ...]]:

@@ -1,6 +1,6 @@
 """The whole path once, on a real MuJoCo task, from nothing: what `make demo` runs.
 
-CloningBatch are recorded, a policy is cloned from them and fine-tuned by DPPO; both are evaluated on the
+Demonstrations are recorded, a policy is cloned from them and fine-tuned by DPPO; both are evaluated on the
 same episodes; pictures, a report and an exported graph are written. Nothing is downloaded or pre-recorded.
 """
 

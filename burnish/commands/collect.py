@@ -57,7 +57,7 @@ class CollectConfig:
 
 def run(config: CollectConfig, context: RunContext) -> float:
     """Record, write the file, print what is in it; returns the expert's success rate or mean return."""
-    return _tell(record(config), Path(config.out), config.env.spec)
+    return _print_result(record(config), Path(config.out), config.env.spec)
 
 
 def record(config: CollectConfig) -> EpisodeDataset:
@@ -101,7 +101,7 @@ def check_expert(env: Any) -> None:
         raise CapabilityError(f"env={registry.name_of('env', env)} has no expert to record; {choices}")
 
 
-def _tell(dataset: EpisodeDataset, path: Path, spec: EnvSpec) -> float:
+def _print_result(dataset: EpisodeDataset, path: Path, spec: EnvSpec) -> float:
     """Print what was recorded; returns the share of attempts that succeeded, or the mean return."""
     lengths, returns = dataset.lengths, dataset.returns
     steps = f"{dataset.num_frames} ({int(lengths.min())} to {int(lengths.max())} per demonstration)"

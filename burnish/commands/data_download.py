@@ -49,7 +49,7 @@ class DataDownloadConfig:
 
 
 def run(config: DataDownloadConfig, context: RunContext) -> None:
-    """Fetch and say where it is, or list the names."""
+    """Fetch a dataset and print its path, or list the names."""
     if config.name is None and config.url is None:
         output().print(table("", ("family", "names", "e.g."), _families()))
         output().print(

@@ -217,7 +217,7 @@ def _finite(value: float) -> float | None:
 
 
 def _remarks(facts: dict[str, Any], data: EpisodeDataset) -> Iterator[str]:
-    """Say what a person should know before training on it."""
+    """Yield remarks on properties that matter for training."""
     for what in ("observation", "action"):
         if constant := facts[what]["constant"]:
             yield f"{what} dimensions that do not move (scale 1 in the normaliser): {constant}"
@@ -262,7 +262,7 @@ def _key_rows(facts: dict[str, Any]) -> Iterator[tuple[object, ...]]:
 
 
 def _fact_rows(facts: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    def told(name: str) -> str:
+    def spread(name: str) -> str:
         one = facts[name]
         return f"{one['mean']:.4g} (from {one['min']:.4g} to {one['max']:.4g})"
 
@@ -271,11 +271,11 @@ def _fact_rows(facts: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield "task", facts["env"]
     yield "episodes", facts["episodes"]
     yield "frames", f"{facts['frames']}, of which {facts['transitions']} are transitions"
-    yield "length", told("lengths")
+    yield "length", spread("lengths")
     yield "ends", f"{facts['ends']['terminated']} terminated, {facts['ends']['truncated']} truncated"
-    yield "return", told("returns")
+    yield "return", spread("returns")
     if "d4rl_score" in facts:
-        yield f"score ({facts['d4rl_score']['task']})", told("d4rl_score")
+        yield f"score ({facts['d4rl_score']['task']})", spread("d4rl_score")
     if facts["success"] is not None:
         yield "success", f"{100 * facts['success']:.1f} %"
     for what in ("observation", "action"):

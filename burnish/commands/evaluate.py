@@ -50,7 +50,7 @@ def run(config: EvalConfig, context: RunContext) -> float:
     """Evaluate, write, print; returns the success rate, or the mean return of a task without success."""
     if config.compose is not None:
         composed = compose_and_compare(config)
-        _tell(composed)
+        _print_result(composed)
         return _main_number(composed.evaluation)
     result = evaluate(config)
     mine, other = shown_names(result.label, str(config.policy), str(config.baseline))
@@ -64,7 +64,7 @@ def run(config: EvalConfig, context: RunContext) -> float:
     return _main_number(result.evaluation)
 
 
-def _tell(result: CompositionResult) -> None:
+def _print_result(result: CompositionResult) -> None:
     """Print the tables of a composition."""
     for section in result.sections():
         output().print(section.shown())

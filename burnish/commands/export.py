@@ -56,7 +56,7 @@ class ExportConfig:
 def run(config: ExportConfig, context: RunContext) -> float:
     """Export, print parity and latency, and return the largest difference."""
     report = export(config)
-    _tell(report)
+    _print_result(report)
     return report.worst
 
 
@@ -83,7 +83,7 @@ def export(config: ExportConfig) -> ExportReport:
 
 
 def surroundings_of(found: Located) -> Surroundings:
-    """Return what the task that a policy was made for says about its observations and actions.
+    """Return the names and limits of observations and actions in the task that a policy was made for.
 
     A policy that does not name a task known here is exported without these facts, with a warning.
     """
@@ -98,7 +98,7 @@ def surroundings_of(found: Located) -> Surroundings:
     )
 
 
-def _tell(report: ExportReport) -> None:
+def _print_result(report: ExportReport) -> None:
     """Print where it is, how well it agrees and how fast it is."""
     console = output()
     console.print(f"written: {report.directory}", markup=False, soft_wrap=True)

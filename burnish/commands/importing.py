@@ -41,7 +41,7 @@ class Imported:
 def run(config: ImportConfig, context: RunContext) -> float:
     """Import, print what was done, and return the number of tensors that have a place."""
     imported = convert(config)
-    _tell(imported)
+    _print_result(imported)
     return float(imported.conversion.tensors)
 
 
@@ -69,7 +69,7 @@ def convert(config: ImportConfig) -> Imported:
     return Imported(directory, conversion)
 
 
-def _tell(imported: Imported) -> None:
+def _print_result(imported: Imported) -> None:
     """Print where it is, what was imported and what was not."""
     console, facts = output(), imported.conversion.facts()
     console.print(f"written: {imported.directory}", markup=False, soft_wrap=True)

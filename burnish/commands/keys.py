@@ -55,8 +55,8 @@ experiment changes defaults: `--cfg job` prints what a command would take.
 """
 
 READERS = (
-    "How a dataset is read, for every command that takes `dataset=`; which format a file has, its content\n"
-    "tells. An option that its format does not have is refused."
+    "How a dataset is read, for every command that takes `dataset=`. The format follows from the content of\n"
+    "the file; an option of another format is refused."
 )
 
 EXTRA = {

@@ -79,7 +79,7 @@ class ReportConfig:
 
 
 def run(config: ReportConfig, context: RunContext) -> None:
-    """Write the page and say where it is."""
+    """Write the page and print its path."""
     output().print(f"written: {report(config)}", markup=False, soft_wrap=True)
 
 
@@ -304,7 +304,7 @@ def _pooled(evaluations: Sequence[Evaluation]) -> Iterator[tuple[object, ...]]:
 
 
 def _behaviour(page: Page, config: ReportConfig, named: Mapping[str, RunDirectory]) -> dict[str, bytes]:
-    """Play a few episodes of every run and draw them; says why where it cannot."""
+    """Play a few episodes of every run and draw them; the page names the reason where that fails."""
     page.heading("Behaviour")
     stage = ReportRollouts(config.episodes, config.first_seed, config.num_workers)
     pictures: dict[str, bytes] = {}

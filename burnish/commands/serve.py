@@ -67,7 +67,7 @@ def run(config: ServeConfig, context: RunContext) -> None:
         metrics_page(server.metrics, config.metrics_port) as page,
         _stopped_by_signals(server.stop),
     ):
-        _tell(server.endpoint, page)
+        _print_result(server.endpoint, page)
         server.run()
     _log.info("stopped; %d decisions", server.metrics.counts["decisions"])
 
@@ -97,7 +97,7 @@ def weights_of(directory: Path) -> str:
     return sha256(directory / WEIGHTS)
 
 
-def _tell(endpoint: str, page: int | None) -> None:
+def _print_result(endpoint: str, page: int | None) -> None:
     """Say where it listens; a program that started it may wait for this line."""
     console = output()
     where = "" if page is None else f", metrics: http://127.0.0.1:{page}/metrics"

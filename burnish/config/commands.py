@@ -9,7 +9,7 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class Command:
-    """What the front page says about a command, and where its code is.
+    """A command: its line on the front page, and where its code is.
 
     A name of two words, such as `data inspect`, is typed as two words.
 

@@ -1,4 +1,4 @@
-"""Turns an error into the one line that a person at a terminal can act on."""
+"""One-line messages of the errors that a user can repair."""
 
 from __future__ import annotations
 

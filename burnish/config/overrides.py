@@ -1,4 +1,4 @@
-"""Checks what a person typed before Hydra sees it: the keys, groups and options that a command takes."""
+"""Overrides: parsed once, and checked before Hydra composes with them."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def check_overrides(command: str, texts: Sequence[str]) -> Overrides:
     """Refuse what is no override, and groups that the command does not take.
 
     Raises:
-        ConfigError: If there is any; says what to write instead.
+        ConfigError: If there is any; the message shows the right form.
     """
     if bare := [text for text in texts if "=" not in text and not text.startswith("~")]:
         raise ConfigError(f"'{bare[0]}' is not key=value; write {_key_for(command, bare[0])}={bare[0]}.")
@@ -170,7 +170,7 @@ def check_arguments(command: str, arguments: Sequence[str]) -> Overrides:
     Returns what is typed of keys and groups.
 
     Raises:
-        ConfigError: If there is any; says what to write instead.
+        ConfigError: If there is any; the message shows the right form.
     """
     parser = get_args_parser()
     parser.allow_abbrev = False  # --experiment is no abbreviation of --experimental-rerun

@@ -35,7 +35,7 @@ from policies.paths import at_home
 
 @cache
 def register_configs() -> None:
-    """Let Hydra find the schemas and the parts, and tell what help pages say of groups."""
+    """Register the sources of schemas, parts and files with Hydra, and the text of help pages."""
     register_parts()
     register_sources()
     OmegaConf.register_new_resolver("burnish_groups", describe_groups, replace=True)

@@ -109,7 +109,7 @@ def _settings_of(config: TrainConfig) -> dict[str, Any]:
 
 
 def require_together(config: TrainConfig) -> None:
-    """Refuse algorithms that train one seed at a time; say where it gains nothing.
+    """Refuse algorithms that train one seed at a time; log where it gains nothing.
 
     Raises:
         ConfigError: If this is one, or there is a policy to start from.

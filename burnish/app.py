@@ -62,6 +62,7 @@ def run_app(command: str, arguments: Sequence[str]) -> None:
     register_configs()
     words = [with_home(text) for text in with_main_key(command, arguments)]
     typed = check_arguments(command, words)
+    logging.raiseExceptions = False  # a full disk, which takes no log, ends no work and prints no traceback
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main`, which words them in one line
     program, name = sys.argv[0], COMMANDS[command].config_name
 

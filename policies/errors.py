@@ -35,12 +35,20 @@ class TrainingError(BurnishError, RuntimeError):
     """Training cannot go on (for example, a loss is not finite)."""
 
 
+class EnvironmentFailure(BurnishError, RuntimeError):
+    """An environment raised an error of its own, or gave a number that is not finite."""
+
+
 class WorkerError(BurnishError, RuntimeError):
     """A worker process failed; the message carries its traceback."""
 
 
 class ExportError(BurnishError, RuntimeError):
     """An exported model could not be made, or does not reproduce the policy."""
+
+
+class WriteError(BurnishError, OSError):
+    """A file cannot be written, because the disk is full for example; what was there before is unchanged."""
 
 
 class ServingError(BurnishError, RuntimeError):

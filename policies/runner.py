@@ -24,11 +24,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,7 @@ Array = np.ndarray
 
 MODEL, ENCODER, STEP, LOOP = "policy.onnx", "encoder.onnx", "step.onnx", "loop.json"
 SIGNATURE, SAMPLE = "signature.json", "sample.npz"
+_MOST_BYTES, _MOST_STEPS = 2**26, 10_000
 NOT_HISTORIES = ("goal", "noise")
 
 
@@ -301,7 +303,7 @@ class Runner:
         place = Path(folder)
         if not (place / SIGNATURE).is_file():
             raise ValueError(f"{place} is no exported policy: it holds no {SIGNATURE}.")
-        self.signature: dict[str, Any] = json.loads((place / SIGNATURE).read_text())
+        self.signature: dict[str, Any] = _read_facts(place / SIGNATURE)
         self.inputs: dict[str, Any] = self.signature["inputs"]
         self._is_noisy = is_noisy
         self._graphs: _Whole | _Stepwise = (
@@ -411,7 +413,9 @@ class _Stepwise:
         self._encoder = open_session(folder / ENCODER, threads=threads)
         self._network = open_session(folder / STEP, threads=threads)
         self._conditions = [node.name for node in self._encoder.get_outputs()]
-        self._loop: dict[str, Any] = json.loads((folder / LOOP).read_text())
+        self._loop: dict[str, Any] = _read_facts(folder / LOOP)
+        if not self._loop.get("walk", {}).get("steps", 1) <= _MOST_STEPS:
+            raise ValueError(f"{folder / LOOP}: a walk must have at most {_MOST_STEPS} steps.")
         self._rows = [
             {name: np.asarray(value, np.float64) for name, value in row.items()}
             for row in self._loop.get("rows", ())
@@ -583,7 +587,11 @@ def open_session(path: str | Path, *, threads: int = 1) -> Any:
 
     Raises:
         ImportError: If onnxruntime is not installed.
+        ValueError: If the file is no graph, holds loops or branches, or keeps numbers in other files.
     """
+    with open(path, "rb") as file:
+        content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    _refuse_more_than_a_graph(content, "model", path)
     try:
         import onnxruntime
     except ImportError:
@@ -595,12 +603,84 @@ def open_session(path: str | Path, *, threads: int = 1) -> Any:
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
+_INSIDE = {
+    "model": {7: "graph"},
+    "graph": {1: "node", 5: "tensor", 15: "sparse"},
+    "node": {5: "attribute"},
+    "attribute": {5: "tensor", 10: "tensor", 22: "sparse", 23: "sparse"},
+    "sparse": {1: "tensor", 2: "tensor"},
+    "tensor": {},
+}
+"""Messages of ONNX that are looked into: number of the field -> what it holds (onnx.proto3)."""
+_REFUSED = {
+    ("model", 25): "functions",
+    ("attribute", 6): "a loop or a branch",
+    ("attribute", 11): "a loop or a branch",
+    ("tensor", 13): "numbers in other files",
+}
+
+
+def _refuse_more_than_a_graph(content: memoryview, kind: str, path: str | Path) -> None:
+    """Refuse what an export never holds: a loop may never end, other files may be anybody's."""
+    inside = _INSIDE[kind]
+    for number, value in _fields(content, path):
+        if (kind, number) in _REFUSED:
+            raise ValueError(
+                f"{path} holds {_REFUSED[kind, number]}, which exported policies never do: it is not opened. "
+                "Export the policy again."
+            )
+        if number in inside and value is not None:
+            _refuse_more_than_a_graph(value, inside[number], path)
+
+
+def _fields(content: memoryview, path: str | Path) -> Iterator[tuple[int, memoryview | None]]:
+    """Yield the fields of a protobuf message: number, and content where it is of some length."""
+    place, end = 0, len(content)
+    while place < end:
+        key, place = _varint(content, place, path)
+        number, form = key >> 3, key & 7
+        size, value = {1: 8, 5: 4}.get(form, 0), None
+        if form == 0:
+            _, place = _varint(content, place, path)
+        elif form == 2:
+            size, place = _varint(content, place, path)
+            value = content[place : place + size]
+        elif form not in (1, 5):
+            raise ValueError(f"{path} is no ONNX graph.")
+        place += size
+        if place > end:
+            raise ValueError(f"{path} is no ONNX graph: it ends too early.")
+        yield number, value
+
+
+def _varint(content: memoryview, place: int, path: str | Path) -> tuple[int, int]:
+    """Read a number; returns it and the place behind it."""
+    value = 0
+    for count, byte in enumerate(content[place : place + 10]):
+        value |= (byte & 127) << 7 * count
+        if byte < 128:
+            return value, place + count + 1
+    raise ValueError(f"{path} is no ONNX graph.")
+
+
 def check(folder: str | Path) -> float:
     """Return the largest difference between the folder's sample and what is computed here."""
     sample = dict(np.load(Path(folder) / SAMPLE))
     action = sample.pop("action")
     found = Runner(folder).predict(sample).action
     return float(np.abs(found - action).max() / max(1.0, np.abs(action).max()))
+
+
+def _read_facts(path: Path) -> dict[str, Any]:
+    """Read a JSON object that is not too large.
+
+    Raises:
+        ValueError: If it is.
+    """
+    if path.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"{path} must have at most {_MOST_BYTES} bytes; got {path.stat().st_size}.")
+    facts: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return facts
 
 
 def _typed(name: str, value: Any, dtype: str) -> Array:

@@ -16,6 +16,7 @@ from torch import Tensor
 from algos.base import Metrics
 from policies.errors import ConfigError
 from policies.extras import require
+from policies.storage.atomic_write import told_if_full
 
 _log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def append_jsonl(path: Path, values: Mapping[str, float], step: int) -> None:
     """Append one line; values that are not finite are written as null, so that every line is valid JSON."""
     row: dict[str, Any] = {"step": step}
     row |= {name: value if math.isfinite(value) else None for name, value in values.items()}
-    with path.open("a", encoding="utf-8") as file:
+    with told_if_full(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row, allow_nan=False) + "\n")
 
 

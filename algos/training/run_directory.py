@@ -23,21 +23,22 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import torch
+import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+from omegaconf._utils import get_yaml_loader
 
 from algos.training.metrics import append_jsonl, truncate_jsonl
 from algos.training.provenance import describe_environment
 from algos.training.serialization import from_plain, to_plain
 from policies.errors import CheckpointError
 from policies.policy import Policy
-from policies.storage.atomic_write import sync, sync_tree, write_text
+from policies.storage.atomic_write import sync, sync_tree, told_if_full, write_text, written
 from policies.storage.checksums import CHECKSUMS, is_intact, write_checksums
 from policies.storage.policy_folder import save_policy
+from policies.storage.strict_json import MAX_DEPTH, depth_of, own_file, read_small
 
 STATE_FORMAT = 1
 _CONFIG, _OVERRIDES, _ENVIRONMENT, _METRICS = (
@@ -46,6 +47,7 @@ _CONFIG, _OVERRIDES, _ENVIRONMENT, _METRICS = (
     "environment.json",
     "metrics.jsonl",
 )
+_CONFIG_BYTES = 2**18
 _CHECKPOINTS, _LAST, _ASIDE = "checkpoints", "last", ".aside-"
 _EVAL, _EVAL_NAME = "eval", re.compile(r"step-(\d+)(-.+)?")
 _STATE_FILE = Path("training_state") / "state.pt"
@@ -84,6 +86,7 @@ class RunDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._config: dict[str, Any] | None = None  # of the file, once it was read
         self._lock: IO[str] | None = None  # held from `create_at` to the end of the first `claim`
 
     @classmethod
@@ -160,27 +163,44 @@ class RunDirectory:
 
     def _describe(self, config: Mapping[str, Any], overrides: Sequence[str]) -> None:
         write_text(self.path / _OVERRIDES, "".join(f"{line}\n" for line in overrides))
-        write_text(self.path / _CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(config)), resolve=True))
+        write_text(self.path / _CONFIG, OmegaConf.to_yaml(OmegaConf.create(dict(config))))
+        self._config = None
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration that the run was started with, or last continued with.
+        """The configuration that the run was started with, or last continued with: plain values.
 
         Raises:
-            CheckpointError: If its file is damaged.
+            CheckpointError: If its file is damaged, or holds something else.
         """
-        path = self.path / _CONFIG
-        try:
-            return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]
-        except (YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
+        if self._config is None:
+            self._config = _read_config(self.path / _CONFIG)
+        return self._config
+
+    def section(self, key: str) -> dict[str, Any]:
+        """Return what the configuration has under a key; empty if nothing.
+
+        Raises:
+            CheckpointError: If that is a single value.
+        """
+        found = self.config.get(key)
+        if found is not None and not isinstance(found, dict):
             raise CheckpointError(
-                f"{path} is damaged ({' '.join(str(error).split())}). Restore it."
-            ) from None
+                f"{self.path / _CONFIG}: '{key}' must hold keys with values; got {str(found)[:80]}."
+            )
+        return found or {}
 
     @property
     def overrides(self) -> list[str]:
-        """The overrides that the run was started and continued with, in order."""
-        return (self.path / _OVERRIDES).read_text().splitlines()
+        """The overrides that the run was started and continued with, in order.
+
+        Raises:
+            CheckpointError: If their file is damaged.
+        """
+        try:
+            return read_small(own_file(self.path / _OVERRIDES)).splitlines()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{error} Restore it.") from None
 
     @property
     def metrics_path(self) -> Path:
@@ -261,6 +281,7 @@ class RunDirectory:
 
         Raises:
             CheckpointError: If this checkpoint exists already or the state cannot be expressed.
+            WriteError: If the disk takes no more; the checkpoints before are unchanged.
         """
         folder = self.path / _CHECKPOINTS
         if (folder / str(step)).exists():
@@ -268,22 +289,27 @@ class RunDirectory:
         state = to_plain({"format": STATE_FORMAT, "step": step, **training_state}, "training_state")
         aside = folder / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
         try:
-            aside.mkdir()
-            save_policy(
-                policy,
-                aside / "policy",
-                provenance={"run": self.path.name, "step": step, **(provenance or {})},
-            )
-            (aside / _STATE_FILE).parent.mkdir()
-            torch.save(state, aside / _STATE_FILE)
-            write_checksums(aside)
-            sync_tree(aside)
+            with told_if_full(folder / str(step)):
+                facts = {"run": self.path.name, "step": step, **(provenance or {})}
+                self._write_checkpoint(aside, policy, state, facts)
             os.rename(aside, folder / str(step))
         finally:
             shutil.rmtree(aside, ignore_errors=True)
         sync(folder)
         self._point_last(step)
         return folder / str(step)
+
+    def _write_checkpoint(
+        self, aside: Path, policy: Policy, state: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> None:
+        """Write a checkpoint's files, flushed to the disk."""
+        aside.mkdir()
+        save_policy(policy, aside / "policy", provenance=facts)
+        (aside / _STATE_FILE).parent.mkdir()
+        with written(aside / _STATE_FILE) as file:
+            torch.save(state, cast(IO[bytes], file))
+        write_checksums(aside)
+        sync_tree(aside)
 
     def keep_newest(self, count: int) -> None:
         """Remove all checkpoints but so many, at least 1."""
@@ -378,6 +404,53 @@ class RunDirectory:
         aside = self.path / _CHECKPOINTS / f"{_ASIDE}{uuid.uuid4().hex[:8]}"
         os.rename(self.path / _CHECKPOINTS / str(step), aside)
         shutil.rmtree(aside, ignore_errors=True)
+
+
+class _PlainLoader(get_yaml_loader()):  # type: ignore[misc]
+    """YAML of single values, lists and mappings; an alias would let a short text stand for a large one."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Refuse aliases, which are never written."""
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "aliases are not read", mark)
+        return super().compose_node(parent, index)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Read a mapping of plain values; nothing in it is resolved or built.
+
+    Raises:
+        CheckpointError: If it is none, or too large.
+    """
+    try:
+        found = yaml.load(read_small(own_file(path), _CONFIG_BYTES), Loader=_PlainLoader)
+        if not isinstance(found, dict):
+            raise ValueError(f"it must hold keys with values; got {type(found).__name__}")
+        if depth_of(found) > MAX_DEPTH:
+            raise ValueError("it is nested too deep")
+        _require_plain(found)
+    except (yaml.YAMLError, OSError, ValueError, RecursionError) as error:
+        reason = "it is nested too deep" if isinstance(error, RecursionError) else str(error)
+        raise CheckpointError(f"{path} is damaged ({' '.join(reason.split())}). Restore it.") from None
+    return found
+
+
+def _require_plain(value: Any) -> None:
+    """Refuse what JSON does not have, such as dates, sets and keys that are no text.
+
+    Raises:
+        ValueError: If there is any.
+    """
+    if isinstance(value, dict):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise ValueError(f"keys must be text; got {odd[0]!r}")
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            _require_plain(item)
+    elif not (value is None or isinstance(value, str | int | float)):
+        raise ValueError(f"values must be text or numbers; got {type(value).__name__}")
 
 
 def new_folder(path: Path) -> Path:

@@ -25,6 +25,7 @@ from envs.evaluation.settings import check_seeds
 from policies.bounds import bounded
 from policies.errors import ConfigError, DatasetError
 from policies.paths import path_field
+from policies.storage.atomic_write import draft_folder, move_into
 
 FACTS, PICTURE = "inspection.json", "inspection.png"
 _CONSTANT = 1e-4  # range of a dimension that does not move, as in the normaliser
@@ -237,12 +238,12 @@ def _remarks(facts: dict[str, Any], data: EpisodeDataset) -> Iterator[str]:
 
 
 def _write(target: Path, facts: dict[str, Any], picture: bytes | None) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    (target / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    if picture is None:
+    with draft_folder(target) as draft:
+        (draft / FACTS).write_text(json.dumps(facts, indent=1), encoding="utf-8")
+        if picture is not None:
+            (draft / PICTURE).write_bytes(picture)
         (target / PICTURE).unlink(missing_ok=True)
-    else:
-        (target / PICTURE).write_bytes(picture)
+        move_into(draft, target)
 
 
 def _key_rows(facts: dict[str, Any]) -> Iterator[tuple[object, ...]]:

@@ -30,6 +30,7 @@ from envs.evaluation.intervals import bootstrap_iqm, conditional_value_at_risk, 
 from envs.evaluation.settings import check_seeds
 from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
 from policies.paths import path_field
+from policies.storage.atomic_write import draft_folder, move_into
 
 _log = logging.getLogger(__name__)
 
@@ -117,14 +118,19 @@ def _refuse_to_replace(target: Path, overwrite: bool) -> None:
 
 
 def _write(target: Path, page: Page, pictures: Mapping[str, bytes]) -> Path:
-    """Write the page and its pictures, and remove those of an earlier report."""
-    target.mkdir(parents=True, exist_ok=True)
-    for path in target.glob("*.png"):
-        if PICTURE.fullmatch(path.name):
-            path.unlink()
-    for name, png in pictures.items():
-        (target / name).write_bytes(png)
-    (target / INDEX).write_text(page.render())
+    """Write the page and its pictures, and remove those of an earlier report.
+
+    Raises:
+        WriteError: If the disk takes no more; an earlier report is unchanged.
+    """
+    with draft_folder(target) as draft:
+        for name, png in pictures.items():
+            (draft / name).write_bytes(png)
+        (draft / INDEX).write_text(page.render())
+        for path in target.glob("*.png"):
+            if PICTURE.fullmatch(path.name):
+                path.unlink()
+        move_into(draft, target)
     return target / INDEX
 
 
@@ -165,7 +171,7 @@ def grouped(named: Mapping[str, RunDirectory]) -> list[Group]:
     """Put runs together that share algorithm, task (its options included) and unit."""
     found: dict[tuple[str, str, str], dict[str, RunDirectory]] = {}
     for name, one in named.items():
-        task = json.dumps(one.config.get("env") or {}, sort_keys=True)
+        task = json.dumps(one.section("env"), sort_keys=True)
         found.setdefault((_part(one, "algo"), task, _unit(one)), {})[name] = one
     titled: dict[str, Group] = {}
     for (algo, task, unit), runs in found.items():
@@ -177,7 +183,7 @@ def grouped(named: Mapping[str, RunDirectory]) -> list[Group]:
 
 def _part(directory: RunDirectory, group: str) -> str:
     """Return the registered name of a run's part; empty without one."""
-    return str((directory.config.get(group) or {}).get("name", ""))
+    return str(directory.section(group).get("name", ""))
 
 
 def _facts(page: Page, runs: Mapping[str, RunDirectory]) -> None:

@@ -184,8 +184,9 @@ def restore(kind: type, data: Mapping[str, Any], overrides: Overrides = NOTHING_
         overrides: Values to change; options of groups cannot be changed any more.
 
     Raises:
-        ConfigError: If a part, a key or a value is unknown.
+        ConfigError: If a part, a key or a value is unknown, or the description refers to something else.
     """
+    _refuse_references(data)
     try:
         node = _described_node(kind, data)
         for item in overrides.items:
@@ -200,23 +201,44 @@ def restore_part(group: str, data: Mapping[str, Any]) -> Any:
     """Rebuild one part from what `describe_part` returned.
 
     Raises:
-        ConfigError: If the name, a key or a value is unknown.
+        ConfigError: If the name, a key or a value is unknown, or the description refers to something else.
     """
+    _refuse_references(data)
     try:
         return to_object(_part_node(group, data))
     except OmegaConfBaseException as error:
         raise ConfigError(error_message(error)) from error
 
 
+def _refuse_references(data: Any, key: str = "") -> None:
+    """Refuse `${…}`: a description comes from a file, which must not read environment variables.
+
+    Raises:
+        ConfigError: If there is one; names its key.
+    """
+    if isinstance(data, str) and "${" in data:
+        raise ConfigError(
+            f"{key} must be a plain value in a saved configuration; got '{data[:80]}'. What a file says is "
+            f"never looked up: write the value itself there, or give {key}=<value>."
+        )
+    items = data.items() if isinstance(data, Mapping) else enumerate(data) if isinstance(data, list) else ()
+    for name, item in items:
+        _refuse_references(name)
+        _refuse_references(item, f"{key}.{name}" if key else str(name))
+
+
 def _described_node(kind: type, data: Mapping[str, Any]) -> DictConfig:
     node = node_of(kind)
     hints = typing.get_type_hints(kind)
     for key, value in with_present_names(kind, data).items():
-        inner = OmegaConf.get_type(node, key) if isinstance(value, Mapping) and key in node else None
-        if isinstance(value, Mapping) and key in GROUPS and hints.get(key) is Any:
+        inner = OmegaConf.get_type(node, key) if key in node else None
+        is_part = key in GROUPS and hints.get(key) is Any
+        if isinstance(value, Mapping) and is_part:
             node[key] = _part_node(key, value)
-        elif inner is not None and is_dataclass(inner):
+        elif isinstance(value, Mapping) and is_dataclass(inner):
             node[key] = _described_node(inner, value)
+        elif value is not None and (is_part or is_dataclass(inner)):
+            raise ConfigError(f"{key} must hold keys with values; got {str(value)[:80]}.")
         else:
             node[key] = value
     return node

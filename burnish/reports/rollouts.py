@@ -49,7 +49,7 @@ class ReportRollouts:
             MissingExtraError: If the simulator of the task is not installed.
         """
         found = locate(directory.path, "run")
-        env, protocol = task_of(found), directory.config.get("evaluation") or {}
+        env, protocol = task_of(found), directory.section("evaluation")
         episodes = self.episodes if hasattr(env, "figure") else 1  # which is enough for a film strip
         settings = replace(
             restore(EvaluationSettings, protocol), episodes=episodes, first_seed=self.first_seed

@@ -29,6 +29,7 @@ from envs.fit import as_shown
 from policies.composition.policy import ComposedPolicy, compose
 from policies.errors import ConfigError
 from policies.policy import Policy
+from policies.storage.atomic_write import write_text
 from policies.storage.policy_folder import save_policy
 
 if TYPE_CHECKING:
@@ -301,9 +302,9 @@ def _write(config: EvalConfig, result: CompositionResult, found: dict[str, Locat
     """Write policy, episodes, facts and page."""
     target, composition = result.path, asdict(result.policy.composition)
     (target / "eval").mkdir(parents=True, exist_ok=True)
-    (target / "eval" / "composition.json").write_text(result.evaluation.to_json() + "\n")
+    write_text(target / "eval" / "composition.json", result.evaluation.to_json() + "\n")
     for number, evaluation in enumerate(result.members.values()):
-        (target / "eval" / f"member-{number}.json").write_text(evaluation.to_json() + "\n")
+        write_text(target / "eval" / f"member-{number}.json", evaluation.to_json() + "\n")
     facts = {
         "members": list(found),
         "composition": composition,
@@ -313,12 +314,12 @@ def _write(config: EvalConfig, result: CompositionResult, found: dict[str, Locat
         "evaluation": result.evaluation.summary(),
         "comparisons": {name: asdict(one) for name, one in result.comparisons.items()},
     }
-    (target / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+    write_text(target / FACTS, json.dumps(facts, indent=1) + "\n")
     title = f"# Composition of {', '.join(found)}"
     operator, weights = composition["operator"], json.dumps(composition["weights"])
     about = f"`operator={operator}`, weights {weights}: {_origin(config)}."
     page = [title, "", about, "", *(section.markdown() for section in result.sections())]
-    (target / PAGE).write_text("\n".join(page))
+    write_text(target / PAGE, "\n".join(page))
     provenance = {"name": "composition", "members": ", ".join(found), "weights_from": _origin(config)}
     save_policy(result.policy, target / POLICY, provenance={**provenance, "env": describe_part("env", env)})
 

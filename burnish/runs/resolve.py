@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,11 +155,15 @@ def with_resumed_parts(overrides: Overrides) -> Overrides:
 
 
 def _parts_of(directory: RunDirectory) -> Overrides:
-    """Return the choices of a run, e.g. `algo=dppo` and `env=avoid`."""
-    chosen = {group: directory.config.get(group) for group in GROUPS}
-    return Overrides.parse(
-        f"{group}={part['name']}" for group, part in chosen.items() if isinstance(part, Mapping)
-    )
+    """Return the choices of a run, e.g. `algo=dppo` and `env=avoid`.
+
+    Raises:
+        ConfigError: If one is no part that is known here.
+    """
+    names = {group: directory.section(group).get("name") for group in GROUPS if directory.section(group)}
+    for group, name in names.items():
+        registry.lookup(group, str(name))
+    return Overrides.parse(f"{group}={name}" for group, name in names.items())
 
 
 def _continued(

@@ -29,7 +29,7 @@ from envs.datasets.formats.writers import write_dataset
 from envs.datasets.options import Option, fitting, lasting, options_of
 from envs.datasets.scores import normalized_score
 from envs.datasets.windows import Batch, Windows
-from policies.errors import DatasetError
+from policies.errors import BurnishError, DatasetError
 
 
 class Reader(Protocol):
@@ -105,7 +105,16 @@ def read_dataset(path: str | Path, **options: Any) -> EpisodeDataset:
     """
     place = find_dataset(path)
     form = dataset_format(place)
-    return readers()[form].read(place, **fitting(options, form, reader_options(), place))
+    chosen = fitting(options, form, reader_options(), place)
+    try:
+        return readers()[form].read(place, **chosen)
+    except (BurnishError, MemoryError):
+        raise
+    except Exception as error:  # what a stranger put into a file may break any assumption
+        raise DatasetError(
+            f"{place}: expected a dataset of the format {form}; reading failed with {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}. Copy or download it again."
+        ) from error
 
 
 __all__ = [

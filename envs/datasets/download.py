@@ -25,7 +25,8 @@ from typing import IO, Any
 
 from envs.datasets.formats.hdf5 import read_hdf5
 from envs.datasets.formats.npz import peek_npz
-from policies.errors import DatasetError
+from policies.errors import DatasetError, WriteError
+from policies.storage.atomic_write import told_if_full
 
 Progress = Callable[[int, int | None], None]
 """Is told the bytes that have come, and how many there are in all (None if the server does not say)."""
@@ -69,6 +70,7 @@ def fetch(
     Raises:
         DatasetError: If the server cannot be reached or refuses, the connection breaks off too often, the
             checksum is wrong, or what came is no file of its kind; says what to do.
+        WriteError: If the disk takes no more; what has come is kept.
     """
     target = Path(target)
     if target.is_file():
@@ -133,6 +135,8 @@ def _complete(url: str, target: Path, part: Path, attempts: int, progress: Progr
                 f"{url}: expected a file; the server answered {error.code} ({error.reason}). Check the name, "
                 f"or download it by hand to {target}."
             ) from error
+        except WriteError:
+            raise
         except _BROKEN as error:
             if attempt == attempts:
                 raise _unreachable(url, target, part, error) from error
@@ -179,7 +183,7 @@ def _continue(url: str, part: Path, progress: Progress | None) -> str:
         # A weak tag does not say that the bytes are the same; without one, nothing can be continued.
         note = {"tag": tag, "size": size, "etag": etag} if etag and not etag.startswith("W/") else {}
         _note(part).write_text(json.dumps(note), encoding="utf-8")
-        with open(part, "ab" if is_rest else "wb") as file:
+        with told_if_full(part), open(part, "ab" if is_rest else "wb") as file:
             _pour(answer, file, have if is_rest else 0, size, progress)
     got = part.stat().st_size
     if size is not None and got != size:

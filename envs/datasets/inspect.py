@@ -169,13 +169,14 @@ def _columns(path: Path) -> Iterator[Stored]:
     form = path.suffix.removeprefix(".")
     try:
         table = tables.dataset(str(path), format=form).to_table()
-    except (OSError, ValueError, LookupError) as error:
+        columns = {name: column_of(table[name].combine_chunks()) for name in table.column_names}
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise DatasetError(
             f"{path}: expected a readable {form} file; reading failed with '{error}'. The file is truncated "
             f"or damaged: copy or download it again."
         ) from error
-    for name in table.column_names:
-        for key, values in _flat(name, column_of(table[name].combine_chunks())):
+    for name, column in columns.items():
+        for key, values in _flat(name, column):
             known = values if values.dtype.kind in "biuf" else np.zeros(0)
             folder = "*" if path.parent.name.isdecimal() else path.parent.name
             yield Stored(f"{folder}/{key}", values.shape, str(values.dtype), iter([known]))

@@ -10,13 +10,22 @@ Legend: N environments, M of them addressed, To observation history, Ta executed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from envs.spec import Array, ChunkStep, ChunkStepper, EnvSpec, GoalStepper, ImageHistory, Stepper, StepResult
-from policies.errors import CapabilityError, CheckpointError, ConfigError, TrainingError
+from policies.errors import (
+    BurnishError,
+    CapabilityError,
+    CheckpointError,
+    ConfigError,
+    EnvironmentFailure,
+    TrainingError,
+)
 
 
 class ChunkVector:
@@ -74,11 +83,13 @@ class ChunkVector:
         if len(seeds) != len(index):
             raise ConfigError(f"reset needs one seed per row; got {len(seeds)} seeds for {len(index)} rows.")
         for row, seed in zip(index.tolist(), seeds, strict=True):
-            self._history[row] = self.stepper.reset(row, int(seed))
+            with self._told("reset"):
+                self._history[row] = self.stepper.reset(row, int(seed))
             if self._image_history is not None:
                 self._image_history.begin(row)
         self._elapsed[index] = 0
         self._finished[index] = False
+        self._require_finite("observation", self._history[index], index)
         return self._history[index]
 
     def step_chunk(self, actions: Array, active: Array | None = None) -> ChunkStep:
@@ -89,6 +100,7 @@ class ChunkVector:
         Raises:
             ConfigError: If the shape is wrong or a finished environment was not reset.
             TrainingError: If an action is not finite.
+            EnvironmentFailure: If the simulator raises an error, or an observation or reward is not finite.
         """
         running = np.ones(self.num_envs, bool) if active is None else np.array(active, bool)
         actions = self._checked(actions, running)
@@ -103,7 +115,8 @@ class ChunkVector:
             rows = np.flatnonzero(running)
             if rows.size == 0:
                 break
-            step = self.stepper.step(rows, actions[rows, j])
+            with self._told("step"):
+                step = self.stepper.step(rows, actions[rows, j])
             self._remember(rows, step.obs)
             path[rows, j] = step.obs
             rewards[rows, j] = step.reward
@@ -113,6 +126,8 @@ class ChunkVector:
             truncated[rows] = step.truncated | (self._elapsed[rows] >= self.spec.max_episode_steps)
             success[rows] |= step.success
             running &= ~(terminated | truncated)
+        self._require_finite("observation", path)
+        self._require_finite("reward", rewards)
         self._finished |= terminated | truncated
         obs = self._history.copy()
         return ChunkStep(obs, rewards, length, terminated, truncated, success, path, self.stepper.metrics())
@@ -146,7 +161,9 @@ class ChunkVector:
         """Execute whole chunks at once and keep what lies before the end of each episode."""
         n, num_steps = actions.shape[:2]
         rows = np.flatnonzero(running)
-        step, count = stepper.step_through(rows, actions[rows]), np.arange(1, num_steps + 1)
+        with self._told("step"):
+            step = stepper.step_through(rows, actions[rows])
+        count = np.arange(1, num_steps + 1)
         limited = step.truncated | (self._elapsed[rows, None] + count >= self.spec.max_episode_steps)
         over = self._terminated(step)  # (M, Ta)
         ended = over | limited
@@ -156,6 +173,8 @@ class ChunkVector:
         length, flags = np.zeros(n, np.int64), np.zeros((3, n), bool)
         rewards[rows], length[rows] = np.where(kept, step.reward, 0.0), executed
         path[rows] = np.where(kept[:, :, None], step.obs, 0.0)
+        self._require_finite("observation", path)
+        self._require_finite("reward", rewards)
         flags[:, rows] = over[last], limited[last], (step.success & kept).any(axis=1)
         terminated, truncated, success = flags
         seen = np.concatenate([self._history[rows], step.obs], axis=1)  # (M, To + Ta, Do)
@@ -165,6 +184,39 @@ class ChunkVector:
         self._finished |= terminated | truncated
         obs = self._history.copy()
         return ChunkStep(obs, rewards, length, terminated, truncated, success, path, self.stepper.metrics())
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Turn what a simulator raises into one error that names the task.
+
+        Raises:
+            EnvironmentFailure: If it raises anything but an error of ours.
+        """
+        try:
+            yield
+        except BurnishError:
+            raise
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            reason = " ".join(str(error).split())[:300]
+            raise EnvironmentFailure(
+                f"environment '{self.spec.name}' failed in {what}: {type(error).__name__}: {reason} "
+                f"({last.filename}:{last.lineno}). Repair the environment; BURNISH_TRACEBACK=1 shows more."
+            ) from error
+
+    def _require_finite(self, what: str, values: Array, rows: Array | None = None) -> None:
+        """Refuse observations or rewards (M, ...) that are not finite.
+
+        Raises:
+            EnvironmentFailure: Naming the rows.
+        """
+        if np.isfinite(values).all():
+            return
+        bad = np.flatnonzero(~np.isfinite(values).reshape(len(values), -1).all(axis=1))
+        raise EnvironmentFailure(
+            f"environment '{self.spec.name}' must give finite numbers; its {what} is not finite in rows "
+            f"{(bad if rows is None else rows[bad]).tolist()}. Repair the environment."
+        )
 
     def _terminated(self, step: StepResult) -> Array:
         """Tell which steps end their task, by the simulator or by `terminate_on_success`."""

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from policies.errors import BurnishError, ExportError
-from policies.export.folder import PROGRAM
+from policies.export.folder import MODELS, PROGRAM
 from policies.export.onnx_graph import arrays_of
 from policies.export.signature import Signature, read_signature
 from policies.export.torch_program import load_program
 from policies.runner import Array, Runner
+from policies.storage.strict_json import own_file
 
 
 class ExportedPolicy:
@@ -42,6 +43,8 @@ class ExportedPolicy:
         self.obs_dim, self.goal_dim = self.description.obs_dim, self.description.goal_dim
         refuse_to_run_code(self.folder, self.description, trust=trust)
         try:
+            for name in MODELS:
+                own_file(self.folder / name)
             self._open()
             found = self._run(_example(self.description))[0]
         except BurnishError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from policies.export.card import card_of
 from policies.export.onnx_graph import OPSET, SampledPolicy, arrays_of, random_inputs, worst_of
 from policies.policy import Policy
 from policies.runner import ENCODER, LOOP, MODEL, SAMPLE, SIGNATURE, STEP
+from policies.storage.atomic_write import draft_folder, move_into
 
 REPORT, CARD, RUNNER = "report.json", "README.md", "runner.py"
 PROGRAM, PACKAGE = "policy.pt2", "policy.aot.pt2"
@@ -95,14 +95,11 @@ def refuse_to_replace(directory: str | Path, *, overwrite: bool) -> None:
 @contextlib.contextmanager
 def draft_of(target: Path) -> Iterator[Path]:
     """Collect files aside and move them into `target` when all is well; a failure before changes nothing."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as draft:
-        yield Path(draft)
-        target.mkdir(exist_ok=True)
+    with draft_folder(target) as draft:
+        yield draft
         for name in (*MODELS, RUNNER):  # those of another format
             (target / name).unlink(missing_ok=True)
-        for path in Path(draft).iterdir():
-            path.replace(target / path.name)
+        move_into(draft, target)
 
 
 def signature(

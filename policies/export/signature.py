@@ -19,7 +19,7 @@ from policies.errors import CheckpointError, ConfigError, ExportError
 from policies.policy_config import ChunkSpec
 from policies.runner import SIGNATURE
 from policies.storage.features import Feature, short
-from policies.storage.strict_json import read_json
+from policies.storage.strict_json import own_file, read_json
 
 KINDS = (("onnx", "whole"), ("onnx", "step"), ("torch", "whole"))
 """Formats and graphs that there are."""
@@ -86,7 +86,7 @@ def read_signature(folder: Path) -> Signature:
     if not is_exported(folder):
         raise CheckpointError(f"{folder} is no exported policy: it holds no {SIGNATURE}.")
     try:
-        facts = read_json(folder / SIGNATURE)  # its errors name the file
+        facts = read_json(own_file(folder / SIGNATURE))  # its errors name the file
     except (OSError, ValueError) as error:
         raise ExportError(f"{error} It must describe an exported policy; export that again.") from None
     try:

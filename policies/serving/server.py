@@ -5,7 +5,9 @@ decision follows from the key in its request. A server that is killed and starte
 other stopped, and what a robot is told does not depend on who asks at the same time (to rounding).
 
 Everything a client can send is bounded before it is believed: bytes of a message, messages that wait, here
-and per client, and answers that are not fetched. ZeroMQ gathers messages of many frames before anybody can
+and per client, answers that are not fetched, and connections. ZeroMQ would accept these as long as the system
+has descriptors, so that the kernel is told to leave new ones waiting while there are `max_connections` (Linux
+only); those who are connected are served on. ZeroMQ gathers messages of many frames before anybody can
 look at them; `max_backlog_mb` bounds what these take: beyond it all connections are dropped, and taken up
 again.
 """
@@ -15,6 +17,11 @@ from __future__ import annotations
 import ctypes
 import logging
 import math
+import os
+import resource
+import socket
+import struct
+import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -47,6 +54,10 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _POLL_MS = 50  # how long the loop sleeps at most before it looks whether it should stop
 _DRAIN = 256  # messages that are read before the queue is looked at again
 _REOPEN_S = 60.0  # how long the old socket may take to free the port
+_BACKLOG = 16  # connections that the kernel keeps for ZeroMQ to accept
+_SPARE = 8 + _BACKLOG  # descriptors that connections leave free
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # of Linux
+_DROP = (0x06, 0, 0, 0)  # the instruction "return 0": no byte of the packet is let through
 _HARD = 4  # times the bytes of an honest request: a larger frame is not even read
 
 
@@ -74,6 +85,7 @@ class ServerSettings:
     max_queue: int = 64  # requests that wait; more are refused
     max_per_client: int = 4  # of one client
     deadline_ms: float = 1000.0  # of a request that does not say how long it is worth an answer
+    max_connections: int = 256  # at a time, as far as the system has descriptors; more wait to be let in
     max_abs: float = 1e6  # numbers of larger magnitude are refused
     max_backlog_mb: float = 256.0  # growth of memory beyond which all connections are dropped once
 
@@ -86,7 +98,7 @@ class ServerSettings:
             )
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port must lie in 0 to 65535; got {self.port}.")
-        for name in ("max_batch", "max_queue", "max_per_client"):
+        for name in ("max_batch", "max_queue", "max_per_client", "max_connections"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}.")
         for name in ("deadline_ms", "max_abs", "max_backlog_mb"):
@@ -127,6 +139,7 @@ class Server:
         )
         self.metrics = Metrics()
         self._stopping = False
+        self._door: _Door | None = None
         self._context = self._zmq.Context()
         self._authenticator = (
             None if settings.keys is None else start_authenticator(self._context, settings.keys)
@@ -141,6 +154,8 @@ class Server:
         self.endpoint = self._socket.getsockopt_string(self._zmq.LAST_ENDPOINT)
         self._warm_up()
         self._memory = resident_mb()
+        own = _in_use()
+        self._most_in_use = max(own + 1, min(own + settings.max_connections, _descriptors() - _SPARE))
 
     def __enter__(self) -> Server:
         """Return the server; it listens already."""
@@ -172,6 +187,7 @@ class Server:
         if due is not None and (due == 0 or self._stopping):
             self._decide()
         self.metrics.waiting = len(self._queue)
+        self._guard_connections()
         self._guard_memory()
 
     # -- reading --------------------------------------------------------------------------------------
@@ -315,9 +331,16 @@ class Server:
     # -- the socket -----------------------------------------------------------------------------------
 
     def _bind(self) -> Any:
-        """Open the socket and listen."""
+        """Open the socket and listen.
+
+        Raises:
+            ConfigError: If that cannot be done.
+        """
         zmq = self._zmq
-        socket = self._context.socket(zmq.ROUTER)
+        try:
+            router = self._context.socket(zmq.ROUTER)
+        except zmq.ZMQError as error:
+            raise _cannot_listen(self.endpoint, error) from None
         options = {
             zmq.MAXMSGSIZE: _HARD * self._max_message,
             zmq.RCVHWM: self._settings.max_per_client + 4,
@@ -329,18 +352,31 @@ class Server:
             zmq.IPV6: int(":" in self._settings.host),
         }
         for option, value in options.items():
-            socket.setsockopt(option, value)
+            router.setsockopt(option, value)
         if self._settings.keys is not None:
             public, secret = server_keys(self._settings.keys)
-            socket.curve_publickey, socket.curve_secretkey, socket.curve_server = public, secret, True
+            router.curve_publickey, router.curve_secretkey, router.curve_server = public, secret, True
         try:
-            socket.bind(self.endpoint)
-        except zmq.ZMQError as error:
-            socket.close(linger=0)
-            raise ConfigError(
-                f"cannot listen at {self.endpoint}: {error.strerror}. Choose another host or port."
-            ) from None
-        return socket
+            self._door = _Door.at(self.endpoint)
+            if self._door is not None:
+                router.setsockopt(zmq.USE_FD, self._door.handle())
+                self.endpoint = self._door.endpoint
+            router.bind(self.endpoint)
+        except OSError as error:  # of which ZMQError is one
+            router.close(linger=0)
+            raise _cannot_listen(self.endpoint, error) from None
+        return router
+
+    def _guard_connections(self) -> None:
+        """Let others in only while there is room for them; those who are connected stay."""
+        if self._door is None:
+            return
+        if self._door.is_open and _lowest_free() >= self._most_in_use:
+            self._door.shut()
+            self.metrics.counts["crowded"] += 1
+            _log.warning("all connections are taken; others are let in when somebody leaves")
+        elif not self._door.is_open and _in_use() < self._most_in_use:
+            self._door.open()
 
     def _guard_memory(self) -> None:
         """Drop all connections once they hold too much memory; clients connect again by themselves."""
@@ -350,6 +386,8 @@ class Server:
         _log.warning("memory grew by %.0f MB: all connections are dropped and taken up again", grown)
         self.metrics.counts["reopened"] += 1
         self._socket.close(linger=0)
+        if self._door is not None:
+            self._door.close()
         deadline = time.monotonic() + _REOPEN_S
         while True:  # the port is free when the context has closed the socket
             try:
@@ -365,6 +403,8 @@ class Server:
     def _end(self) -> None:
         if self._authenticator is not None:
             self._authenticator.stop()
+        if self._door is not None:
+            self._door.close()
         self._context.term()
 
 
@@ -385,6 +425,98 @@ def _key(value: Any) -> tuple[int, ...] | None:
     if not all(type(one) is int and 0 <= one < 2**63 for one in value):
         raise ServingError("malformed", "key must hold whole numbers, not negative.")
     return tuple(value)
+
+
+class _Door:
+    """A listening socket at which new connections can be left waiting.
+
+    A filter of the kernel drops what arrives at the listening socket itself, with which a connection begins;
+    those who knock try again by themselves. Connections that there are have sockets of their own.
+
+    Args:
+        listener: The socket.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener, self.is_open = listener, True
+        host, port = listener.getsockname()[:2]
+        self.endpoint = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+
+    @classmethod
+    def at(cls, endpoint: str) -> _Door | None:
+        """Listen at an endpoint of ZeroMQ; None where the system has no such filter, or it is no address.
+
+        Raises:
+            OSError: If that cannot be done.
+        """
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        if not sys.platform.startswith("linux"):
+            return None
+        try:
+            found = socket.getaddrinfo(
+                host.strip("[]"), None if port == "*" else int(port), type=socket.SOCK_STREAM
+            )
+        except socket.gaierror:  # a name of ZeroMQ's own, such as that of a network card
+            return None
+        family, kind, protocol, _, address = found[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.setblocking(False)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        return cls(listener)
+
+    def handle(self) -> int:
+        """Return a descriptor of the socket, which whoever takes it closes."""
+        return os.dup(self._listener.fileno())
+
+    def shut(self) -> None:
+        """Leave new connections waiting."""
+        drop = ctypes.create_string_buffer(struct.pack("HBBI", *_DROP))
+        program = struct.pack("HP", 1, ctypes.addressof(drop))
+        self._listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+        self.is_open = False
+
+    def open(self) -> None:
+        """Let new connections in again."""
+        self._listener.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+        self.is_open = True
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._listener.close()
+
+
+def _cannot_listen(endpoint: str, error: OSError) -> ConfigError:
+    return ConfigError(f"cannot listen at {endpoint}: {error.strerror}. Choose another host or port.")
+
+
+def _lowest_free() -> int:
+    """Return the descriptor given out next: at least as many are in use; a large number if all are."""
+    try:
+        handle = os.open(os.devnull, os.O_RDONLY)
+    except OSError:
+        return sys.maxsize
+    os.close(handle)
+    return handle
+
+
+def _in_use() -> int:
+    """Return how many descriptors this process has; slower than `_lowest_free`."""
+    try:
+        return len(os.listdir("/dev/fd")) - 1
+    except OSError:
+        return sys.maxsize
+
+
+def _descriptors() -> int:
+    """Return how many descriptors this process may have."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def _give_back_memory() -> None:

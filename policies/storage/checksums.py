@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable
 from pathlib import Path
+
+from policies.storage.strict_json import own_file, read_small
 
 CHECKSUMS = "SHA256SUMS"
 
@@ -28,11 +31,15 @@ def is_intact(folder: Path, file: Path) -> bool:
     Args:
         folder: Where the checksums are.
         file: The file, relative to the folder.
+
+    Raises:
+        OSError: If the checksums cannot be read.
+        ValueError: If they are no regular file in the folder, or too large; names the file.
     """
     sums = folder / CHECKSUMS
-    if not sums.is_file():
+    if not os.path.lexists(sums):
         return True
-    lines = sums.read_text(encoding="utf-8", errors="replace").splitlines()
+    lines = read_small(own_file(sums)).splitlines()
     known = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
     expected = known.get(file.as_posix())
     return expected is None or expected == sha256(folder / file)

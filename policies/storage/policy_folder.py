@@ -19,26 +19,25 @@ from __future__ import annotations
 
 import glob
 import json
-import shutil
-import stat
-import uuid
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+from safetensors.torch import save as safetensors_of
 from torch import Tensor
 
 from policies.errors import CheckpointError, MissingExtraError
 from policies.policy import Policy
-from policies.storage.atomic_write import aside_name, replace_folder, sync_tree
+from policies.storage.atomic_write import aside_name, draft_folder, replace_folder, sync_tree
 from policies.storage.checksums import CHECKSUMS, is_intact, write_checksums
 from policies.storage.config_json import FORMAT, check_description, describe, rebuild, steps_of
 from policies.storage.model_card import CARD, render_card
 from policies.storage.size_limits import Budget
-from policies.storage.strict_json import read_json
+from policies.storage.strict_json import own_file, read_json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 
@@ -61,6 +60,7 @@ def save_policy(
     Raises:
         CheckpointError: If `directory` exists and is not a policy directory, or if the policy could not be
             loaded again: a weight or a setting is not finite, or more precise than a file keeps.
+        WriteError: If the disk takes no more; what was there is unchanged.
     """
     target = Path(directory)
     if target.is_symlink():
@@ -69,19 +69,14 @@ def save_policy(
         raise CheckpointError(f"{target} exists and is not a policy directory; choose another place.")
     facts = policy.provenance if provenance is None else provenance
     description, state = _as_json(describe(policy, facts)), _weights_of(policy)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}"
-    aside.mkdir()
-    try:
+    with draft_folder(target) as aside:
         (aside / CONFIG).write_text(description + "\n")
-        save_file(state, aside / WEIGHTS)
+        (aside / WEIGHTS).write_bytes(safetensors_of(state))
         write_checksums(aside, (CONFIG, WEIGHTS))
         count = sum(p.numel() for p in policy.parameters())
         (aside / CARD).write_text(render_card(json.loads(description), count))
         sync_tree(aside)
         replace_folder(aside, target)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return Path(directory)
 
 
@@ -134,7 +129,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
         )
     try:
         data = read_json(_own_file(path))
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(str(error)) from None
     if type(data.get("format")) is not int or data["format"] != FORMAT:
         raise CheckpointError(f"{path} must have format {FORMAT}; got {str(data.get('format'))[:80]}.")
@@ -142,22 +137,15 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 def _own_file(path: Path) -> Path:
-    """Return the file of a policy directory if it is a regular one, and lies in it.
-
-    The cache of the hub is a special case: its files are links to a folder of contents beside the directory.
+    """Return the file of a policy directory; see `own_file`.
 
     Raises:
-        CheckpointError: If it is not.
+        CheckpointError: If it is no regular file, or lies elsewhere.
     """
-    real, home = path.resolve(), path.parent.resolve()
-    blobs = home.parent.parent / "blobs"
-    if home not in real.parents and not (home.parent.name == "snapshots" and real.parent == blobs):
-        raise CheckpointError(
-            f"{path} is a link that leads out of its directory. Copy the file to this place."
-        )
-    if real.exists() and not stat.S_ISREG(real.stat().st_mode):
-        raise CheckpointError(f"{path} must be a regular file.")
-    return real
+    try:
+        return own_file(path)
+    except (OSError, ValueError, RuntimeError) as error:  # links that lead in circles
+        raise CheckpointError(str(error)) from None
 
 
 def where_it_was_left(directory: str | Path) -> str:
@@ -246,10 +234,14 @@ def _check_checksums(home: Path) -> None:
         CheckpointError: If a file is not what was written.
     """
     real = home.resolve()
-    has_own = (real / CHECKSUMS).is_file()
+    has_own = os.path.lexists(real / CHECKSUMS)
     folder, inside = (real, Path()) if has_own else (real.parent, Path(real.name))
     for name in (CONFIG, WEIGHTS):
-        if not is_intact(folder, inside / name):
+        try:
+            is_as_written = is_intact(folder, inside / name)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(str(error)) from None
+        if not is_as_written:
             raise CheckpointError(
                 f"{home / name} is not what was written: its SHA-256 is not that of {folder / CHECKSUMS}. "
                 f"Copy the directory again; if you changed the file on purpose, remove its line there."

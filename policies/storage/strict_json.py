@@ -1,9 +1,10 @@
-"""Reading JSON of somebody else: small, unambiguous, and of finite numbers only."""
+"""Reading small files of somebody else: bounded text, and JSON that is unambiguous."""
 
 from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,31 +14,94 @@ MAX_DEPTH = 64
 MAX_INTEGER = 2**63
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
+def own_file(path: Path) -> Path:
+    """Return the file of a folder if it is a regular one, and lies in it; it may be missing.
+
+    The cache of the hub is a special case: its files are links to a folder of contents beside the directory.
 
     Raises:
+        ValueError: If it is not; names the file.
+    """
+    real, home = path.resolve(), path.parent.resolve()
+    blobs = home.parent.parent / "blobs"
+    if home not in real.parents and not (home.parent.name == "snapshots" and real.parent == blobs):
+        raise ValueError(f"{path} is a link that leads out of its directory. Copy the file to this place.")
+    if real.exists() and not stat.S_ISREG(real.stat().st_mode):
+        raise ValueError(f"{path} must be a regular file.")
+    return real
+
+
+def read_small(path: Path, most: int = MAX_BYTES) -> str:
+    """Read a text file of at most so many bytes.
+
+    Raises:
+        OSError: If it is missing or cannot be read.
+        ValueError: If it is no regular file, larger than that, or not UTF-8; names the file.
+    """
+    try:
+        return _small_content(path, most).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}).") from None
+
+
+def _small_content(path: Path, most: int) -> bytes:
+    facts = path.stat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise ValueError(f"{path} must be a regular file.")
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{path} must have at most {most} bytes; got {facts.st_size}.")
+    return content
+
+
+def peek(path: Path) -> str:
+    """Return how a text file begins, to tell what it is; empty if there is none."""
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        return file.read(MAX_BYTES).decode("utf-8", errors="replace")
+
+
+def read_json(path: Path, most: int = MAX_BYTES, *, finite: bool = True) -> dict[str, Any]:
+    """Read a JSON object from a file of at most so many bytes.
+
+    Args:
+        path: The file.
+        most: Bytes.
+        finite: False: NaN and infinite numbers are read.
+
+    Raises:
+        OSError: If it is missing or cannot be read.
         ValueError: If it is too large or nested too deep, is no JSON object, names a key twice, or holds NaN,
             inf or a number beyond 64 bits; names the file.
     """
-    size = path.stat().st_size
-    if size > MAX_BYTES:
-        raise ValueError(f"{path} must have at most {MAX_BYTES} bytes; got {size}.")
+    return parse_json(_small_content(path, most), path, finite=finite)
+
+
+def parse_json(text: str | bytes, source: object, *, finite: bool = True) -> dict[str, Any]:
+    """Read a JSON object from a text, in UTF-8 if it is bytes; see `read_json`.
+
+    Args:
+        text: The text.
+        source: What errors call it.
+        finite: See `read_json`.
+    """
     try:
         data = json.loads(
-            path.read_bytes().decode("utf-8"),
+            text if isinstance(text, str) else text.decode("utf-8"),
             object_pairs_hook=_no_duplicates,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
+            parse_constant=_refuse_constant if finite else float,
+            parse_float=_finite if finite else float,
             parse_int=_integer,
         )
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else str(error)
-        raise ValueError(f"{path} is not valid JSON ({reason}).") from None
+        raise ValueError(f"{source} is not valid JSON ({reason}).") from None
     if not isinstance(data, dict):
-        raise ValueError(f"{path} must hold a JSON object; got {type(data).__name__}.")
-    if _depth(data) > MAX_DEPTH:
-        raise ValueError(f"{path} is not valid JSON (nested too deep).")
+        raise ValueError(f"{source} must hold a JSON object; got {type(data).__name__}.")
+    if depth_of(data) > MAX_DEPTH:
+        raise ValueError(f"{source} is not valid JSON (nested too deep).")
     return data
 
 
@@ -67,7 +131,7 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def _depth(data: Any) -> int:
+def depth_of(data: Any) -> int:
     """Return how many containers lie in each other, without recursion."""
     level, depth = [data], 0
     while level := [one for one in level if isinstance(one, dict | list)]:

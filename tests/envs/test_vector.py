@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from point_env import PointEnv, PointStepper
 
 from envs.engine.serial import SerialStepper, SerialVector
 from envs.engine.vector import ChunkVector
-from envs.spec import EnvSpec, StepResult
-from policies.errors import CapabilityError, CheckpointError, ConfigError, TrainingError
+from envs.spec import Array, EnvSpec, StepResult
+from policies.errors import CapabilityError, CheckpointError, ConfigError, EnvironmentFailure, TrainingError
 
 SPEC = EnvSpec(
     name="counting",
@@ -208,3 +209,51 @@ def test_a_simulator_without_states_says_so() -> None:
     assert not v.can_save
     with pytest.raises(CapabilityError, match="'counting' cannot save"):
         v.state_dict()
+
+
+# -- environments that fail --------------------------------------------------------------------------------
+
+
+class Failing(PointStepper):
+    """Fails in one way, from the second step on."""
+
+    def __init__(self, num_envs: int, way: str) -> None:
+        super().__init__(num_envs)
+        self.way, self.steps = way, 0
+
+    def reset(self, row: int, seed: int) -> Array:
+        if self.way == "reset":
+            raise RuntimeError("the physics\nis unstable")
+        found = super().reset(row, seed)
+        return found * np.nan if self.way == "first observation" else found
+
+    def step(self, rows: Array, actions: Array) -> StepResult:
+        self.steps += 1
+        if self.way == "step" and self.steps > 1:
+            raise ZeroDivisionError("the physics\nis unstable")
+        done = super().step(rows, actions)
+        if self.way == "reward" and self.steps > 1:
+            done.reward[-1] = np.nan
+        if self.way == "observation" and self.steps > 1:
+            done.obs[-1] = np.inf
+        return done
+
+
+@pytest.mark.parametrize(
+    ("way", "said"),
+    [
+        ("reset", "failed in reset: RuntimeError: the physics is unstable"),
+        ("step", "failed in step: ZeroDivisionError: the physics is unstable"),
+        ("first observation", r"its observation is not finite in rows \[0\]"),
+        ("observation", r"its observation is not finite in rows \[1\]"),
+        ("reward", r"its reward is not finite in rows \[1\]"),
+    ],
+)
+def test_an_environment_that_fails_is_named_in_one_line(way: str, said: str) -> None:
+    vector = ChunkVector(PointEnv().spec, Failing(2, way))
+    with pytest.raises(EnvironmentFailure, match=said) as caught:
+        vector.reset([0], rows=[0])
+        vector.reset([1], rows=[1])
+        for _ in range(2):
+            vector.step_chunk(np.zeros((2, 1, 2)))
+    assert "'point'" in str(caught.value) and "\n" not in str(caught.value)

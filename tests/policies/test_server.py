@@ -642,3 +642,70 @@ def test_a_client_says_when_nobody_answers_and_when_another_policy_does() -> Non
             with pytest.raises(ServingError, match="serves another policy now") as caught:
                 client.decide(observed(), (0,))
             assert caught.value.reason == "schema"
+
+
+# -- many connections -----------------------------------------------------------------------------------
+
+
+FEW = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+import numpy as np
+from policies.server import Server, ServerSettings
+from policies.wire import Feature, Schema
+
+class Still:
+    schema = Schema({"observation": Feature((2, 3))}, Feature((1, 2)), "still", 10.0)
+    noise_shape = (1,)
+    def decide(self, inputs, noise):
+        return np.zeros((len(noise), 1, 2), np.float32)
+
+with Server(Still(), ServerSettings(port=int(sys.argv[1]), deadline_ms=1e5)) as server:
+    print(server.endpoint, flush=True)
+    server.run()
+"""
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\3\0NULL" + bytes(16) + bytes(32)
+READY = b"\4\x29\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity\0\0\0\0"
+
+
+def greeted(port: int) -> socket.socket | None:
+    """Connect as a client of ZeroMQ that says nothing more; None where nobody listens."""
+    one = socket.socket()
+    one.settimeout(0.05)
+    try:
+        one.connect(("127.0.0.1", port))
+        one.sendall(GREETING + READY)
+    except OSError:
+        one.close()
+        return None
+    return one
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts descriptors as Linux shows them")
+def test_a_server_outlives_more_connections_than_it_has_descriptors() -> None:
+    with kept_port() as port, contextlib.ExitStack() as stack:
+        served = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", FEW, str(port)], stdout=subprocess.PIPE, text=True, cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+        )  # fmt: skip
+        stack.callback(served.kill)
+        assert served.stdout is not None
+        endpoint = served.stdout.readline().strip()
+        robot = stack.enter_context(Client(endpoint, timeout_s=PATIENCE_S / 4, retries=3))
+        seen = {"observation": np.zeros((2, 3), np.float32)}
+        robot.decide(seen, None)
+        crowd = [greeted(port) for _ in range(90)]
+        for _ in range(20):  # those who are connected are served on
+            assert robot.decide(seen, None).shape == (1, 2)
+        assert served.poll() is None
+        assert None in crowd  # not everybody was let in
+        for one in crowd:
+            if one is not None:
+                one.close()
+        with Client(endpoint, timeout_s=PATIENCE_S / 4, retries=3) as late:  # and others are let in again
+            assert late.decide(seen, None).shape == (1, 2)
+        assert robot.metrics()["crowded"] >= 1

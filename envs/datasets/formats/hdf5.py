@@ -1,10 +1,15 @@
-"""Reading and writing HDF5 files so that every way of being unreadable ends in one clear error."""
+"""Reading and writing HDF5 files so that every way of being unreadable ends in one clear error.
+
+A file may say that its numbers are in other files: by links, external storage or virtual datasets. Whoever
+made it would choose which files of this machine are read, so that such files are refused as they are opened.
+"""
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +19,12 @@ import numpy as np
 from envs.datasets.array_storage import MEMORY, ArrayStorage, pieces
 from envs.datasets.free_memory import require_memory
 from policies.errors import BurnishError, DatasetError
+from policies.storage.atomic_write import written
 
-_UNREADABLE = (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError)
+_UNREADABLE = (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, MemoryError)
 """What h5py and numpy raise over damaged files and over objects of a kind that was not expected."""
 _LARGE = 2**26  # bytes of an array from which on it is asked whether it fits
+_SMALL = 2**12  # bytes of an array up to which it does not matter whether they are stored
 
 
 @contextmanager
@@ -25,13 +32,15 @@ def read_hdf5(path: str | Path) -> Iterator[h5py.File]:
     """Open a file for reading; what goes wrong while reading becomes a `DatasetError` naming the file.
 
     Raises:
-        DatasetError: If the file is missing, is not HDF5, is truncated or damaged, or holds something else
-            than the code inside expects.
+        DatasetError: If the file is missing, is not HDF5, is truncated or damaged, refers to other files, or
+            holds something else than the code inside expects.
     """
     path = Path(path)
     if not path.is_file():
         raise DatasetError(f"{path}: expected an HDF5 file; there is no such file. Check the path.")
     try:
+        facts = path.stat()
+        _check_content(path.absolute(), (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns))
         with h5py.File(path, "r") as file:
             yield file
     except BurnishError:
@@ -41,6 +50,73 @@ def read_hdf5(path: str | Path) -> Iterator[h5py.File]:
             f"{path}: expected a readable HDF5 file; reading failed with '{error}'. The file is truncated, "
             f"damaged, or of another kind: copy or download it again."
         ) from error
+
+
+@lru_cache(maxsize=256)
+def _check_content(path: Path, stamp: tuple[int, ...]) -> None:
+    """Refuse a file that refers to others, holds a group in two places, or declares what it does not store.
+
+    Args:
+        path: The file.
+        stamp: What changes when the file does, so that one that is opened again is not looked through again.
+
+    Raises:
+        DatasetError: Naming the key.
+    """
+    with h5py.File(path, "r") as file:
+        links: list[tuple[str, int, int]] = []  # name, kind, and where in the file it leads
+        file.id.links.visit(lambda name, info: links.append((_text(name), info.type, info.u)), info=True)
+        groups, unstored = {h5py.h5o.get_info(file.id).addr}, 0
+        for name, kind, _ in links:
+            if kind not in (h5py.h5l.TYPE_HARD, h5py.h5l.TYPE_SOFT):
+                raise _not_here(path, name, "a link to another file")
+        for name, kind, place in links:
+            if kind == h5py.h5l.TYPE_SOFT:
+                if file.get(name, getclass=True) is h5py.Group:
+                    raise _not_here(path, name, "another name of a group")
+                continue
+            item = h5py.h5o.open(file.id, name.encode(errors="surrogateescape"))
+            if isinstance(item, h5py.h5g.GroupID):
+                if place in groups:
+                    raise _not_here(path, name, "another name of a group")
+                groups.add(place)
+            elif isinstance(item, h5py.h5d.DatasetID):
+                unstored += _unstored_bytes(item, path, name)
+                if unstored > _LARGE:
+                    raise _not_here(path, name, f"{unstored / 2**20:.0f} MiB or more that are only declared")
+
+
+def _unstored_bytes(item: Any, path: Path, name: str) -> int:
+    """Return how many bytes a dataset has by its shape, beyond those that are in the file.
+
+    Raises:
+        DatasetError: If they are in other files.
+    """
+    layout = item.get_create_plist()
+    if layout.get_layout() == h5py.h5d.VIRTUAL:
+        raise _not_here(path, name, "a virtual dataset")
+    if layout.get_external_count():
+        raise _not_here(path, name, "external storage")
+    shape = item.shape or ()
+    declared = math.prod(max(size, 1) for size in shape) * int(item.get_type().get_size())
+    if declared <= _SMALL:
+        return 0
+    if layout.get_layout() != h5py.h5d.CHUNKED:
+        return max(declared - int(item.get_storage_size()), 0)
+    chunk = layout.get_chunk()
+    num = math.prod(max(-(-size // step), 1) for size, step in zip(shape, chunk, strict=True))
+    return declared * max(num - item.get_num_chunks(), 0) // num
+
+
+def _not_here(path: Path, name: str, found: str) -> DatasetError:
+    return DatasetError(
+        f"{path}: key '{name}' must be stored in this file, once; got {found}, which is not read. Write the "
+        f"data into the file itself (h5repack, or read and write it)."
+    )
+
+
+def _text(name: bytes | str) -> str:
+    return name.decode(errors="surrogateescape") if isinstance(name, bytes) else name
 
 
 @contextmanager
@@ -115,15 +191,10 @@ def _native(dtype: np.dtype) -> np.dtype:
 
 @contextmanager
 def write_hdf5(path: str | Path) -> Iterator[h5py.File]:
-    """Write a file under a temporary name and move it into place when everything is on disk."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        with h5py.File(draft, "w") as file:
-            yield file
-        with open(draft, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    """Write a file under another name and move it into place when everything is on the disk.
+
+    Raises:
+        WriteError: If the disk takes no more.
+    """
+    with written(Path(path)) as content, h5py.File(content, "w") as file:
+        yield file

@@ -15,6 +15,7 @@ of videos are decoded then (extra `video`); a camera is called what its feature 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,10 @@ from envs.datasets.formats.videos import InVideos
 from envs.datasets.images import Compressed, Images, camera_of
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
+from policies.storage.strict_json import peek
 
 VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+_FIELD = re.compile(r"\{(video_key|(chunk|file)_index(:0?[1-9]d)?)\}")
 _STATE = ("observation.state", "observation.environment_state")
 _KEPT_META = ("codebase_version", "robot_type", "fps")
 _log = logging.getLogger(__name__)
@@ -54,8 +57,7 @@ _log = logging.getLogger(__name__)
 
 def matches(path: str | Path) -> bool:
     """Tell whether a folder is a LeRobot dataset, of whichever version."""
-    info = Path(path) / INFO
-    return info.is_file() and "codebase_version" in info.read_text(encoding="utf-8", errors="replace")
+    return "codebase_version" in peek(Path(path) / INFO)
 
 
 def read(
@@ -227,12 +229,15 @@ def _video_files(
         DatasetError: If `video_path` is no pattern for them.
     """
     pattern, root = str(info.get("video_path") or VIDEO), Path(path).absolute()
-    pairs = zip(chunks, numbers, strict=True)
-    try:
-        names = [pattern.format(video_key=key, chunk_index=c, file_index=number) for c, number in pairs]
-    except (LookupError, ValueError) as error:
+    if {"{", "}"} & set(_FIELD.sub("", pattern)):
         raise DatasetError(
-            f"{Path(path) / INFO}: key 'video_path' must be a pattern such as {VIDEO}; got '{pattern}' "
-            f"({error})."
-        ) from error
+            f"{Path(path) / INFO}: key 'video_path' must be a pattern such as {VIDEO}; got '{pattern[:200]}'."
+        )
+    pairs = zip(chunks, numbers, strict=True)
+    names = [pattern.format(video_key=key, chunk_index=c, file_index=number) for c, number in pairs]
+    for name in names:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise DatasetError(
+                f"{Path(path) / INFO}: key 'video_path' must lead to files inside; got '{name[:200]}'."
+            )
     return tuple(root / name for name in names)

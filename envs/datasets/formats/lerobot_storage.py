@@ -12,7 +12,6 @@ stored twice is found by these numbers and refused: the frames around a gap woul
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from envs.datasets.formats.npz import Arrays
 from envs.datasets.images import BlobColumn
 from policies.errors import BurnishError, DatasetError
 from policies.extras import require
+from policies.storage.strict_json import read_json
 
 INFO, TASKS, DATA = "meta/info.json", "meta/tasks.parquet", "data/chunk-*/file-*.parquet"
 EPISODES = "meta/episodes/chunk-*/file-*.parquet"
@@ -62,11 +62,12 @@ def read_info(path: str | Path) -> dict[str, Any]:
     """
     place = Path(path) / INFO
     try:
-        info = json.loads(place.read_text(encoding="utf-8"))
+        info = read_json(place, finite=False)
         version, features = str(info["codebase_version"]), info["features"]
         shapes = {key: (str(one["dtype"]), [int(n) for n in one["shape"]]) for key, one in features.items()}
         counts = {key: int(info[key]) for key in ("total_frames", "total_episodes")}
-    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
+        float(info.get("fps") or 0)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError) as error:
         raise DatasetError(
             f"{place}: expected LeRobot's description of a dataset; reading failed with '{error}'. {_AGAIN}"
         ) from error
@@ -78,13 +79,20 @@ def read_info(path: str | Path) -> dict[str, Any]:
     for key, count in counts.items():
         if count < 1:
             raise DatasetError(f"{place}: key '{key}' must be at least 1; got {count}.")
+    for key, (kind, shape) in shapes.items():
+        if min(shape, default=1) < 1 or (kind in ("image", "video") and len(shape) != 3):
+            raise DatasetError(
+                f"{place}: feature '{key}' must have a shape of whole numbers above 0, three for images; got "
+                f"{shape[:8]}."
+            )
     for key in (*SCALARS, *INDEX):
         if key in shapes and shapes[key][1] not in ([], [1]):
             raise DatasetError(
                 f"{place}: feature '{key}' must have the shape [1], one number per frame; got "
                 f"{shapes[key][1]}."
             )
-    return dict(info)
+    described = {key: {**features[key], "dtype": kind, "shape": n} for key, (kind, n) in shapes.items()}
+    return {**info, **counts, "features": described}
 
 
 def width_of(info: Mapping[str, Any], key: str) -> int:
@@ -186,7 +194,7 @@ def _column(values: Any, file: Path, key: str, width: int) -> np.ndarray:
     if not (pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind)):
         raise DatasetError(f"{file}: column '{key}' must hold real numbers; got type {array.type}.")
     if holes or (got := _widths(array) if is_list else {1}) - {width}:
-        found = f"{holes} missing values" if holes else f"{sorted(got)}"
+        found = f"{holes} missing values" if holes else f"{sorted(got)[:5]}"
         raise DatasetError(
             f"{file}: column '{key}' must have {width} numbers in each of its {len(array)} rows; got {found}."
         )
@@ -286,6 +294,9 @@ def read_episode_table(path: str | Path) -> EpisodeTable:
             names = parquet.read_schema(file).names
             wanted = [name for name in names if name in ("episode_index", "length") or "videos/" in name]
             found = parquet.read_table(file, columns=wanted).to_pydict()
+            for name, values in found.items():
+                if odd := [one for one in values if type(one) not in (int, float)]:
+                    raise ValueError(f"column '{name}' must hold numbers; got {str(odd[0])[:80]}")
         if number and set(found) != set(columns):
             raise DatasetError(
                 f"{file}: expected the columns {sorted(columns)} of the other tables of episodes; got "

@@ -9,7 +9,6 @@ A tree is a mapping of names to trees or to arrays with one row per step; in a t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 from envs.datasets.formats.hdf5 import read_hdf5, read_value
 from policies.encoders import ImageShape
 from policies.errors import BurnishError, DatasetError
+from policies.storage.strict_json import parse_json, peek, read_json
 
 METADATA, MAIN_FILE = "metadata.json", "main_data.hdf5"
 _TUPLE = "_index_"  # what HDF5 files write before the number of a tuple's element
@@ -72,17 +72,9 @@ def find_data(path: str | Path) -> Path | None:
     if path.name == MAIN_FILE and path.is_file():
         path = path.parent
     for folder in (path / "data", path):
-        if (folder / METADATA).is_file() and "data_format" in _peek_json(folder / METADATA):
+        if "data_format" in peek(folder / METADATA):
             return folder
     return None
-
-
-def _peek_json(path: Path) -> str:
-    """Return the text of a small file; empty if it is not text."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
@@ -93,12 +85,15 @@ def read_metadata(folder: Path) -> dict[str, Any]:
     """
     path = folder / METADATA
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path, finite=False)
         for key in ("observation_space", "action_space"):
             if isinstance(found.get(key), str):
-                found[key] = json.loads(found[key])
-        count, form = int(found["total_episodes"]), str(found["data_format"])
-    except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
+                found[key] = parse_json(found[key], f"'{key}'", finite=False)
+        for key in ("burnish", "observation_space"):
+            if not isinstance(found.get(key) or {}, dict):
+                raise ValueError(f"'{key}' must be an object")
+        count, form = int(found["total_episodes"]), str(found["data_format"])[:80]
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, OSError) as error:
         raise DatasetError(
             f"{path}: expected Minari's metadata with data_format and total_episodes; reading failed with "
             f"'{error}'. Copy or download the dataset again."
@@ -166,12 +161,12 @@ def _is_raw_picture(item: h5py.Dataset) -> bool:
 
 def _from_hdf5(path: Path, count: int, pictures: Shapes) -> Iterator[RawEpisode]:
     with read_hdf5(path) as file:
-        names = [f"episode_{number}" for number in range(count)]
+        names = [f"episode_{number}" for number in range(min(count, len(file) + 1))]
         missing = [name for name in names if not isinstance(file.get(name), h5py.Group)]
         if missing:
             raise DatasetError(
-                f"{path}: expected the {count} episodes that the metadata counts; missing {missing[:3]} "
-                f"({len(missing)} in all). Copy or download the dataset again."
+                f"{path}: expected the {count} episodes that the metadata counts; missing {missing[:3]}, "
+                f"among others. Copy or download the dataset again."
             )
         for name in names:
             tree = _group_tree(file[name], f"{path}: {name}", "", pictures)
@@ -214,16 +209,17 @@ def _from_arrow(folder: Path, count: int, form: str, pictures: Shapes) -> Iterat
         try:
             files = sorted(str(item) for item in place.iterdir() if item.suffix == f".{form}")
             table = tables.dataset(files, format=form).to_table()
-            attributes = json.loads((place / METADATA).read_text(encoding="utf-8"))
+            attributes = read_json(place / METADATA, finite=False)
+            steps = int(attributes.get("total_steps", table.num_rows - 1))
             tree = {name: column_of(table[name].combine_chunks()) for name in table.column_names}
         except BurnishError:
             raise
-        except (OSError, ValueError, TypeError, LookupError) as error:  # pyarrow's own derive from these
+        except (OSError, ValueError, TypeError, LookupError, RuntimeError, ArithmeticError) as error:
+            # pyarrow's own derive from these
             raise DatasetError(
                 f"{place}: expected an episode in {form} files; reading failed with '{error}'. Copy or "
                 f"download the dataset again."
             ) from error
-        steps = int(attributes.get("total_steps", table.num_rows - 1))
         tree |= {key: tree[key][:steps] for key in _PER_STEP if isinstance(tree.get(key), np.ndarray)}
         tree = _with_pictures(tree, "", pictures)
         yield RawEpisode(str(place), tree, attributes)

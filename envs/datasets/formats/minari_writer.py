@@ -11,9 +11,7 @@ successors unknown again.
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +28,7 @@ from envs.datasets.formats.minari import ACHIEVED, GOAL, OWN_ATTRIBUTE, STATE
 from envs.datasets.formats.minari_storage import MAIN_FILE, METADATA, find_data
 from envs.spec import named_options
 from policies.errors import DatasetError
-from policies.storage.atomic_write import replace_folder, sync_tree
+from policies.storage.atomic_write import draft_folder, replace_folder, sync_tree
 
 if TYPE_CHECKING:
     from envs.spec import EnvConfig
@@ -70,17 +68,14 @@ def write_minari(
     target, dataset = Path(path), dataset.to("cpu")
     name = dataset_id or target.name
     _check_successors(dataset, path)
-    draft = target.with_name(f"{target.name}.{os.getpid()}.part")
-    try:
-        (draft / "data").mkdir(parents=True)
+    with draft_folder(target) as draft:
+        (draft / "data").mkdir()
         _write_episodes(draft / "data" / MAIN_FILE, dataset)
         size = (draft / "data" / MAIN_FILE).stat().st_size / 1e6
         metadata = _metadata(dataset, env, name, algorithm) | {"dataset_size": round(size, 1)}
         (draft / "data" / METADATA).write_text(json.dumps(metadata), encoding="utf-8")
         sync_tree(draft)
         replace_folder(draft, target)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def check_place(path: str | Path, dataset_id: str | None = None) -> None:

@@ -20,7 +20,10 @@ Arrays = dict[str, np.ndarray]
 """Key -> array of real numbers."""
 
 _COPIES = 2  # of what is stored: as it is, and converted or sorted
-_UNREADABLE = (OSError, ValueError, EOFError, LookupError, zipfile.BadZipFile, zlib.error, lzma.LZMAError)
+_UNREADABLE = (
+    *(OSError, ValueError, EOFError, LookupError, zipfile.BadZipFile, zlib.error, lzma.LZMAError),
+    *(MemoryError, RuntimeError),
+)
 """What numpy and zipfile raise over damaged archives and over arrays of Python objects."""
 
 

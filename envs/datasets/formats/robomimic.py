@@ -151,7 +151,7 @@ def _demo_names(file: h5py.File, path: str | Path, mask: str | None) -> list[str
         names = [name for name in names if name in chosen]
     odd = sorted(name for name in names if not name.removeprefix("demo_").isdecimal())
     if odd:
-        raise DatasetError(f"{path}: demonstrations must be called data/demo_<number>; got {odd}.")
+        raise DatasetError(f"{path}: demonstrations must be called data/demo_<number>; got {odd[:5]}.")
     return sorted(names, key=lambda name: int(name.removeprefix("demo_")))
 
 
@@ -175,7 +175,7 @@ def _recorded_keys(data: h5py.Group, path: str | Path) -> list[str]:
     parts = _json_attribute(data, "obs_layout", path, kind=list)
     if not all(isinstance(part, list) and len(part) == 2 and isinstance(part[0], str) for part in parts):
         raise DatasetError(
-            f"{path}: attribute 'obs_layout' of data must list pairs of key and width; got {parts}."
+            f"{path}: attribute 'obs_layout' of data must list pairs of key and width; got {str(parts)[:99]}."
         )
     return [key for key, _ in parts]
 

@@ -1,0 +1,268 @@
+"""The attack of docs/security.md: short here, whole with `pytest -m attack tests/attack -s`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hostile_frames import send_many
+
+from algos.training.run_directory import RunDirectory
+from policies.serving.messages import Schema
+from policies.storage.features import Feature
+from policies.storage.policy_folder import load_policy
+
+HERE, TESTS, ROOT = (Path(__file__).resolve().parents[n] for n in range(3))
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, TESTS, HERE))),
+    "OMP_NUM_THREADS": "1",
+}
+PATIENCE_S = 120.0
+
+
+def tell(what: str, figures: dict[str, Any]) -> None:
+    """Print the figures of docs/security.md."""
+    print(f"\n{what}: {json.dumps(figures)}")
+
+
+# -- files --------------------------------------------------------------------------------------------------
+
+
+def open_hostile_files(folder: Path, count: int, seed: int) -> None:
+    command = [sys.executable, str(HERE / "hostile_files.py"), str(folder), str(count), str(seed)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = json.loads(done.stdout.splitlines()[-1])
+    tell("files", figures)
+    assert not figures["faults"], "\n".join(figures["faults"])[:5000]
+    assert figures["files"] == count and figures["refused"] > 0.3 * count
+    assert figures["slowest_s"] < 20
+
+
+def test_hostile_files_end_in_one_error(tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    pytest.importorskip("pyarrow")
+    open_hostile_files(tmp_path / "files", 72, 0)
+
+
+@pytest.mark.attack
+def test_thousands_of_hostile_files_end_in_one_error(tmp_path: Path) -> None:
+    open_hostile_files(tmp_path / "files", 4000, 1)
+
+
+# -- frames -------------------------------------------------------------------------------------------------
+
+SERVER = """
+import sys
+import numpy as np
+from policies.server import Server, ServerSettings
+from policies.wire import Feature, Schema
+
+class Still:
+    schema = Schema({"observation": Feature((2, 3))}, Feature((1, 2)), 2)
+    noise_shape = (1,)
+    def decide(self, inputs, noise):
+        return np.repeat(inputs["observation"][:, -1:, :1], 2, axis=2)
+
+with Server(Still(), ServerSettings(port=0, deadline_ms=1e6)) as server:
+    print(server.endpoint, flush=True)
+    server.run()
+"""
+SCHEMA = Schema({"observation": Feature((2, 3))}, Feature((1, 2)), 2)
+
+
+@contextmanager
+def serving() -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().strip(), process
+        process.kill()
+
+
+def send_hostile_frames(count: int) -> None:
+    from policies.serving.client import Client
+
+    with serving() as (endpoint, process), Client(endpoint, timeout_s=PATIENCE_S, retries=0) as robot:
+        asked = 0
+
+        def ask() -> None:
+            nonlocal asked
+            asked += 1
+            seen = np.full((2, 3), asked, np.float32)
+            np.testing.assert_array_equal(robot.decide({"observation": seen}, None), np.full((1, 2), asked))
+
+        ask()
+        first = robot.metrics()
+        sent, _ = send_many(endpoint, SCHEMA, count, 0, ask)
+        ask()
+        last = robot.metrics()
+        assert process.poll() is None
+    refused = {reason: n for reason, n in last["rejected"].items() if n}
+    figures = {"frames": sent, "messages": last["messages"], "honest": asked, "refused": refused}
+    tell("frames", {**figures, "grown_mb": last["memory_mb"] - first["memory_mb"]})
+    assert sent >= count
+    assert last["messages"] > 0.5 * count / 3  # most frames came through; multi-part ones are one message
+    assert last["memory_mb"] - first["memory_mb"] < 100
+
+
+def test_hostile_frames_leave_an_honest_robot_alone() -> None:
+    pytest.importorskip("zmq")
+    send_hostile_frames(3000)
+
+
+@pytest.mark.attack
+def test_many_hostile_frames_leave_an_honest_robot_alone() -> None:
+    send_hostile_frames(100_000)
+
+
+# -- kills --------------------------------------------------------------------------------------------------
+
+
+def kill_often(tmp_path: Path, count: int) -> tuple[int, int]:
+    """Kill a run so often, continue it, and compare it with one that was never killed.
+
+    Returns:
+        Kills after the first checkpoint, and steps in the end.
+    """
+    sys.path.append(str(TESTS / "e2e"))
+    from clone_run import main
+
+    moments = random.Random(0)
+    run, whole = (
+        RunDirectory.open(RunDirectory.create_at(tmp_path / name, {}).path) for name in ("killed", "whole")
+    )
+    kills = after_first = 0
+    while kills < count:
+        before = run.latest() or 0
+        command = [sys.executable, str(TESTS / "e2e" / "clone_run.py"), str(run.path), "1000000", "1"]
+        environment = {
+            **ENVIRONMENT,
+            "PYTHONPATH": os.pathsep.join([str(TESTS / "e2e"), ENVIRONMENT["PYTHONPATH"]]),
+        }
+        process = subprocess.Popen(command, env=environment)
+        deadline = time.monotonic() + PATIENCE_S
+        while kills >= 5 and (run.latest() or 0) <= before:  # the first ones while it starts
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0.0, 0.3))
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+        kills += 1
+        after_first += run.latest() is not None
+        assert (run.latest() or 0) >= before
+        for step in run.checkpoints():
+            assert run.load_training_state(step)["algorithm"]["done"] == step
+            load_policy(run.policy_path(step))
+    newest = run.latest()
+    assert newest is not None
+    main(str(run.path), 1_000_000, 50, until=newest + 20)
+    main(str(whole.path), 1_000_000, 0, until=newest + 20)
+    first, second = (load_policy(one.policy_path()).state_dict() for one in (run, whole))
+    assert all(torch.equal(first[name], second[name]) for name in second)
+    return after_first, newest + 20
+
+
+@pytest.mark.attack
+def test_sixty_kills_lose_nothing(tmp_path: Path) -> None:
+    after_first, steps = kill_often(tmp_path, 60)
+    tell("kills", {"kills": 60, "after the first checkpoint": after_first, "steps": steps})
+    assert after_first >= 50
+
+
+# -- full disks and few descriptors -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import burnish
+
+    folder = tmp_path_factory.mktemp("inputs")
+    burnish.collect(env="avoid", episodes=2, out=folder / "demos.hdf5")
+    tiny = {"backbone.width": 8, "algo.steps": 4, "algo.warmup_steps": 0, "algo.batch_size": 4}
+    tiny |= {"algo.block_steps": 2, "algo.validation_fraction": 0, "num_threads": 1, "progress": False}
+    burnish.clone(
+        folder / "demos.hdf5", directory=folder / "run", env="avoid", **{"evaluation.episodes": 0}, **tiny
+    )
+    return folder
+
+
+def commands(inputs: Path, out: Path) -> dict[str, list[str]]:
+    run, demos = inputs / "run", inputs / "demos.hdf5"
+    tiny = [
+        "backbone.width=8",
+        "algo.steps=4",
+        "algo.warmup_steps=0",
+        "algo.batch_size=4",
+        "algo.block_steps=2",
+    ]
+    tiny += ["algo.validation_fraction=0", "num_threads=1", "progress=false", "evaluation.episodes=0"]
+    return {
+        "collect": ["collect", "env=avoid", "episodes=1", f"out={out}/x.hdf5"],
+        "collect minari": ["collect", "env=avoid", "episodes=1", f"out={out}/x-v0"],
+        "collect d4rl": ["collect", "env=avoid", "episodes=1", f"out={out}/d.hdf5", "format=d4rl"],
+        "train": ["train", "algo=bc", f"dataset={demos}", f"hydra.run.dir={out}/run", *tiny],
+        "eval": ["eval", f"policy={run}", "episodes=1", "num_workers=0", f"out={out}/x.json"],
+        "report": ["report", f"run={run}", f"out={out}/report", "episodes=0", "num_workers=0"],
+        "export": ["export", f"policy={run}", f"out={out}/export"],
+        "data inspect": ["data", "inspect", f"dataset={demos}", f"out={out}/facts"],
+    }
+
+
+def starved(
+    arguments: Sequence[str], limit: Callable[[], None], cwd: Path
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "burnish", *arguments], env=ENVIRONMENT, cwd=cwd, preexec_fn=limit,
+        timeout=300, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("size", [0, 1500, 20_000])
+def test_a_full_disk_ends_every_command_in_one_error(size: int, inputs: Path, tmp_path: Path) -> None:
+    ends: dict[str, int] = {}
+    for name, arguments in commands(inputs, tmp_path).items():
+        done = starved(arguments, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size)), tmp_path)
+        ends[name] = done.returncode
+        assert done.returncode in (0, 2), f"{name}: {done.stderr[-3000:]}"
+        assert "Traceback" not in done.stderr, f"{name}: {done.stderr[-3000:]}"
+        assert done.returncode == 0 or "burnish: error:" in done.stderr, f"{name}: {done.stderr[-3000:]}"
+        left = [p for p in tmp_path.rglob("*") if ".draft-" in p.name]
+        assert not left, f"{name} left {left}"
+        if size == 0:
+            assert done.returncode == 2
+    tell(f"full disk at {size} bytes a file", ends)
+
+
+@pytest.mark.attack
+@pytest.mark.parametrize("count", [24, 48, 64])
+def test_few_descriptors_end_in_one_error_or_do_no_harm(count: int, inputs: Path, tmp_path: Path) -> None:
+    ends: dict[str, int] = {}
+    for name, arguments in commands(inputs, tmp_path).items():
+        done = starved(
+            arguments, lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (count, count)), tmp_path
+        )
+        ends[name] = done.returncode
+        assert done.returncode in (0, 2), f"{name}: {done.stderr[-3000:]}"
+        assert "Traceback" not in done.stderr, f"{name}: {done.stderr[-3000:]}"
+    tell(f"{count} descriptors", ends)

@@ -150,11 +150,11 @@ def with_resumed_parts(overrides: Overrides) -> Overrides:
     run = next(iter(seed_folders(run)), run)
     if not (run / RUN_CONFIG).is_file():
         return overrides
-    parts = _parts_of(RunDirectory.open(run))
+    parts = parts_of(RunDirectory.open(run))
     return parts.but(*overrides.keys) + overrides
 
 
-def _parts_of(directory: RunDirectory) -> Overrides:
+def parts_of(directory: RunDirectory) -> Overrides:
     """Return the choices of a run, e.g. `algo=dppo` and `env=avoid`.
 
     Raises:
@@ -172,7 +172,7 @@ def _continued(
     """Resolve runs that go on, with what was typed."""
     configs, typed, places = [], [], []
     for run in runs:
-        known = _parts_of(run).texts
+        known = parts_of(run).texts
         changes = Overrides(
             tuple(item for item in context.overrides.but("resume").items if item.text not in known)
         )

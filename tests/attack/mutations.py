@@ -17,7 +17,7 @@ from small_policies import small_policy
 
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
-from burnish.commands.train import parts_of
+from burnish.runs.resolve import parts_of
 from burnish.config.schema import compose_config, describe, restore
 from burnish.config.train import TrainConfig
 from burnish.runs.locate import locate

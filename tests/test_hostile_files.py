@@ -118,7 +118,7 @@ def test_a_configuration_is_read_once(run: RunDirectory) -> None:
     first = again.config
     (run.path / "config.yaml").unlink()
     assert again.config == first
-    assert parts_of(again) == ["algo=bc", "env=avoid", *parts_of(again)[2:]]
+    assert parts_of(again).texts[:2] == ["algo=bc", "env=avoid"]
 
 
 @pytest.mark.parametrize("name", ["../../x", "bc,dppo", "nothing", "[1]"])

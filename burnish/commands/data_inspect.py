@@ -22,7 +22,7 @@ from envs.datasets.inspect import KeyFacts, describe_file, size_of
 from envs.datasets.recorded_task import describe_task
 from envs.datasets.scores import normalized_score, reference
 from envs.evaluation.settings import check_seeds
-from policies.bounds import bounded
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError, DatasetError
 from policies.paths import path_field
 from policies.storage.atomic_write import draft_folder, move_into
@@ -34,8 +34,8 @@ _CLUSTERS, _CLUSTERED = 50, 10_000
 _NOISES = (0.1, 0.5)
 
 
-@dataclass
-class DataInspectConfig:
+@dataclass(frozen=True)
+class DataInspectConfig(Checked):
     """What `burnish data inspect` does."""
 
     dataset: str | None = path_field()  # file, folder, or name of a downloaded dataset
@@ -46,16 +46,13 @@ class DataInspectConfig:
     task: str | None = None  # D4RL task whose reference returns make scores and trajectory quality
     against: str | None = path_field()  # dataset whose distinct state-action pairs measure the coverage
     measures: bool = True  # also measure coverage, divergence of actions and own rows
-    samples: int = 2000  # frames that are looked at for these
-    beta: float = 2.0  # weight of states against actions for own rows
+    samples: int = bounded(2000, ge=1)  # frames that are looked at for these
+    beta: float = bounded(2.0, gt=0)  # weight of states against actions for own rows
     seed: int = 0  # draws the frames
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.samples < 1:
-            raise ConfigError(f"samples must be at least 1; got {self.samples}.")
-        if not (math.isfinite(self.beta) and self.beta > 0):
-            raise ConfigError(f"beta must be above 0 and finite; got {self.beta}.")
+        super().__post_init__()
         if self.against is not None and not self.measures:
             raise ConfigError("against= is for measuring coverage; leave it out, or measures=false.")
         check_seeds("seed", self.seed, 1)

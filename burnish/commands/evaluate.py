@@ -86,8 +86,23 @@ def shown_names(label: str, policy: str, baseline: str) -> tuple[str, str]:
     return f"{policy} (policy)", f"{baseline} (baseline)"
 
 
-def evaluate(config: EvalConfig) -> Result:
-    """Evaluate the policy, and the other one on the same episodes, and write the results."""
+@dataclass(frozen=True)
+class ResolvedEval:
+    """An evaluation about which everything is decided and nothing is loaded."""
+
+    config: EvalConfig
+    policy: Located
+    baseline: Located | None
+    env: Any
+
+
+def resolve(config: EvalConfig) -> ResolvedEval:
+    """Locate the policies and the task.
+
+    Raises:
+        ConfigError: If the configuration does not make sense, or no task is known.
+        CheckpointError: If a policy is missing.
+    """
     if config.policy is None:
         raise ConfigError("eval needs policy=<run or policy directory>, or compose=[a,b].")
     default = EvalConfig()
@@ -100,11 +115,17 @@ def evaluate(config: EvalConfig) -> Result:
     if config.env is not None:
         say_what_differs(mine, config.env)
     env = config.env if config.env is not None else task_of(mine, " Give env=<name>.")
-    evaluation = _play(mine, env, config)
-    baseline = None if other is None else _play(other, env, config)
+    return ResolvedEval(config, mine, other, env)
+
+
+def evaluate(config: EvalConfig) -> Result:
+    """Evaluate the policy, and the other one on the same episodes, and write the results."""
+    found = resolve(config)
+    evaluation = _play(found.policy, found.env, config)
+    baseline = None if found.baseline is None else _play(found.baseline, found.env, config)
     comparison = None if baseline is None else compare(baseline, evaluation)
-    path = _write(config, mine, other, evaluation, comparison)
-    return Result(mine.label, evaluation, baseline, comparison, path)
+    path = _write(config, found.policy, found.baseline, evaluation, comparison)
+    return Result(found.policy.label, evaluation, baseline, comparison, path)
 
 
 def summary_table(evaluations: Iterable[tuple[str, Evaluation]]) -> Table:

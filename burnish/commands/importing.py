@@ -50,7 +50,7 @@ def convert(config: ImportConfig) -> Imported:
     if config.weights is None:
         raise ConfigError("import needs weights=<checkpoint>.")
     if config.source is None:
-        known = ", ".join(registry.parts("source"))
+        known = ", ".join(registry.names("source"))
         raise ConfigError(f"import needs source=<program>; choose one of: {known}.")
     checkpoint = Path(config.weights)
     target = Path(config.out if config.out is not None else f"imported-{checkpoint.stem}")

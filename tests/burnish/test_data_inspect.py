@@ -293,7 +293,7 @@ def test_the_command_takes_a_bare_path_and_prints_what_it_found(
     [
         ([], "data inspect needs dataset=<file or folder>"),
         (["samples=0"], "samples must be at least 1; got 0"),
-        (["beta=-1"], "beta must be above 0 and finite; got -1.0"),
+        (["beta=-1"], "beta must be above 0; got -1.0"),
         (["nowhere.hdf5"], "nowhere.hdf5"),
         (["toy.hdf5", "against=other.hdf5", "measures=false"], "against= is for measuring coverage"),
         (["nowhere.hdf5", "sample=1"], "unknown key 'sample'"),

@@ -20,9 +20,8 @@ from omegaconf import DictConfig, flag_override
 
 from burnish.config.commands import COMMANDS
 from burnish.config.errors import USER_ERRORS, error_message
-from burnish.config.former_keys import compose_renamed
 from burnish.config.overrides import Overrides, check_arguments, quoted, with_home
-from burnish.config.schema import register_configs, to_command
+from burnish.config.schema import compose_renamed, register_configs, to_command
 from burnish.runs.context import RunContext, goes_on_in_place
 
 EXIT_USER_ERROR = 2

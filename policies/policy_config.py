@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from policies.bounds import bounded
 from policies.errors import ConfigError
 
 PART_GROUPS = ("process", "encoder", "backbone", "sampler")
@@ -67,8 +68,8 @@ class PolicyConfig:
     action_start: int = (
         0  # first executed row; obs_steps - 1 for windows that begin at the oldest observation
     )
-    normalizer: dict[str, str] = field(
-        default_factory=lambda: {"state": "limits", "goal": "limits", "action": "limits"}
+    normalizer: dict[str, str] = bounded(
+        {"state": "limits", "goal": "limits", "action": "limits"}
         # per feature: limits (to [-1, 1]) | gaussian (mean 0, deviation 1) | identity
     )
     observation_clip: float | None = 5.0  # clip normalised states and goals to ± this; null: not at all

@@ -1,13 +1,19 @@
-"""Where Hydra finds the registered parts and the schemas of the commands.
+"""Where Hydra finds what it composes: the registered parts, the schemas of the commands, and files.
 
 A part is imported when Hydra composes with it, and not before: the options of a group are known from the
-sources (`policies.registry.names`).
+sources (`policies.registry.names`). In files, present names of keys take the place of former ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextvars import ContextVar
 from functools import cache
+from typing import Any
 
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
@@ -21,6 +27,8 @@ from policies.policy_config import PART_GROUPS
 
 GROUPS = ("algo", "env", *PART_GROUPS, "source")
 """Hydra groups filled from the registry; the chosen part stands under the group's name."""
+RENAMED: ContextVar[Mapping[str, str]] = ContextVar("renamed")
+"""Present names of keys by former ones, both from the top of the configuration, of one composition."""
 _PROVIDER = "burnish"
 _SCHEMAS = {f"{one.config_name}_schema": one for one in COMMANDS.values() if one.schema is not None}
 
@@ -76,11 +84,48 @@ class PartSearchPath(SearchPathPlugin):
         search_path.append(provider=_PROVIDER, path=f"{_PROVIDER}://parts")
 
 
+class _Renaming:
+    """A source of files in which present names stand for former ones."""
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        result: ConfigResult = super().load_config(config_path)  # type: ignore[misc]
+        if renamed := RENAMED.get({}):
+            package = result.header.get("package")
+            group = config_path.rpartition("/")[0].replace("/", ".")
+            above = {None: group, "_global_": "", "_group_": group}.get(package, package)
+            content: Any = OmegaConf.to_container(result.config, resolve=False)
+            for former, present in renamed.items():
+                _rename(content, above, former, present)
+            result.config = OmegaConf.create(content)
+        return result
+
+
+class _Files(_Renaming, FileConfigSource):
+    pass
+
+
+class _Package(_Renaming, ImportlibResourcesConfigSource):
+    pass
+
+
+def _rename(content: Any, above: str, former: str, present: str) -> None:
+    """Rename a key in the content of a file that stands below `above`."""
+    prefix = f"{above}." if above else ""
+    if not former.startswith(prefix):
+        return
+    *way, last = former.removeprefix(prefix).split(".")
+    for name in way:
+        content = content.get(name) if isinstance(content, dict) else None
+    if isinstance(content, dict) and last in content:
+        content[present.rpartition(".")[2]] = content.pop(last)
+
+
 @cache
-def register_parts() -> None:
-    """Let Hydra find the parts and the schemas."""
+def register_sources() -> None:
+    """Let Hydra find the parts and the schemas, and read files by way of the sources above."""
     Plugins.instance().register(PartSource)
     Plugins.instance().register(PartSearchPath)
+    SourcesRegistry.instance().types.update(file=_Files, pkg=_Package)
 
 
 def node_of(kind: type) -> DictConfig:

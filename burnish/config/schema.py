@@ -8,35 +8,38 @@ JSON or YAML by registered names, never by Python path.
 
 from __future__ import annotations
 
+import logging
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from burnish.config.commands import COMMANDS
 from burnish.config.errors import error_message, unknown_key
-from burnish.config.former_keys import compose_renamed, register_sources, warn_of_former_key
 from burnish.config.overrides import NOTHING_TYPED, Override, Overrides, check_overrides, describe_groups
-from burnish.config.parts import GROUPS, node_of, register_parts
+from burnish.config.parts import GROUPS, RENAMED, node_of, register_sources
 from policies import registry
 from policies.bounds import former_names, with_present_names
 from policies.errors import ConfigError
 from policies.paths import at_home
 
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
 
 @cache
 def register_configs() -> None:
     """Register the sources of schemas, parts and files with Hydra, and the text of help pages."""
-    register_parts()
     register_sources()
     OmegaConf.register_new_resolver("burnish_groups", describe_groups, replace=True)
 
@@ -71,6 +74,51 @@ def compose_command(command: str, overrides: Sequence[str]) -> Composed:
         return compose_renamed(check_overrides(command, overrides), compose_once)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(error_message(error)) from error
+
+
+def compose_renamed(overrides: Overrides, compose: Callable[[Overrides], T]) -> T:
+    """Return what `compose` makes of overrides in which present names stand for former ones.
+
+    Warns once of every former name.
+    """
+    renamed: dict[str, str] = {}
+    token = RENAMED.set(renamed)
+    try:
+        while True:
+            try:
+                return compose(overrides)
+            except (HydraException, OmegaConfBaseException) as error:
+                found = _former_key(error)
+                if found is None or found[0] in renamed:
+                    raise
+                warn_of_former_key(*found)
+                overrides = overrides.renamed(*found)
+                renamed[found[0]] = found[1]
+    finally:
+        RENAMED.reset(token)
+
+
+def warn_of_former_key(former: str, present: str) -> None:
+    """Log the present name of a key."""
+    _log.warning("%s is called %s now; the former name goes with the next version.", former, present)
+
+
+def _former_key(error: BaseException) -> tuple[str, str] | None:
+    """Return the former and the present name of the key that is unknown; None for any other error."""
+    for one in _chain(error):
+        owner = getattr(one, "object_type", None)
+        if isinstance(one, (ConfigKeyError, ConfigAttributeError)) and is_dataclass(owner):
+            key = str(one.full_key or one.key)
+            above, dot, name = key.rpartition(".")
+            present = former_names(owner).get(name)  # type: ignore[arg-type]
+            return None if present is None else (key, f"{above}{dot}{present}")
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @contextmanager

@@ -16,9 +16,9 @@ _FIRST = np.zeros(1, np.int64)
 class Stepper(Protocol):
     """A simulator of one or more environments, of which a demonstrator uses the first."""
 
-    def reset(self, row: int, seed: int) -> Array: ...  # noqa: D102
+    def reset(self, row: int, seed: int) -> Array: ...
 
-    def step(self, rows: Array, actions: Array) -> StepResult: ...  # noqa: D102
+    def step(self, rows: Array, actions: Array) -> StepResult: ...
 
 
 class Recording:

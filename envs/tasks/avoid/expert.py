@@ -150,13 +150,13 @@ class DiscStepper(Protocol):
 
     scene: AvoidScene
 
-    def reset(self, row: int, seed: int) -> np.ndarray: ...  # noqa: D102
+    def reset(self, row: int, seed: int) -> np.ndarray: ...
 
-    def step(self, rows: np.ndarray, actions: np.ndarray) -> StepResult: ...  # noqa: D102
+    def step(self, rows: np.ndarray, actions: np.ndarray) -> StepResult: ...
 
-    def metrics(self) -> dict[str, np.ndarray]: ...  # noqa: D102
+    def metrics(self) -> dict[str, np.ndarray]: ...
 
-    def physics_state(self, row: int) -> np.ndarray: ...  # noqa: D102
+    def physics_state(self, row: int) -> np.ndarray: ...
 
 
 def demonstrate_avoid(

@@ -219,13 +219,13 @@ def moves(full_m: float, step_s: float, lag_s: float) -> Pull:
 class MazeSimulator(Protocol):
     """A simulator whose row 0 the demonstrator may move."""
 
-    def reset(self, row: int, seed: int) -> Array: ...  # noqa: D102
+    def reset(self, row: int, seed: int) -> Array: ...
 
-    def step(self, rows: Array, actions: Array) -> StepResult: ...  # noqa: D102
+    def step(self, rows: Array, actions: Array) -> StepResult: ...
 
-    def physics_state(self, row: int) -> Array: ...  # noqa: D102
+    def physics_state(self, row: int) -> Array: ...
 
-    def start_and_goal(self, row: int) -> tuple[Array, Array]: ...  # noqa: D102
+    def start_and_goal(self, row: int) -> tuple[Array, Array]: ...
 
 
 def demonstrate_maze(

@@ -41,11 +41,11 @@ class ScriptedDemonstrator:
 class Steppable(Protocol):
     """A simulator whose row 0 the demonstrator uses."""
 
-    def reset(self, row: int, seed: int) -> Array: ...  # noqa: D102
+    def reset(self, row: int, seed: int) -> Array: ...
 
-    def step(self, rows: Array, actions: Array) -> StepResult: ...  # noqa: D102
+    def step(self, rows: Array, actions: Array) -> StepResult: ...
 
-    def physics_state(self, row: int) -> Array: ...  # noqa: D102
+    def physics_state(self, row: int) -> Array: ...
 
 
 def demonstrate(

@@ -50,13 +50,13 @@ class ArmStepper(Protocol):
     """A simulator of robosuite's tasks that shows its state."""
 
     @property
-    def datas(self) -> list[Any]: ...  # noqa: D102
+    def datas(self) -> list[Any]: ...
 
-    def reset(self, row: int, seed: int) -> Array: ...  # noqa: D102
+    def reset(self, row: int, seed: int) -> Array: ...
 
-    def step(self, rows: Array, actions: Array) -> StepResult: ...  # noqa: D102
+    def step(self, rows: Array, actions: Array) -> StepResult: ...
 
-    def names(self, row: int) -> Any: ...  # noqa: D102
+    def names(self, row: int) -> Any: ...
 
 
 def demonstrate(

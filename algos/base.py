@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from algos.training.settings import BuildSettings
 from envs.datasets.episodes import EpisodeDataset
 from envs.spec import EnvConfig
 from policies.composition.policy import ComposedPolicy
@@ -28,19 +30,39 @@ Quantities = dict[str, Tensor]
 """`component/quantity` -> detached scalar."""
 
 
+class OnFirstUse:
+    """A field whose value may be a function without arguments, called when the field is first read."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._place = f"_{name}"
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        """Return the value; of the class None, the field's default."""
+        if instance is None:
+            return None
+        value = vars(instance)[self._place]
+        if callable(value):
+            value = vars(instance)[self._place] = value()
+        return value
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        """Keep the value, or the function that returns it."""
+        vars(instance)[self._place] = value
+
+
 @dataclass
 class Setup:
     """What an algorithm is built from. An algorithm refuses a setup without the parts that it needs."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # for algorithms that build a policy anew
     env: EnvConfig | None = None
-    dataset: EpisodeDataset | None = None
+    dataset: EpisodeDataset | None = OnFirstUse()  # type: ignore[assignment]
     init: Policy | None = None  # the policy to start from
     teacher: Policy | None = None  # the policy to learn from
     seed: int = 0
     num_seeds: int = 1  # trained in this process at once, this one included
-    num_workers: int = 2  # rollout processes
-    num_threads: int | None = None  # see `threads`; None: the algorithm's own default
+    num_workers: int = BuildSettings.num_workers
+    num_threads: int | None = BuildSettings.num_threads
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
@@ -137,3 +159,19 @@ class AlgoConfig(Protocol):
     def build(self, setup: Setup) -> Algorithm:
         """Check the setup (ConfigError, CapabilityError) and return the algorithm, ready to advance."""
         ...
+
+
+def device_of(name: str) -> torch.device:
+    """Return the device of a name.
+
+    Raises:
+        ConfigError: If it is of another kind, or not there.
+    """
+    device: torch.device | None = None
+    with suppress(RuntimeError):
+        device = torch.device(name)
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be cpu, cuda or cuda:<n>; got '{name}'.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device={name} is not available on this machine. Use device=cpu.")
+    return device

@@ -7,7 +7,7 @@ The whole path::
     demos = burnish.collect(env="avoid", episodes=50, out="avoid.hdf5")
     base = burnish.clone(demos, env="avoid")
     tuned = burnish.train("experiment=avoid_dppo", init=base)
-    print(burnish.evaluate(tuned, versus=base).comparison)
+    print(burnish.evaluate(tuned, baseline=base).comparison)
     burnish.report(tuned)
     burnish.export(tuned, out="exported")
     policy = burnish.load_policy(tuned)

@@ -15,14 +15,15 @@ from burnish.commands import evaluate as evaluate_command
 from burnish.commands import export as export_command
 from burnish.commands import importing as import_command
 from burnish.commands import report as report_command
-from burnish.commands import train as train_command
 from burnish.commands.evaluate import Result
-from burnish.config.overrides import quoted, with_home
-from burnish.config.schema import compose_config
+from burnish.config.overrides import Overrides, quoted, with_home
+from burnish.config.schema import compose_command, compose_config
 from burnish.console import log_lines
+from burnish.runs import launch
 from burnish.runs.composition import CompositionResult, compose_and_compare
 from burnish.runs.context import RunContext, goes_on_in_place
 from burnish.runs.locate import locate, place_now
+from burnish.runs.resolve import with_resumed_parts
 from policies import registry
 from policies.errors import ConfigError
 from policies.export.folder import ExportReport
@@ -87,7 +88,7 @@ def inspect_data(dataset: str | Path, *overrides: str, **values: Any) -> dict[st
 
     Args:
         dataset: File or folder of any known format.
-        overrides: Anything the command line takes, e.g. `"data.mask=train"`.
+        overrides: Anything the command line takes, e.g. `"reader.mask=train"`.
         values: Keys and their values, e.g. `task="hopper-medium-v2"`, `out="found"`.
     """
     config = compose_config("data inspect", overrides_of(overrides, {"dataset": dataset, **values}))
@@ -119,7 +120,7 @@ def train(*overrides: str, directory: str | Path | None = None, **values: Any) -
     Raises:
         ConfigError: If something is refused; among others a directory beside `resume`.
     """
-    return Run(train_command.train(*_composed(overrides, directory, values)).directory.path)
+    return Run(launch.train(*_composed(overrides, directory, values)).directory.path)
 
 
 @log_lines()
@@ -143,8 +144,8 @@ def train_seeds(
     if isinstance(seeds, int | str):
         raise ConfigError(f"seeds must be a list of seeds, such as [0, 1, 2]; got {seeds!r}.")
     more = {} if seeds is None else {"seeds": list(seeds)}
-    outcomes = train_command.train_seeds(*_composed(overrides, directory, more | values))
-    return [Run(outcome.directory.path) for outcome in outcomes]
+    results = launch.train_seeds(*_composed(overrides, directory, more | values))
+    return [Run(result.directory.path) for result in results]
 
 
 def _composed(
@@ -156,13 +157,14 @@ def _composed(
             f"overrides are text such as 'algo=iql'; got {wrong[0]!r}. Give values by name, such as "
             f"seeds=[0, 1, 2]."
         )
-    written = train_command.with_resumed_parts(overrides_of(overrides, values))
-    config = compose_config("train", written)
+    typed = with_resumed_parts(Overrides.parse(overrides_of(overrides, values)))
+    composed = compose_command("train", typed.texts)
+    config = composed.config
     if directory is not None and config.resume is not None:
         raise goes_on_in_place(config.resume, f"directory={directory}")
     place = directory or config.resume or place_now(config.name or registry.name_of("algo", config.algo))
     is_proposed = directory is None and config.resume is None
-    return config, RunContext(Path(place).expanduser(), tuple(written), is_proposed)
+    return config, RunContext(Path(place).expanduser(), composed.overrides, is_proposed)
 
 
 def clone(dataset: str | Path, *overrides: str, **values: Any) -> Run:
@@ -181,7 +183,7 @@ def clone(dataset: str | Path, *overrides: str, **values: Any) -> Run:
 
 @log_lines()
 def evaluate(policy: str | Path | Run, *overrides: str, **values: Any) -> Result:
-    """Evaluate a policy, or compare it with another one (`versus=…`); see `burnish eval`."""
+    """Evaluate a policy, or compare it with another one (`baseline=…`); see `burnish eval`."""
     config = compose_config("eval", overrides_of(overrides, {"policy": policy, **values}))
     return evaluate_command.evaluate(config)
 

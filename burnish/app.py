@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, flag_override
 
 from burnish.config.commands import COMMANDS
-from burnish.config.errors import USER_ERRORS, explain
-from burnish.config.overrides import check_arguments, quoted, with_home
-from burnish.config.schema import register_configs, to_command
+from burnish.config.errors import USER_ERRORS, error_message
+from burnish.config.overrides import Overrides, check_arguments, quoted, with_home
+from burnish.config.schema import compose_renamed, register_configs, to_command
 from burnish.runs.context import RunContext, goes_on_in_place
 
 EXIT_USER_ERROR = 2
@@ -35,9 +36,11 @@ class Task:
     def __call__(self, node: DictConfig) -> float | None:
         """Run the command on a composed configuration and return what a sweeper may maximise."""
         hydra_config = HydraConfig.get()
-        job = RunContext(Path(hydra_config.runtime.output_dir), tuple(hydra_config.overrides.task))
+        context = RunContext(
+            Path(hydra_config.runtime.output_dir), Overrides.parse(hydra_config.overrides.task)
+        )
         try:
-            result: float | None = COMMANDS[self.command].load().run(to_command(node), job)
+            result: float | None = COMMANDS[self.command].load().run(to_command(node), context)
         except USER_ERRORS as error:
             NewFolders.remove_unused()
             if wants_traceback() or hydra_config.mode != RunMode.RUN:
@@ -56,17 +59,22 @@ def run_app(command: str, arguments: Sequence[str]) -> None:
         ConfigError: If an argument is refused before Hydra sees it.
     """
     register_configs()
-    arguments = [with_home(text) for text in with_main_key(command, arguments)]
-    check_arguments(command, arguments)
-    logging.raiseExceptions = (
-        False  # a log that a full disk does not take ends no work, and prints no traceback
-    )
+    words = [with_home(text) for text in with_main_key(command, arguments)]
+    typed = check_arguments(command, words)
+    logging.raiseExceptions = False  # a full disk, which takes no log, ends no work and prints no traceback
     os.environ["HYDRA_FULL_ERROR"] = "1"  # errors reach `main`, which words them in one line
-    sys.argv = [sys.argv[0], *_continuing(command, arguments)]
-    app: Any = hydra.main(
-        version_base="1.3", config_path="pkg://configs", config_name=COMMANDS[command].config_name
-    )(Task(command))
-    app()
+    program, name = sys.argv[0], COMMANDS[command].config_name
+
+    def start(overrides: Overrides) -> None:
+        present = dict(zip(typed.texts, overrides.texts, strict=True))
+        sys.argv = [program, *_continuing(command, [present.get(word, word) for word in words], overrides)]
+        GlobalHydra.instance().clear()
+        app: Any = hydra.main(version_base="1.3", config_path="pkg://configs", config_name=name)(
+            Task(command)
+        )
+        app()
+
+    compose_renamed(typed, start)
 
 
 def with_main_key(command: str, arguments: Sequence[str]) -> list[str]:
@@ -139,21 +147,22 @@ def _close_logs_in(folder: Path) -> None:
             handler.close()
 
 
-def _continuing(command: str, arguments: Sequence[str]) -> list[str]:
+def _continuing(command: str, words: list[str], typed: Overrides) -> list[str]:
     """Let Hydra compose with the parts of the resumed run, and write into it instead of a new directory.
 
     Raises:
         ConfigError: If another directory is asked for.
     """
-    resumed = [a.partition("=")[2] for a in arguments if a.startswith("resume=")]
-    if command != "train" or not resumed or resumed[-1] in ("", "null"):
-        return list(arguments)
-    known: list[str] = COMMANDS[command].load().with_resumed_parts(arguments)
-    run = Path(resumed[-1]).expanduser()
-    for chosen in (a.partition("=")[2] for a in arguments if a.startswith("hydra.run.dir=")):
-        if Path(chosen).expanduser().absolute() != run.absolute():
-            raise goes_on_in_place(run, f"hydra.run.dir={chosen}")
-    return [*known, f"hydra.run.dir={run}"]
+    resumed = typed.value("resume")
+    if command != "train" or resumed in (None, ""):
+        return words
+    from burnish.runs.resolve import with_resumed_parts
+
+    run, chosen = Path(str(resumed)).expanduser(), typed.value("hydra.run.dir")
+    if chosen is not None and Path(str(chosen)).expanduser().absolute() != run.absolute():
+        raise goes_on_in_place(run, f"hydra.run.dir={chosen}")
+    known = with_resumed_parts(typed).texts
+    return [*known[: len(known) - len(typed.texts)], *words, f"hydra.run.dir={quoted(str(run))}"]
 
 
 def wants_traceback() -> bool:
@@ -164,5 +173,5 @@ def wants_traceback() -> bool:
 
 def complain(error: BaseException) -> int:
     """Write one line to standard error and return the exit code."""
-    sys.stderr.write(f"burnish: error: {explain(error)}\n")
+    sys.stderr.write(f"burnish: error: {error_message(error)}\n")
     return EXIT_USER_ERROR

@@ -18,7 +18,7 @@ What is trained does not depend on it: see `policies.threads`.
 
 
 def set_thread_defaults() -> None:
-    """Limit the threads of numeric libraries, unless the environment says otherwise."""
+    """Limit the threads of numeric libraries, unless the environment sets them."""
     for name, value in _THREAD_DEFAULTS.items():
         os.environ.setdefault(name, value)
 

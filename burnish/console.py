@@ -1,4 +1,4 @@
-"""What a person sees: data on standard output, progress and logs on standard error."""
+"""Console output: data on standard output, progress and logs on standard error."""
 
 from __future__ import annotations
 

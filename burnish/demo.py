@@ -1,6 +1,6 @@
 """The whole path once, on a real MuJoCo task, from nothing: what `make demo` runs.
 
-CloningBatch are recorded, a policy is cloned from them and fine-tuned by DPPO; both are evaluated on the
+Demonstrations are recorded, a policy is cloned from them and fine-tuned by DPPO; both are evaluated on the
 same episodes; pictures, a report and an exported graph are written. Nothing is downloaded or pre-recorded.
 """
 
@@ -69,16 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     result = stage(
         "4/6  evaluate before and after on the same episodes",
-        lambda: burnish.evaluate(tuned, versus=base, episodes=EPISODES, num_workers=workers),
+        lambda: burnish.evaluate(tuned, baseline=base, episodes=EPISODES, num_workers=workers),
     )
     page = stage("5/6  draw", lambda: burnish.report(tuned, num_workers=workers))
     exported = stage("6/6  export to ONNX", lambda: burnish.export(tuned, out=str(out / "exported")))
     for picture in page.parent.glob("*.png"):
         shutil.copy(picture, out)
 
-    assert result.versus is not None and result.comparison is not None
+    assert result.baseline is not None and result.comparison is not None
     console.rule("result")
-    for name, evaluation in (("before", result.versus), ("after", result.evaluation)):
+    for name, evaluation in (("before", result.baseline), ("after", result.evaluation)):
         mean, interval = format_interval("success", evaluation.summary()["success"])
         console.print(f"  success {name:<7} {mean}  (95 % interval {interval}, {EPISODES} episodes)")
     console.print(f"  after - before  {result.comparison}")

@@ -1,4 +1,4 @@
-"""Whether the top-level packages that names lead to are this project's, told without importing them."""
+"""Detects packages of other projects that hide ours, without importing them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _place_of(name: str) -> Path | None:
     """Return the folder of a package, or of the module that is in its place; None where there is neither."""
     try:
         spec = importlib.util.find_spec(name)
-    except ValueError:  # imported already, by something that does not say from where
+    except ValueError:  # imported already, without a known place
         return None
     if spec is None or spec.origin is None:
         return None

@@ -55,7 +55,7 @@ def _require_goals(spec: EnvSpec, dataset: EpisodeDataset) -> None:
         raise ConfigError(
             f"the states of env={spec.name} are {spec.obs_dim} wide and end with a goal of width "
             f"{spec.state_goal_dim}; {dataset.source} has states of width {dataset.obs_dim} and {found}. Use "
-            f"data with goals (in D4RL files infos/goal, unless data.infos=false), or another env.goal."
+            f"data with goals (in D4RL files infos/goal, unless reader.infos=false), or another env.goal."
         )
 
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 from policies.errors import ConfigError
 
 _BOUNDS = "bounds"
-_WAS = "was"
+WAS = "was"
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def bounded(
     """Declare a field with a range, or with the name that it had before.
 
     Args:
-        default: Its default; a list becomes a factory. Without one the field is mandatory.
+        default: Its default; a list or a dict becomes a factory. Without one the field is mandatory.
         ge: Smallest value.
         gt: Value that must be exceeded.
         le: Largest value; `math.inf` admits infinity, which is refused otherwise.
@@ -85,8 +85,8 @@ def bounded(
     """
     has_range = choices or any(limit is not None for limit in (ge, gt, le, lt))
     metadata: dict[str, Any] = {_BOUNDS: Bounds(ge, gt, le, lt, tuple(choices))} if has_range else {}
-    metadata |= {_WAS: was} if was else {}
-    if isinstance(default, list):
+    metadata |= {WAS: was} if was else {}
+    if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -98,7 +98,13 @@ def bounds_of(one: Field[Any]) -> Bounds | None:
 
 def former_names(kind: type) -> dict[str, str]:
     """Return the present name of every field that was renamed, by its former name."""
-    return {one.metadata[_WAS]: one.name for one in fields(kind) if _WAS in one.metadata}
+    return {one.metadata[WAS]: one.name for one in fields(kind) if WAS in one.metadata}
+
+
+def with_present_names(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a dataclass by field, those under former names by the present ones."""
+    renamed = former_names(kind)
+    return {renamed.get(key, key): value for key, value in values.items()}
 
 
 class Checked:

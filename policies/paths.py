@@ -7,14 +7,21 @@ from collections.abc import Callable
 from dataclasses import field, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
+from policies.bounds import WAS
+
 T = TypeVar("T")
 
 _NAMES_A_PATH = "names_a_path"
 
 
-def path_field(default: Any = None) -> Any:
-    """Declare a field of a dataclass that names a file or a folder, or a list of these."""
-    return field(default=default, metadata={_NAMES_A_PATH: True})
+def path_field(default: Any = None, *, was: str = "") -> Any:
+    """Declare a field of a dataclass that names a file or a folder, or a list of these.
+
+    Args:
+        default: Its default.
+        was: Its former name; see `policies.bounds.bounded`.
+    """
+    return field(default=default, metadata={_NAMES_A_PATH: True} | ({WAS: was} if was else {}))
 
 
 def with_paths(config: T, change: Callable[[str], str]) -> T:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
@@ -20,40 +20,11 @@ from policies.encoders import Encoder, ImageShape, ObservationSizes
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.weight_cache import forget
 from policies.normalizer import Normalizer
-from policies.protocols import ChunkSpec, Cond, Hooks, Observation, Reduction, Start
+from policies.policy_config import PolicyConfig
+from policies.protocols import Cond, Hooks, Observation, Reduction, Start
 
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 """Where a module keeps what is assigned to it."""
-
-
-PART_GROUPS = ("process", "encoder", "backbone", "sampler")
-"""The registered parts of a policy, by the names that they have in `PolicyConfig`."""
-
-
-@dataclass
-class PolicyConfig:
-    """What a policy is made of; `process`, `encoder`, `backbone` and `sampler` are registered parts."""
-
-    process: Any = None  # None: VP diffusion with its defaults
-    encoder: Any = None  # None: the state as it is
-    backbone: Any = None  # None: the residual MLP with its defaults
-    sampler: Any = None  # None: the process's own
-    obs_steps: int = 1  # To, observations that the policy sees
-    horizon: int = 4  # Th, actions that it predicts
-    act_steps: int = 4  # Ta, actions that are executed before it decides again
-    action_start: int = (
-        0  # first executed row; obs_steps - 1 for windows that begin at the oldest observation
-    )
-    normalizer: dict[str, str] = field(
-        default_factory=lambda: {"state": "limits", "goal": "limits", "action": "limits"}
-        # per feature: limits (to [-1, 1]) | gaussian (mean 0, deviation 1) | identity
-    )
-    observation_clip: float | None = 5.0  # clip normalised states and goals to ± this; null: not at all
-    goal_dropout: float = 0.0  # share of training rows whose goal is zero: needed for guidance
-    guidance: float = 1.0  # weight of the goal in acting; 1: as trained, 0: no goal, above 1: more of it
-
-    def chunk(self, action_dim: int) -> ChunkSpec:
-        return ChunkSpec(action_dim, self.horizon, self.act_steps, self.obs_steps, self.action_start)
 
 
 def _features(modes: Mapping[str, str], dims: Mapping[str, int]) -> list[str]:

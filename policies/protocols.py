@@ -11,13 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-
-from policies.bounds import Checked, bounded
-from policies.errors import ConfigError
 
 Kind = Literal["eps", "x0", "v", "velocity", "score", "edm", "consistency"]
 """What a network output means: noise, clean action, VP velocity (alpha eps - sigma x0), dx/dt in package
@@ -35,40 +32,6 @@ Device = torch.device | str | None
 
 BoundField = Callable[[int, Tensor], Tensor]
 """`bound(k, x)` evaluates a backbone at its k-th bound time for its bound condition; (B, Th, Da)."""
-
-
-@dataclass(frozen=True)
-class ChunkSpec(Checked):
-    """Horizons of an action chunk.
-
-    Rows `[action_start : action_start + act_steps]` of the predicted chunk are executed. `action_start`
-    is `obs_steps - 1` for windows that begin at the oldest observation (Diffusion Policy) and 0 for
-    windows that begin at the newest (DPPO); the two agree for a history of one.
-    """
-
-    key: ClassVar[str] = "policy"
-
-    action_dim: int = bounded(ge=1)
-    horizon: int = bounded(4, ge=1)
-    act_steps: int = bounded(4, ge=1)
-    obs_steps: int = bounded(1, ge=1)
-    action_start: int = bounded(0, ge=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.action_start > self.horizon - self.act_steps:
-            raise ConfigError(
-                f"policy.action_start + policy.act_steps must fit into policy.horizon={self.horizon}; got "
-                f"{self.action_start} + {self.act_steps}. Lower policy.act_steps or raise policy.horizon."
-            )
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return (self.horizon, self.action_dim)
-
-    @property
-    def executed(self) -> slice:
-        return slice(self.action_start, self.action_start + self.act_steps)
 
 
 @dataclass(frozen=True)

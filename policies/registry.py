@@ -13,6 +13,7 @@ name a Python path to import.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import sys
@@ -22,9 +23,9 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from policies.bounds import Checked
+from policies.bounds import Checked, with_present_names
 from policies.errors import ConfigError
 
 T = TypeVar("T", bound=type)
@@ -50,9 +51,9 @@ def register(group: str, name: str) -> Callable[[T], T]:
         if group not in _NOT_CONFIGURED and not is_dataclass(cls):
             raise TypeError(f"@register needs a dataclass; got {cls!r}. Put @dataclass below it.")
         taken = _PARTS.setdefault(group, {}).get(name)
-        owner = _index().get(group, {}).get(name)
-        if owner not in (None, cls.__module__) and find_spec(owner).origin != _origin(cls)[0]:  # type: ignore
-            raise ConfigError(f"{group}={name} is already registered by {owner}.")
+        owner = sources(group).get(name)
+        if owner is not None and cls.__module__ != owner.module and str(owner.path) != _origin(cls)[0]:
+            raise ConfigError(f"{group}={name} is already registered by {owner.module}.")
         if taken is not None and _origin(taken) != _origin(cls):
             raise ConfigError(
                 f"{group}={name} is already registered by {taken.__module__}.{taken.__qualname__}."
@@ -92,10 +93,36 @@ def _origin(cls: type) -> tuple[str, str]:
     return file or cls.__module__, cls.__qualname__
 
 
+class Source(NamedTuple):
+    """Where one of our parts is defined."""
+
+    module: str
+    path: Path
+
+    def definition(self, group: str, name: str) -> tuple[str, str]:
+        """Return the class name and the docstring of a part as they stand in the source; imports nothing.
+
+        The docstring is empty where the class has none of its own.
+        """
+        start = f"({group!r}, {name!r}"
+        for node in ast.parse(self.path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                if f"register{start})" in map(ast.unparse, node.decorator_list):
+                    return node.name, ast.get_docstring(node) or ""
+            elif isinstance(node, ast.Assign) and ast.unparse(node.value).startswith(f"variant{start},"):
+                return ast.unparse(node.targets[0]), ast.literal_eval(node.value.args[3])  # type: ignore
+        raise ConfigError(f"{group}={name} is not registered at the top of {self.path}.")
+
+
+def sources(group: str) -> dict[str, Source]:
+    """Return where the parts of a group in our packages are defined, by name."""
+    return _index().get(group, {})
+
+
 @cache
-def _index() -> dict[str, dict[str, str]]:
-    """Return the module of every part in our packages, by group and name, read from the sources."""
-    found: dict[str, dict[str, str]] = {}
+def _index() -> dict[str, dict[str, Source]]:
+    """Return where every part in our packages is defined, by group and name, read from the sources."""
+    found: dict[str, dict[str, Source]] = {}
     for package in PACKAGES:
         spec = find_spec(package)
         for root in map(Path, (spec.submodule_search_locations if spec else None) or ()):
@@ -103,14 +130,20 @@ def _index() -> dict[str, dict[str, str]]:
                 names = _REGISTRATION.findall(file.read_text(encoding="utf-8"))
                 module = ".".join((package, *file.relative_to(root).with_suffix("").parts))
                 for group, name in names:
-                    found.setdefault(group, {})[name] = module.removesuffix(".__init__")
+                    source = Source(module.removesuffix(".__init__"), file)
+                    found.setdefault(group, {})[name] = source
     return found
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Return the names of a group, sorted; no module of ours is imported."""
-    load_plugins()
-    return tuple(sorted({*_index().get(group, {}), *_PARTS.get(group, {})}))
+    """Return the names of a group, sorted, without those of broken plug-ins; imports no module of ours."""
+    _broken_plugins()
+    return tuple(sorted({*sources(group), *_PARTS.get(group, {})}))
+
+
+def is_known(group: str, name: str) -> bool:
+    """Whether there is a part; plug-ins are imported only where it is none of ours."""
+    return name in sources(group) or name in names(group)
 
 
 def module_of(group: str, name: str) -> str:
@@ -119,8 +152,8 @@ def module_of(group: str, name: str) -> str:
     Raises:
         ConfigError: If there is no such name.
     """
-    module = _index().get(group, {}).get(name)
-    return module if module is not None else lookup(group, name).__module__
+    source = sources(group).get(name)
+    return source.module if source is not None else lookup(group, name).__module__
 
 
 def parts(group: str) -> dict[str, type]:
@@ -135,8 +168,8 @@ def lookup(group: str, name: str) -> type:
         ConfigError: If there is no such name; the message lists the choices.
     """
     registered = _PARTS.setdefault(group, {})
-    if name not in registered and name in _index().get(group, {}):
-        importlib.import_module(_index()[group][name])
+    if name not in registered and (source := sources(group).get(name)):
+        importlib.import_module(source.module)
     if name not in registered:
         load_plugins()
     try:
@@ -171,6 +204,7 @@ def from_json(group: str, data: dict[str, Any]) -> Any:
     if "name" not in values:
         raise ConfigError(f"a {group} description needs the key 'name'; got keys {sorted(values)}.")
     cls = lookup(group, str(values.pop("name")))
+    values = with_present_names(cls, values)
     known = {f.name for f in fields(cls)}
     unknown = sorted(set(values) - known)
     if unknown:
@@ -179,19 +213,24 @@ def from_json(group: str, data: dict[str, Any]) -> Any:
 
 
 @cache
-def load_plugins() -> None:
-    """Import the modules that other distributions announce in the `burnish.plugins` entry points.
-
-    Raises:
-        ConfigError: If one cannot be imported, after all others are; names its distribution.
-    """
+def _broken_plugins() -> tuple[tuple[EntryPoint, Exception], ...]:
+    """Import the modules that other distributions announce; return those that cannot be imported."""
     broken: list[tuple[EntryPoint, Exception]] = []
     for entry in entry_points(group=PLUGIN_GROUP):
         try:
             entry.load()
         except Exception as error:  # a module of somebody else may raise anything
             broken.append((entry, error))
-    for entry, cause in broken:
+    return tuple(broken)
+
+
+def load_plugins() -> None:
+    """Import the modules that other distributions announce in the `burnish.plugins` entry points.
+
+    Raises:
+        ConfigError: If one cannot be imported, after all others are; names its distribution.
+    """
+    for entry, cause in _broken_plugins():
         name = "an unknown distribution" if entry.dist is None else entry.dist.name
         reason = str(cause).strip().rstrip(".") or "no reason given"
         raise ConfigError(

@@ -21,7 +21,7 @@ from burnish.app import with_main_key
 from burnish.cli import split_command
 from burnish.commands.list import KINDS
 from burnish.config.commands import COMMANDS
-from burnish.config.schema import GROUPS, compose_config, scan_parts
+from burnish.config.schema import GROUPS, compose_config
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones import Backbone
@@ -179,7 +179,6 @@ def test_make_targets_exist(page: Path) -> None:
 
 @_names(OWN)
 def test_experiments_exist(page: Path) -> None:
-    scan_parts()
     folder = ROOT / "configs" / "experiment"
     for name in re.findall(r"experiment=([a-z0-9_]+)(?![\w<*])", page.read_text()):
         assert (folder / f"{name}.yaml").is_file(), name
@@ -188,7 +187,6 @@ def test_experiments_exist(page: Path) -> None:
 @cache
 def _sections() -> dict[str, list[type]]:
     """Return what stands below a key: the parts of a group, or a section of a command."""
-    scan_parts()
     found = {group: list(registry.parts(group).values()) for group in GROUPS}
     for command in COMMANDS.values():
         config = None if command.schema is None else command.config_class()()
@@ -260,7 +258,6 @@ def test_every_algorithm_has_pages_that_explain_its_settings() -> None:
 
 @pytest.mark.parametrize(("algo", "pages"), list(EXPLAINED_ON.items()))
 def test_every_setting_is_on_the_page_of_its_algorithm(algo: str, pages: list[str]) -> None:
-    scan_parts()
     text = "".join((ROOT / "docs" / "algorithms" / f"{page}.md").read_text() for page in pages)
     missing = [f.name for f in fields(registry.lookup("algo", algo)) if f"`algo.{f.name}`" not in text]
     assert not missing
@@ -275,7 +272,6 @@ def test_every_part_is_documented(kind: str) -> None:
 
 def _parts(kind: str) -> list[str]:
     """Return what is registered, but for what tests register."""
-    scan_parts()
     parts = registry.parts(kind).items()
     return [name for name, part in parts if part.__module__.split(".")[0] != "tests"]
 
@@ -313,7 +309,6 @@ def test_short_examples_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.fixture
 def extensions(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The complete examples, registered for the time of one test."""
-    scan_parts()
     monkeypatch.setattr(registry, "_PARTS", {group: dict(parts) for group, parts in registry._PARTS.items()})
     names: dict[str, Any] = {"__name__": "example"}
     for block in _blocks(EXAMPLES, "python run"):

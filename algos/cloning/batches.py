@@ -13,7 +13,8 @@ from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.windows import Windows
 from policies.errors import CheckpointError
-from policies.protocols import ChunkSpec, Observation
+from policies.policy_config import ChunkSpec
+from policies.protocols import Observation
 
 
 @dataclass(frozen=True)

@@ -212,7 +212,7 @@ def _require_rewards(dataset: EpisodeDataset, rewarding: Rewarding, algo: str) -
         return
     changed = f" ({given:g} with algo.reward_scale and algo.reward_shift)" if given != least else ""
     found = f"{dataset.source}: all {len(dataset)} rewards are {least:g}{changed}"
-    advice = "Use data with rewards (of OGBench: data.task=<single task>), or algo=bc, which needs none."
+    advice = "Use data with rewards (of OGBench: reader.task=<single task>), or algo=bc, which needs none."
     if given == 0:
         raise ConfigError(
             f"{found}; algo={algo} learns from rewards, and has nothing to learn here. {advice}"

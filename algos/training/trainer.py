@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -16,8 +16,8 @@ from algos.training.metrics import Scalars, TensorBoardWriter, Writer, broken, r
 from algos.training.progress import LONG_S, Display, announced, open_display, planned
 from algos.training.run_directory import RunDirectory
 from algos.training.serialization import capture_global_rng, restore_global_rng
+from algos.training.settings import TrainerSettings
 from algos.training.signals import Interrupted, StopSignals
-from policies.bounds import Checked, bounded
 from policies.errors import BurnishError, CheckpointError, TrainingError, WorkerError
 from policies.policy import Policy
 
@@ -29,20 +29,6 @@ Evaluator = Callable[[Policy, int], Mapping[str, float]]
 
 SAID_AFTER = 2
 """Iterations after which a long run is announced."""
-
-
-@dataclass
-class TrainerSettings(Checked):
-    """When to log, to save and to evaluate; counts are units of the algorithm (see `Algorithm.unit`)."""
-
-    key: ClassVar[str] = "trainer"
-
-    log_every: int = bounded(0, ge=0)  # units between rows of metrics.jsonl; 0: after every iteration
-    checkpoint_every: int | None = bounded(None, ge=0)  # units; null: a tenth of the run; 0: at the end
-    eval_every: int | None = bounded(None, ge=0)  # units; null: a tenth of the run; 0: at the end only
-    eval_first: bool = False  # also evaluate before the first iteration
-    keep_checkpoints: int | None = bounded(None, ge=1)  # newest checkpoints to keep; null: all
-    tensorboard: bool = False  # also write TensorBoard event files
 
 
 def train(

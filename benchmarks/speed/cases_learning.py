@@ -32,8 +32,8 @@ from benchmarks.speed.timing import Figure, interleave
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.windows import Windows
 from policies.policy import PolicyConfig
+from policies.policy_config import ChunkSpec
 from policies.processes.diffusion import VPDiffusion
-from policies.protocols import ChunkSpec
 
 BLOCK = 25  # gradient steps per report of behaviour cloning
 

@@ -25,12 +25,11 @@ from benchmarks import pages
 from benchmarks.studies.definitions import STUDIES
 from benchmarks.studies.learning import demonstrations, describe_dataset, recipe
 from benchmarks.studies.once import trained
-from burnish.config.schema import register_configs
 from burnish.runs.locate import locate
 from burnish.runs.tasks import task_of
 from envs.evaluation.evaluate import evaluate
 from envs.evaluation.intervals import bootstrap_mean
-from envs.evaluation.protocol import EvaluationSettings
+from envs.evaluation.settings import EvaluationSettings
 
 PAGE, ALGO = "contained", "dsrl"
 NOISES, STARTS = 32, 100
@@ -159,7 +158,6 @@ def main() -> int:
     if unknown := sorted(set(options.studies) - set(steered)):
         parser.error(f"no study with a steered policy: {', '.join(unknown)}; there are {', '.join(steered)}")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    register_configs()
     if not options.report:
         for name in options.studies:
             for seed in map(int, options.seeds.split(",")):

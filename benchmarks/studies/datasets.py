@@ -21,7 +21,7 @@ import torch
 
 from envs.datasets import EpisodeDataset, free_memory, read_dataset
 from envs.datasets.windows import Windows
-from policies.protocols import ChunkSpec
+from policies.policy_config import ChunkSpec
 
 OBS, ACTION, EPISODE, PIECE = 60, 8, 1000, 100_000
 BATCH, BATCHES = 256, 200

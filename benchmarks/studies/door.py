@@ -22,7 +22,6 @@ import numpy as np
 
 from benchmarks import pages
 from benchmarks.studies import once
-from burnish.config.schema import register_configs
 from burnish.runs.locate import locate
 from envs.datasets import read_dataset
 from envs.datasets.episodes import EpisodeDataset
@@ -119,7 +118,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--report", action="store_true", help="write the page from what is there")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.WARNING)
-    register_configs()
     if not options.report:
         if options.dataset is None:
             sys.exit("give --dataset=<door-human.hdf5>, or --report.")

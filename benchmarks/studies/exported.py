@@ -27,7 +27,6 @@ import torch
 from benchmarks import pages
 from benchmarks.studies import families
 from burnish.commands.export import surroundings_of
-from burnish.config.schema import register_configs
 from burnish.runs.locate import Located, locate
 from burnish.runs.tasks import task_of
 from envs.evaluation.comparison import compare
@@ -315,7 +314,6 @@ def _interpreters(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def main() -> int:
     """Measure what is asked for and write the page."""
-    register_configs()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from benchmarks import pages
-from burnish.config.schema import register_configs
 from burnish.runs.locate import locate
 from burnish.runs.tasks import task_of
 from envs.evaluation.intervals import paired_difference, wilson
@@ -194,7 +193,6 @@ def main() -> int:
     )
     parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
-    register_configs()
     torch.set_num_threads(1)
     for text in () if options.report else options.tasks:
         task, _, path = text.partition("=")

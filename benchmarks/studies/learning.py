@@ -58,13 +58,13 @@ def run_one(name: str, algo: str, seed: int, *, dataset: str | None, root: Path,
     experiment = study.tuned[algo]
     tuned = trained(place, *recipe(experiment), init=str(base_path), seed=seed, **processes(algo, workers))
     result = burnish.evaluate(
-        tuned, versus=str(base_path), episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")
+        tuned, baseline=str(base_path), episodes=EPISODES, num_workers=workers, out=str(place / "eval.json")
     )
-    assert result.versus is not None and result.comparison is not None
+    assert result.baseline is not None and result.comparison is not None
     content = {
         "study": name, "algo": algo, "seed": seed, "experiment": experiment,
         "dataset": describe_dataset(demos),
-        "before": episode_columns(result.versus), "after": episode_columns(result.evaluation),
+        "before": episode_columns(result.baseline), "after": episode_columns(result.evaluation),
         "difference": asdict(result.comparison), "protocol": result.evaluation.protocol,
         "curve": list(curve(tuned.directory.metrics_path)),
         "wall": {"clone_s": busy(base.directory.metrics_path), "tune_s": busy(tuned.directory.metrics_path)},

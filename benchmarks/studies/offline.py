@@ -43,7 +43,6 @@ from benchmarks import pages
 from benchmarks.studies.learning import EPISODES, RESULTS, busy, describe_dataset, episode_columns
 from benchmarks.studies.once import trained
 from burnish.config.overrides import experiments
-from burnish.config.schema import scan_parts
 from burnish.runs.best_evaluation import best_evaluation
 from envs.datasets import read_dataset
 from envs.evaluation.comparison import FEWEST_EPISODES
@@ -468,7 +467,6 @@ def main() -> int:
     parser.add_argument("--discounts", action="store_true", help="only print what discounts tell of the data")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    scan_parts()
     if options.discounts:
         print("\n".join(discounts(str(dataset_of(options.data, options.dataset, options.root)))))
         return 0

@@ -26,14 +26,13 @@ from algos.training.provenance import describe_environment
 from benchmarks.studies import once
 from benchmarks.studies.steering_tasks import TASKS, Task, off_sketch
 from burnish.commands.collect import CollectConfig, record
-from burnish.config.schema import register_configs
 from burnish.reports.figures import to_png
 from burnish.runs.locate import locate
 from envs.evaluation.evaluate import evaluate
 from envs.evaluation.intervals import bootstrap_mean, wilson
 from envs.rollouts.episodes import EpisodeRow
 from policies.denoising import DenoisingPolicy
-from policies.protocols import ChunkSpec
+from policies.policy_config import ChunkSpec
 from policies.wrappers.sketch_guidance import SteeredPolicy, Steering
 
 RESULTS = Path("docs/results")
@@ -217,7 +216,6 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    register_configs()
     for text in () if options.report else options.tasks or TASKS:
         name, _, path = text.partition("=")
         if name not in TASKS:

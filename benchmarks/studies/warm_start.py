@@ -23,7 +23,6 @@ import numpy as np
 
 from benchmarks import pages
 from benchmarks.studies import once
-from burnish.config.schema import register_configs
 from burnish.runs.locate import Located, locate
 from burnish.runs.tasks import task_of
 from envs.evaluation.evaluate import Evaluation, evaluate
@@ -242,7 +241,6 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    register_configs()
     for text in () if options.report else options.tasks:
         task, _, paths = text.partition("=")
         chosen = list(enumerate(paths.split(","))) if paths else [(seed, None) for seed in options.seeds]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,53 +14,55 @@ from burnish.runs.locate import check_file_to_write, check_folder_to_write
 from envs.datasets import EpisodeDataset, write_dataset
 from envs.datasets.writers import FOLDERS, format_to_write
 from envs.datasets.writers.minari import check_place
-from envs.evaluation.protocol import check_seeds
+from envs.evaluation.settings import check_seeds
 from envs.rollouts.collect import MAX_ATTEMPTS, collect
 from envs.spec import EnvSpec
 from policies import registry
+from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, ConfigError, DatasetError
 from policies.paths import path_field
 
 
-@dataclass
-class CollectConfig:
+@dataclass(frozen=True)
+class CollectConfig(Checked):
     """What `burnish collect` does; how the expert behaves is part of the task (`env.expert.…`)."""
 
     env: Any = None  # the task; it must have an expert
-    episodes: int = 50  # demonstrations in the file
+    episodes: int = bounded(50, ge=1)  # demonstrations in the file
     out: str = path_field("demonstrations.hdf5")  # file to write; Minari's format is a folder
     format: str | None = (
         None  # robomimic, minari or d4rl; null: minari if out ends in -v<number>, else robomimic
     )
     first_seed: int = 1_000_000  # attempt i starts from first_seed + i; evaluation starts from 0
-    noise: float | None = None  # of the expert, in its own units; null: env.expert.noise
+    noise: float | None = bounded(None, ge=0)  # of the expert, in its own units; null: env.expert.noise
     expert: str | None = None  # which expert, where a task has several; null: env.expert.tier
     keep_failures: bool = False  # also keep demonstrations that miss the goal
-    valid_fraction: float = 0.0  # share listed under mask/valid
+    valid_fraction: float = bounded(0.0, ge=0, lt=1)  # share listed under mask/valid
     overwrite: bool = False  # replace an existing file
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.episodes < 1:
-            raise ConfigError(f"episodes must be at least 1; got {self.episodes}.")
+        super().__post_init__()
         check_seeds("first_seed", self.first_seed, MAX_ATTEMPTS * self.episodes)
-        if self.noise is not None and not (math.isfinite(self.noise) and self.noise >= 0):
-            raise ConfigError(f"noise must be 0 or more and finite, or null; got {self.noise}.")
-        if not 0 <= self.valid_fraction < 1:
-            raise ConfigError(f"valid_fraction must be in [0, 1); got {self.valid_fraction}.")
         if self.valid_fraction and self.episodes == 1:
             raise ConfigError(f"valid_fraction={self.valid_fraction} needs at least 2 episodes; got 1.")
         if format_to_write(self.out, self.format) != "robomimic" and self.valid_fraction:
             raise ConfigError(f"valid_fraction needs format=robomimic; got {self.valid_fraction}.")
 
 
-def run(config: CollectConfig, job: RunContext) -> float:
+def run(config: CollectConfig, context: RunContext) -> float:
     """Record, write the file, print what is in it; returns the expert's success rate or mean return."""
-    return _tell(record(config), Path(config.out), config.env.spec)
+    return _print_result(record(config), Path(config.out), config.env.spec)
 
 
-def record(config: CollectConfig) -> EpisodeDataset:
-    """Record demonstrations and write them to `config.out`."""
+def resolve(config: CollectConfig) -> tuple[Path, str]:
+    """Refuse what cannot be recorded or written; returns the place and the format of the file.
+
+    Raises:
+        ConfigError: If no task is given, or the format does not hold its images.
+        CapabilityError: If the task has no expert.
+        DatasetError: If there is a file already.
+    """
     check_expert(config.env)
     target, chosen = Path(config.out), format_to_write(config.out, config.format)
     if chosen != "robomimic" and bool(getattr(config.env, "cameras", ())):
@@ -71,6 +72,12 @@ def record(config: CollectConfig) -> EpisodeDataset:
         raise DatasetError(f"out={target} exists; choose another file or say overwrite=true.")
     if chosen == "minari":
         check_place(target)
+    return target, chosen
+
+
+def record(config: CollectConfig) -> EpisodeDataset:
+    """Record demonstrations and write them to `config.out`."""
+    target, chosen = resolve(config)
     with Counting(f"recording {config.env.spec.name}", config.episodes) as counting:
         dataset = collect(
             config.env,
@@ -93,15 +100,16 @@ def check_expert(env: Any) -> None:
         ConfigError: If no task is given.
         CapabilityError: If it has no expert; names the tasks that have.
     """
+    if hasattr(env, "demonstrate"):
+        return
     experts = [name for name, part in registry.parts("env").items() if hasattr(part, "demonstrate")]
     choices = f"tasks with an expert: {', '.join(experts)}."
     if env is None:
         raise ConfigError(f"collect needs env=<name>; {choices}")
-    if not hasattr(env, "demonstrate"):
-        raise CapabilityError(f"env={registry.name_of('env', env)} has no expert to record; {choices}")
+    raise CapabilityError(f"env={registry.name_of('env', env)} has no expert to record; {choices}")
 
 
-def _tell(dataset: EpisodeDataset, path: Path, spec: EnvSpec) -> float:
+def _print_result(dataset: EpisodeDataset, path: Path, spec: EnvSpec) -> float:
     """Print what was recorded; returns the share of attempts that succeeded, or the mean return."""
     lengths, returns = dataset.lengths, dataset.returns
     steps = f"{dataset.num_frames} ({int(lengths.min())} to {int(lengths.max())} per demonstration)"

@@ -16,6 +16,7 @@ from burnish.runs.context import RunContext
 from burnish.runs.locate import check_folder_to_write
 from envs.datasets.catalogue import Entry, RemoteFile, catalogue, download_folder, lookup
 from envs.datasets.download import fetch, file_sum
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError, DatasetError
 from policies.paths import path_field
 
@@ -25,8 +26,8 @@ SUMS = "checksums.json"
 _MEBI = 2**20
 
 
-@dataclass
-class DataDownloadConfig:
+@dataclass(frozen=True)
+class DataDownloadConfig(Checked):
     """What `burnish data download` does; without `name` and `url` it lists the known names."""
 
     name: str | None = None  # public dataset, e.g. hopper-medium-v2
@@ -34,22 +35,21 @@ class DataDownloadConfig:
     sha256: str | None = None  # checksum of the file at url
     out: str | None = path_field()  # folder; null: $BURNISH_DATASETS, else .burnish/datasets at home
     mirror: str | None = None  # address that stands in for scheme and host, e.g. http://data.example.org
-    attempts: int = 3  # connections per file before giving up
+    attempts: int = bounded(3, ge=1)  # connections per file before giving up
 
     def __post_init__(self) -> None:
         """Check the values."""
+        super().__post_init__()
         if self.name is not None and self.url is not None:
             raise ConfigError("data download takes name= or url=, not both.")
         if self.sha256 is not None and (
             self.url is None or not re.fullmatch(r"[0-9a-fA-F]{64}", self.sha256)
         ):
             raise ConfigError(f"sha256 must be 64 hexadecimal digits, with url=; got {self.sha256}.")
-        if self.attempts < 1:
-            raise ConfigError(f"attempts must be at least 1; got {self.attempts}.")
 
 
-def run(config: DataDownloadConfig, job: RunContext) -> None:
-    """Fetch and say where it is, or list the names."""
+def run(config: DataDownloadConfig, context: RunContext) -> None:
+    """Fetch a dataset and print its path, or list the names."""
     if config.name is None and config.url is None:
         output().print(table("", ("family", "names", "e.g."), _families()))
         output().print(

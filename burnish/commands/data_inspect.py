@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from envs.datasets.catalogue import find_dataset
 from envs.datasets.inspect import KeyFacts, describe_file, size_of
 from envs.datasets.recorded_task import describe_task
 from envs.datasets.scores import normalized_score, reference
-from envs.evaluation.protocol import check_seeds
+from envs.evaluation.settings import check_seeds
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError, DatasetError
 from policies.paths import path_field
 from policies.storage.atomic_write import draft_folder, move_into
@@ -33,34 +34,31 @@ _CLUSTERS, _CLUSTERED = 50, 10_000
 _NOISES = (0.1, 0.5)
 
 
-@dataclass
-class DataInspectConfig:
+@dataclass(frozen=True)
+class DataInspectConfig(Checked):
     """What `burnish data inspect` does."""
 
     dataset: str | None = path_field()  # file, folder, or name of a downloaded dataset
     out: str | None = (
         path_field()  # folder for inspection.json and inspection.png; null: inspection-<name of the dataset>
     )
-    data: dict[str, Any] = field(default_factory=dict)  # options of its format's reader: see Data
+    reader: dict[str, Any] = bounded({}, was="data")  # options of its format's reader: see Data
     task: str | None = None  # D4RL task whose reference returns make scores and trajectory quality
     against: str | None = path_field()  # dataset whose distinct state-action pairs measure the coverage
     measures: bool = True  # also measure coverage, divergence of actions and own rows
-    samples: int = 2000  # frames that are looked at for these
-    beta: float = 2.0  # weight of states against actions for own rows
+    samples: int = bounded(2000, ge=1)  # frames that are looked at for these
+    beta: float = bounded(2.0, gt=0)  # weight of states against actions for own rows
     seed: int = 0  # draws the frames
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.samples < 1:
-            raise ConfigError(f"samples must be at least 1; got {self.samples}.")
-        if not (math.isfinite(self.beta) and self.beta > 0):
-            raise ConfigError(f"beta must be above 0 and finite; got {self.beta}.")
+        super().__post_init__()
         if self.against is not None and not self.measures:
             raise ConfigError("against= is for measuring coverage; leave it out, or measures=false.")
         check_seeds("seed", self.seed, 1)
 
 
-def run(config: DataInspectConfig, job: RunContext) -> None:
+def run(config: DataInspectConfig, context: RunContext) -> None:
     """Write and print what was found."""
     facts = inspect(config)
     shown = output()
@@ -89,12 +87,12 @@ def inspect(config: DataInspectConfig) -> dict[str, Any]:
     facts: dict[str, Any] = {"file": str(path), "keys": _keys(path), "remarks": []}
     facts["bytes"] = size_of(path)
     try:
-        data = read_dataset(path, **config.data)
+        data = read_dataset(path, **config.reader)
     except DatasetError as error:
         facts["error"] = str(error)
         _write(target, facts, None)
         raise
-    other = None if config.against is None else _reference(data, config.against, config.data)
+    other = None if config.against is None else _reference(data, config.against, config.reader)
     facts |= describe(data, config.task)
     if config.measures:
         facts["measures"] = _measures(data, other, config)
@@ -217,7 +215,7 @@ def _finite(value: float) -> float | None:
 
 
 def _remarks(facts: dict[str, Any], data: EpisodeDataset) -> Iterator[str]:
-    """Say what a person should know before training on it."""
+    """Yield remarks on properties that matter for training."""
     for what in ("observation", "action"):
         if constant := facts[what]["constant"]:
             yield f"{what} dimensions that do not move (scale 1 in the normaliser): {constant}"
@@ -262,7 +260,7 @@ def _key_rows(facts: dict[str, Any]) -> Iterator[tuple[object, ...]]:
 
 
 def _fact_rows(facts: dict[str, Any]) -> Iterator[tuple[str, object]]:
-    def told(name: str) -> str:
+    def spread(name: str) -> str:
         one = facts[name]
         return f"{one['mean']:.4g} (from {one['min']:.4g} to {one['max']:.4g})"
 
@@ -271,11 +269,11 @@ def _fact_rows(facts: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield "task", facts["env"]
     yield "episodes", facts["episodes"]
     yield "frames", f"{facts['frames']}, of which {facts['transitions']} are transitions"
-    yield "length", told("lengths")
+    yield "length", spread("lengths")
     yield "ends", f"{facts['ends']['terminated']} terminated, {facts['ends']['truncated']} truncated"
-    yield "return", told("returns")
+    yield "return", spread("returns")
     if "d4rl_score" in facts:
-        yield f"score ({facts['d4rl_score']['task']})", told("d4rl_score")
+        yield f"score ({facts['d4rl_score']['task']})", spread("d4rl_score")
     if facts["success"] is not None:
         yield "success", f"{100 * facts['success']:.1f} %"
     for what in ("observation", "action"):

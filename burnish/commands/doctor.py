@@ -73,7 +73,7 @@ def _python() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """Compare what the core asks for with what is installed."""
+    """Compare the requirements of the core with the installed packages."""
     for requirement in _requirements():
         if not requirement.marker or requirement.marker.evaluate({"extra": ""}):
             name, problem = requirement.name, _problem(requirement)
@@ -99,19 +99,19 @@ def _ours() -> Iterator[Finding]:
 
 
 def _parts() -> Iterator[Finding]:
-    from burnish.config.schema import GROUPS, scan_parts
+    from burnish.config.parts import GROUPS
     from policies import registry
 
     try:
-        scan_parts()
-    except ConfigError as error:  # of a plug-in; the parts of this project are there
+        registry.load_plugins()
+    except ConfigError as error:  # the parts of this project are there
         yield Finding("plug-ins", False, str(error), True)
     counts = ", ".join(f"{len(registry.parts(group))} {group}" for group in GROUPS)
     yield Finding("parts", all(registry.parts(group) for group in GROUPS), counts, True)
 
 
 def _extras() -> Iterator[Finding]:
-    """Compare what each extra asks for with what is installed."""
+    """Compare the requirements of each extra with the installed packages."""
     known = _requirements()
     if not known:
         yield Finding("extras", False, "unknown: running from a checkout; pip install -e . makes them known")
@@ -135,7 +135,7 @@ def _second_step(extra: str) -> Iterator[Finding]:
 
 
 def _requirements() -> list[Requirement]:
-    """Return what this installation asks for; nothing where it is not installed."""
+    """Return the requirements of this installation; nothing where it is not installed."""
     try:
         return [Requirement(line) for line in metadata.requires("burnish") or []]
     except metadata.PackageNotFoundError:
@@ -186,7 +186,7 @@ def _rendering() -> Iterator[Finding]:
 
 
 def _why_by_itself(backend: str) -> str:
-    """Say why a backend is taken where none was asked for."""
+    """Return the reason for a backend where none is configured."""
     if backend == "osmesa":
         return "MUJOCO_GL is not set, libEGL is not installed and libOSMesa is"
     return "MUJOCO_GL is not set, and it is the first that works"

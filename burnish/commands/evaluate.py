@@ -36,22 +36,27 @@ class Result:
 
     label: str
     evaluation: Evaluation
-    versus: Evaluation | None
-    comparison: Comparison | None  # policy - versus
+    baseline: Evaluation | None
+    comparison: Comparison | None  # policy - baseline
     path: Path  # JSON
 
+    @property
+    def versus(self) -> Evaluation | None:
+        """Former name of `baseline`, for one version."""
+        return self.baseline
 
-def run(config: EvalConfig, job: RunContext) -> float:
+
+def run(config: EvalConfig, context: RunContext) -> float:
     """Evaluate, write, print; returns the success rate, or the mean return of a task without success."""
     if config.compose is not None:
         composed = compose_and_compare(config)
-        _tell(composed)
+        _print_result(composed)
         return _main_number(composed.evaluation)
     result = evaluate(config)
-    mine, other = shown_names(result.label, str(config.policy), str(config.versus))
+    mine, other = shown_names(result.label, str(config.policy), str(config.baseline))
     both = [(mine, result.evaluation)]
-    if result.versus is not None:
-        both.append((other, result.versus))
+    if result.baseline is not None:
+        both.append((other, result.baseline))
     output().print(summary_table(both))
     if result.comparison is not None:
         output().print(str(result.comparison), markup=False)
@@ -59,7 +64,7 @@ def run(config: EvalConfig, job: RunContext) -> float:
     return _main_number(result.evaluation)
 
 
-def _tell(result: CompositionResult) -> None:
+def _print_result(result: CompositionResult) -> None:
     """Print the tables of a composition."""
     for section in result.sections():
         output().print(section.shown())
@@ -72,17 +77,32 @@ def _main_number(evaluation: Evaluation) -> float:
     return headline(evaluation)[evaluation.quantity]
 
 
-def shown_names(label: str, policy: str, versus: str) -> tuple[str, str]:
+def shown_names(label: str, policy: str, baseline: str) -> tuple[str, str]:
     """Return what two policies are called in a table: a label and a path, or two paths that differ."""
-    if label != versus:
-        return label, versus
-    if policy != versus:
-        return policy, versus
-    return f"{policy} (policy)", f"{versus} (versus)"
+    if label != baseline:
+        return label, baseline
+    if policy != baseline:
+        return policy, baseline
+    return f"{policy} (policy)", f"{baseline} (baseline)"
 
 
-def evaluate(config: EvalConfig) -> Result:
-    """Evaluate the policy, and the other one on the same episodes, and write the results."""
+@dataclass(frozen=True)
+class ResolvedEval:
+    """An evaluation about which everything is decided and nothing is loaded."""
+
+    config: EvalConfig
+    policy: Located
+    baseline: Located | None
+    env: Any
+
+
+def resolve(config: EvalConfig) -> ResolvedEval:
+    """Locate the policies and the task.
+
+    Raises:
+        ConfigError: If the configuration does not make sense, or no task is known.
+        CheckpointError: If a policy is missing.
+    """
     if config.policy is None:
         raise ConfigError("eval needs policy=<run or policy directory>, or compose=[a,b].")
     default = EvalConfig()
@@ -91,15 +111,21 @@ def evaluate(config: EvalConfig) -> Result:
     if config.out is not None:
         check_file_to_write(config.out)
     mine = locate_actor(config.policy, "policy")
-    other = None if config.versus is None else locate_actor(config.versus, "versus")
+    other = None if config.baseline is None else locate_actor(config.baseline, "baseline")
     if config.env is not None:
         say_what_differs(mine, config.env)
     env = config.env if config.env is not None else task_of(mine, " Give env=<name>.")
-    evaluation = _play(mine, env, config)
-    versus = None if other is None else _play(other, env, config)
-    comparison = None if versus is None else compare(versus, evaluation)
-    path = _write(config, mine, other, evaluation, comparison)
-    return Result(mine.label, evaluation, versus, comparison, path)
+    return ResolvedEval(config, mine, other, env)
+
+
+def evaluate(config: EvalConfig) -> Result:
+    """Evaluate the policy, and the other one on the same episodes, and write the results."""
+    found = resolve(config)
+    evaluation = _play(found.policy, found.env, config)
+    baseline = None if found.baseline is None else _play(found.baseline, found.env, config)
+    comparison = None if baseline is None else compare(baseline, evaluation)
+    path = _write(config, found.policy, found.baseline, evaluation, comparison)
+    return Result(found.policy.label, evaluation, baseline, comparison, path)
 
 
 def summary_table(evaluations: Iterable[tuple[str, Evaluation]]) -> Table:
@@ -135,7 +161,7 @@ def _write(
     content = json.loads(evaluation.to_json())
     content["policy"] = mine.label
     if found is not None:
-        content["versus"] = {"policy": str(config.versus), **asdict(found)}
+        content["versus"] = {"policy": str(config.baseline), **asdict(found)}
     name = _file_name(mine, other, evaluation.protocol_hash)
     if config.out is None and mine.run is not None:
         return RunDirectory.open(mine.run).write_eval(name, content)

@@ -12,7 +12,8 @@ from burnish.console import output, table
 from burnish.runs.context import RunContext
 from burnish.runs.locate import Located, check_folder_to_write, locate
 from burnish.runs.tasks import task_of
-from envs.evaluation.protocol import check_seeds, with_steps
+from envs.evaluation.protocol import with_steps
+from envs.evaluation.settings import check_seeds
 from policies.errors import ConfigError
 from policies.export.card import latency_table
 from policies.export.export import GRAPHS, export_onnx
@@ -44,10 +45,10 @@ class ExportConfig:
         check_seeds("seed", self.seed)
 
 
-def run(config: ExportConfig, job: RunContext) -> float:
+def run(config: ExportConfig, context: RunContext) -> float:
     """Export, print parity and latency, and return the largest difference."""
     report = export(config)
-    _tell(report)
+    _print_result(report)
     return report.worst
 
 
@@ -72,7 +73,7 @@ def export(config: ExportConfig) -> ExportReport:
 
 
 def surroundings_of(found: Located) -> Surroundings:
-    """Return what the task that a policy was made for says about its observations and actions.
+    """Return the names and limits of observations and actions in the task that a policy was made for.
 
     A policy that does not name a task known here is exported without these facts, with a warning.
     """
@@ -87,7 +88,7 @@ def surroundings_of(found: Located) -> Surroundings:
     )
 
 
-def _tell(report: ExportReport) -> None:
+def _print_result(report: ExportReport) -> None:
     """Print where it is, how well it agrees and how fast it is."""
     console = output()
     console.print(f"written: {report.directory}", markup=False, soft_wrap=True)

@@ -38,10 +38,10 @@ class Imported:
     conversion: Conversion
 
 
-def run(config: ImportConfig, job: RunContext) -> float:
+def run(config: ImportConfig, context: RunContext) -> float:
     """Import, print what was done, and return the number of tensors that have a place."""
     imported = convert(config)
-    _tell(imported)
+    _print_result(imported)
     return float(imported.conversion.tensors)
 
 
@@ -50,7 +50,7 @@ def convert(config: ImportConfig) -> Imported:
     if config.weights is None:
         raise ConfigError("import needs weights=<checkpoint>.")
     if config.source is None:
-        known = ", ".join(registry.parts("source"))
+        known = ", ".join(registry.names("source"))
         raise ConfigError(f"import needs source=<program>; choose one of: {known}.")
     checkpoint = Path(config.weights)
     target = Path(config.out if config.out is not None else f"imported-{checkpoint.stem}")
@@ -69,7 +69,7 @@ def convert(config: ImportConfig) -> Imported:
     return Imported(directory, conversion)
 
 
-def _tell(imported: Imported) -> None:
+def _print_result(imported: Imported) -> None:
     """Print where it is, what was imported and what was not."""
     console, facts = output(), imported.conversion.facts()
     console.print(f"written: {imported.directory}", markup=False, soft_wrap=True)

@@ -15,8 +15,9 @@ import textwrap
 import tokenize
 import types
 import typing
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +26,28 @@ import omegaconf
 from burnish.commands.list import summary
 from burnish.config.commands import COMMANDS
 from burnish.config.overrides import default_options
-from burnish.config.schema import GROUPS, scan_parts
+from burnish.config.parts import GROUPS
 from burnish.config.train import PolicyShape
 from burnish.console import output
 from envs.datasets import reader_options
+from envs.evaluation.settings import EvaluationSettings
 from policies import registry
-from policies.policy import PolicyConfig
+from policies.bounds import bounds_of
+from policies.policy_config import PolicyConfig
 
 PAGE = "docs/keys.md"
-OURS = ("algos", "envs", "policies")
-"""Packages whose parts are on the page; plug-ins have pages of their own."""
-
 KINDS = {bool: "bool", int: "int", float: "float", str: "text", Path: "file", Any: "any"}
-ROW = "| {} | {} | {} | {} |"
-HEAD = [ROW.format("key", "type", "default", "what it decides"), "|---|---|---|---|"]
+ROW = "| {} | {} | {} | {} | {} |"
+HEAD = [ROW.format("key", "type", "range", "default", "what it decides"), "|---|---|---|---|---|"]
+GROUP_ROW = f"{ROW} {{}} |"
+GROUP_HEAD = [
+    GROUP_ROW.format("key", "type", "range", "default", "what it decides", "of"),
+    "|---|---|---|---|---|---|",
+]
 
 INTRODUCTION = """# Keys
 
-Every key of every command and of every part, with its type and default. This page is written by
+Every key of every command and of every part, once, with its type, range and default. This page is written by
 `python -m burnish.commands.keys` from the dataclasses, the only home of defaults and explanations; a test
 compares the two. What the keys of an algorithm mean together is on its page ([BC](algorithms/bc.md),
 [DPPO](algorithms/dppo.md), [PPO](algorithms/ppo.md)); how keys are written is in [cli.md](cli.md). An
@@ -50,8 +55,8 @@ experiment changes defaults: `--cfg job` prints what a command would take.
 """
 
 READERS = (
-    "How a dataset is read, for every command that takes `dataset=`; which format a file has, its content\n"
-    "tells. An option that its format does not have is refused."
+    "How a dataset is read, for every command that takes `dataset=`. The format follows from the content of\n"
+    "the file; an option of another format is refused."
 )
 
 EXTRA = {
@@ -72,64 +77,105 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+@dataclass(frozen=True)
+class Key:
+    """A key of a command or of a part, as it stands in a table."""
+
+    name: str
+    type: str
+    range: str
+    default: str
+    text: str
+
+    def cells(self) -> tuple[str, ...]:
+        """Return the cells of its row."""
+        return f"`{self.name}`", self.type, self.range, f"`{self.default}`", _escaped(self.text)
+
+
 def page() -> str:
     """Return the page in Markdown."""
-    scan_parts()
     lines = [INTRODUCTION, "## Commands", ""]
     for command in COMMANDS.values():
         if command.schema is not None:
-            keys = rows_of(command.config_class()(), "", default_options(command.name))
+            rows = rows_of(command.config_class()(), "", default_options(command.name))
             lines += [
                 f"### burnish {command.name}",
                 "",
                 *_sentence(EXTRA.get(command.name)),
                 *HEAD,
-                *keys,
+                *rows,
                 "",
             ]
     for group in GROUPS:
-        lines += [f"## {group}", ""]
-        for rows, parts in _parts(group):
-            title = ", ".join(f"{group}={name}" for name in parts)
-            said = [f"- `{name}`: {_escaped(summary(part))}" for name, part in parts.items()]
-            table = [*HEAD, *rows] if rows else ["No keys."]
-            lines += [f"### {title}", "", *said, "", *table, ""]
+        lines += [f"## {group}", "", *_group(group), ""]
     lines += _reader_options()
     return "\n".join(lines).rstrip() + "\n"
 
 
+def _group(group: str) -> Iterator[str]:
+    """Yield the parts of a group and the table of their keys."""
+    parts = {
+        name: part
+        for name, part in registry.parts(group).items()
+        if part.__module__.split(".")[0] in registry.PACKAGES
+    }
+    found: dict[str, dict[str, Key]] = {}
+    for name, part in parts.items():
+        yield f"- `{group}={name}`: {_escaped(summary(part))}"
+        for key in keys_of(part(), f"{group}."):
+            found.setdefault(key.name, {})[name] = key
+    yield from ("", *GROUP_HEAD) if found else ()
+    places = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
+    for name in sorted(found, key=lambda name: places.index(name.rpartition(".")[0])):
+        yield _group_row(found[name], list(parts))
+
+
+def _group_row(having: Mapping[str, Key], parts: Sequence[str]) -> str:
+    """Return the row of a key that several parts have."""
+    cells = zip(*(key.cells() for key in having.values()), strict=True)
+    shown = [_joint(dict(zip(having, values, strict=True))) for values in cells]
+    return GROUP_ROW.format(*shown, _owners(list(having), parts))
+
+
+def _joint(values: Mapping[str, str]) -> str:
+    """Write the values of parts in one cell: the most frequent one, and the others with their parts."""
+    first, *others = [value for value, _ in Counter(values.values()).most_common()]
+    return "; ".join([first, *(f"{', '.join(k for k in values if values[k] == v)}: {v}" for v in others)])
+
+
+def _owners(having: Sequence[str], parts: Sequence[str]) -> str:
+    """Name the parts that have a key."""
+    lacking = [name for name in parts if name not in having]
+    if len(lacking) < len(having):
+        return f"all but {', '.join(lacking)}" if lacking else "all"
+    return ", ".join(having)
+
+
 def _reader_options() -> list[str]:
     """Return the section of the options that formats of datasets have."""
-    lines = ["## data", "", READERS, ""]
-    for form, options in reader_options().items():
-        rows = [
-            ROW.format(
-                f"`data.{one.name}`",
-                _type(one.hint),
-                f"`{_shown(one.default)}`",
-                _escaped(_in_yaml(one.text)).replace("see the module", "see [Data](data.md)"),
-            )
-            for one in options.values()
-        ]
-        lines += [f"### Options of {form}", "", *(["No keys."] if not rows else [*HEAD, *rows]), ""]
-    return lines
+    found: dict[str, dict[str, Key]] = {}
+    every = reader_options()
+    for form, options in every.items():
+        for one in options.values():
+            text = _in_yaml(one.text).replace("see the module", "see [Data](data.md)")
+            key = Key(f"reader.{one.name}", _type(one.hint), "", _shown(one.default), text)
+            found.setdefault(key.name, {})[form] = key
+    lines = ["## reader", "", READERS, "", *GROUP_HEAD]
+    return lines + [_group_row(having, list(every)) for having in found.values()]
 
 
 def _sentence(text: str | None = None) -> list[str]:
     return [text, ""] if text else []
 
 
-def _parts(group: str) -> list[tuple[tuple[str, ...], dict[str, type]]]:
-    """Return the rows of a group's parts, each with the parts that have them."""
-    found: dict[tuple[str, ...], dict[str, type]] = {}
-    for name, part in registry.parts(group).items():
-        if part.__module__.split(".")[0] in OURS:
-            found.setdefault(tuple(rows_of(part(), f"{group}.")), {})[name] = part
-    return list(found.items())
-
-
 def rows_of(config: Any, prefix: str = "", chosen: Mapping[str, str | None] | None = None) -> Iterator[str]:
-    """Yield a row of the table for every key of a configuration, the keys below it included.
+    """Yield a row of the table for every key of a configuration; see `keys_of`."""
+    for key in keys_of(config, prefix, chosen):
+        yield ROW.format(*key.cells())
+
+
+def keys_of(config: Any, prefix: str = "", chosen: Mapping[str, str | None] | None = None) -> Iterator[Key]:
+    """Yield every key of a configuration, the keys below it included.
 
     Args:
         config: The dataclass with its defaults.
@@ -140,13 +186,25 @@ def rows_of(config: Any, prefix: str = "", chosen: Mapping[str, str | None] | No
     hints, words = typing.get_type_hints(kind), explanations(kind)
     for f in fields(kind):
         value, name = getattr(config, f.name), f"{prefix}{f.name}"
-        if is_dataclass(value):
-            yield from rows_of(value, f"{name}.")
+        if type(value) is EvaluationSettings:
+            yield _evaluation(name, value)
             continue
-        type_name, text = _type(hints[f.name]), words.get(f.name, "")
+        if is_dataclass(value):
+            yield from keys_of(value, f"{name}.")
+            continue
+        type_name, text, bounds = _type(hints[f.name]), words.get(f.name, ""), bounds_of(f)
         if hints[f.name] is Any and f.name in GROUPS:
             type_name, value = f"[{f.name}](#{f.name})", (chosen or {}).get(f.name)
-        yield ROW.format(f"`{name}`", type_name, f"`{_shown(value)}`", _escaped(text))
+        yield Key(name, type_name, "" if bounds is None else _escaped(str(bounds)), _shown(value), text)
+
+
+def _evaluation(name: str, value: EvaluationSettings) -> Key:
+    """Return the row that stands for the keys of an evaluation, which are those of `burnish eval`."""
+    usual = EvaluationSettings()
+    own = [f.name for f in fields(value) if getattr(value, f.name) != getattr(usual, f.name)]
+    default = ", ".join(f"{one}: {_shown(getattr(value, one))}" for one in own)
+    text = f"protocol of the evaluations: `{name}.episodes` and so on, see [burnish eval](#burnish-eval)"
+    return Key(f"{name}.*", "keys", "", default, text)
 
 
 def _shown(value: Any) -> str:

@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 
 from burnish.config.overrides import default_options, experiments
-from burnish.config.schema import scan_parts
 from burnish.console import output, table
 from policies import registry
 from policies.errors import MissingExtraError
@@ -32,7 +31,6 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="burnish list", description="What there is to choose from.")
     parser.add_argument("kind", choices=[*KINDS, "datasets", "experiments"])
     kind = parser.parse_args(arguments).kind
-    scan_parts()
     if kind == "experiments":
         shown = table("", ("experiment=", "algo", "env", "what it is"), _experiments())
     elif kind == "datasets":
@@ -48,13 +46,24 @@ def main(arguments: Sequence[str]) -> int:
 
 def summary(thing: object) -> str:
     """Return the first sentence of a docstring."""
-    text = inspect.getdoc(thing) or ""
+    return first_sentence(inspect.getdoc(thing) or "")
+
+
+def first_sentence(text: str) -> str:
+    """Return the first paragraph of a docstring in one line."""
     return " ".join(text.split("\n\n")[0].split())
 
 
 def _parts(group: str) -> Iterator[tuple[object, ...]]:
-    for name, part in registry.parts(group).items():
-        yield name, summary(part), f"{part.__module__}.{part.__qualname__}"
+    """Yield name, summary and place of every part; those of ours are read from the sources."""
+    for name in registry.names(group):
+        source = registry.sources(group).get(name)
+        if source is None:
+            part = registry.lookup(group, name)
+            yield name, summary(part), f"{part.__module__}.{part.__qualname__}"
+            continue
+        title, text = source.definition(group, name)
+        yield name, first_sentence(text) or summary(registry.lookup(group, name)), f"{source.module}.{title}"
 
 
 def _envs() -> Iterator[tuple[object, ...]]:

@@ -27,7 +27,8 @@ from burnish.runs.tasks import description_of, options_that_differ
 from envs.evaluation.comparison import format_interval
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.intervals import bootstrap_iqm, conditional_value_at_risk, success_rate, value_at_risk
-from envs.evaluation.protocol import check_seeds
+from envs.evaluation.settings import check_seeds
+from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, CheckpointError, ConfigError, MissingExtraError
 from policies.paths import path_field
 from policies.storage.atomic_write import draft_folder, move_into
@@ -38,22 +39,20 @@ INDEX = "index.html"
 PICTURE = re.compile(r"(learning|behaviour)(-\d+)?\.png")
 
 
-@dataclass
-class ReportConfig:
+@dataclass(frozen=True)
+class ReportConfig(Checked):
     """What `burnish report` does."""
 
     run: Any = path_field()  # a run, a folder of seeds, or several: [a,b]; alike ones are summarised together
     out: str | None = path_field()  # directory; null: <run>/report, or report for several runs
-    episodes: int = 24  # episodes that are played for the pictures; 0: none
+    episodes: int = bounded(24, ge=0)  # episodes that are played for the pictures; 0: none
     first_seed: int = 0  # seed of the first of these episodes
-    num_workers: int = 2  # rollout processes; 0: this process
+    num_workers: int = bounded(2, ge=0)  # rollout processes; 0: this process
     overwrite: bool = False  # replace the report in an existing directory
 
     def __post_init__(self) -> None:
         """Check the values."""
-        for name in ("episodes", "num_workers"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must be 0 or more; got {getattr(self, name)}.")
+        super().__post_init__()
         check_seeds("first_seed", self.first_seed, self.episodes)
 
     def runs(self) -> list[RunDirectory]:
@@ -79,8 +78,8 @@ class ReportConfig:
         return (Path(str(self.run)) if len(runs) > 1 else runs[0].path) / "report"
 
 
-def run(config: ReportConfig, job: RunContext) -> None:
-    """Write the page and say where it is."""
+def run(config: ReportConfig, context: RunContext) -> None:
+    """Write the page and print its path."""
     output().print(f"written: {report(config)}", markup=False, soft_wrap=True)
 
 
@@ -310,7 +309,7 @@ def _pooled(evaluations: Sequence[Evaluation]) -> Iterator[tuple[object, ...]]:
 
 
 def _behaviour(page: Page, config: ReportConfig, named: Mapping[str, RunDirectory]) -> dict[str, bytes]:
-    """Play a few episodes of every run and draw them; says why where it cannot."""
+    """Play a few episodes of every run and draw them; the page names the reason where that fails."""
     page.heading("Behaviour")
     stage = ReportRollouts(config.episodes, config.first_seed, config.num_workers)
     pictures: dict[str, bytes] = {}

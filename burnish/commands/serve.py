@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
 
+from algos.base import device_of
 from burnish.commands.export import surroundings_of
 from burnish.console import output
 from burnish.runs.context import RunContext
-from burnish.runs.device import device_of
 from burnish.runs.locate import locate
 from envs.evaluation.protocol import with_steps
 from policies.errors import ConfigError
@@ -49,7 +49,7 @@ class ServeConfig(ServerSettings):
             raise ConfigError(f"metrics_port must lie in 0 to 65535, or null; got {self.metrics_port}.")
 
 
-def run(config: ServeConfig, job: RunContext) -> None:
+def run(config: ServeConfig, context: RunContext) -> None:
     """Serve until a signal comes."""
     if config.new_client is not None:
         path = make_keys(str(config.keys), config.new_client)
@@ -66,7 +66,7 @@ def run(config: ServeConfig, job: RunContext) -> None:
         metrics_page(server.metrics, config.metrics_port) as page,
         _stopped_by_signals(server.stop),
     ):
-        _tell(server.endpoint, page)
+        _print_result(server.endpoint, page)
         server.run()
     _log.info("stopped; %d decisions", server.metrics.counts["decisions"])
 
@@ -96,7 +96,7 @@ def weights_of(directory: Path) -> str:
     return sha256(directory / WEIGHTS)
 
 
-def _tell(endpoint: str, page: int | None) -> None:
+def _print_result(endpoint: str, page: int | None) -> None:
     """Say where it listens; a program that started it may wait for this line."""
     console = output()
     where = "" if page is None else f", metrics: http://127.0.0.1:{page}/metrics"

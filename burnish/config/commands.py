@@ -9,12 +9,13 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class Command:
-    """What the front page says about a command, and where its code is.
+    """A command: its line on the front page, and where its code is.
 
     A name of two words, such as `data inspect`, is typed as two words.
 
-    A command with a `schema` is a Hydra application: its module has that dataclass and
-    `run(config, job)`. The others take plain arguments: their module has `main(arguments)`.
+    A command with a `schema` is a Hydra application: its module has `run(config, context)`. The schema is a
+    dataclass of that module, or of another one (`module:Class`). The others take plain arguments: their
+    module has `main(arguments)`.
     """
 
     name: str
@@ -35,8 +36,9 @@ class Command:
         return importlib.import_module(f"burnish.commands.{self.module}")
 
     def config_class(self) -> type:
-        """Return the dataclass that types the configuration."""
-        found: type = getattr(self.load(), str(self.schema))
+        """Return the dataclass that types the configuration; imports its module only."""
+        home, _, name = str(self.schema).rpartition(":")
+        found: type = getattr(importlib.import_module(home) if home else self.load(), name)
         return found
 
 
@@ -56,15 +58,15 @@ COMMANDS = {
             "clone a policy from demonstrations, or fine-tune one by reinforcement",
             "burnish train experiment=avoid_dppo init=<run or policy directory>",
             "train",
-            "TrainConfig",
+            "burnish.config.train:TrainConfig",
             "dataset",
         ),
         Command(
             "eval",
             "evaluate a policy on seeded episodes, alone or against another one",
-            "burnish eval policy=<run> versus=<other run> episodes=100",
+            "burnish eval policy=<run> baseline=<other run> episodes=100",
             "evaluate",
-            "EvalConfig",
+            "burnish.config.evaluate:EvalConfig",
             "policy",
         ),
         Command(

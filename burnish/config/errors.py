@@ -1,4 +1,4 @@
-"""Turns an error into the one line that a person at a terminal can act on."""
+"""One-line messages of the errors that a user can repair."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NO_LIST = re.compile(r"Invalid value assigned: (\w+) is not a ListConfig")
 _AMBIGUOUS = re.compile(r"Ambiguous value for argument '([^'=]+)=([^']*)'")
 
 
-def explain(error: BaseException) -> str:
+def error_message(error: BaseException) -> str:
     """Return one line: what was expected, what was received, where, and what to do."""
     if isinstance(error, MissingConfigException):
         return _unknown_option(error)
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}."
-    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         return _unknown_key(cause)
     if isinstance(cause, ValidationError):

@@ -5,23 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from algos.gpc import EstimateSettings, SearchSettings
-from envs.evaluation.protocol import EvaluationSettings
+from algos.gpc_settings import EstimateSettings, SearchSettings
+from envs.evaluation.settings import EvaluationSettings
+from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.paths import path_field
 
-OF_COMPOSE = ("weights", "operator", "temperature", "sampler", "dataset", "data", "search", "estimate")
+OF_COMPOSE = ("weights", "operator", "temperature", "sampler", "dataset", "reader", "search", "estimate")
 """Keys that a single policy has no use for."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvalConfig(EvaluationSettings):
     """What `burnish eval` does."""
 
     policy: str | None = (
         path_field()  # a run (its last checkpoint), a checkpoint, a policy directory, or an exported folder
     )
-    versus: str | None = path_field()  # a second policy: same episodes, paired difference policy - versus
+    baseline: str | None = path_field(was="versus")  # a second policy: same episodes, paired difference
     env: Any = None  # null: the task that the policy was made for
     num_workers: int = 2  # rollout processes; 0: this process; never changes a number
     out: str | None = (
@@ -37,7 +38,7 @@ class EvalConfig(EvaluationSettings):
     temperature: float = 1.0  # of operator=or: above 1 the choice between members is less sharp
     sampler: Any = None  # of compose; null: the lead's own
     dataset: str | None = path_field()  # of compose: held-out demonstrations, which suggest weights
-    data: dict[str, Any] = field(default_factory=dict)  # options of the dataset's reader: see Data
+    reader: dict[str, Any] = bounded({}, was="data")  # options of the dataset's reader: see Data
     search: SearchSettings = field(default_factory=SearchSettings)
     estimate: EstimateSettings = field(default_factory=EstimateSettings)
 

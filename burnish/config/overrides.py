@@ -1,13 +1,13 @@
-"""Checks what a person typed before Hydra sees it: the keys, groups and options that a command takes."""
+"""Overrides: parsed once, and checked before Hydra composes with them."""
 
 from __future__ import annotations
 
 import os
 import re
 import textwrap
-from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from functools import cache
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, lru_cache
 from importlib import resources
 from typing import Any, NoReturn
 
@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from burnish.config.commands import COMMANDS
-from burnish.config.errors import closest, explain
+from burnish.config.errors import closest, error_message
 from policies import registry
 from policies.errors import ConfigError
 
@@ -50,7 +50,7 @@ def groups_of(command: str) -> tuple[str, ...]:
 
 def options_of(group: str) -> tuple[str, ...]:
     """Return the options of a group, sorted."""
-    return experiments() if group == "experiment" else tuple(sorted(registry.parts(group)))
+    return experiments() if group == "experiment" else registry.names(group)
 
 
 def describe_groups(command: str) -> str:
@@ -64,27 +64,93 @@ def describe_groups(command: str) -> str:
     return "\n".join(["", "options of the groups (group=option):", *lines, ""]) if lines else ""
 
 
-def check_overrides(command: str, overrides: Sequence[str]) -> None:
+@dataclass(frozen=True)
+class Override:
+    """One `key=value` that was typed."""
+
+    text: str
+    key: str  # or the group
+    value: Any = None  # None also where there are several, to sweep over
+    is_plain: bool = True  # sets one value of a key that exists
+    has_package: bool = False
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What was typed, in its order."""
+
+    items: tuple[Override, ...] = ()
+
+    @classmethod
+    def parse(cls, texts: Iterable[str]) -> Overrides:
+        """Read texts in Hydra's grammar.
+
+        Raises:
+            ConfigError: If one cannot be read.
+        """
+        return cls(tuple(map(_parse, texts)))
+
+    @property
+    def texts(self) -> list[str]:
+        """All of them as they are typed."""
+        return [item.text for item in self.items]
+
+    @property
+    def keys(self) -> list[str]:
+        """The key or the group of each."""
+        return [item.key for item in self.items]
+
+    def value(self, key: str) -> Any:
+        """Return the last value of a key; None where it was not typed."""
+        return next((item.value for item in reversed(self.items) if item.key == key), None)
+
+    def but(self, *keys: str) -> Overrides:
+        """Return all but those of some keys."""
+        return Overrides(tuple(item for item in self.items if item.key not in keys))
+
+    def __add__(self, other: Overrides) -> Overrides:
+        """Return these and then others."""
+        return Overrides(self.items + other.items)
+
+    def renamed(self, former: str, present: str) -> Overrides:
+        """Return these with another name for a key, or for all keys below it."""
+        return Overrides(tuple(map(_parse, (with_name(text, former, present) for text in self.texts))))
+
+
+NOTHING_TYPED = Overrides()
+
+
+def with_name(text: str, former: str, present: str) -> str:
+    """Write an override of a key, or of a key below it, with another name of the key."""
+    return re.sub(rf"^([+~]*){re.escape(former)}(?=[.=@]|$)", rf"\g<1>{present}", text)
+
+
+@lru_cache(maxsize=1024)
+def _parse(text: str) -> Override:
+    try:
+        found = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise ConfigError(f"cannot read '{text}': {error_message(error)}") from error
+    is_plain = not (found.is_add() or found.is_delete() or found.is_sweep_override() or found.package)
+    value = None if found.is_delete() or found.is_sweep_override() else found.value()
+    return Override(text, str(found.key_or_group), value, is_plain, found.package is not None)
+
+
+def check_overrides(command: str, texts: Sequence[str]) -> Overrides:
     """Refuse what is no override, and groups that the command does not take.
 
     Raises:
-        ConfigError: If there is any; says what to write instead.
+        ConfigError: If there is any; the message shows the right form.
     """
-    parser = OverridesParser.create()
+    if bare := [text for text in texts if "=" not in text and not text.startswith("~")]:
+        raise ConfigError(f"'{bare[0]}' is not key=value; write {_key_for(command, bare[0])}={bare[0]}.")
+    overrides = Overrides.parse(texts)
     every_group = {group for name, one in COMMANDS.items() if one.schema for group in groups_of(name)}
-    for text in overrides:
-        if "=" not in text and not text.startswith("~"):
-            raise ConfigError(f"'{text}' is not key=value; write {_key_for(command, text)}={text}.")
-        try:
-            override = parser.parse_override(text)
-        except HydraException as error:
-            raise ConfigError(f"cannot read '{text}': {explain(error)}") from error
-        group = override.key_or_group
-        if override.package is not None or group in groups_of(command):
-            continue
-        if group in every_group:
+    for item in overrides.items:
+        if item.key in every_group and item.key not in groups_of(command) and not item.has_package:
             known = ", ".join(keys_of(command))
-            raise ConfigError(f"burnish {command} has no '{group}'; its keys are: {known}.")
+            raise ConfigError(f"burnish {command} has no '{item.key}'; its keys are: {known}.")
+    return overrides
 
 
 def with_home(override: str) -> str:
@@ -98,11 +164,13 @@ def with_home(override: str) -> str:
     return override if is_quoted else key + equals + re.sub(r"(?<![^,[])~/", lambda _: home, value)
 
 
-def check_arguments(command: str, arguments: Sequence[str]) -> None:
+def check_arguments(command: str, arguments: Sequence[str]) -> Overrides:
     """Refuse options that neither the command nor Hydra has, and whatever `check_overrides` refuses.
 
+    Returns what is typed of keys and groups.
+
     Raises:
-        ConfigError: If there is any; says what to write instead.
+        ConfigError: If there is any; the message shows the right form.
     """
     parser = get_args_parser()
     parser.allow_abbrev = False  # --experiment is no abbreviation of --experimental-rerun
@@ -116,9 +184,10 @@ def check_arguments(command: str, arguments: Sequence[str]) -> None:
         if text.startswith("-"):
             raise ConfigError(_unknown_option(command, text, arguments))
         raise ConfigError(f"'{text}' stands behind an option; write every key=value before the options.")
+    if options.shell_completion or options.experimental_rerun:
+        return Overrides()
     is_ours = not (options.config_name or options.config_path or options.config_dir)
-    if is_ours and not (options.shell_completion or options.experimental_rerun):
-        check_overrides(command, options.overrides)
+    return check_overrides(command, options.overrides) if is_ours else Overrides.parse(options.overrides)
 
 
 def keys_of(command: str) -> tuple[str, ...]:

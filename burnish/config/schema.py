@@ -1,105 +1,124 @@
-"""Typed configuration of every command, and the Hydra groups filled from the registry.
+"""Typed configuration of every command: composed by Hydra, turned into dataclasses, written down, restored.
 
-The dataclasses here and next to the parts are the only home of defaults. `register_configs` hands them to
-Hydra's ConfigStore, so that an unknown key, a wrong type or an unknown option is refused while composing.
-`to_object` turns the composed tree back into the dataclasses, whose `__post_init__` checks the values.
-`describe` and `restore` carry a configuration through JSON or YAML by registered names, never by Python path.
+The dataclasses of the commands and of the parts are the only home of defaults. While composing, an unknown
+key, a wrong type or an unknown option is refused. `to_object` turns the composed tree back into the
+dataclasses, whose `__post_init__` checks the values. `describe` and `restore` carry a configuration through
+JSON or YAML by registered names, never by Python path.
 """
 
 from __future__ import annotations
 
+import logging
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from hydra import compose, initialize_config_module
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from burnish.config.errors import explain, unknown_key
-from burnish.config.overrides import check_overrides, describe_groups
+from burnish.config.commands import COMMANDS
+from burnish.config.errors import error_message, unknown_key
+from burnish.config.overrides import NOTHING_TYPED, Override, Overrides, check_overrides, describe_groups
+from burnish.config.parts import GROUPS, RENAMED, node_of, register_sources
 from policies import registry
+from policies.bounds import former_names, with_present_names
 from policies.errors import ConfigError
 from policies.paths import at_home
-from policies.policy import PART_GROUPS
 
-GROUPS = ("algo", "env", *PART_GROUPS, "source")
-"""Hydra groups filled from the registry; the chosen part stands under the group's name."""
+T = TypeVar("T")
 
-
-@cache
-def scan_parts() -> None:
-    """Import the modules of all parts, and the plugins."""
-    for group in GROUPS:
-        registry.parts(group)
+_log = logging.getLogger(__name__)
 
 
 @cache
 def register_configs() -> None:
-    """Put the parts and the schemas of the commands into Hydra's ConfigStore, and what help pages say."""
-    from burnish.config.commands import COMMANDS
-
-    scan_parts()
-    store = ConfigStore.instance()
-    for group in GROUPS:
-        for name, part in registry.parts(group).items():
-            store.store(group=group, name=name, node=_thawed(part), provider="burnish")
-    for command in COMMANDS.values():
-        if command.schema is not None:
-            node = _with_open_dicts(command.config_class())
-            store.store(name=f"{command.config_name}_schema", node=node, provider="burnish")
+    """Register the sources of schemas, parts and files with Hydra, and the text of help pages."""
+    register_sources()
     OmegaConf.register_new_resolver("burnish_groups", describe_groups, replace=True)
 
 
-def _with_open_dicts(kind: type) -> DictConfig:
-    """Return the schema of a command whose empty dictionaries take any key."""
-    node: DictConfig = OmegaConf.structured(kind)
-    for key in node:
-        inner = node._get_node(key)
-        if isinstance(inner, DictConfig) and not inner._is_none() and inner._metadata.object_type is dict:
-            OmegaConf.set_struct(inner, False)
-    return node
+@dataclass(frozen=True)
+class Composed:
+    """The configuration of a command, and what was typed for it (under the present names of keys)."""
 
-
-def _thawed(part: type) -> DictConfig:
-    """Return the schema of a part, open to overrides even where the dataclass is frozen."""
-    node = OmegaConf.structured(part)
-    _set_writable(node)
-    return node
-
-
-def _set_writable(node: DictConfig) -> None:
-    OmegaConf.set_readonly(node, None)
-    for key in node:
-        child = node._get_node(key)
-        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            _set_writable(child)
+    config: Any
+    overrides: Overrides
 
 
 def compose_config(command: str, overrides: Sequence[str]) -> Any:
+    """Return the configuration of a command; see `compose_command`."""
+    return compose_command(command, overrides).config
+
+
+def compose_command(command: str, overrides: Sequence[str]) -> Composed:
     """Compose the configuration of a command from overrides, as the command line does.
 
     Raises:
         ConfigError: If a key, an option or a value is refused; in the words of the command line.
     """
-    from burnish.config.commands import COMMANDS
-
     register_configs()
-    check_overrides(command, overrides)
-    try:
+    name = COMMANDS[command].config_name
+
+    def compose_once(typed: Overrides) -> Composed:
         with _hydra():
-            node = compose(config_name=COMMANDS[command].config_name, overrides=list(overrides))
-        return to_command(node)
+            return Composed(to_command(compose(config_name=name, overrides=typed.texts)), typed)
+
+    try:
+        return compose_renamed(check_overrides(command, overrides), compose_once)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(explain(error)) from error
+        raise ConfigError(error_message(error)) from error
+
+
+def compose_renamed(overrides: Overrides, compose: Callable[[Overrides], T]) -> T:
+    """Return what `compose` makes of overrides in which present names stand for former ones.
+
+    Warns once of every former name.
+    """
+    renamed: dict[str, str] = {}
+    token = RENAMED.set(renamed)
+    try:
+        while True:
+            try:
+                return compose(overrides)
+            except (HydraException, OmegaConfBaseException) as error:
+                found = _former_key(error)
+                if found is None or found[0] in renamed:
+                    raise
+                warn_of_former_key(*found)
+                overrides = overrides.renamed(*found)
+                renamed[found[0]] = found[1]
+    finally:
+        RENAMED.reset(token)
+
+
+def warn_of_former_key(former: str, present: str) -> None:
+    """Log the present name of a key."""
+    _log.warning("%s is called %s now; the former name goes with the next version.", former, present)
+
+
+def _former_key(error: BaseException) -> tuple[str, str] | None:
+    """Return the former and the present name of the key that is unknown; None for any other error."""
+    for one in _chain(error):
+        owner = getattr(one, "object_type", None)
+        if isinstance(one, (ConfigKeyError, ConfigAttributeError)) and is_dataclass(owner):
+            key = str(one.full_key or one.key)
+            above, dot, name = key.rpartition(".")
+            present = former_names(owner).get(name)  # type: ignore[arg-type]
+            return None if present is None else (key, f"{above}{dot}{present}")
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 @contextmanager
@@ -147,9 +166,12 @@ def to_object(node: Any) -> Any:
     kind = OmegaConf.get_type(node)
     if not is_dataclass(kind):
         return {key: to_object(node[key]) for key in node}
-    names = {f.name for f in fields(kind)}
-    if unknown := [str(key) for key in node if key not in names]:
-        raise ConfigError(unknown_key(node._get_full_key(unknown[0]), kind))
+    names, former = {f.name for f in fields(kind)}, former_names(kind)
+    for key in [str(key) for key in node if key not in names]:  # `+key=value` may add any
+        if key not in former:
+            raise ConfigError(unknown_key(node._get_full_key(key), kind))
+        warn_of_former_key(node._get_full_key(key), node._get_full_key(former[key]))
+        node[former[key]] = node[key]
     hints = typing.get_type_hints(kind)
     return kind(**{f.name: _value(node, f.name, hints[f.name]) for f in fields(kind) if f.init})
 
@@ -201,13 +223,13 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def restore(kind: type, data: Mapping[str, Any], overrides: Sequence[str] = ()) -> Any:
-    """Rebuild a configuration from what `describe` returned.
+def restore(kind: type, data: Mapping[str, Any], overrides: Overrides = NOTHING_TYPED) -> Any:
+    """Rebuild a configuration from what `describe` returned, also that of an earlier version.
 
     Args:
         kind: The dataclass of the configuration.
         data: Its description.
-        overrides: Values to change, `key=value`; options of groups cannot be changed any more.
+        overrides: Values to change; options of groups cannot be changed any more.
 
     Raises:
         ConfigError: If a part, a key or a value is unknown, or the description refers to something else.
@@ -215,11 +237,12 @@ def restore(kind: type, data: Mapping[str, Any], overrides: Sequence[str] = ()) 
     _refuse_references(data)
     try:
         node = _described_node(kind, data)
-        for key, value in map(_parse_value, overrides):
-            OmegaConf.update(node, key, value)
+        for item in overrides.items:
+            _require_value(item)
+            OmegaConf.update(node, item.key, item.value)
         return to_object(node)
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error)) from error
+        raise ConfigError(error_message(error)) from error
 
 
 def restore_part(group: str, data: Mapping[str, Any]) -> Any:
@@ -232,7 +255,7 @@ def restore_part(group: str, data: Mapping[str, Any]) -> Any:
     try:
         return to_object(_part_node(group, data))
     except OmegaConfBaseException as error:
-        raise ConfigError(explain(error)) from error
+        raise ConfigError(error_message(error)) from error
 
 
 def _refuse_references(data: Any, key: str = "") -> None:
@@ -253,10 +276,9 @@ def _refuse_references(data: Any, key: str = "") -> None:
 
 
 def _described_node(kind: type, data: Mapping[str, Any]) -> DictConfig:
-    node: DictConfig = OmegaConf.structured(kind)
-    _set_writable(node)
+    node = node_of(kind)
     hints = typing.get_type_hints(kind)
-    for key, value in data.items():
+    for key, value in with_present_names(kind, data).items():
         if key in getattr(kind, "dropped", ()):
             continue
         inner = OmegaConf.get_type(node, key) if key in node else None
@@ -280,21 +302,14 @@ def _part_node(group: str, data: Mapping[str, Any]) -> DictConfig:
     return _described_node(registry.lookup(group, str(name)), values)
 
 
-def _parse_value(text: str) -> tuple[str, Any]:
-    """Split an override of a value."""
-    override = OverridesParser.create().parse_override(text)
-    if (
-        override.is_add()
-        or override.is_delete()
-        or override.is_sweep_override()
-        or override.package is not None
-    ):
-        raise ConfigError(f"'{text}' cannot be used here; write key=value.")
-    if override.key_or_group == "experiment":
+def _require_value(item: Override) -> None:
+    """Refuse what changes more than a value."""
+    if not item.is_plain:
+        raise ConfigError(f"'{item.text}' cannot be used here; write key=value.")
+    if item.key == "experiment":
         raise ConfigError(
-            f"'{text}' would replace the whole configuration, and a run is resumed with its own. Leave it "
-            f"out, or start a new run with it."
+            f"'{item.text}' would replace the whole configuration, and a run is resumed with its own. Leave "
+            f"it out, or start a new run with it."
         )
-    if override.key_or_group in GROUPS:
-        raise ConfigError(f"'{text}' would replace a part; only values (key=value) can be changed here.")
-    return override.key_or_group, override.value()
+    if item.key in GROUPS:
+        raise ConfigError(f"'{item.text}' would replace a part; only values (key=value) can be changed here.")

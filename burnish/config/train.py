@@ -8,11 +8,11 @@ from typing import Any, ClassVar, get_type_hints
 
 from omegaconf import MISSING
 
-from algos.base import Setup
-from algos.training.trainer import TrainerSettings
-from envs.evaluation.protocol import EvaluationSettings
+from algos.training.settings import BuildSettings, TrainerSettings
+from envs.evaluation.settings import EvaluationSettings
+from policies.bounds import bounded
 from policies.paths import path_field
-from policies.policy import PART_GROUPS, PolicyConfig
+from policies.policy_config import PART_GROUPS, PolicyConfig
 
 
 def _shape_schema() -> type:
@@ -36,8 +36,8 @@ def _shape_schema() -> type:
 PolicyShape = _shape_schema()
 
 
-@dataclass
-class TrainConfig:
+@dataclass(frozen=True)
+class TrainConfig(BuildSettings):
     """What `burnish train` does."""
 
     dropped: ClassVar[tuple[str, ...]] = ("engine",)  # keys of saved runs that mean nothing any more
@@ -45,9 +45,9 @@ class TrainConfig:
     algo: Any = None  # what learns
     env: Any = None  # the task; null: no rollouts (cloning from a file)
     dataset: str | None = path_field()  # file of demonstrations or transitions, or name of a downloaded one
-    data: dict[str, Any] = field(default_factory=dict)  # options of its format's reader: see Data
+    reader: dict[str, Any] = bounded({}, was="data")  # options of its format's reader: see Data
     init: str | None = path_field()  # policy to start from: a run or a policy directory
-    tunes: bool = False  # of an experiment: its settings are for a policy that is given; warns without init
+    requires_init: bool = bounded(False, was="tunes")  # set by experiments that fine-tune; warns without init
     resume: str | None = path_field()  # run to continue, with the configuration it was last run with
     name: str | None = MISSING  # end of the run directory's name; the algorithm's name when left out
     seed: int = 0  # root of every random stream of the run
@@ -59,8 +59,6 @@ class TrainConfig:
     policy: Any = field(default_factory=PolicyShape)  # horizons and normalisation of a new policy
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     evaluation: EvaluationSettings = field(default_factory=lambda: EvaluationSettings(episodes=50))
-    num_workers: int = Setup.num_workers  # rollout processes, each with its own noise; 0: this one, as if 1
-    num_threads: int | None = Setup.num_threads  # null: 2 on-policy (sharing gradients), else 1 (of torch)
     device: str = "cpu"  # cpu, cuda or cuda:<n>: where gradients are computed; rollouts stay on the CPU
     progress: bool | None = None  # null: a bar on a terminal, lines elsewhere
 

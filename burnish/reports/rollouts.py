@@ -15,7 +15,7 @@ from burnish.reports.figures import film_strip, to_png
 from burnish.runs.evaluation import evaluate_with
 from burnish.runs.locate import Located, locate
 from burnish.runs.tasks import task_of
-from envs.evaluation.protocol import EvaluationSettings
+from envs.evaluation.settings import EvaluationSettings
 from envs.rollouts.episodes import EpisodeRow
 from policies.errors import CapabilityError
 

@@ -1,7 +1,7 @@
 """The last evaluation of a run and the best one on the way, side by side.
 
 The last one is the result. The best one is chosen by the episodes that judge it and needs the simulator while
-training, so it flatters; how far the two are apart says how steady the run was.
+training, so it flatters; their distance measures how steady the run was.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from envs.datasets import read_dataset
 from envs.evaluation.comparison import Comparison, compare, format_interval
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.evaluate import evaluate as run_episodes
-from envs.evaluation.protocol import EvaluationSettings
+from envs.evaluation.settings import EvaluationSettings
 from envs.fit import as_shown
 from policies.composition.policy import ComposedPolicy, compose
 from policies.errors import ConfigError
@@ -130,14 +130,16 @@ def _members(config: EvalConfig) -> dict[str, Located]:
     paths = config.compose
     if not isinstance(paths, list) or len(paths) < 2:
         raise ConfigError(f"compose needs a list of two or more policies, compose=[a,b]; got {paths}.")
-    if config.policy is not None or config.versus is not None:
+    if config.policy is not None or config.baseline is not None:
         raise ConfigError(
-            "compose compares the composition with every one of its members; leave policy and versus out."
+            "compose compares the composition with every one of its members; leave policy and baseline out."
         )
     if config.weights == ESTIMATE and config.dataset is None:
         raise ConfigError(f"weights={ESTIMATE} needs dataset=<held-out demonstrations>.")
-    if config.data and config.dataset is None:
-        raise ConfigError(f"data={config.data} says how a dataset is read; give dataset=<file> with it.")
+    if config.reader and config.dataset is None:
+        raise ConfigError(
+            f"reader={config.reader} are options of a dataset's reader; give dataset=<file> with them."
+        )
     _require_used(config)
     if config.weights is None and config.search.overlaps(config.first_seed, config.episodes):
         raise ConfigError(
@@ -192,7 +194,7 @@ def _start(config: EvalConfig, members: list[Policy]) -> ComposedPolicy:
 def _estimate(config: EvalConfig, policy: ComposedPolicy, env: Any) -> list[WeightEstimate]:
     if config.dataset is None:
         return []
-    dataset = as_shown(env, read_dataset(config.dataset, **config.data))
+    dataset = as_shown(env, read_dataset(config.dataset, **config.reader))
     return estimate_weights(policy, dataset, config.estimate)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from burnish.config.overrides import NOTHING_TYPED, Overrides
 from policies.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class RunContext:
-    """Where a command may write by default, and what the person typed.
+    """Where a command may write by default, and what was typed.
 
     Attributes:
         directory: Where.
@@ -19,7 +20,7 @@ class RunContext:
     """
 
     directory: Path
-    overrides: tuple[str, ...] = ()
+    overrides: Overrides = NOTHING_TYPED
     is_proposed: bool = False
 
 

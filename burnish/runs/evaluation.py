@@ -7,7 +7,7 @@ from typing import Any
 
 from envs.evaluation.evaluate import Evaluation
 from envs.evaluation.evaluate import evaluate as run_episodes
-from envs.evaluation.protocol import EvaluationSettings
+from envs.evaluation.settings import EvaluationSettings
 from policies.policy import Policy
 
 

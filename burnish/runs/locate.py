@@ -1,4 +1,4 @@
-"""Finds the policy a person means: a policy directory, a checkpoint, a run (its last one), an export."""
+"""Locates policies: a policy directory, a checkpoint, a run (its last checkpoint), an export."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:
         key: Configuration key to name in errors.
 
     Raises:
-        CheckpointError: If there is no policy; says what was found instead.
+        CheckpointError: If there is no policy; names what was found instead.
     """
     if is_on_hub(path):
         return Located(fetch(str(path)))

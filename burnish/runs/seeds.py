@@ -8,13 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from algos.offline.batched_seeds import ONE_BY_ONE
-from algos.offline.config import OfflineConfig
 from algos.training.resume_checks import settings_of
+from burnish.config.overrides import Overrides
 from burnish.config.schema import describe
-from burnish.config.unused_keys import keys_of
 from burnish.runs.locate import RUN_CONFIG, check_folder_to_write, folder_of, seed_folders
-from envs.evaluation.protocol import check_seeds
+from envs.evaluation.settings import check_seeds
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
 from policies.storage.atomic_write import write_text
@@ -25,11 +23,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _NOTE = "seeds.txt"
 _OF_EACH = ("seed", "name", "progress", "num_workers")
-
-
-def has_seeds(config: TrainConfig) -> bool:
-    """Tell whether several runs are started or continued."""
-    return config.seeds is not None or bool(seed_folders(config.resume))
 
 
 def require_distinct(seeds: Sequence[int]) -> None:
@@ -88,10 +81,9 @@ def require_complete(place: str | Path, key: str = "resume") -> None:
         )
 
 
-def of_one_seed(config: TrainConfig, typed: Sequence[str], seed: int) -> tuple[TrainConfig, list[str]]:
+def of_one_seed(config: TrainConfig, typed: Overrides, seed: int) -> tuple[TrainConfig, Overrides]:
     """Return the configuration of the run of a seed, and its overrides: those of a run that is alone."""
-    others = [text for text, key in zip(typed, keys_of(typed), strict=True) if key != "seeds"]
-    return replace(config, seed=seed, seeds=None), [*others, f"seed={seed}"]
+    return replace(config, seed=seed, seeds=None), typed.but("seeds") + Overrides.parse([f"seed={seed}"])
 
 
 def require_alike(configs: Sequence[TrainConfig]) -> None:
@@ -117,14 +109,17 @@ def _settings_of(config: TrainConfig) -> dict[str, Any]:
 
 
 def require_together(config: TrainConfig) -> None:
-    """Refuse algorithms that train one seed at a time; say where it gains nothing.
+    """Refuse algorithms that train one seed at a time; log where it gains nothing.
 
     Raises:
         ConfigError: If this is one, or there is a policy to start from.
     """
-    name = registry.name_of("algo", config.algo)
-    able = [algo for algo, part in registry.parts("algo").items() if issubclass(part, OfflineConfig)]
-    if name not in able:
+    from algos.offline.batched_seeds import ONE_BY_ONE  # a single run has no use for these modules
+    from algos.offline.config import OfflineConfig
+
+    name, autocast = registry.name_of("algo", config.algo), getattr(config.algo, "autocast", None)
+    if not isinstance(config.algo, OfflineConfig):
+        able = [algo for algo, part in registry.parts("algo").items() if issubclass(part, OfflineConfig)]
         raise ConfigError(
             f"seeds=[…] is for the algorithms {', '.join(able)}; algo={name} trains one seed at a time. "
             f"{ONE_BY_ONE}"
@@ -133,7 +128,7 @@ def require_together(config: TrainConfig) -> None:
         raise ConfigError(
             f"seeds=[…] is for actors that algo={name} makes itself; got init={config.init}. {ONE_BY_ONE}"
         )
-    if config.device == "cpu" and config.algo.autocast is None:
+    if config.device == "cpu" and autocast is None:
         _log.info(
             "on a CPU in float32, seeds together take about as long as one after the other; on one with AMX "
             "or AVX512_BF16 they take less with algo.autocast=bfloat16."

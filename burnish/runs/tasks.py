@@ -22,7 +22,7 @@ def task_of(found: Located, remedy: str = "") -> Any:
         remedy: What the error adds, for commands that take the task themselves.
 
     Raises:
-        ConfigError: If its provenance does not tell.
+        ConfigError: If its provenance does not name one.
     """
     description = found.provenance().get("env")
     if not isinstance(description, Mapping):
@@ -36,7 +36,7 @@ def task_of(found: Located, remedy: str = "") -> Any:
 def description_of(found: Located) -> dict[str, Any] | None:
     """Return the description of the task that a policy was made for, as protocols have it.
 
-    None where nothing tells it, or a file that it names is not there any more.
+    None where its provenance names none, or a file of the task is missing.
     """
     try:
         return describe_task(task_of(found))

@@ -90,7 +90,7 @@ class Disk(ArrayStorage):
         except OSError as error:
             raise DatasetError(
                 f"{self.folder}: no room for {size / _GIBI:.2f} GiB of a dataset that does not fit into "
-                f"memory ({error.strerror or error}). Name a folder on another disk, data.cache=<folder>."
+                f"memory ({error.strerror or error}). Name a folder on another disk, reader.cache=<folder>."
             ) from error
 
     def take(self, values: Tensor, rows: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def choose_storage(
         raise DatasetError(
             f"{source}: reading it takes {needed / _GIBI:.2f} GiB; {have} may be taken, and {folder} has "
             f"{free / _GIBI:.2f} GiB. {f'{advice} ' if advice else ''}Name a folder on a larger disk, "
-            f"data.cache=<folder>, or use a machine with more memory."
+            f"reader.cache=<folder>, or use a machine with more memory."
         )
     _log.info(
         "%s: reading takes %.2f GiB; %s may be taken, so that its arrays are kept in files in %s.",

@@ -203,9 +203,9 @@ def find_dataset(given: str | Path) -> Path:
         DatasetError: If it is the name of a public dataset that is not on this machine, or nearly one.
     """
     path = Path(given)
-    entry = catalogue().get(str(given))
     if path.exists():
         return path
+    entry = catalogue().get(str(given))
     if entry is None:
         _refuse_near_name(str(given))
         return path

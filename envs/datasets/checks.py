@@ -160,7 +160,7 @@ def _check_numbers(data: EpisodeColumns, key: str, value: Tensor) -> None:
     if first is not None:
         advice = "Remove or repair the affected episodes."
         if data.meta.get("format") == "d4rl" and key.startswith("infos/"):
-            advice += " Or leave out what is under infos/, on which nothing is trained: data.infos=false."
+            advice += " Or leave out what is under infos/, on which nothing is trained: reader.infos=false."
         raise DatasetError(
             f"{data.source}: key '{key}' must be finite; got {float(value[first])} at index {list(first)} "
             f"({count} such entries). {advice}"

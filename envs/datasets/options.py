@@ -18,7 +18,7 @@ from typing import Any
 
 from policies.errors import ConfigError
 
-SECTION = "data"
+SECTION = "reader"
 """Section of the configuration that holds options of readers."""
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from envs.datasets import free_memory
 from envs.datasets.episodes import EpisodeDataset
 from policies.errors import DatasetError
-from policies.protocols import ChunkSpec
+from policies.policy_config import ChunkSpec
 
 _INDEX_BYTES = 48  # of a row, while it is found out which frame goes there
 _log = logging.getLogger(__name__)

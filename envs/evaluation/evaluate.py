@@ -28,15 +28,16 @@ from envs.evaluation.intervals import (
     value_at_risk,
     wilson,
 )
-from envs.evaluation.protocol import EvaluationSettings, as_evaluated, described, prepare_eval
+from envs.evaluation.protocol import as_evaluated, described, prepare_eval
+from envs.evaluation.settings import EvaluationSettings
 from envs.rollouts.episodes import EpisodeRow
 from envs.rollouts.player import NETWORK_CALLS, EpisodeRunner, EvaluatedPolicy, Evaluator
 from envs.spec import Array, EnvConfig, judged_by
 from policies.errors import CheckpointError, ConfigError
-from policies.execution.replanning import WarmStart
+from policies.execution.warm_start import WarmStart
 from policies.policy import Policy
 from policies.wrappers.best_of_n import BestOfN
-from policies.wrappers.sketch_guidance import Steering
+from policies.wrappers.steering import Steering
 
 
 @dataclass(frozen=True)

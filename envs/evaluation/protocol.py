@@ -7,77 +7,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from envs.engine.pixels import CAMERA_OPTIONS, match_cameras
+from envs.evaluation.settings import EvaluationSettings
 from envs.fit import require_fit
 from envs.rollouts.player import BLOCK_ROWS, EvaluatedPolicy
 from envs.spec import EnvConfig, options_of
 from policies.encoders import ImageShape
-from policies.errors import CapabilityError, ConfigError
-from policies.execution.replanning import Replanner, WarmStart, with_act_steps
+from policies.errors import CapabilityError
+from policies.execution.replanning import Replanner, with_act_steps
 from policies.paths import with_paths
 from policies.storage.checksums import sha256
-from policies.wrappers.sketch_guidance import Steering, steered
+from policies.wrappers.sketch_guidance import describe_steering, steered
 
-NOISES = ("random", "zero")
-SEEDS = 2**32  # what every simulator takes: 0 to SEEDS - 1
 _VERSIONS = ("mujoco", "gymnasium", "burnish")
-
-
-def check_seeds(name: str, first: int, count: int = 1) -> None:
-    """Refuse seeds that a simulator would not take.
-
-    Args:
-        name: Configuration key of the first seed.
-        first: The first seed.
-        count: How many consecutive seeds are used.
-
-    Raises:
-        ConfigError: If one of them is negative or too large.
-    """
-    if first < 0 or first + max(count, 1) > SEEDS:
-        largest = SEEDS - max(count, 1)
-        raise ConfigError(f"{name} must be from 0 to {largest}; got {first}.")
-
-
-@dataclass
-class EvaluationSettings:
-    """The protocol of an evaluation, the only home of its defaults; hashed and stored with the numbers."""
-
-    episodes: int = (
-        100  # episode i starts from seed first_seed + i; at least 100 for numbers that are reported
-    )
-    first_seed: int = 0  # seed of the first episode
-    noise_seed: int = 0  # root of the episodes' sampling noise
-    start_noise: str = "random"  # random | zero: where denoising starts from
-    sampling_noise: str = "random"  # random | zero: the steps of a stochastic sampler
-    steps: int | None = None  # denoising steps; null: the policy's own
-    num_envs: int = 16  # episodes side by side; never changes a number
-    act_steps: int | None = None  # actions executed before the policy decides again; null: the policy's own
-    warm_start: WarmStart = field(default_factory=WarmStart)
-    steer: Steering = field(default_factory=Steering)
-
-    def __post_init__(self) -> None:
-        for name, least in (("episodes", 0), ("num_envs", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}.")
-        check_seeds("first_seed", self.first_seed, self.episodes)
-        check_seeds("noise_seed", self.noise_seed)
-        for name in ("steps", "act_steps"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, or null; got {getattr(self, name)}.")
-        for name in ("start_noise", "sampling_noise"):
-            if getattr(self, name) not in NOISES:
-                raise ConfigError(f"{name} must be random or zero; got '{getattr(self, name)}'.")
-            if self.steer.is_on and getattr(self, name) == "zero":
-                raise ConfigError(f"{name}=zero and steer exclude each other. Leave one of them out.")
-        if self.steer.is_on and self.warm_start.is_on:
-            raise ConfigError("steer and warm_start both say where a plan begins. Give one of them.")
 
 
 def described(env: EnvConfig, settings: EvaluationSettings, staged_env: EnvConfig) -> dict[str, Any]:
@@ -88,7 +36,7 @@ def described(env: EnvConfig, settings: EvaluationSettings, staged_env: EnvConfi
         settings: What is held fixed.
         staged_env: The task with the cameras of the policy.
     """
-    numbers = json.loads(json.dumps({**asdict(settings), "steer": settings.steer.describe()}))
+    numbers = json.loads(json.dumps({**asdict(settings), "steer": describe_steering(settings.steer)}))
     del numbers["num_envs"]  # changes no number
     return {
         "env": describe_task(env),

@@ -23,7 +23,8 @@ from torch import Tensor
 from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
 from envs.spec import Array, EnvConfig, VectorEnv
 from policies.execution.replanning import Replanner, WarmStart
-from policies.protocols import ChunkSpec, Observation
+from policies.policy_config import ChunkSpec
+from policies.protocols import Observation
 from policies.seeds import seeded_generator
 
 BLOCK_ROWS = 8  # rows of every call of the policy

@@ -34,7 +34,7 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.execution.replanning import Decision, Replanner, WarmStart, shifted, with_act_steps
 from policies.policy import Policy
-from policies.protocols import ChunkSpec
+from policies.policy_config import ChunkSpec
 from policies.runner import Limits, Track
 from policies.samplers.hooks import Inpaint
 

@@ -15,56 +15,22 @@ the run may consist of steps that lead to where the next one begins.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from policies.bounds import Checked, bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
+from policies.execution.warm_start import WarmStart
 from policies.policy import Policy
+from policies.policy_config import ChunkSpec
 from policies.processes.base import Process
-from policies.protocols import ChunkSpec
 from policies.samplers.ddpm import DDPM
 from policies.samplers.ode import Euler
 from policies.samplers.step_table import StepRules
 
 AnyPolicy = TypeVar("AnyPolicy")
-
-
-@dataclass
-class WarmStart(Checked):
-    """How a decision begins from what is left of the plan before; off unless `steps` or `levels` is given.
-
-    Attributes:
-        steps: Denoising steps of the short run; the last ones of the policy's own.
-        start: Or as many equal first-order steps from this sampling time, 0 noise to 1 action.
-    """
-
-    key: ClassVar[str] = "warm_start"
-
-    steps: int | None = bounded(None, ge=1)
-    start: float | None = bounded(None, ge=0, lt=1)
-    levels: tuple[int, ...] = ()  # instead of both: DDPM steps at these levels of a diffusion, noisiest first
-    renoise: bool = False  # corrupt the guess to the level that the short run begins at
-    gripper: tuple[int, ...] = ()  # action dimensions that are open or closed: commanded by their sign
-    gripper_guess: float = bounded(1.0, gt=0)  # magnitude of these in the guess, normalised units
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.levels, self.gripper = tuple(self.levels), tuple(self.gripper)
-        if self.levels and (self.steps, self.start) != (None, None):
-            raise ConfigError(
-                f"warm_start.levels and warm_start.steps both choose the short run; got {list(self.levels)} "
-                f"and {self.steps}, start={self.start}. Leave one of them out."
-            )
-        if self.start is not None and self.steps is None:
-            raise ConfigError(f"warm_start.start={self.start} needs warm_start.steps; got null.")
-
-    @property
-    def is_on(self) -> bool:
-        return self.steps is not None or bool(self.levels)
 
 
 @dataclass(frozen=True, kw_only=True)

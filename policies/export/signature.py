@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from policies.errors import CheckpointError, ConfigError, ExportError
-from policies.protocols import ChunkSpec
+from policies.policy_config import ChunkSpec
 from policies.runner import SIGNATURE
 from policies.storage.features import Feature, short
 from policies.storage.strict_json import own_file, read_json

@@ -17,7 +17,8 @@ from policies.composition.operators import Composition
 from policies.composition.policy import ComposedPolicy
 from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
-from policies.policy import PART_GROUPS, Policy, PolicyConfig
+from policies.policy import Policy
+from policies.policy_config import PART_GROUPS, PolicyConfig
 from policies.storage.strict_json import check_types
 from policies.wrappers.base import WrappedPolicy
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from policies.policy import PART_GROUPS
+from policies.policy_config import PART_GROUPS
 
 CARD = "README.md"
 _NAMES = {"success": "success rate", "return": "return", "d4rl_score": "D4RL score"}

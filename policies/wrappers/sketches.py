@@ -30,7 +30,8 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.protocols import ChunkSpec, Observation
+from policies.policy_config import ChunkSpec
+from policies.protocols import Observation
 
 Points = tuple[tuple[float, ...], ...]
 """A polyline: n points of one width, in physical units."""

@@ -17,7 +17,7 @@ from two_modes import two_mode_dataset, two_mode_setup
 from algos.base import Setup
 from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError, DatasetError
-from policies.protocols import ChunkSpec
+from policies.policy_config import ChunkSpec
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def test_the_command_prints_what_it_found(
         ({"weights": [0.5, 0.5], "temperature": 2.0}, "operator=convex"),
         ({"weights": [0.5, 0.5], "trust": True}, "trust"),
         ({"compose": ["a"]}, "a list of two or more policies"),
-        ({"policy": "a"}, "leave policy and versus out"),
+        ({"policy": "a"}, "leave policy and baseline out"),
         ({"weights": "estimate"}, "needs dataset="),
         ({"first_seed": 2_000_050}, "must not be those of the search"),
         ({"operator": "product"}, "no natural grid"),

@@ -9,21 +9,20 @@ import yaml
 from messages import mentions
 from omegaconf import OmegaConf
 
+from burnish.config.overrides import Overrides
 from burnish.config.schema import (
     GROUPS,
     compose_config,
     describe,
     register_configs,
     restore,
-    scan_parts,
     to_object,
 )
 from burnish.config.train import PolicyShape, TrainConfig
 from policies import registry
 from policies.errors import ConfigError
-from policies.policy import PART_GROUPS, PolicyConfig
+from policies.policy_config import PART_GROUPS, PolicyConfig
 
-scan_parts()
 EVERY_PART = [
     pytest.param(group, name, id=f"{group}={name}") for group in GROUPS for name in registry.parts(group)
 ]
@@ -127,11 +126,11 @@ def test_a_configuration_survives_being_written_down(overrides: list[str]) -> No
 
 def test_values_of_a_restored_configuration_can_be_changed_but_not_its_parts() -> None:
     data = describe(compose_config("train", ["algo=dppo"]))
-    assert restore(TrainConfig, data, ["algo.iterations=7"]).algo.iterations == 7
-    with pytest.raises(ConfigError, match=mentions("key=value")):
-        restore(TrainConfig, data, ["algo=bc"])
-    with pytest.raises(ConfigError, match=mentions("algo.iteration")):
-        restore(TrainConfig, data, ["algo.iteration=7"])
+    assert restore(TrainConfig, data, Overrides.parse(["algo.iterations=7"])).algo.iterations == 7
+    with pytest.raises(ConfigError, match="would replace a part"):
+        restore(TrainConfig, data, Overrides.parse(["algo=bc"]))
+    with pytest.raises(ConfigError, match=r"unknown key 'algo\.iteration'"):
+        restore(TrainConfig, data, Overrides.parse(["algo.iteration=7"]))
 
 
 def test_a_description_cannot_name_code() -> None:

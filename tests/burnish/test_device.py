@@ -6,8 +6,8 @@ import pytest
 import torch
 from messages import mentions
 
+from algos.base import device_of
 from burnish.commands.serve import ServeConfig, served_by
-from burnish.runs.device import device_of
 from policies.errors import ConfigError
 
 

@@ -38,7 +38,7 @@ def test_an_imported_policy_loads_and_acts(given: list[str], tmp_path: Path) -> 
 def test_the_command_says_what_it_did(
     given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    count = command.run(compose_config("import", given), RunContext(tmp_path, ()))
+    count = command.run(compose_config("import", given), RunContext(tmp_path))
     shown = capsys.readouterr().out
     assert f"written: {tmp_path / 'policy'}" in shown
     for fact in ("state_3.pt", "ema", "num_levels=20", "state=file of statistics", "left_out"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from burnish.commands import keys
 from burnish.config.commands import COMMANDS
+from policies.bounds import bounded
 from policies.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +26,13 @@ def test_every_key_is_explained() -> None:
     assert not [row for row in rows if re.search(r"\|\s*\|$", row)]
 
 
+def test_every_key_is_listed_once() -> None:
+    sections = keys.page().split("\n#")
+    for section in sections:
+        names = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+        assert len(names) == len(set(names))
+
+
 def test_every_command_with_keys_has_a_table() -> None:
     page = keys.page()
     for command in COMMANDS.values():
@@ -40,7 +48,7 @@ class Inner:
             of two things; None for none.
     """
 
-    width: tuple[int, ...] = (1, 2)
+    width: tuple[int, ...] = bounded((1, 2), ge=1)
 
 
 @dataclass
@@ -69,8 +77,8 @@ class Outer(Base):
 
 def test_explanations_come_from_comments_docstrings_and_bases() -> None:
     assert list(keys.rows_of(Outer(), "x.")) == [
-        r"| `x.kept` | float or null | `null` | null: a \| b &lt;c> |",
-        "| `x.changed` | int | `2` | explained in the base |",
-        "| `x.inner.width` | list of int | `[3]` | Widths of two things; null for none |",
-        "| `x.long` | text → int | `{a: 1}` | inside the brackets |",
+        r"| `x.kept` | float or null |  | `null` | null: a \| b &lt;c> |",
+        "| `x.changed` | int |  | `2` | explained in the base |",
+        "| `x.inner.width` | list of int | at least 1 | `[3]` | Widths of two things; null for none |",
+        "| `x.long` | text → int |  | `{a: 1}` | inside the brackets |",
     ]

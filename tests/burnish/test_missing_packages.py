@@ -38,9 +38,7 @@ metadata.version = version
 
 from burnish import cli
 from burnish.commands import doctor, list as listing
-from burnish.config import scan_parts
 
-scan_parts()
 envs = {row[0]: row[6] for row in listing._envs()}
 findings = {finding.subject: [finding.is_good, finding.detail] for finding in doctor._extras()}
 codes = {}

@@ -22,14 +22,15 @@ from algos.bc import Bc
 from algos.training.signals import Interrupted
 from burnish.api import Run, overrides_of
 from burnish.commands import evaluate as evaluate_command
-from burnish.commands import train as train_command
 from burnish.commands.evaluate import describe_comparison
 from burnish.commands.export import surroundings_of
-from burnish.commands.train import prepare
 from burnish.config.schema import compose_config
 from burnish.console import log_lines
+from burnish.runs import launch
+from burnish.runs.build import prepare
 from burnish.runs.context import RunContext
 from burnish.runs.locate import locate
+from burnish.runs.resolve import resolve
 from burnish.runs.tasks import task_of
 from envs.datasets import read_dataset
 from envs.tasks.avoid.task import Avoid
@@ -114,12 +115,14 @@ def test_a_policy_knows_its_task(base: Run) -> None:
 
 
 def test_fine_tuning_compares_on_the_same_episodes_and_reports(base: Run, tuned: Run, tmp_path: Path) -> None:
-    result = burnish.evaluate(tuned, versus=base, episodes=3, num_workers=0)
-    assert result.comparison is not None and result.versus is not None
+    result = burnish.evaluate(tuned, baseline=base, episodes=3, num_workers=0)
+    assert result.comparison is not None and result.baseline is not None
     assert (
-        [row.seed for row in result.evaluation.rows] == [row.seed for row in result.versus.rows] == [0, 1, 2]
+        [row.seed for row in result.evaluation.rows]
+        == [row.seed for row in result.baseline.rows]
+        == [0, 1, 2]
     )
-    difference = result.evaluation.values("success").mean() - result.versus.values("success").mean()
+    difference = result.evaluation.values("success").mean() - result.baseline.values("success").mean()
     assert result.comparison.difference.value == pytest.approx(difference)
     written = json.loads(result.path.read_text())
     assert result.path.parent == tuned.path / "eval"
@@ -144,12 +147,12 @@ def test_policies_with_one_name_keep_their_own_numbers(
     put_two_policies_called_p(base, tuned, tmp_path, monkeypatch)
     tables: list[Any] = []
     monkeypatch.setattr(evaluate_command, "summary_table", lambda rows: tables.append(list(rows)) or "")
-    for policy, versus in (("a/p", "p"), ("p", "p")):
-        written = overrides_of((), {"policy": policy, "versus": versus, "episodes": 2, "num_workers": 0})
+    for policy, baseline in (("a/p", "p"), ("p", "p")):
+        written = overrides_of((), {"policy": policy, "baseline": baseline, "episodes": 2, "num_workers": 0})
         evaluate_command.run(compose_config("eval", written), RunContext(tmp_path))
     assert [[name for name, _ in rows] for rows in tables] == [
         ["a/p", "p"],
-        ["p (policy)", "p (versus)"],
+        ["p (policy)", "p (baseline)"],
     ]
     (_, other), (_, again) = tables[0][1], tables[1][0]
     assert other.rows == again.rows
@@ -161,7 +164,7 @@ def test_evaluations_do_not_replace_one_another(
     put_two_policies_called_p(base, tuned, tmp_path, monkeypatch)
     pairs: list[tuple[Any, Any]] = [(base, "a/p"), (base, "p"), (base, None), ("p", None), ("a/p", None)]
     paths = {
-        burnish.evaluate(policy, versus=versus, episodes=1, num_workers=0).path for policy, versus in pairs
+        burnish.evaluate(policy, baseline=other, episodes=1, num_workers=0).path for policy, other in pairs
     }
     assert len(paths) == len(pairs)
     assert all(path.is_file() for path in paths)
@@ -277,11 +280,15 @@ def test_a_new_policy_beside_init_is_refused(
         burnish.train(override, algo=algo, init=base, dataset=demonstrations, env="avoid")
 
 
+def _prepare(*overrides: str) -> None:
+    prepare(resolve(compose_config("train", ["env=avoid", *overrides]), RunContext(Path("unused"))))
+
+
 def test_what_init_replaces_of_an_experiment_is_said(base: Run, caplog: pytest.LogCaptureFixture) -> None:
-    prepare(compose_config("train", ["env=avoid", f"init={base}"]))
-    prepare(compose_config("train", ["env=avoid", f"init={base}", "backbone.width=16"]))
+    _prepare(f"init={base}")
+    _prepare(f"init={base}", "backbone.width=16")
     assert not caplog.text
-    prepare(compose_config("train", ["env=avoid", f"init={base}", "backbone.width=17", "process=gaussian"]))
+    _prepare(f"init={base}", "backbone.width=17", "process=gaussian")
     assert "the policy of init keeps its own process, backbone" in caplog.text
 
 
@@ -406,8 +413,8 @@ def test_keyword_values_are_written_in_the_grammar_of_overrides(tmp_path: Path) 
 def test_numbers_of_numpy_and_torch_are_written_as_plain_ones() -> None:
     numbers = {"a": np.float64(2.5), "b": np.int64(3), "c": np.bool_(True), "d": torch.tensor(0.5)}
     assert overrides_of((), numbers) == ["a=2.5", "b=3", "c=true", "d=0.5"]
-    inside = compose_config("train", overrides_of((), {"data.masks": [{"a": 1, "b": Path("x y")}]}))
-    assert inside.data == {"masks": [{"a": 1, "b": "x y"}]}
+    inside = compose_config("train", overrides_of((), {"reader.masks": [{"a": 1, "b": Path("x y")}]}))
+    assert inside.reader == {"masks": [{"a": 1, "b": "x y"}]}
     nested = {"a": [np.float64(2.5), (np.int64(3),)], "b": {"c": np.arange(2)}}
     assert overrides_of((), nested) == ["a=[2.5,[3]]", "b.c=[0,1]"]
     assert compose_config("eval", overrides_of((), {"temperature": np.float64(2.5)})).temperature == 2.5
@@ -597,5 +604,5 @@ def test_a_file_of_an_evaluation_is_written_whole_or_not_at_all(
 
 def test_an_algorithm_that_learns_in_an_environment_takes_no_dataset(tmp_path: Path) -> None:
     config = compose_config("train", ["algo=ppo", "env=avoid", "process=gaussian", "dataset=some.hdf5"])
-    with pytest.raises(ConfigError, match=mentions("algo=ppo")):
-        train_command.train(config, RunContext(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"algo=ppo learns in an environment and takes no dataset"):
+        launch.train(config, RunContext(tmp_path / "run"))

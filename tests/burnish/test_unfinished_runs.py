@@ -108,7 +108,7 @@ def test_runs_that_start_in_the_same_second_have_a_folder_each(
     assert found == {name, f"{name}-2", f"{name}-3"} | jobs
     assert all(RunDirectory.open(day / one).latest() == 8 for one in found)
     with pytest.raises(ConfigError, match="nothing here"):
-        monkeypatch.setattr("burnish.commands.train.prepare", _refuse)
+        monkeypatch.setattr("burnish.runs.build.prepare", _refuse)
         burnish.train(**settings)
     assert not (day / f"{name}-6").exists()
 

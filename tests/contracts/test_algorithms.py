@@ -23,7 +23,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from algos.base import Setup
 from algos.training.serialization import from_plain, to_plain
-from burnish.config.schema import scan_parts
 from envs.datasets.episodes import EpisodeDataset
 from policies import registry
 from policies.backbones.mlp import MlpConfig
@@ -35,8 +34,6 @@ from policies.storage.policy_folder import load_policy, save_policy
 from policies.threads import torch_threads
 from policies.wrappers.noise_policy import Steering
 from tests.global_states import global_states
-
-scan_parts()
 
 ALGOS, PROCESSES = list(registry.parts("algo")), list(registry.parts("process"))
 

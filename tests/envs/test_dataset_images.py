@@ -16,7 +16,7 @@ from envs.datasets import Episode, EpisodeDataset, free_memory, read_dataset, wr
 from envs.datasets.images import Compressed, Images, InMemory
 from envs.datasets.windows import Windows
 from policies.errors import DatasetError
-from policies.protocols import ChunkSpec
+from policies.policy_config import ChunkSpec
 
 LENGTHS = (5, 1, 4)
 SHAPE = (6, 7, 3)

@@ -15,7 +15,7 @@ from messages import mentions
 from envs.datasets import EpisodeDataset, read_dataset
 from envs.datasets.windows import Windows
 from policies.errors import DatasetError, MissingExtraError
-from policies.protocols import ChunkSpec
+from policies.policy_config import ChunkSpec
 
 pa = pytest.importorskip("pyarrow", reason="needs the extra 'video'")
 parquet = pytest.importorskip("pyarrow.parquet")

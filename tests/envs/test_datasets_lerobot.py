@@ -169,7 +169,7 @@ def test_done_in_data_without_success_is_told_and_a_truncation(tmp_path, caplog)
     folder = write(tmp_path / "real", features=gone, **gone)
     assert ends_of(read_dataset(folder)) == [False] * 4
     told = [record.getMessage() for record in caplog.records if "next.done" in record.getMessage()]
-    assert len(told) == 1 and "2 of 4 episodes" in told[0] and "data.done_is_terminal=true" in told[0]
+    assert len(told) == 1 and "2 of 4 episodes" in told[0] and "reader.done_is_terminal=true" in told[0]
     caplog.clear()
     assert ends_of(read_dataset(folder, done_is_terminal=True)) == [True, False, True, False]
     assert "next.done" not in caplog.text
@@ -324,7 +324,7 @@ def test_a_missing_pyarrow_names_the_extra(tmp_path, monkeypatch):
 
 
 def test_windows_never_reach_over_two_episodes(tmp_path):
-    from policies.protocols import ChunkSpec
+    from policies.policy_config import ChunkSpec
 
     data = read_dataset(write(tmp_path / "so100"))
     windows = Windows(data, ChunkSpec(2, 3, 1), pad_end=False)

@@ -20,7 +20,7 @@ from envs.evaluation import protocol
 from envs.evaluation.comparison import FEWEST_EPISODES, compare, format_interval
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.evaluation.intervals import paired_difference
-from envs.evaluation.protocol import EvaluationSettings
+from envs.evaluation.settings import EvaluationSettings
 from envs.make import env
 from envs.rollouts.episodes import EpisodeRow
 from envs.spec import EnvConfig
@@ -28,8 +28,8 @@ from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.errors import CapabilityError, CheckpointError, ConfigError
 from policies.policy import Policy, PolicyConfig
+from policies.policy_config import ChunkSpec
 from policies.processes.flow import RectifiedFlow
-from policies.protocols import ChunkSpec
 from tests.global_states import global_states
 
 TASK = env("hopper", max_episode_steps=30)
@@ -249,17 +249,17 @@ def test_the_hash_covers_the_protocol_and_not_the_policy() -> None:
 def test_the_hash_covers_the_content_of_a_file_and_not_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def protocol(path: object) -> dict[str, Any]:
+    def content_of(path: object) -> dict[str, Any]:
         task = env("adroit-door", starts=str(path))
         return protocol.described(task, EvaluationSettings(), task)
 
     monkeypatch.chdir(tmp_path)
     for name, content in (("one", "starts"), ("same", "starts"), ("other", "other starts")):
         Path(name).write_text(content)
-    one = protocol("one")
-    assert protocol(tmp_path / "one") == protocol("same") == one != protocol("other")
+    one = content_of("one")
+    assert content_of(tmp_path / "one") == content_of("same") == one != content_of("other")
     Path("one").write_text("changed")
-    assert protocol("one") != one
+    assert content_of("one") != one
 
 
 def test_the_protocol_has_the_versions_of_what_a_task_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from envs.datasets import (
 from envs.datasets.formats.robomimic import read_models
 from envs.datasets.windows import Windows
 from policies.errors import ConfigError, DatasetError
-from policies.protocols import ChunkSpec
+from policies.policy_config import ChunkSpec
 
 MASKS = ("train", "valid")
 

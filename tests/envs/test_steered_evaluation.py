@@ -16,7 +16,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.execution.replanning import WarmStart
 from policies.policy import Policy, PolicyConfig
 from policies.samplers.ddpm import DDPM
-from policies.wrappers.sketch_guidance import STRATEGIES, Steering
+from policies.wrappers.steering import STRATEGIES, Steering
 
 TASK = Avoid(max_episode_steps=13)
 WAY = {"positions": [[0.0, 0.0], [-0.06, 0.14], [0.0, 0.27]], "pace": 0.015, "reach": 0.02}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from envs.datasets import EpisodeDataset, episodes
 from envs.datasets.windows import Windows
 from policies.errors import DatasetError
-from policies.protocols import ChunkSpec
+from policies.policy_config import ChunkSpec
 
 
 def make(lengths, obs_dim=2, action_dim=3):

@@ -21,7 +21,7 @@ from algos.optim import Ema, PowerDecay
 from envs.datasets import EpisodeDataset
 from policies.networks.embeddings import sinusoid
 from policies.normalizer import Normalizer
-from policies.protocols import ChunkSpec
+from policies.policy_config import ChunkSpec
 
 dp_misc = pytest.mark.golden("dp_misc*.npz")
 OPTIONAL = r"train_mask_.*|norm_\w+_nooff_\w+"

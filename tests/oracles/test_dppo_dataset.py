@@ -11,7 +11,7 @@ import pytest
 
 from envs.datasets.episodes import EpisodeDataset
 from envs.datasets.windows import Windows
-from policies.protocols import ChunkSpec
+from policies.policy_config import ChunkSpec
 
 DISCOUNT = 0.9
 

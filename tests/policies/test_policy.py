@@ -11,10 +11,11 @@ from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.weight_cache import WeightCache
 from policies.policy import PolicyConfig
+from policies.policy_config import ChunkSpec
 from policies.processes.diffusion import VPDiffusion
 from policies.processes.flow import RectifiedFlow
 from policies.processes.gaussian import GaussianProcess
-from policies.protocols import ChainPolicy, ChunkSpec, Field, MatchingLoss, NoiseDecoder
+from policies.protocols import ChainPolicy, Field, MatchingLoss, NoiseDecoder
 from policies.samplers.ddpm import DDIM, DDPM
 from policies.samplers.hooks import Hook
 from policies.samplers.ode import Euler

@@ -12,7 +12,6 @@ import pytest
 from messages import mentions
 
 from burnish.commands import doctor
-from burnish.config.schema import scan_parts
 from policies import registry
 from policies.errors import ConfigError
 from policies.samplers.ode import Euler
@@ -73,18 +72,16 @@ def test_a_plugin_that_cannot_be_imported_is_named_and_the_others_load(
     announce(tmp_path, "zz_whole", "loaded = True")
     monkeypatch.syspath_prepend(str(tmp_path))
     named = r"plug-in 'parts' \(aa_broken_parts\) of aa_broken cannot .*No module named 'no_such_module'"
-    registry.load_plugins.cache_clear()
+    registry._broken_plugins.cache_clear()
     with pytest.raises(ConfigError, match=named):
         registry.load_plugins()
     assert sys.modules.pop("zz_whole_parts").loaded
-    scan_parts.cache_clear()
     try:
         doctor.main(["--no-render"])
         shown = " ".join(capsys.readouterr().out.split())
         assert "FAIL plug-ins" in shown and "aa_broken" in shown and "ok parts" in shown
     finally:
-        scan_parts.cache_clear()
-        registry.load_plugins.cache_clear()
+        registry._broken_plugins.cache_clear()
 
 
 def test_a_built_in_part_cannot_be_replaced() -> None:

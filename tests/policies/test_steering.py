@@ -13,14 +13,14 @@ from small_policies import observations, small_policy
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
+from policies.policy_config import ChunkSpec
 from policies.processes import Edm, RectifiedFlow, VPDiffusion
 from policies.processes.gaussian import GaussianProcess
-from policies.protocols import ChunkSpec, Cond, Step
+from policies.protocols import Cond, Step
 from policies.samplers.ddpm import DDIM, DDPM
 from policies.samplers.loop import denoise
 from policies.samplers.ode import Ancestral, Euler, Heun
 from policies.wrappers.sketch_guidance import (
-    STRATEGIES,
     GuideHook,
     Resampling,
     SteeredPolicy,
@@ -30,6 +30,7 @@ from policies.wrappers.sketch_guidance import (
     steered,
 )
 from policies.wrappers.sketches import ActionSketch, PositionSketch, WaypointSketch, read_sketch
+from policies.wrappers.steering import STRATEGIES
 
 PAIRS = [
     (VPDiffusion(10), DDPM(min_std=0.1)),

@@ -82,7 +82,7 @@ def _load(
             for key, item in arrays.items()
             if (infos if key.startswith("infos/") else others or key in checked or not item.shape)
         }
-        advice = "Leave out what is under infos/ with data.infos=false." if infos else ""
+        advice = "Leave out what is under infos/ with reader.infos=false." if infos else ""
         storage = choose_storage(sum(map(_bytes_of, wanted.values())), path, cache=cache, advice=advice)
         arrays = {key: read_value(item, str(path), key, storage) for key, item in wanted.items()}
     arrays = {k: v for k, v in arrays.items() if k in checked or not isinstance(v, h5py.Empty)}
@@ -208,7 +208,7 @@ def read(
         DatasetError: If the file does not hold a usable dataset; names file and key.
     """
     if max_episode_steps is not None and max_episode_steps < 1:
-        raise ConfigError(f"data.max_episode_steps must be at least 1, or null; got {max_episode_steps}.")
+        raise ConfigError(f"reader.max_episode_steps must be at least 1, or null; got {max_episode_steps}.")
     arrays, storage = _load(path, infos=infos, others=False, cache=cache)
     own = _own_names(path)
     meta = own.get("meta", {}) | {"source": str(path), "format": "d4rl"}
@@ -216,8 +216,8 @@ def read(
     if d4rl_compat and "timeouts" not in arrays and max_episode_steps is None:
         raise DatasetError(
             f"{path}: expected the key 'timeouts' or a time limit, without which D4RL's own conversion does "
-            f"not know where episodes end; got neither. Give data.max_episode_steps=<steps>, or leave out "
-            f"data.d4rl_compat."
+            f"not know where episodes end; got neither. Give reader.max_episode_steps=<steps>, or leave out "
+            f"reader.d4rl_compat."
         )
     if d4rl_compat:
         return _official_episodes(arrays, max_episode_steps, meta | {"d4rl_compat": True}, storage)
@@ -261,7 +261,7 @@ def _warn_of_missing_timeouts(
 ) -> None:
     """Say what is taken for the ends of episodes, and how many that gives."""
     signs = ["successors that are not the next row"] if "next_observations" in arrays else []
-    signs += [] if limit is None else [f"data.max_episode_steps={limit}"]
+    signs += [] if limit is None else [f"reader.max_episode_steps={limit}"]
     if signs:
         _log.warning(
             "%s: there is no key 'timeouts'; of %d ends of episodes %d are terminals, and the others, "
@@ -272,7 +272,7 @@ def _warn_of_missing_timeouts(
     _log.warning(
         "%s: neither 'timeouts' nor 'next_observations' tell where time limits ended episodes; only the %d "
         "terminals of %d steps do, so episodes are cut there alone, and training windows and transitions may "
-        "reach from one episode into the next. Give the episode length, data.max_episode_steps=<steps>, or "
+        "reach from one episode into the next. Give the episode length, reader.max_episode_steps=<steps>, or "
         "add the key 'timeouts' to the file.",
         path, int(terminated.sum()), len(terminated),
     )  # fmt: skip

@@ -111,7 +111,7 @@ def read_limits(path: str | Path) -> Arrays:
     if not Path(path).is_file():
         raise DatasetError(
             f"{path}: expected the limits that states and actions were scaled by; there is no such file. "
-            f"Copy it from where the data is from, give it as data.normalization=<file>, or leave the data "
+            f"Copy it from where the data is from, give it as reader.normalization=<file>, or leave the data "
             f"scaled (data.scaled=true)."
         )
     limits = {key: value.astype(np.float64) for key, value in read_npz(path, _LIMITS).items()}

@@ -147,7 +147,7 @@ def _terminal(path: str | Path, flags: Arrays, last: np.ndarray, done_is_termina
         _log.warning(
             "%s: %d of %d episodes end with next.done, which recorders also set when time is up, and there "
             "is no next.success: all count as truncated. Where the task did end there, give the option "
-            "data.done_is_terminal=true.", path, count, int(last.sum()),
+            "reader.done_is_terminal=true.", path, count, int(last.sum()),
         )  # fmt: skip
     return np.zeros(len(last), dtype=bool)
 

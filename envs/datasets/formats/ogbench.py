@@ -142,13 +142,13 @@ def read(
     if compact:
         extras["valids"] = rows["valids"]
         _log.warning(
-            "%s: data.compact=true keeps %d rows that are states only; their actions were never executed, "
+            "%s: reader.compact=true keeps %d rows that are states only; their actions were never executed, "
             "and cloning would learn them. Leave it out to train.", path, int(ends.sum()),
         )  # fmt: skip
     if task is not None:
         from envs.datasets.ogbench_rewards import rewards_of_task
 
-        unread |= {key: "those of data.task are taken" for key in judged}
+        unread |= {key: "those of reader.task are taken" for key in judged}
         judged = dict(zip(_JUDGED, rewards_of_task(task, rows, str(path)), strict=True))
     rewards = judged.pop("rewards", np.zeros(len(last), np.float32))
     return EpisodeDataset.from_arrays(
@@ -192,8 +192,8 @@ def _check_lengths(path: str | Path, ends: np.ndarray, compact: bool, saved: boo
     """Refuse recordings without a step: one state and nothing done in it; and to keep such states of none."""
     if compact and saved:
         raise DatasetError(
-            f"{path}: data.compact=true keeps rows that are states only, and a file with the key "
-            f"'next_observations' has none. Leave data.compact out."
+            f"{path}: reader.compact=true keeps rows that are states only, and a file with the key "
+            f"'next_observations' has none. Leave reader.compact out."
         )
     lengths = np.diff(np.flatnonzero(ends), prepend=-1)
     if not (compact or saved) and (lengths < 2).any():

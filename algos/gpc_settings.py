@@ -1,0 +1,82 @@
+"""The keys of a composition's weights: `search` and `estimate`."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from envs.evaluation.settings import check_seeds
+from policies.bounds import Checked, bounded
+from policies.errors import ConfigError
+
+DIVISIONS = {2: 10, 3: 5}
+"""Steps of the grid by the number of members: 11 weights for two, 21 for three."""
+MORE_DIVISIONS = 4
+
+
+@dataclass
+class SearchSettings(Checked):
+    """How weights are searched."""
+
+    key: ClassVar[str] = "search"
+
+    divisions: int | None = bounded(None, ge=1)  # of the weight grid; null: 10 (2 members), 5 (3), else 4
+    candidates: Any = None  # instead of the grid: a list of weights, each one number per member
+    episodes: tuple[int, ...] = bounded((20, 100), ge=1)  # per candidate, round by round
+    keep: tuple[int, ...] = bounded((3,), ge=1)  # candidates kept after every round but the last
+    first_seed: int = 2_000_000  # seed of the first episode; rounds follow each other
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.episodes, self.keep = tuple(self.episodes), tuple(self.keep)
+        rounds = len(self.episodes)
+        self.require("keep", rounds == len(self.keep) + 1, f"one entry fewer than search.episodes ({rounds})")
+        check_seeds("search.first_seed", self.first_seed, sum(self.episodes))
+
+    def weights(self, members: int, operator: str) -> list[tuple[float, ...]]:
+        """Return the weights to try.
+
+        Raises:
+            ConfigError: If candidates do not fit, or an operator without a natural grid has none.
+        """
+        if self.candidates is not None:
+            given = [tuple(float(weight) for weight in one) for one in self.candidates]
+            if not given or any(len(one) != members for one in given):
+                raise ConfigError(
+                    f"search.candidates must be a list of weights, each with {members} numbers; got "
+                    f"{self.candidates}."
+                )
+            return given
+        if operator not in ("convex", "or"):
+            raise ConfigError(
+                f"operator={operator} has no natural grid of weights. Give weights=[…], or "
+                f"search.candidates=[[…],[…]]."
+            )
+        return simplex(members, self.divisions or DIVISIONS.get(members, MORE_DIVISIONS))
+
+    def overlaps(self, first_seed: int, episodes: int) -> bool:
+        """Return whether the search plays one of these episodes."""
+        return first_seed < self.first_seed + sum(self.episodes) and self.first_seed < first_seed + episodes
+
+
+@dataclass
+class EstimateSettings(Checked):
+    """How weights are estimated from demonstrations."""
+
+    key: ClassVar[str] = "estimate"
+
+    windows: int = bounded(512, ge=1)  # windows of the data, at most; evenly spaced
+    levels: int = bounded(10, ge=1)  # noise levels, evenly spaced in the lead's sampling time
+    seed: int = 0  # of noise and resamples
+
+
+def simplex(members: int, divisions: int) -> list[tuple[float, ...]]:
+    """Return all weights (none negative, sum 1) whose entries are multiples of 1 / divisions.
+
+    Example:
+        >>> simplex(2, 2)
+        [(1.0, 0.0), (0.5, 0.5), (0.0, 1.0)]
+    """
+    counts = itertools.product(range(divisions, -1, -1), repeat=members)
+    return [tuple(n / divisions for n in one) for one in counts if sum(one) == divisions]

@@ -1,0 +1,141 @@
+"""Second stage of a training: load what a resolved run names, build its algorithm, make its directory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from functools import partial
+from pathlib import Path
+
+from algos.base import Algorithm, Metrics, Setup
+from algos.training.run_directory import RunDirectory, new_folder
+from burnish.config.schema import describe
+from burnish.config.train import TrainConfig
+from burnish.runs.locate import folder_of, seed_folders
+from burnish.runs.resolve import ResolvedRun
+from burnish.runs.seeds import forget_seeds, note_seeds
+from envs.datasets import EpisodeDataset, read_dataset
+from envs.evaluation.protocol import as_evaluated, prepare_eval
+from envs.fit import as_shown
+from policies.build import complete
+from policies.policy import Policy
+from policies.policy_config import PolicyConfig
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Built:
+    """The algorithm of every run, and what advances all of them."""
+
+    algorithms: Sequence[Algorithm]
+    advance: Callable[[], Sequence[Metrics]]
+
+    def close(self) -> None:
+        """End what the algorithms started."""
+        for algorithm in self.algorithms:
+            algorithm.close()
+
+
+def build(run: ResolvedRun) -> Built:
+    """Build the algorithms, and try the evaluation that is made while training.
+
+    Raises:
+        ConfigError: If the parts do not fit each other, or the evaluation cannot be made.
+        CapabilityError: If the policy lacks what the algorithm or the evaluation needs.
+        MissingExtraError: If nothing can be drawn here.
+    """
+    config, setup = run.config, prepare(run)
+    if len(run.configs) == 1:
+        algorithm = config.algo.build(setup)
+        built = Built([algorithm], lambda: [algorithm.advance()])
+    else:
+        from algos.offline.batched_seeds import SeedBatch, build_seeds  # a single run has no use for it
+
+        algorithms = build_seeds(config.algo, setup, [one.seed for one in run.configs])
+        built = Built([*algorithms], SeedBatch(algorithms).advance)
+    try:
+        if config.env is not None and config.evaluation.episodes:
+            policy = built.algorithms[0].snapshot()
+            prepare_eval(config.env, policy)
+            as_evaluated(policy, config.evaluation)
+    except BaseException:
+        built.close()
+        raise
+    return built
+
+
+def prepare(run: ResolvedRun) -> Setup:
+    """Load the policies of a run; its dataset is read when the algorithm first asks for it."""
+    config = run.config
+    init = None if run.init is None else run.init.load()
+    if init is not None:
+        _warn_of_replaced_settings(config, init)
+    return Setup(
+        policy=config.policy_config(),
+        env=config.env,
+        dataset=None if config.dataset is None else partial(_dataset, config),  # type: ignore[arg-type]
+        init=init,
+        teacher=None if run.teacher is None else run.teacher.load(),
+        seed=config.seed,
+        num_workers=config.num_workers,
+        num_threads=config.num_threads,
+        device=run.device,
+    )
+
+
+def _dataset(config: TrainConfig) -> EpisodeDataset:
+    """Read the dataset as the task shows such data."""
+    assert config.dataset is not None
+    dataset = read_dataset(config.dataset, **config.reader)
+    return dataset if config.env is None else as_shown(config.env, dataset)
+
+
+def _warn_of_replaced_settings(config: TrainConfig, init: Policy) -> None:
+    """Warn of settings of a new policy that differ from those of the policy of `init`."""
+    wanted, default = config.policy_config(), complete(PolicyConfig())
+    unused = [
+        f.name
+        for f in fields(PolicyConfig)
+        if (value := getattr(wanted, f.name)) is not None
+        if value not in (getattr(default, f.name), getattr(init.config, f.name))
+    ]
+    if unused:
+        _log.warning(
+            "the policy of init keeps its own %s; this configuration's has no effect.", ", ".join(unused)
+        )
+
+
+@contextmanager
+def opened_directories(run: ResolvedRun, directories: list[RunDirectory]) -> Iterator[None]:
+    """Make or open the run directories; new ones are removed if the work ends before they hold anything.
+
+    Args:
+        run: What they are for.
+        directories: An empty list, to which they are added.
+    """
+    place = run.folder
+    directories += run.continued
+    try:
+        if not run.continued:
+            place = new_folder(run.folder) if run.is_proposed else run.folder
+            if run.has_folders:
+                note_seeds(place, [config.seed for config in run.configs])
+            for config, typed in zip(run.configs, run.overrides, strict=True):
+                folder = folder_of(place, config.seed) if run.has_folders else place
+                directories.append(RunDirectory.create_at(folder, describe(config), typed.texts))
+        yield
+    except BaseException:
+        if not run.continued:
+            _remove_unused(run, directories, place)
+        raise
+
+
+def _remove_unused(run: ResolvedRun, directories: Sequence[RunDirectory], place: Path) -> None:
+    if all(directory.is_bare() for directory in directories):
+        for directory in directories:
+            directory.remove_if_bare()
+    if run.has_folders and not seed_folders(place):
+        forget_seeds(place)

@@ -1,0 +1,319 @@
+"""First stage of a training: from what was typed to one immutable description of the run.
+
+Paths lead from the root, policies are located, and everything that can be refused without loading a policy
+or a dataset is refused here. The next stages are `burnish.runs.build` and `burnish.runs.launch`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from algos.base import device_of
+from algos.training.run_directory import RunDirectory
+from burnish.config.overrides import Overrides
+from burnish.config.schema import GROUPS, restore
+from burnish.config.train import TrainConfig
+from burnish.runs.context import RunContext
+from burnish.runs.locate import RUN_CONFIG, Located, check_folder_to_write, locate, seed_folders
+from burnish.runs.seeds import (
+    of_one_seed,
+    require_alike,
+    require_complete,
+    require_distinct,
+    require_room,
+    require_together,
+)
+from envs.datasets import lasting_options
+from envs.datasets.catalogue import find_dataset
+from envs.evaluation.settings import check_seeds
+from policies import registry
+from policies.errors import CheckpointError, ConfigError
+from policies.paths import at_home, lasting
+from policies.policy_config import PART_GROUPS
+from policies.storage.hub import is_on_hub
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run, or several that differ in their seeds, about which everything is decided.
+
+    Attributes:
+        configs: What each does, by seed; paths lead from the root, policies are single checkpoints.
+        overrides: What was typed of each; of a run that is continued, what changes it.
+        folder: Of the run, or of the folders of several.
+        device: Where gradients are computed.
+        init: The policy to start from.
+        teacher: The policy to learn from.
+        is_proposed: The folder may get a number where it is taken.
+        has_folders: Each run is in a folder `seed-<n>` of `folder`.
+        order: The seeds in the order in which results are wanted; empty: that of the runs.
+        continued: The directories of runs that are continued; empty: they are new.
+    """
+
+    configs: tuple[TrainConfig, ...]
+    overrides: tuple[Overrides, ...]
+    folder: Path
+    device: torch.device
+    init: Located | None = None
+    teacher: Located | None = None
+    is_proposed: bool = False
+    has_folders: bool = False
+    order: tuple[int, ...] = ()
+    continued: tuple[RunDirectory, ...] = ()
+
+    @property
+    def config(self) -> TrainConfig:
+        """The configuration, of several runs that of the first."""
+        return self.configs[0]
+
+
+def has_seeds(config: TrainConfig) -> bool:
+    """Whether several runs are started or continued."""
+    return config.seeds is not None or bool(seed_folders(config.resume))
+
+
+def resolve(config: TrainConfig, context: RunContext) -> ResolvedRun:
+    """Resolve one run, new or continued.
+
+    Raises:
+        ConfigError: Among others, if there are several seeds; see `resolve_seeds`.
+        CheckpointError: If a policy or the run to continue is not there.
+    """
+    if has_seeds(config):
+        what = f"resume={config.resume}" if config.seeds is None else f"seeds={config.seeds}"
+        raise ConfigError(f"{what} means several runs. Use burnish.train_seeds in Python.")
+    if config.resume is not None:
+        return _continued([RunDirectory.open(config.resume)], context)
+    _refuse_unused_policy(config, context.overrides)
+    check_folder_to_write(context.directory, "hydra.run.dir")
+    config, init, teacher = _with_lasting_paths(config)
+    return ResolvedRun(
+        configs=(config,),
+        overrides=(context.overrides,),
+        folder=context.directory,
+        device=_require_usable(config, context.overrides),
+        init=init,
+        teacher=teacher,
+        is_proposed=context.is_proposed,
+    )
+
+
+def resolve_seeds(config: TrainConfig, context: RunContext) -> ResolvedRun:
+    """Resolve runs of several seeds that are trained at once; each is like a run that is alone.
+
+    Raises:
+        ConfigError: Among others, if the algorithm trains one seed at a time, there is a policy to start
+            from, or runs that are continued differ in more than their seeds.
+        CheckpointError: If one of the runs to continue is missing.
+    """
+    if config.resume is not None:
+        return _continued(_runs_below(config), context, has_folders=True)
+    require_distinct(config.seeds or [])
+    seeds = sorted(config.seeds or [])  # as they are continued: places in a stack matter to the last bit
+    if "seed" in context.overrides.keys:
+        raise ConfigError(f"seed would have no effect beside seeds={seeds}. Leave one of them out.")
+    _refuse_unused_policy(config, context.overrides)
+    require_room(context.directory, seeds)
+    config, init, teacher = _with_lasting_paths(config)
+    each = [of_one_seed(config, context.overrides, seed) for seed in seeds]
+    device = _require_usable(each[0][0], context.overrides)
+    _require_together([one for one, _ in each])
+    return ResolvedRun(
+        configs=tuple(one for one, _ in each),
+        overrides=tuple(typed for _, typed in each),
+        folder=context.directory,
+        device=device,
+        init=init,
+        teacher=teacher,
+        is_proposed=context.is_proposed,
+        has_folders=True,
+        order=tuple(config.seeds or ()),
+    )
+
+
+def with_resumed_parts(overrides: Overrides) -> Overrides:
+    """Put the parts of the run that is resumed in front, so that their keys are known while composing."""
+    given = overrides.value("resume")
+    if given in (None, ""):
+        return overrides
+    run = Path(str(given)).expanduser()
+    run = next(iter(seed_folders(run)), run)
+    if not (run / RUN_CONFIG).is_file():
+        return overrides
+    parts = parts_of(RunDirectory.open(run))
+    return parts.but(*overrides.keys) + overrides
+
+
+def parts_of(directory: RunDirectory) -> Overrides:
+    """Return the choices of a run, e.g. `algo=dppo` and `env=avoid`.
+
+    Raises:
+        ConfigError: If one is no part that is known here.
+    """
+    names = {group: directory.section(group).get("name") for group in GROUPS if directory.section(group)}
+    for group, name in names.items():
+        registry.lookup(group, str(name))
+    return Overrides.parse(f"{group}={name}" for group, name in names.items())
+
+
+def _continued(
+    runs: Sequence[RunDirectory], context: RunContext, *, has_folders: bool = False
+) -> ResolvedRun:
+    """Resolve runs that go on, with what was typed."""
+    configs, typed, places = [], [], []
+    for run in runs:
+        known = parts_of(run).texts
+        changes = Overrides(
+            tuple(item for item in context.overrides.but("resume").items if item.text not in known)
+        )
+        config = at_home(restore(TrainConfig, run.config, changes))
+        _require_its_policies(config, run)
+        config, init, teacher = _with_lasting_paths(config)
+        configs.append(config)
+        typed.append(changes)
+        places.append((init, teacher))
+    device = _require_usable(configs[0], typed[0])
+    _require_together(configs)
+    return ResolvedRun(
+        configs=tuple(configs),
+        overrides=tuple(typed),
+        folder=runs[0].path.parent if has_folders else runs[0].path,
+        device=device,
+        init=places[0][0],
+        teacher=places[0][1],
+        has_folders=has_folders,
+        continued=tuple(runs),
+    )
+
+
+def _require_together(configs: Sequence[TrainConfig]) -> None:
+    if len(configs) > 1:
+        require_alike(configs)
+        require_together(configs[0])
+
+
+def _runs_below(config: TrainConfig) -> list[RunDirectory]:
+    """Return the runs of the seeds that are continued.
+
+    Raises:
+        ConfigError: If other seeds are asked for, or there are none.
+        CheckpointError: If one is missing.
+    """
+    folders = seed_folders(config.resume)
+    there = [folder.name for folder in folders]
+    if config.seeds is not None and sorted(f"seed-{seed}" for seed in config.seeds) != sorted(there):
+        raise ConfigError(
+            f"resume={config.resume} continues the seeds that are there, {', '.join(there)}; got "
+            f"seeds={config.seeds}. Leave it out."
+        )
+    if not folders:
+        raise ConfigError(
+            f"resume={config.resume} must be a folder with runs seed-<n>; there are none. Continue a single "
+            f"run with burnish.train."
+        )
+    require_complete(str(config.resume))
+    return [RunDirectory.open(folder) for folder in folders]
+
+
+def _require_its_policies(config: TrainConfig, run: RunDirectory) -> None:
+    """Name the override that continues a run whose policy to start or learn from is elsewhere now.
+
+    Raises:
+        CheckpointError: If there is none where the run found it.
+    """
+    for key, path in (("init", config.init), ("algo.teacher", getattr(config.algo, "teacher", None))):
+        if path is None or is_on_hub(path):
+            continue
+        try:
+            locate(path, key)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} If it was moved: burnish train resume={run.path} {key}=<its new place>."
+            ) from None
+
+
+def _with_lasting_paths(config: TrainConfig) -> tuple[TrainConfig, Located | None, Located | None]:
+    """Return the configuration with paths from the root, and the policies that it names.
+
+    A policy is named as one checkpoint, for the last one of a run moves.
+    """
+    dataset = None if config.dataset is None else str(find_dataset(config.dataset).absolute())
+    init = None if config.init is None else locate(config.init, "init")
+    given, algo = getattr(config.algo, "teacher", None), config.algo
+    teacher = None if given is None else locate(given, "algo.teacher")
+    if teacher is not None:
+        algo = dataclasses.replace(algo, teacher=str(teacher.path.resolve()))
+    fixed = dataclasses.replace(
+        config,
+        dataset=dataset,
+        reader=lasting_options(config.reader) if config.reader else {},
+        init=None if init is None else str(init.path.resolve()),
+        algo=algo,
+    )
+    return lasting(fixed), init, teacher
+
+
+def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
+    """Refuse values that do not go together, warn of those without effect; returns the device.
+
+    Raises:
+        ConfigError: If there are any to refuse.
+    """
+    if config.algo is None:
+        raise ConfigError(f"train needs algo=<name>; choose one of: {', '.join(registry.names('algo'))}.")
+    device = device_of(config.device)
+    check_seeds("seed", config.seed)
+    if config.num_workers < 0:
+        raise ConfigError(f"num_workers must be 0 or more; got {config.num_workers}.")
+    algo = registry.name_of("algo", config.algo)
+    if config.dataset is not None and not getattr(config.algo, "takes_dataset", True):
+        raise ConfigError(
+            f"algo={algo} learns in an environment and takes no dataset; got dataset={config.dataset}. Clone "
+            f"a policy from it with algo=bc and give that as init."
+        )
+    if config.reader and config.dataset is None:
+        raise ConfigError(
+            f"reader={config.reader} are options of a dataset's reader; give dataset=<file> with them."
+        )
+    _warn_of_unused_evaluation(config, typed)
+    if config.requires_init and config.init is None:
+        _log.warning("these settings tune a policy: give init=<policy>. Without it a new one is trained.")
+    return device
+
+
+def _refuse_unused_policy(config: TrainConfig, typed: Overrides) -> None:
+    """Refuse what was typed of a new policy where the one of `init` is taken, or the algorithm makes it.
+
+    Raises:
+        ConfigError: If anything was.
+    """
+    keys = [key for key in typed.keys if key.partition(".")[0] in (*PART_GROUPS, "policy")]
+    if keys and config.init is not None:
+        raise ConfigError(
+            f"init={config.init} is a whole policy, so {', '.join(keys)} would have no effect. Leave "
+            f"{'it' if len(keys) == 1 else 'them'} out, or train a new policy without init."
+        )
+    if keys and getattr(config.algo, "makes_policy", False):
+        algo = registry.name_of("algo", config.algo)
+        raise ConfigError(
+            f"algo={algo} makes its own actor (see algo.hidden_dims), so {', '.join(keys)} would have no "
+            "effect. Leave it out; or clone a policy of that kind with algo=bc and give it as init."
+        )
+
+
+def _warn_of_unused_evaluation(config: TrainConfig, typed: Overrides) -> None:
+    """Warn of what was typed about evaluations where there is no task to evaluate in."""
+    if config.env is not None or config.evaluation.episodes == 0:
+        return
+    if unused := [key for key in typed.keys if key.startswith(("evaluation.", "trainer.eval_"))]:
+        _log.warning("nothing is evaluated, in spite of %s: give env=<task> as well.", ", ".join(unused))
+    elif getattr(config.algo, "makes_policy", False):
+        _log.info("nothing is evaluated while training: give env=<task> for that.")

@@ -1,0 +1,64 @@
+"""The keys of an evaluation's protocol."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from policies.errors import ConfigError
+from policies.execution.warm_start import WarmStart
+from policies.wrappers.steering import Steering
+
+NOISES = ("random", "zero")
+SEEDS = 2**32  # what every simulator takes: 0 to SEEDS - 1
+
+
+def check_seeds(name: str, first: int, count: int = 1) -> None:
+    """Refuse seeds that a simulator would not take.
+
+    Args:
+        name: Configuration key of the first seed.
+        first: The first seed.
+        count: How many consecutive seeds are used.
+
+    Raises:
+        ConfigError: If one of them is negative or too large.
+    """
+    if first < 0 or first + max(count, 1) > SEEDS:
+        largest = SEEDS - max(count, 1)
+        raise ConfigError(f"{name} must be from 0 to {largest}; got {first}.")
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """The protocol of an evaluation, the only home of its defaults; hashed and stored with the numbers."""
+
+    episodes: int = (
+        100  # episode i starts from seed first_seed + i; at least 100 for numbers that are reported
+    )
+    first_seed: int = 0  # seed of the first episode
+    noise_seed: int = 0  # root of the episodes' sampling noise
+    start_noise: str = "random"  # random | zero: where denoising starts from
+    sampling_noise: str = "random"  # random | zero: the steps of a stochastic sampler
+    steps: int | None = None  # denoising steps; null: the policy's own
+    num_envs: int = 16  # episodes side by side; never changes a number
+    act_steps: int | None = None  # actions executed before the policy decides again; null: the policy's own
+    warm_start: WarmStart = field(default_factory=WarmStart)
+    steer: Steering = field(default_factory=Steering)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        for name, least in (("episodes", 0), ("num_envs", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}; got {getattr(self, name)}.")
+        check_seeds("first_seed", self.first_seed, self.episodes)
+        check_seeds("noise_seed", self.noise_seed)
+        for name in ("steps", "act_steps"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, or null; got {getattr(self, name)}.")
+        for name in ("start_noise", "sampling_noise"):
+            if getattr(self, name) not in NOISES:
+                raise ConfigError(f"{name} must be random or zero; got '{getattr(self, name)}'.")
+            if self.steer.is_on and getattr(self, name) == "zero":
+                raise ConfigError(f"{name}=zero and steer exclude each other. Leave one of them out.")
+        if self.steer.is_on and self.warm_start.is_on:
+            raise ConfigError("steer and warm_start both say where a plan begins. Give one of them.")

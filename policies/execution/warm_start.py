@@ -1,0 +1,43 @@
+"""How a decision begins from the plan before: the keys of `warm_start`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from policies.bounds import Checked, bounded
+from policies.errors import ConfigError
+
+
+@dataclass
+class WarmStart(Checked):
+    """How a decision begins from what is left of the plan before; off unless `steps` or `levels` is given.
+
+    Attributes:
+        steps: Denoising steps of the short run; the last ones of the policy's own.
+        start: Or as many equal first-order steps from this sampling time, 0 noise to 1 action.
+    """
+
+    key: ClassVar[str] = "warm_start"
+
+    steps: int | None = bounded(None, ge=1)
+    start: float | None = bounded(None, ge=0, lt=1)
+    levels: tuple[int, ...] = ()  # instead of both: DDPM steps at these levels of a diffusion, noisiest first
+    renoise: bool = False  # corrupt the guess to the level that the short run begins at
+    gripper: tuple[int, ...] = ()  # action dimensions that are open or closed: commanded by their sign
+    gripper_guess: float = bounded(1.0, gt=0)  # magnitude of these in the guess, normalised units
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.levels, self.gripper = tuple(self.levels), tuple(self.gripper)
+        if self.levels and (self.steps, self.start) != (None, None):
+            raise ConfigError(
+                f"warm_start.levels and warm_start.steps both choose the short run; got {list(self.levels)} "
+                f"and {self.steps}, start={self.start}. Leave one of them out."
+            )
+        if self.start is not None and self.steps is None:
+            raise ConfigError(f"warm_start.start={self.start} needs warm_start.steps; got null.")
+
+    @property
+    def is_on(self) -> bool:
+        return self.steps is not None or bool(self.levels)

@@ -1,0 +1,73 @@
+"""What a policy is made of: its parts, and the horizons of its chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from policies.bounds import Checked, bounded
+from policies.errors import ConfigError
+
+PART_GROUPS = ("process", "encoder", "backbone", "sampler")
+"""The registered parts of a policy, by the names that they have in `PolicyConfig`."""
+
+
+@dataclass(frozen=True)
+class ChunkSpec(Checked):
+    """Horizons of an action chunk.
+
+    Rows `[action_start : action_start + act_steps]` of the predicted chunk are executed. `action_start`
+    is `obs_steps - 1` for windows that begin at the oldest observation (Diffusion Policy) and 0 for
+    windows that begin at the newest (DPPO); the two agree for a history of one.
+    """
+
+    key: ClassVar[str] = "policy"
+
+    action_dim: int = bounded(ge=1)
+    horizon: int = bounded(4, ge=1)
+    act_steps: int = bounded(4, ge=1)
+    obs_steps: int = bounded(1, ge=1)
+    action_start: int = bounded(0, ge=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.action_start > self.horizon - self.act_steps:
+            raise ConfigError(
+                f"policy.action_start + policy.act_steps must fit into policy.horizon={self.horizon}; got "
+                f"{self.action_start} + {self.act_steps}. Lower policy.act_steps or raise policy.horizon."
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.horizon, self.action_dim)
+
+    @property
+    def executed(self) -> slice:
+        return slice(self.action_start, self.action_start + self.act_steps)
+
+
+@dataclass
+class PolicyConfig:
+    """What a policy is made of; `process`, `encoder`, `backbone` and `sampler` are registered parts."""
+
+    process: Any = None  # None: VP diffusion with its defaults
+    encoder: Any = None  # None: the state as it is
+    backbone: Any = None  # None: the residual MLP with its defaults
+    sampler: Any = None  # None: the process's own
+    obs_steps: int = 1  # To, observations that the policy sees
+    horizon: int = 4  # Th, actions that it predicts
+    act_steps: int = 4  # Ta, actions that are executed before it decides again
+    action_start: int = (
+        0  # first executed row; obs_steps - 1 for windows that begin at the oldest observation
+    )
+    normalizer: dict[str, str] = bounded(
+        {"state": "limits", "goal": "limits", "action": "limits"}
+        # per feature: limits (to [-1, 1]) | gaussian (mean 0, deviation 1) | identity
+    )
+    observation_clip: float | None = 5.0  # clip normalised states and goals to ± this; null: not at all
+    goal_dropout: float = 0.0  # share of training rows whose goal is zero: needed for guidance
+    guidance: float = 1.0  # weight of the goal in acting; 1: as trained, 0: no goal, above 1: more of it
+
+    def chunk(self, action_dim: int) -> ChunkSpec:
+        """Return the horizons for an action width."""
+        return ChunkSpec(action_dim, self.horizon, self.act_steps, self.obs_steps, self.action_start)

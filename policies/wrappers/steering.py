@@ -1,0 +1,69 @@
+"""How a policy follows a sketch: the keys of `steer`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from policies.bounds import Checked, bounded
+from policies.paths import path_field
+
+
+class Strategy(NamedTuple):
+    """What a strategy does beside sampling."""
+
+    candidates: int = 1  # plans, of which the nearest to the guide is taken
+    starts_at_guide: bool = False
+    scale: float = 0.0  # of guidance
+    resample_steps: int = 1  # evaluations at every level
+    begins_with_guide: bool = False  # overwrites the first rows of the finished plan
+
+
+STRATEGIES = {
+    "random": Strategy(),
+    "output_perturbation": Strategy(candidates=16, begins_with_guide=True),
+    "post_hoc_ranking": Strategy(candidates=16),
+    "biased_initialization": Strategy(starts_at_guide=True),
+    "guided_diffusion": Strategy(scale=20.0),
+    "stochastic_sampling": Strategy(scale=60.0, resample_steps=4),
+}
+
+
+@dataclass
+class Steering(Checked):
+    """How a policy follows a sketch; off unless `strategy` is given.
+
+    Attributes:
+        candidates: Plans, of which the nearest to the sketch is taken; null: the strategy's.
+        gradient: Where guidance takes the gradient: at the noisy (x) or at the clean plan (x0).
+        limit: Largest magnitude to which guidance moves clean plans, normalised; null: any.
+        resample_steps: Evaluations at every noise level; null: the strategy's.
+        resample_noise: Share of the noise that is redrawn between evaluations of one level, 0 to 1.
+        start: biased_initialization: sampling time that it begins at, 0 (noise) to 1.
+        guide_rows: output_perturbation: rows of the guide; null: half of those executed.
+    """
+
+    key: ClassVar[str] = "steer"
+
+    strategy: str | None = bounded(None, choices=tuple(STRATEGIES))  # null: off; else see docs/steering.md
+    sketch: str | None = path_field()  # JSON or NPZ: actions, positions or waypoints; see docs/steering.md
+    candidates: int | None = bounded(None, ge=1)
+    scale: float | None = bounded(None, ge=0)  # weight of the gradient in the noise; null: the strategy's
+    gradient: str = bounded("x0", choices=("x", "x0"))
+    limit: float | None = bounded(1.0, gt=0)
+    resample_steps: int | None = bounded(None, ge=1, was="visits")
+    resample_noise: float = bounded(1.0, ge=0, le=1, was="fresh")
+    start: float = bounded(0.49, ge=0, le=1)
+    noise_share: float = bounded(0.5, ge=0)  # biased_initialization: weight of the noise beside the guide
+    guide_rows: int | None = bounded(None, ge=1)
+
+    @property
+    def is_on(self) -> bool:
+        return self.strategy is not None
+
+    @property
+    def recipe(self) -> Strategy:
+        """What is done: the strategy's own switches, and those that were set in their place."""
+        own = STRATEGIES[self.strategy or "random"]
+        given = {name: getattr(self, name) for name in ("candidates", "scale", "resample_steps")}
+        return own._replace(**{name: value for name, value in given.items() if value is not None})

@@ -22,18 +22,16 @@ def build_policy(
     statistics: Statistics | None = None,
     seed: int = 0,
 ) -> Policy:
-    """Make a policy with fresh weights.
+    """Make a policy with fresh weights, drawn from `seed`; the global random state is left untouched.
 
     Args:
         config: Parts; a part that is None takes its default.
         obs_dim: Do.
         action_dim: Da.
         goal_dim: Dg, 0 without goals.
-        images: Shapes (H, W, 3) of the images of every camera that there is; the encoder takes what it looks
-            at.
-        statistics: Per-feature statistics (`state`, `goal`, `action`); None leaves the maps at identity,
-            for weights that will be loaded.
-        seed: Seeds the initial weights; the global random state is left untouched.
+        images: Shapes (H, W, 3) by camera; the encoder chooses among them.
+        statistics: Per feature (`state`, `goal`, `action`); None: identity, for weights that will be loaded.
+        seed: Of the initial weights.
     """
     config = complete(config)
     with seeded_weights(seed):

@@ -5,7 +5,6 @@ Legend: B batch, K denoising steps, S recorded (fine-tuned) steps, Th predicted 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -16,7 +15,7 @@ from policies.backbones.switched import SwitchedField
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.policy import Policy, PolicyConfig, reduce_elements
-from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Kind, Reduction, SampleHook
+from policies.protocols import TE, BoundField, Chain, Cond, Evaluate, Hooks, Kind, Reduction, Start
 from policies.registry import register
 from policies.samplers.loop import denoise
 from policies.samplers.step_table import StepTable, transition
@@ -46,7 +45,6 @@ class DenoisingPolicy(Policy):
 
     @property
     def guidance(self) -> float:
-        """Weight of the goal in acting; 1 as trained."""
         return self.config.guidance
 
     # -- choosing how to sample -------------------------------------------------------------------
@@ -89,22 +87,11 @@ class DenoisingPolicy(Policy):
         return self.chunk.shape if self.is_deterministic else (self.table.num_steps + 1, *self.chunk.shape)
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Denoise `noise` (B, *noise_shape) to a normalised chunk (B, Th, Da).
+        """Denoise `noise` (B, *noise_shape) to a normalised chunk (B, Th, Da); see `NoiseDecoder`.
 
-        Args:
-            cond: Encoded observations.
-            noise: Start noise, or the whole tape of a stochastic sampler.
-            grad: Keep the graph (to weights, noise and start).
-            start: (x, t): begin at state x (B, Th, Da) and the first step whose sampling time is >= t.
-            hooks: Changes to the loop.
+        A start (x, t) begins at x (B, Th, Da) and the first step whose sampling time is at least t.
         """
         x, first = (None, 0) if start is None else (start[0], self.table.step_at(start[1]))
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
@@ -149,7 +136,6 @@ class DenoisingPolicy(Policy):
     # -- MatchingLoss ---------------------------------------------------------------------------------
 
     def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
-        """Draw the times (n,) and the noise (n, Th, Da) of a matching loss."""
         times = self.process.levels(device=self.device, dtype=self.dtype)
         level = None
         if times is None:
@@ -165,7 +151,6 @@ class DenoisingPolicy(Policy):
         return replace(te, more=more) if more else te
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
-        """The loss of the process; `action` (B, Th, Da) normalised."""
         cond = cond.freed(te.more["drops_goal"]) if "drops_goal" in te.more else cond
         return reduce_elements(self.process.losses(self.evaluate(cond), action, te), reduce)
 
@@ -206,7 +191,6 @@ class DenoisingPolicy(Policy):
         )
 
     def chain_log_prob(self, cond: Cond, x: Tensor, *, steps: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score a chain x (B, S+1, Th, Da); see `ChainPolicy`."""
         batch, device = x.shape[0], x.device
         columns = torch.arange(self.tuned_steps, device=device) if steps is None else steps
         step = columns.repeat(batch)
@@ -218,7 +202,6 @@ class DenoisingPolicy(Policy):
     def transition_log_prob(
         self, cond: Cond, x: Tensor, x_next: Tensor, step: Tensor, cond_row: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Score single transitions under the fine-tuned network; see `ChainPolicy`."""
         self._require_density()
         first = self.table.num_steps - self.tuned_steps
         times = self.table.to_device("net_time", x)[first:]
@@ -270,7 +253,6 @@ class DenoisingPolicy(Policy):
     # -- Field ----------------------------------------------------------------------------------------
 
     def predict(self, x: Tensor, t: Tensor, cond: Cond, *, kind: Kind) -> Tensor:
-        """Evaluate the network at x (B, Th, Da) and sampling time t (B,), as `kind`."""
         pred = self.evaluate(cond)(x, t)
         if self.guidance != 1:
             assert cond.free is not None

@@ -11,13 +11,13 @@ Source: EBT-Policy, arXiv 2510.27545, and its released code.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.energy import BoundEnergy, EnergyField
@@ -25,34 +25,22 @@ from policies.one_step import require_own_sampler
 from policies.policy import Policy, PolicyConfig, reduce_elements
 from policies.processes.base import incompatible
 from policies.processes.ebt import EnergyDescent, where_on
-from policies.protocols import TE, Cond, Reduction, SampleHook
+from policies.protocols import TE, Cond, Hooks, Reduction, Start
 from policies.registry import register
 
 
 @register("sampler", "descent")
 @dataclass(frozen=True)
-class Descent:
+class Descent(Checked):
     """Walk down the energy until it is flat.
 
     Source: EBT-Policy (arXiv 2510.27545); deviation: every row stops by itself.
     """
 
-    steps: int = 20  # S, most steps of a walk
-    min_slope: float = 1e-3  # norm of the gradient at which a row takes its last step
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.steps < 1:
-            raise ConfigError(f"sampler.steps must be at least 1; got {self.steps}.")
-        if not self.min_slope >= 0:
-            raise ConfigError(f"sampler.min_slope must not be negative; got {self.min_slope}.")
+    steps: int = bounded(20, ge=1)  # S, most steps of a walk
+    min_slope: float = bounded(1e-3, ge=0)  # norm of the gradient at which a row takes its last step
 
     def table(self, process: Any) -> NoReturn:
-        """Refuse a process that is integrated step by step.
-
-        Raises:
-            ConfigError: Always; a descent asks for no noise levels.
-        """
         raise incompatible(self, process, needs="ebt")
 
 
@@ -71,17 +59,10 @@ class Descended(NamedTuple):
 def descend(
     process: EnergyDescent, sampler: Descent, energy: BoundEnergy, x: Tensor, *, first_step: int = 0
 ) -> Descended:
-    """Walk down an energy.
+    """Walk down an energy from x (B, Th, Da), without the first `first_step` steps.
 
     On a CPU the loop ends when all rows have stopped. On an accelerator (and while tracing) looking would
     stall the host, so it runs to its end and the rows that have stopped stay where they are.
-
-    Args:
-        process: What a step is.
-        sampler: How many there are.
-        energy: Energy and gradient, bound to the condition.
-        x: (B, Th, Da), where the walks begin.
-        first_step: Steps that are left out at the beginning.
     """
     v = torch.zeros_like(x)
     walks = torch.ones(x.shape[0], dtype=torch.bool, device=x.device)
@@ -119,11 +100,6 @@ class DescentPolicy(Policy):
         self.register_buffer("no_time", torch.zeros(1), persistent=False)
 
     def with_sampler(self, sampler: Any) -> Self:
-        """Return a view of this policy, with the same weights, whose walks end otherwise.
-
-        Raises:
-            ConfigError: If the sampler is one of another process.
-        """
         require_own_sampler(self.process, sampler)
         view = self._view()
         view.sampler = sampler
@@ -132,26 +108,15 @@ class DescentPolicy(Policy):
     # -- NoiseDecoder ---------------------------------------------------------------------------------
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Walk from noise (B, Th, Da), or from a start, to a normalised chunk (B, Th, Da).
 
-        Args:
-            cond: Encoded observations.
-            noise: Where walks begin.
-            grad: Keep the graph (to weights, noise and start), through all steps.
-            start: (x, t): begin at x (B, Th, Da) instead, and leave out the share t of the steps.
-            hooks: None.
+        `start` = (x, t) begins at x (B, Th, Da) instead, without the share t of the steps; `grad` keeps the
+        graph through all steps.
 
         Raises:
-            CapabilityError: If hooks are given: they change clean and noisy parts of states, which a walk has
-                not.
+            CapabilityError: If hooks are given: they need states with a clean and a noisy part.
         """
         if hooks:
             raise CapabilityError(
@@ -161,17 +126,12 @@ class DescentPolicy(Policy):
         with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
             return self.descend(cond, noise, start=start).action
 
-    def descend(self, cond: Cond, noise: Tensor, *, start: tuple[Tensor, float] | None = None) -> Descended:
-        """Walk as `decode` does and tell how high walks ended and how long they were."""
+    def descend(self, cond: Cond, noise: Tensor, *, start: Start = None) -> Descended:
+        """Descend as `decode` does; returns the final energies and the lengths of the walks too."""
         x, first = (noise, 0) if start is None else (start[0], self._step_at(start[1]))
         return descend(self.process, self.sampler, self.bind(cond), x, first_step=first)
 
     def _step_at(self, t: float) -> int:
-        """Return the first step that does not belong to the share t.
-
-        Raises:
-            ConfigError: If there is none.
-        """
         most = self.sampler.steps
         first = math.ceil(most * t - 1e-6)
         if not 0 <= first < most:
@@ -182,7 +142,6 @@ class DescentPolicy(Policy):
         return first
 
     def bind(self, cond: Cond) -> BoundEnergy:
-        """Bind the energy and its gradient to conditions."""
         return self.field.bind_energy(cond, self.get_buffer("no_time"))
 
     def energy(self, x: Tensor, t: Tensor, cond: Cond) -> Tensor:
@@ -198,7 +157,6 @@ class DescentPolicy(Policy):
         return replace(te, more=self.process.more_draws(te, generator=generator))
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
-        """The loss of the process; `action` (B, Th, Da) normalised."""
         return reduce_elements(self.process.losses(self.bind(cond), action, te), reduce)
 
 

@@ -16,7 +16,7 @@ class ConfigError(BurnishError, ValueError):
 
 
 class CapabilityError(BurnishError, TypeError):
-    """An algorithm or a tool asks a policy for something this policy cannot do."""
+    """An algorithm or a tool needs a capability that the policy lacks."""
 
 
 class DatasetError(BurnishError, ValueError):
@@ -52,7 +52,7 @@ class WriteError(BurnishError, OSError):
 
 
 class ServingError(BurnishError, RuntimeError):
-    """A server of policies refuses what it was asked, or does not answer.
+    """A policy server refuses a request, or does not answer.
 
     Attributes:
         reason: One word that a program can act on, e.g. `busy`, `late`, `shape`, `timeout`.

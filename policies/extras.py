@@ -16,13 +16,7 @@ SECOND_STEP = {
 
 
 def require(module: str, *, extra: str, what: str = "this", instead: str = "") -> ModuleType:
-    """Import an optional package.
-
-    Args:
-        module: Its module.
-        extra: The extra that brings it along.
-        what: What needs it, for the error.
-        instead: What may be done otherwise, for the error.
+    """Import an optional package; `what` needs it, `instead` is an alternative, both for the error.
 
     Raises:
         MissingExtraError: If it is not importable; the message names the extra and the reason.

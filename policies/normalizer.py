@@ -99,11 +99,7 @@ class Normalizer(nn.Module):
         return self
 
     def refit(self, name: str, moments: Mapping[str, Tensor]) -> None:
-        """Set the map of one feature from its statistics.
-
-        Raises:
-            ConfigError: If they are not finite, or widths disagree.
-        """
+        """Set the map of one feature from its statistics."""
         scale_buffer, offset_buffer = self._buffers_of(name)
         scale, offset = affine(self.modes[name], moments)
         if scale.shape != scale_buffer.shape:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
 import torch
@@ -13,7 +12,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.networks.mlp_blocks import TrunkConfig
 from policies.policy import Policy, PolicyConfig
 from policies.processes.base import incompatible
-from policies.protocols import TE, Cond, SampleHook
+from policies.protocols import TE, Cond, Hooks, Start
 from policies.registry import lookup, name_of
 
 
@@ -23,11 +22,6 @@ class OneStepSampler:
     belongs_to: ClassVar[str]
 
     def table(self, process: Any) -> NoReturn:
-        """Refuse a process that is integrated step by step.
-
-        Raises:
-            ConfigError: Always; a policy of one step asks for no table.
-        """
         raise incompatible(self, process, needs=self.belongs_to)
 
 
@@ -52,11 +46,6 @@ class OneStepPolicy(Policy):
         self.sampler = sampler
 
     def with_sampler(self, sampler: Any) -> Self:
-        """Return a view of this policy, with the same weights, that chooses its chunks differently.
-
-        Raises:
-            ConfigError: If the sampler is one of another process.
-        """
         view = self._view()
         view._use_sampler(sampler)
         return view
@@ -67,13 +56,7 @@ class OneStepPolicy(Policy):
         return True
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Return the chunk (B, Th, Da) that noise (B, *noise_shape) chooses.
 
@@ -85,8 +68,7 @@ class OneStepPolicy(Policy):
             return self._chunk(cond, noise)
 
     @abstractmethod
-    def _chunk(self, cond: Cond, noise: Tensor) -> Tensor:
-        """Return the chunk (B, Th, Da)."""
+    def _chunk(self, cond: Cond, noise: Tensor) -> Tensor: ...
 
     def sample_te(self, n: int, *, generator: torch.Generator | None = None) -> TE:
         """Return empty draws: regression and likelihood need none."""
@@ -94,11 +76,7 @@ class OneStepPolicy(Policy):
 
 
 def trunk_of(config: PolicyConfig) -> TrunkConfig:
-    """Return the backbone as the shape of a fully connected network from the condition to a density.
-
-    Raises:
-        ConfigError: If the backbone is another network, or encodes the condition.
-    """
+    """Return the backbone as the shape of a fully connected network from the condition to a density."""
     process, backbone = name_of("process", config.process), config.backbone
     if not isinstance(backbone, TrunkConfig):
         raise ConfigError(
@@ -114,11 +92,7 @@ def trunk_of(config: PolicyConfig) -> TrunkConfig:
 
 
 def require_own_sampler(process: Any, sampler: Any) -> None:
-    """Refuse a sampler that is not of the kind of the process's default.
-
-    Raises:
-        ConfigError: If it is another one.
-    """
+    """Refuse a sampler that is not of the kind of the process's default."""
     own = process.default_sampler()["name"]
     if not isinstance(sampler, lookup("sampler", own)):
         raise ConfigError(
@@ -128,12 +102,8 @@ def require_own_sampler(process: Any, sampler: Any) -> None:
         )
 
 
-def require_one_step(process: Any, start: tuple[Tensor, float] | None, hooks: Sequence[SampleHook]) -> None:
-    """Refuse what changes a loop.
-
-    Raises:
-        CapabilityError: If a start or hooks are given.
-    """
+def require_one_step(process: Any, start: Start, hooks: Hooks) -> None:
+    """Refuse what changes a loop."""
     if hooks or start is not None:
         raise CapabilityError(
             f"a policy with process={name_of('process', process)} acts in one step, so it takes no hooks and "

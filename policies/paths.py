@@ -1,4 +1,4 @@
-"""Fields of configurations that name files or folders: they say so where they are declared."""
+"""Fields of configurations that name files or folders, declared with `path_field`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ def path_field(default: Any = None, *, was: str = "") -> Any:
 
 
 def with_paths(config: T, change: Callable[[str], str]) -> T:
-    """Return a configuration whose files and folders were changed, those of its parts included.
+    """Return a configuration with `change` applied to its paths that are set, those of its parts included.
 
-    Args:
-        config: A dataclass; anything else is left as it is.
-        change: Maps what stands in a field; not called where there is nothing.
+    Anything but a dataclass is returned as it is.
     """
     if not is_dataclass(config) or isinstance(config, type):
         return config

@@ -8,7 +8,7 @@ what is called `physical`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
@@ -21,18 +21,14 @@ from policies.errors import CapabilityError, ConfigError
 from policies.networks.weight_cache import forget
 from policies.normalizer import Normalizer
 from policies.policy_config import PolicyConfig
-from policies.protocols import Cond, Observation, Reduction, SampleHook
+from policies.protocols import Cond, Hooks, Observation, Reduction, Start
 
 _REGISTERED = ("_modules", "_parameters", "_buffers")
 """Where a module keeps what is assigned to it."""
 
 
 def _features(modes: Mapping[str, str], dims: Mapping[str, int]) -> list[str]:
-    """Return the features that there are; every one of them needs a mode.
-
-    Raises:
-        ConfigError: If one is missing, or unknown.
-    """
+    """Return the features that there are; every one of them needs a mode."""
     there = [name for name, dim in dims.items() if dim]
     if unknown := sorted(set(modes) - set(dims)):
         raise ConfigError(f"policy.normalizer knows {', '.join(dims)}; got {', '.join(unknown)}.")
@@ -80,17 +76,14 @@ class Policy(nn.Module):
 
     @property
     def obs_dim(self) -> int:
-        """Do."""
         return self.encoder.sizes.obs_dim
 
     @property
     def goal_dim(self) -> int:
-        """Dg."""
         return self.encoder.sizes.goal_dim
 
     @property
     def images(self) -> Mapping[str, ImageShape]:
-        """Shapes of the images that the policy looks at, by camera."""
         return self.encoder.sizes.images
 
     @property
@@ -100,12 +93,10 @@ class Policy(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
         return self._like.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating-point type of the weights."""
         return self._like.dtype
 
     def observation(self, obs: Any) -> Observation:
@@ -175,27 +166,17 @@ class Policy(nn.Module):
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """Shape of one row of noise; see `NoiseDecoder`."""
         return self.chunk.shape
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draw standard-normal noise (n, *noise_shape)."""
         return self._randn((n, *self.noise_shape), generator)
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Return the normalised chunk (B, Th, Da); see `NoiseDecoder`."""
         raise CapabilityError(f"{type(self).__name__} cannot decode noise.")
 
     def clone(self) -> Self:
-        """Return an independent copy."""
         return copy.deepcopy(self)
 
     def _view(self) -> Self:
@@ -208,17 +189,13 @@ class Policy(nn.Module):
         return view
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Move or convert all weights, and let go of what was computed from them where they were."""
+        """Move or convert all weights, and empty the caches computed from them."""
         moved = super()._apply(fn, recurse)
         forget(self)
         return moved
 
     def with_act_steps(self, act_steps: int) -> Self:
-        """Return a view that executes another number of the rows that it predicts.
-
-        Raises:
-            ConfigError: If the horizon is shorter.
-        """
+        """Return a view that executes another number of the rows that it predicts."""
         view = self._view()
         view.config = replace(self.config, act_steps=act_steps)
         view.chunk = replace(self.chunk, act_steps=act_steps)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from policies.bounds import bounded
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
 PART_GROUPS = ("process", "encoder", "backbone", "sampler")
@@ -13,31 +13,25 @@ PART_GROUPS = ("process", "encoder", "backbone", "sampler")
 
 
 @dataclass(frozen=True)
-class ChunkSpec:
+class ChunkSpec(Checked):
     """Horizons of an action chunk.
 
     Rows `[action_start : action_start + act_steps]` of the predicted chunk are executed. `action_start`
     is `obs_steps - 1` for windows that begin at the oldest observation (Diffusion Policy) and 0 for
     windows that begin at the newest (DPPO); the two agree for a history of one.
-
-    Raises:
-        ConfigError: If the executed rows do not fit into the horizon.
     """
 
-    action_dim: int
-    horizon: int = 4
-    act_steps: int = 4
-    obs_steps: int = 1
-    action_start: int = 0
+    key: ClassVar[str] = "policy"
+
+    action_dim: int = bounded(ge=1)
+    horizon: int = bounded(4, ge=1)
+    act_steps: int = bounded(4, ge=1)
+    obs_steps: int = bounded(1, ge=1)
+    action_start: int = bounded(0, ge=0)
 
     def __post_init__(self) -> None:
-        """Check that the executed rows exist."""
-        if self.action_dim < 1:
-            raise ConfigError(f"the width of actions must be at least 1; got {self.action_dim}.")
-        for name in ("horizon", "act_steps", "obs_steps"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"policy.{name} must be at least 1; got {getattr(self, name)}.")
-        if not 0 <= self.action_start <= self.horizon - self.act_steps:
+        super().__post_init__()
+        if self.action_start > self.horizon - self.act_steps:
             raise ConfigError(
                 f"policy.action_start + policy.act_steps must fit into policy.horizon={self.horizon}; got "
                 f"{self.action_start} + {self.act_steps}. Lower policy.act_steps or raise policy.horizon."
@@ -45,12 +39,10 @@ class ChunkSpec:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(Th, Da)."""
         return (self.horizon, self.action_dim)
 
     @property
     def executed(self) -> slice:
-        """The rows of a chunk that are executed."""
         return slice(self.action_start, self.action_start + self.act_steps)
 
 

@@ -1,4 +1,4 @@
-"""The words every policy, process and algorithm shares: data carried between them, and protocols.
+"""Data and protocols shared by policies, processes and algorithms.
 
 Legend: B batch, K denoising steps, S recorded steps, To observation history, Th predicted horizon,
 Ta executed steps, Do and Da observation and action widths, C condition width.
@@ -27,6 +27,9 @@ Reduction = Literal["none", "step", "sample", "mean"]
 Observation = Mapping[str, Tensor]
 """`state` (B, To, Do) and, for goal-conditioned policies, `goal` (B, Dg); physical units."""
 
+Rng = torch.Generator | None
+Device = torch.device | str | None
+
 BoundField = Callable[[int, Tensor], Tensor]
 """`bound(k, x)` evaluates a backbone at its k-th bound time for its bound condition; (B, Th, Da)."""
 
@@ -48,7 +51,6 @@ class Cond:
     free: Cond | None = None
 
     def __len__(self) -> int:
-        """Return the batch size."""
         return self.vec.shape[0]
 
     def repeat(self, n: int) -> Cond:
@@ -96,14 +98,13 @@ class TE:
     more: Mapping[str, Tensor] = field(default_factory=dict)
 
     def rows(self, index: slice | Tensor) -> TE:
-        """Select rows."""
         level = None if self.level is None else self.level[index]
         more = {name: draws[index] for name, draws in self.more.items()}
         return TE(self.t[index], self.eps[index], level, more)
 
 
 class Evaluate(Protocol):
-    """A network for one batch of conditions, asked at sampling times; what losses are made of."""
+    """A network for one batch of conditions, evaluated at sampling times; used by losses."""
 
     def __call__(
         self, x: Tensor, t: Tensor, until: Tensor | None = None, *, level: Tensor | None = None
@@ -139,7 +140,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class Step:
-    """What a hook may know about the denoising step it is called in.
+    """The denoising step in which a hook is called.
 
     `alpha` and `sigma` are the signal and noise amplitudes of the state at t: x = alpha x0 + sigma eps.
     """
@@ -165,6 +166,11 @@ class SampleHook(Protocol):
         ...
 
 
+Hooks = Sequence[SampleHook]
+Start = tuple[Tensor, float] | None
+"""(x, t): begin at a state x (B, Th, Da) at sampling time t instead of at the noise (warm start)."""
+
+
 @runtime_checkable
 class NoiseDecoder(Protocol):
     """Turns noise into action chunks, deterministically given the noise."""
@@ -185,18 +191,11 @@ class NoiseDecoder(Protocol):
         ...
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Return the normalised chunk (B, Th, Da).
 
-        `start` = (x, t) begins from a state (B, Th, Da) at sampling time t instead of from the noise
-        (warm start); `grad` keeps the graph.
+        `grad` keeps the graph.
         """
         ...
 

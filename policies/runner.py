@@ -61,26 +61,23 @@ class Limits:
     """What commands keep to.
 
     Attributes:
-        low: Smallest action, (Da,); None: no limit.
-        high: Largest action, (Da,); None: no limit.
         max_jump: Largest change from one control step to the next, per action entry, in its units. Times
             the control rate it bounds the speed of commanded positions, the acceleration of commanded
             velocities, the rate of commanded forces. None: no limit.
     """
 
-    low: Array | None = None
-    high: Array | None = None
+    low: Array | None = None  # smallest action, (Da,); None: no limit
+    high: Array | None = None  # largest action, (Da,); None: no limit
     max_jump: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the jump."""
         if self.max_jump is not None and not self.max_jump > 0:
             raise ValueError(f"max_jump must be positive, or None; got {self.max_jump}.")
 
     def apply(self, action: Array, last: Array | None) -> Array:
         """Return the command (Da,) for an action, after the command before it (None: it is the first).
 
-        An action that is not finite says nothing: the command before it is held.
+        Where an action is not finite, the command before it is held.
 
         Raises:
             ValueError: If the first action is not finite, for there is nothing to hold.
@@ -104,15 +101,15 @@ class Track:
     """The plans of one robot over time: when to decide, and which row of which plan is executed.
 
     A plan begins at the control step of the observation it was made for, and may arrive steps later; until
-    then the plans before it are executed. Nothing here waits or computes: `begin` notes that somebody
-    decides, `deliver` that a plan has come.
+    then the plans before it are executed. Nothing here waits or computes: `begin` marks the
+    start of a decision, `deliver` its plan.
 
     Args:
         act_steps: Control steps from one decision to the next (more where a decision takes longer, fewer
             where a plan has fewer rows); None: as many as a plan has rows.
         compensate: Skip the rows whose time is over when a plan arrives; otherwise its first row comes
             first, however late.
-        ensemble: Mix all plans that speak of a step, with weights exp(-ensemble i), i = 0 the oldest one
+        ensemble: Average all plans that cover a step, with weights exp(-ensemble i), i = 0 the oldest one
             (ACT, arXiv 2304.13705); None: the newest plan alone.
         limits: What commands keep to.
 
@@ -150,7 +147,6 @@ class Track:
 
     @property
     def has_plan(self) -> bool:
-        """Whether there is something to execute."""
         return bool(self._plans)
 
     @property
@@ -486,21 +482,16 @@ class RateReport:
     """How a loop at a rate went.
 
     Attributes:
-        steps: Ticks at which a command was sent.
-        late: Ticks that began more than a tenth of a period after their time.
-        starved: Ticks for which no plan had a row left.
-        not_finite: Ticks whose action was NaN or infinite: the last command was sent again.
         decision_s: How long every decision took, until its plan was in use.
     """
 
-    steps: int = 0
-    late: int = 0
-    starved: int = 0
-    not_finite: int = 0
+    steps: int = 0  # ticks at which a command was sent
+    late: int = 0  # ticks that began more than a tenth of a period after their time
+    starved: int = 0  # ticks for which no plan had a row left
+    not_finite: int = 0  # ticks whose action was NaN or infinite: the last command was sent again
     decision_s: list[float] = field(default_factory=list)
 
     def __str__(self) -> str:
-        """Say it in one line."""
         times = 1e3 * np.percentile(self.decision_s or [0.0], (50, 99, 100))
         return (
             f"{self.steps} steps, {self.late} late, {self.starved} without a plan, {self.not_finite} without "
@@ -531,7 +522,7 @@ def run_at_rate(
         decide: Observation -> plan (R, Da); it may take longer than a tick.
         read: Returns the observation of this tick.
         send: Executes a command (Da,); returns whether to go on.
-        track: Says when to decide and what to execute.
+        track: Schedules decisions and holds the plans.
         hz: Ticks per second.
         submit: Starts decide(observation), returns what `concurrent.futures` does; None: a thread.
         clock: Seconds.

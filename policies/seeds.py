@@ -17,10 +17,7 @@ import torch
 def derive_seed(seed: int, stream: str, *key: int) -> int:
     """Return a 32-bit seed that depends on all arguments; streams are independent of each other.
 
-    Args:
-        seed: The seed of a run or of an evaluation, not negative.
-        stream: Name of what is drawn.
-        key: Which one of many: an episode, a worker.
+    `stream` names what is drawn, `key` which one of many: an episode, a worker.
     """
     place = (zlib.crc32(stream.encode()), *key)
     return int(np.random.SeedSequence(seed, spawn_key=place).generate_state(1)[0])

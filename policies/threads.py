@@ -1,9 +1,8 @@
 """How many threads torch uses inside an operation: the only place that changes it.
 
 Networks of this size lose far more to threads that wait for each other than they gain, and some sums
-depend on the number in their last bits. So whatever computes numbers that must come out again says how many
-threads it takes, and what the program or the environment (`OMP_NUM_THREADS`) chose for itself has no part
-in them.
+depend on the number in their last bits. So code whose numbers must be reproducible sets the number of
+threads here, independently of the program's own setting and of `OMP_NUM_THREADS`.
 """
 
 from __future__ import annotations
@@ -16,11 +15,7 @@ import torch
 
 @contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """Let torch use exactly this many threads inside an operation, on the thread that calls.
-
-    Args:
-        number: Threads, at least 1; restored to what it was at the end.
-    """
+    """Use exactly this many threads inside an operation of torch, on the calling thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

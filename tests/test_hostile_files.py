@@ -21,8 +21,8 @@ from small_policies import small_policy
 
 import burnish
 from algos.training.run_directory import RunDirectory
-from burnish.runs.resolve import parts_of
 from burnish.config.schema import compose_config, describe, restore, restore_part
+from burnish.runs.resolve import parts_of
 from envs.datasets import read_dataset, readers
 from envs.datasets.formats.hdf5 import read_hdf5, write_hdf5
 from envs.datasets.inspect import describe_file

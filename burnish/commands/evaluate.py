@@ -110,8 +110,8 @@ def resolve(config: EvalConfig) -> ResolvedEval:
         raise ConfigError(f"{given[0]} belongs to compose=[a,b]; a single policy has no use for it.")
     if config.out is not None:
         check_file_to_write(config.out)
-    mine = locate_actor(config.policy, "policy", trust=config.trust)
-    other = None if config.baseline is None else locate_actor(config.baseline, "baseline", trust=config.trust)
+    mine = locate_actor(config.policy, "policy")
+    other = None if config.baseline is None else locate_actor(config.baseline, "baseline")
     if config.env is not None:
         say_what_differs(mine, config.env)
     env = config.env if config.env is not None else task_of(mine, " Give env=<name>.")

@@ -16,9 +16,8 @@ from envs.evaluation.protocol import with_steps
 from envs.evaluation.settings import check_seeds
 from policies.errors import ConfigError
 from policies.export.card import latency_table
-from policies.export.export import FORMATS, export_policy
+from policies.export.export import GRAPHS, export_onnx
 from policies.export.folder import ExportReport, Surroundings, refuse_to_replace
-from policies.export.signature import KINDS
 from policies.paths import path_field
 from policies.policy import Policy
 
@@ -30,9 +29,7 @@ class ExportConfig:
     """What `burnish export` does."""
 
     policy: str | None = path_field()  # a run (its last checkpoint), a checkpoint, or a policy directory
-    format: str = "onnx"  # onnx: graphs and a runner without PyTorch | torch: a program of torch.export
-    graph: str = "whole"  # of onnx: whole: the sampler inside | step: one evaluation and a table of the loop
-    compiled: bool = True  # of torch: compile ahead of time as well, where there is a C++ compiler (a minute)
+    graph: str = "whole"  # whole: the sampler inside | step: one evaluation and a table of the loop
     out: str | None = path_field()  # directory; null: exported-<policy>
     steps: int | None = None  # denoising steps; null: the policy's own
     tolerance: float = 1e-5  # largest difference to the original, see the report
@@ -41,13 +38,8 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.format not in FORMATS:
-            raise ConfigError(f"format must be one of: {', '.join(FORMATS)}; got '{self.format}'.")
-        graphs = [graph for form, graph in KINDS if form == self.format]
-        if self.graph not in graphs:
-            raise ConfigError(
-                f"graph must be one of: {', '.join(graphs)} with format={self.format}; got '{self.graph}'."
-            )
+        if self.graph not in GRAPHS:
+            raise ConfigError(f"graph must be one of: {', '.join(GRAPHS)}; got '{self.graph}'.")
         if not (math.isfinite(self.tolerance) and self.tolerance > 0):
             raise ConfigError(f"tolerance must be positive and finite; got {self.tolerance}.")
         check_seeds("seed", self.seed)
@@ -69,12 +61,10 @@ def export(config: ExportConfig) -> ExportReport:
     check_folder_to_write(target)
     refuse_to_replace(target, overwrite=config.overwrite)
     policy = cast(Policy, with_steps(found.load(), config.steps))
-    return export_policy(
+    return export_onnx(
         policy,
         target,
-        format=config.format,
         graph=config.graph,
-        compiled=config.compiled,
         tolerance=config.tolerance,
         seed=config.seed,
         overwrite=config.overwrite,
@@ -106,5 +96,3 @@ def _print_result(report: ExportReport) -> None:
     console.print(table("", ("batch", "largest difference to the policy"), parity))
     header, latency = latency_table(report.latency)
     console.print(table("", header, latency))
-    for note in report.notes:
-        console.print(note, markup=False)

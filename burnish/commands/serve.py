@@ -35,7 +35,6 @@ class ServeConfig(ServerSettings):
     """What `burnish serve` does."""
 
     policy: str | None = path_field()  # a run (its last one), a checkpoint, a policy directory, or an export
-    trust: bool = False  # open an exported folder of format=torch, which can execute code of its maker
     steps: int | None = None  # denoising steps; null: the policy's own
     device: str = "cpu"  # cpu, cuda or cuda:<n>: where the policy decides
     metrics_port: int | None = None  # of http://127.0.0.1:<port>/metrics; 0: any that is free; null: none
@@ -85,7 +84,7 @@ def served_by(config: ServeConfig) -> Served:
             raise ConfigError(
                 "an exported folder has its steps inside and runs on the CPU; leave steps and device out."
             )
-        return ServedFolder(config.policy, trust=config.trust)
+        return ServedFolder(config.policy)
     device = device_of(config.device)
     found = locate(config.policy)
     policy = cast(Policy, with_steps(found.load(), config.steps)).to(device)

@@ -23,7 +23,6 @@ class EvalConfig(EvaluationSettings):
         path_field()  # a run (its last checkpoint), a checkpoint, a policy directory, or an exported folder
     )
     baseline: str | None = path_field(was="versus")  # a second policy: same episodes, paired difference
-    trust: bool = False  # open exported folders of format=torch, which can execute code of their maker
     env: Any = None  # null: the task that the policy was made for
     num_workers: int = 2  # rollout processes; 0: this process; never changes a number
     out: str | None = (

@@ -165,7 +165,6 @@ def _require_used(config: EvalConfig) -> None:
         "search": ("weights are given", config.weights is not None),
         "estimate": ("there is no dataset to estimate from", config.dataset is None),
         "temperature": (f"operator={config.operator} has none", config.operator != "or"),
-        "trust": ("exported folders cannot be composed", True),
     }
     for name, (reason, is_unused) in unused.items():
         if is_unused and getattr(config, name) != getattr(default, name):

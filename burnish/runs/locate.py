@@ -52,17 +52,11 @@ class Located:
 
 @dataclass(frozen=True)
 class LocatedExport(Located):
-    """A folder that `burnish export` wrote.
-
-    Attributes:
-        trust: Whether it may be of `format=torch`, which can execute code of its maker.
-    """
-
-    trust: bool = False
+    """A folder that `burnish export` wrote."""
 
     def load(self) -> Any:
         """Open the exported policy."""
-        return ExportedPolicy(self.path, self.trust)
+        return ExportedPolicy(self.path)
 
     def provenance(self) -> Mapping[str, Any]:
         """Facts stored with the policy that was exported."""
@@ -117,9 +111,9 @@ def _check_parents(target: Path, key: str) -> None:
         raise ConfigError(f"{key}={target} cannot be written: {parent} is a file, not a folder.")
 
 
-def locate_actor(path: str | os.PathLike[str], key: str = "policy", *, trust: bool = False) -> Located:
+def locate_actor(path: str | os.PathLike[str], key: str = "policy") -> Located:
     """Find what can be evaluated: a policy, or an exported folder; see `locate` and `LocatedExport`."""
-    return LocatedExport(Path(path), trust=trust) if is_exported(Path(path)) else locate(path, key)
+    return LocatedExport(Path(path)) if is_exported(Path(path)) else locate(path, key)
 
 
 def locate(path: str | os.PathLike[str], key: str = "policy") -> Located:

@@ -16,7 +16,7 @@ from policies.protocols import BoundField, Cond
 
 @runtime_checkable
 class Backbone(Protocol):
-    """What processes, samplers and algorithms may ask of a backbone (an `nn.Module`)."""
+    """Interface of a backbone (an `nn.Module`) for processes, samplers and algorithms."""
 
     def __call__(
         self,
@@ -27,29 +27,21 @@ class Backbone(Protocol):
         time_row: Tensor | None = None,
         second_time: Tensor | None = None,
     ) -> Tensor:
-        """Evaluate the network.
+        """Evaluate the network at noisy chunks x and network times; (M, Th, Da) -> (M, Th, Da).
 
         Shapes:
-            x: (M, Th, Da). time: (M,), or (K,) with `time_row`. cond: M rows, or any number with `cond_row`.
-            cond_row, time_row: (M,) integer row of `cond` and of `time` that belongs to each row of x.
-            second_time: as `time`.
-
-        Args:
-            x: Noisy chunks.
-            time: Network times.
-            cond: Encoded observations.
-            cond_row: Given when many rows share a condition: it is projected once per distinct row.
-            time_row: Given when many rows share a time: it is embedded once per distinct value.
-            second_time: Where a step ends or how long it is, for processes that learn whole steps; given
-                exactly if the backbone was built with one.
-
-        Returns:
-            (M, Th, Da)
+            time: (M,), or (K,) with `time_row`. cond: M rows, or any number with `cond_row`.
+            cond_row, time_row: (M,) integer row of `cond` and of `time` for each row of x: what rows share is
+                projected or embedded once.
+            second_time: as `time`: where a step ends or how long it is, for processes that learn whole steps;
+                given exactly if the backbone was built with one.
         """
         ...
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
         """Precompute all that depends on the condition (B rows, or one for all) and the times (K,) only.
+
+        Pass the same tensors of times every time: what depends on them is kept.
 
         Returns:
             `bound(k, x)`, equal to the network at x (B, Th, Da) and time `times[k]`; valid as long as the
@@ -60,18 +52,10 @@ class Backbone(Protocol):
     def features(
         self, cond: Cond, times: Tensor, second_times: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return what the network makes of times and conditions before it meets a chunk.
-
-        Networks beside it may start from these (the exploration noise of ReinFlow does).
-
-        Returns:
-            Embedded times (K, T) and embedded conditions (B, C').
-        """
+        """Return embedded times (K, T) and conditions (B, C'), e.g. for the noise network of ReinFlow."""
         ...
 
-    def parameters(self) -> Iterator[Any]:
-        """Iterate over the weights, as `nn.Module` does."""
-        ...
+    def parameters(self) -> Iterator[Any]: ...
 
 
 class BackboneConfig(Protocol):
@@ -80,13 +64,7 @@ class BackboneConfig(Protocol):
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
     ) -> Backbone:
-        """Build a backbone.
-
-        Args:
-            chunk_shape: (Th, Da).
-            cond_dim: Width C of `Cond.vec`.
-            token_dim: Width Ct of `Cond.tokens`; 0: there are none.
-            second_time: Whether the network receives a second time.
+        """Build a backbone for chunks (Th, Da), `Cond.vec` (B, C) and `Cond.tokens` (B, N, Ct), 0: none.
 
         Raises:
             CapabilityError: If it cannot attend to tokens or take a second time, and should.

@@ -20,11 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
+from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.activations import mish
-from policies.networks.attention import Attention, FeedForward, LayerNorm, causal_mask, check_attention
+from policies.networks.attention import Attention, FeedForward, LayerNorm, causal_mask, check_heads
 from policies.networks.embeddings import TimeEmbedding, embed_times, sinusoid
 from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond
@@ -35,47 +37,32 @@ _FFN_RATIO = 4
 
 @register("backbone", "dp_transformer")
 @dataclass(frozen=True)
-class DpTransformerConfig:
+class DpTransformerConfig(Checked):
     """The transformer of Diffusion Policy.
 
     Attributes:
-        width: Width of a token, even, at least 4.
-        depth: Blocks of the decoder.
-        heads: Attention heads, a divisor of the width.
-        memory_depth: Blocks of a transformer that encodes the memory; 0: two linear layers, token by token.
         obs_tokens: Equal parts into which the condition is cut, oldest first; `policy.obs_steps` for one
             token per observation.
-        causal: Let action t attend to actions and observations up to t only, which fits windows that begin
+        causal: An action attends to actions and observations up to its own step only; fits windows that begin
             at the oldest observation (`policy.action_start` = `policy.obs_steps` - 1).
-        dropout: Share of attention weights and of features that training drops; drawn from PyTorch's global
-            generator.
     """
 
-    width: int = 128
-    depth: int = 4
-    heads: int = 4
-    memory_depth: int = 0
-    obs_tokens: int = 1
+    width: int = bounded(128, ge=4)  # of a token, even
+    depth: int = bounded(4, ge=1)  # blocks of the decoder
+    heads: int = bounded(4, ge=1)  # of attention, a divisor of the width
+    memory_depth: int = bounded(0, ge=0)  # blocks of the encoder of the memory; 0: two layers, token by token
+    obs_tokens: int = bounded(1, ge=1)
     causal: bool = True
-    dropout: float = 0.0
+    dropout: float = bounded(0.0, ge=0, lt=1)  # of attention weights and features; PyTorch's global generator
 
     def __post_init__(self) -> None:
-        for name, least in (("depth", 1), ("memory_depth", 0), ("obs_tokens", 1)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"backbone.{name} must be at least {least}; got {getattr(self, name)}.")
-        if self.width < 4 or self.width % 2:
-            raise ConfigError(f"backbone.width must be even and at least 4; got {self.width}.")
-        check_attention(self.width, self.heads, self.dropout)
+        super().__post_init__()
+        self.require("width", self.width % 2 == 0, "even")
+        check_heads(self)
 
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
     ) -> DpTransformer:
-        """Build the backbone; see `policies.backbones.BackboneConfig`.
-
-        Raises:
-            CapabilityError: If there are tokens to attend to.
-            ConfigError: If the condition cannot be cut into `obs_tokens` equal parts, or some stay unseen.
-        """
         if token_dim:
             raise CapabilityError(
                 "backbone=dp_transformer makes its tokens from the condition vector, and the encoder gives "
@@ -146,7 +133,7 @@ class DecoderBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, h: Tensor, memory: Tensor, mask: Tensor | None, memory_mask: Tensor | None) -> Tensor:
-        """Let attention, memory and feed-forward network add to the tokens.
+        """Add attention, cross-attention to the memory and feed-forward network to the tokens.
 
         Shapes:
             h: (M, Th, D) -> (M, Th, D). memory: (2, M or 1, H, S, D/H), of `cross`. mask: (Th, Th).
@@ -222,15 +209,6 @@ class DpTransformer(nn.Module):
         time_row: Tensor | None = None,
         second_time: Tensor | None = None,
     ) -> Tensor:
-        """Evaluate the network; see `policies.backbones.Backbone`.
-
-        Shapes:
-            x: (M, Th, Da) -> (M, Th, Da). time and second_time: (M,), or (K,) with time_row (M,).
-            cond.vec: (M, C), or any number of rows with cond_row (M,).
-
-        Raises:
-            CapabilityError: If there is a time for every action.
-        """
         if time.dim() != 1:
             raise CapabilityError(
                 f"backbone=dp_transformer takes one time per chunk, (M,); got {tuple(time.shape)}. "
@@ -245,14 +223,6 @@ class DpTransformer(nn.Module):
         return self._denoise(x, self._remember(torch.cat(tokens, dim=1)))
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
-        """Precompute all that depends on the condition and the times only; see `policies.backbones.Backbone`.
-
-        Pass the same `times` tensors every time: keys and values of their tokens are kept for them, unless
-        the memory is encoded by blocks, which mix time and observations.
-
-        Shapes:
-            cond.vec: (B, C) or (1, C). times and second_times: (K,).
-        """
         given = (times,) if second_times is None else (times, second_times)
         observations = self._obs_tokens(cond)
         if self._is_tokenwise:
@@ -277,12 +247,10 @@ class DpTransformer(nn.Module):
     def features(
         self, cond: Cond, times: Tensor, second_times: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return embedded times (K, T) and conditions (B, C'); see `policies.backbones.Backbone`."""
         return embed_times(self._waves, self.second_embedding, times, second_times), cond.vec
 
     @property
     def _is_tokenwise(self) -> bool:
-        """Whether encoding leaves the tokens of the memory to themselves."""
         return self.config.memory_depth == 0
 
     def _time_token(self, time: Tensor, second_time: Tensor | None = None) -> Tensor:
@@ -295,7 +263,7 @@ class DpTransformer(nn.Module):
 
     def _obs_tokens(self, cond: Cond) -> Tensor:
         """Cut conditions (B, C) into tokens of the memory, (B, N, D)."""
-        parts = cond.vec.unflatten(-1, (self.config.obs_tokens, self.obs_inlet.in_features))
+        parts = rearrange(cond.vec, "B (N C) -> B N C", N=self.config.obs_tokens)
         return self.obs_inlet(parts) + self.memory_positions[:, 1:]
 
     def _remember(self, tokens: Tensor) -> Tensor:
@@ -304,7 +272,6 @@ class DpTransformer(nn.Module):
         return torch.stack([block.cross.memory(encoded) for block in self.blocks])
 
     def _memory_weights(self) -> list[Tensor]:
-        """Return the weights that keys and values of the time token depend on."""
         parts = [self.second_embedding, self.memory_encoder, *(block.cross.inlet for block in self.blocks)]
         weights = [weight for part in parts if part is not None for weight in part.parameters()]
         return [self.memory_positions, *weights]

@@ -18,14 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from policies.errors import CapabilityError, ConfigError
+from policies.bounds import bounded
+from policies.errors import CapabilityError
 from policies.networks.embeddings import OctaveEmbedding, TimeEmbedding, embed_times
 from policies.networks.mlp_blocks import Fold, PlainTrunk, TrunkConfig, official_plain_keys
 from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond
 from policies.registry import register
-
-TIMES = ("learned", "octaves")
 
 _FEW_NUMBERS = 1 << 17
 """Up to this many numbers the first layer's offsets of all steps are laid out before the loop."""
@@ -37,33 +36,22 @@ class MlpConfig(TrunkConfig):
     """Residual or plain MLP over the flattened chunk.
 
     Attributes:
-        time_dim: Width of the time embedding, even, at least 4.
         times: `learned`, sines and cosines through two layers, or `octaves`, cosines and sines of t, 2 t,
             4 t, … themselves, for `process.time_scale=1`.
         cond_dims: Widths of a plain encoder of the condition (the last is its output); empty for none.
     """
 
-    time_dim: int = 16
-    times: str = "learned"
-    cond_dims: tuple[int, ...] = ()
+    time_dim: int = bounded(16, ge=4)  # width of the time embedding, even
+    times: str = bounded("learned", choices=("learned", "octaves"))
+    cond_dims: tuple[int, ...] = bounded((), ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.time_dim < 4 or self.time_dim % 2:
-            raise ConfigError(f"backbone.time_dim must be even and at least 4; got {self.time_dim}.")
-        if self.times not in TIMES:
-            raise ConfigError(f"backbone.times must be one of {', '.join(TIMES)}; got '{self.times}'.")
-        if any(dim < 1 for dim in self.cond_dims):
-            raise ConfigError(f"backbone.cond_dims must all be at least 1; got {tuple(self.cond_dims)}.")
+        self.require("time_dim", self.time_dim % 2 == 0, "even")
 
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
     ) -> MlpBackbone:
-        """Build the backbone; see `policies.backbones.BackboneConfig`.
-
-        Raises:
-            CapabilityError: If there are tokens to attend to.
-        """
         if token_dim:
             raise CapabilityError(
                 "backbone=mlp cannot attend to tokens, and the encoder gives some. Use a backbone with "
@@ -103,12 +91,7 @@ class MlpBackbone(nn.Module):
     """
 
     def __init__(
-        self,
-        config: MlpConfig,
-        chunk_shape: tuple[int, int],
-        cond_dim: int,
-        *,
-        second_time: bool = False,
+        self, config: MlpConfig, chunk_shape: tuple[int, int], cond_dim: int, *, second_time: bool = False
     ) -> None:
         super().__init__()
         self.config = config
@@ -132,12 +115,6 @@ class MlpBackbone(nn.Module):
         time_row: Tensor | None = None,
         second_time: Tensor | None = None,
     ) -> Tensor:
-        """Evaluate the network; see `policies.backbones.Backbone`.
-
-        Shapes:
-            x: (M, Th, Da) -> (M, Th, Da). time and second_time: (M,), or (K,) with time_row (M,).
-            cond.vec: (M, C), or any number of rows with cond_row (M,).
-        """
         fold = self.trunk.fold()
         embedded = embed_times(self.time_embedding, self.second_embedding, time, second_time)
         parts = (x.flatten(1), embedded, self.cond_encoder(cond.vec))
@@ -165,13 +142,6 @@ class MlpBackbone(nn.Module):
         return torch.addmm(offset, inputs, weights.t())
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
-        """Precompute all that depends on the condition and the times only; see `policies.backbones.Backbone`.
-
-        Pass the same `times` tensors every time: the table of time projections is kept for them.
-
-        Shapes:
-            cond.vec: (B, C) or (1, C). times and second_times: (K,).
-        """
         given = (times,) if second_times is None else (times, second_times)
         plan = self._cache.get((*self.parameters(), *given), lambda: self._plan(*given))
         finish, chunk = self.trunk.finish_of(plan.fold), plan.chunk
@@ -186,7 +156,6 @@ class MlpBackbone(nn.Module):
     def features(
         self, cond: Cond, times: Tensor, second_times: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return embedded times (K, T) and conditions (B, C'); see `policies.backbones.Backbone`."""
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
         return embedded, self.cond_encoder(cond.vec)
 

@@ -48,7 +48,6 @@ class SwitchedField(nn.Module):
         self._cache: WeightCache[_Split] = WeightCache()
 
     def is_tuned(self, time: Tensor) -> Tensor:
-        """Return whether rows of these network times see the tuned network."""
         return time >= self.switch_time if self.tuned_above else time < self.switch_time
 
     def forward(
@@ -91,7 +90,6 @@ class SwitchedField(nn.Module):
         time_row: Tensor | None,
         second_time: Tensor | None,
     ) -> Tensor:
-        """Evaluate the rows of each side with its network and put them back in order."""
         out = torch.empty_like(x)
         for side, network in ((is_tuned, self.tuned), (~is_tuned, self.base)):
             index = side.nonzero().squeeze(1)
@@ -113,7 +111,6 @@ class SwitchedField(nn.Module):
     def features(
         self, cond: Cond, times: Tensor, second_times: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return what the tuned network makes of times and conditions; see `Backbone`."""
         return self.tuned.features(cond, times, second_times)
 
     def energy(self, x: Tensor, time: Tensor, cond: Cond) -> Tensor:
@@ -157,7 +154,7 @@ def _is_traced() -> bool:
 class _Split:
     """Times (K,) divided into those of the tuned and those of the base network.
 
-    `is_tuned[k]` tells the side of step k, `place[k]` its position among the times of that side, which are
+    `is_tuned[k]` is the side of step k, `place[k]` its position among the times of that side, which are
     (times, second times or None).
     """
 

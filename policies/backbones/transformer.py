@@ -28,8 +28,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from policies.errors import CapabilityError, ConfigError
-from policies.networks.attention import Attention, FeedForward, LayerNorm, causal_mask, check_attention
+from policies.bounds import Checked, bounded
+from policies.errors import CapabilityError
+from policies.networks.attention import Attention, FeedForward, LayerNorm, causal_mask, check_heads
 from policies.networks.embeddings import TimeEmbedding, embed_times
 from policies.networks.weight_cache import WeightCache
 from policies.protocols import BoundField, Cond
@@ -38,40 +39,25 @@ from policies.registry import register
 
 @register("backbone", "transformer")
 @dataclass(frozen=True)
-class TransformerConfig:
-    """Diffusion transformer over the actions of a chunk.
+class TransformerConfig(Checked):
+    """Diffusion transformer over the actions of a chunk."""
 
-    Attributes:
-        width: Width of a token.
-        depth: Blocks.
-        heads: Attention heads, a divisor of the width.
-        ffn_ratio: Width inside the feed-forward layers over the width of a token.
-        time_dim: Width of the time embedding, even, at least 4.
-        causal: Let an action attend to itself and earlier ones only.
-        dropout: Share of attention weights and of features that training drops; drawn from PyTorch's global
-            generator.
-    """
-
-    width: int = 128
-    depth: int = 4
-    heads: int = 4
-    ffn_ratio: int = 4
-    time_dim: int = 64
-    causal: bool = False
-    dropout: float = 0.0
+    width: int = bounded(128, ge=1)  # of a token
+    depth: int = bounded(4, ge=1)  # blocks
+    heads: int = bounded(4, ge=1)  # of attention, a divisor of the width
+    ffn_ratio: int = bounded(4, ge=1)  # width inside the feed-forward layers over the width of a token
+    time_dim: int = bounded(64, ge=4)  # width of the time embedding, even
+    causal: bool = False  # an action attends to itself and earlier ones only
+    dropout: float = bounded(0.0, ge=0, lt=1)  # of attention weights and features; PyTorch's global generator
 
     def __post_init__(self) -> None:
-        for name in ("width", "depth", "ffn_ratio"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"backbone.{name} must be at least 1; got {getattr(self, name)}.")
-        check_attention(self.width, self.heads, self.dropout)
-        if self.time_dim < 4 or self.time_dim % 2:
-            raise ConfigError(f"backbone.time_dim must be even and at least 4; got {self.time_dim}.")
+        super().__post_init__()
+        self.require("time_dim", self.time_dim % 2 == 0, "even")
+        check_heads(self)
 
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
     ) -> TransformerBackbone:
-        """Build the backbone; see `policies.backbones.BackboneConfig`."""
         return TransformerBackbone(self, chunk_shape, cond_dim, token_dim=token_dim, second_time=second_time)
 
 
@@ -145,13 +131,12 @@ class Block(nn.Module):
 
     @property
     def sublayers(self) -> int:
-        """How many adaptations `forward` takes."""
         return 2 if self.cross is None else 3
 
     def forward(
         self, h: Tensor, adaptations: list[Adaptation], mask: Tensor | None, memory: Tensor | None
     ) -> Tensor:
-        """Let every sublayer add to the tokens.
+        """Add every sublayer to the tokens.
 
         Shapes:
             h: (M, Th, D) -> (M, Th, D). mask: (Th, Th). memory: (2, M or 1, H, N, D/H), of `cross`.
@@ -227,13 +212,6 @@ class TransformerBackbone(nn.Module):
         time_row: Tensor | None = None,
         second_time: Tensor | None = None,
     ) -> Tensor:
-        """Evaluate the network; see `policies.backbones.Backbone`.
-
-        Shapes:
-            x: (M, Th, Da) -> (M, Th, Da). time and second_time: (M,) or (M, Th), or (K,) or (K, Th) with
-            time_row (M,). cond.vec: (M, C), cond.tokens: (M, N, Ct), or any number of rows of both with
-            cond_row (M,).
-        """
         of_time = self._of_time(time, second_time)
         of_cond, memory = self._of_cond(cond)
         if time_row is not None:
@@ -245,13 +223,6 @@ class TransformerBackbone(nn.Module):
         return self._denoise(x, per_action + of_cond.unsqueeze(1), memory)
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
-        """Precompute all that depends on the condition and the times only; see `policies.backbones.Backbone`.
-
-        Pass the same `times` tensors every time: the table of their modulations is kept for them.
-
-        Shapes:
-            cond.vec: (B, C) or (1, C), cond.tokens: (B or 1, N, Ct). times and second_times: (K,).
-        """
         given = (times,) if second_times is None else (times, second_times)
         embeddings = (self.time_embedding, self.second_embedding, self.modulation.time)
         weights = [weight for part in embeddings if part is not None for weight in part.parameters()]
@@ -262,7 +233,6 @@ class TransformerBackbone(nn.Module):
     def features(
         self, cond: Cond, times: Tensor, second_times: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return embedded times (K, T) and conditions (B, C'); see `policies.backbones.Backbone`."""
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
         return embedded, self.cond_embedding(cond.vec)
 
@@ -276,9 +246,6 @@ class TransformerBackbone(nn.Module):
         """Return the part of the condition in the modulation (B, P), and keys and values of its tokens.
 
         The latter are (L, 2, B, H, N, D/H), for every block its own.
-
-        Raises:
-            CapabilityError: If tokens are missing or not expected.
         """
         if (self.token_inlet is None) != (cond.tokens is None):
             built, called = ("without", "with") if self.token_inlet is None else ("with", "without")

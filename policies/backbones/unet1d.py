@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from policies.bounds import bounded
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.embeddings import TimeEmbedding, embed_times
 from policies.networks.mlp_blocks import TrunkConfig
@@ -40,37 +41,26 @@ class Unet1dConfig(UnetConfig):
     Weights of Diffusion Policy and DPPO need `film` `scale` or `bias`, those of the former `final_groups` 8.
 
     Attributes:
-        time_dim: Width of the time embedding, even, at least 4; published sizes are 256, 128 and 16.
-        time_expansion: Width inside the time embedding over its width.
+        time_dim: Width of the time embedding, even; published sizes are 256, 128 and 16.
         cond_dims: Widths of an encoder of the condition before all blocks, a residual network: an odd number
             of equal hidden widths, then its output; empty for none.
     """
 
-    time_dim: int = 64
-    time_expansion: int = 4
-    cond_dims: tuple[int, ...] = ()
+    time_dim: int = bounded(64, ge=4)
+    time_expansion: int = bounded(4, ge=1)  # width inside the time embedding over its width
+    cond_dims: tuple[int, ...] = bounded((), ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.time_dim < 4 or self.time_dim % 2:
-            raise ConfigError(f"backbone.time_dim must be even and at least 4; got {self.time_dim}.")
-        if self.time_expansion < 1:
-            raise ConfigError(f"backbone.time_expansion must be at least 1; got {self.time_expansion}.")
+        self.require("time_dim", self.time_dim % 2 == 0, "even")
         hidden = self.cond_dims[:-1]
-        if self.cond_dims and (min(self.cond_dims) < 1 or len(hidden) % 2 == 0 or len(set(hidden)) > 1):
-            raise ConfigError(
-                "backbone.cond_dims must be an odd number of equal hidden widths and an output width, e.g. "
-                f"[256,64] or [256,256,256,64]; got {tuple(self.cond_dims)}."
-            )
+        is_residual = len(hidden) % 2 == 1 and len(set(hidden)) == 1
+        rule = "an odd number of equal hidden widths and an output width, e.g. [256,64] or [256,256,256,64]"
+        self.require("cond_dims", not self.cond_dims or is_residual, rule)
 
     def build(
         self, chunk_shape: tuple[int, int], cond_dim: int, *, token_dim: int = 0, second_time: bool = False
     ) -> Unet1dBackbone:
-        """Build the backbone; see `policies.backbones.BackboneConfig`.
-
-        Raises:
-            CapabilityError: If there are tokens to attend to.
-        """
         if token_dim:
             raise CapabilityError(
                 "backbone=unet1d cannot attend to tokens, and the encoder gives some. Use a backbone with "
@@ -85,9 +75,6 @@ class Unet1dConfig(UnetConfig):
             program: `dppo` (`Unet1D`) or `diffusion_policy` (`ConditionalUnet1D`).
             action_dim: Width of an action; matters only where it equals the first of `widths`: the first
                 block has no shortcut layer then.
-
-        Raises:
-            ConfigError: If the program never had such a network.
         """
         final_groups = self.groups if self.final_groups is None else self.final_groups
         keys = official_unet_keys(
@@ -107,7 +94,6 @@ class Unet1dConfig(UnetConfig):
         return keys | {f"cond_mlp.layers.{name}": f"cond_encoder.{name}" for name in pairs}
 
     def build_cond_encoder(self, cond_dim: int) -> nn.Module:
-        """Build the encoder of the condition; the identity without `cond_dims`."""
         if not self.cond_dims:
             return nn.Identity()
         width, *_, out = self.cond_dims
@@ -172,12 +158,6 @@ class Unet1dBackbone(nn.Module):
         time_row: Tensor | None = None,
         second_time: Tensor | None = None,
     ) -> Tensor:
-        """Evaluate the network; see `policies.backbones.Backbone`.
-
-        Shapes:
-            x: (M, Th, Da) -> (M, Th, Da). time and second_time: (M,) or (M, Th); with time_row (M,) also (K,)
-            or (K, Th). cond.vec: (M, C), or any number of rows with cond_row (M,).
-        """
         times, conds = self._time_parts(time, second_time), self._cond_parts(cond)
         if time_row is not None:
             times = [part.index_select(0, time_row) for part in times]
@@ -186,13 +166,6 @@ class Unet1dBackbone(nn.Module):
         return self._evaluate()(x, self._modulations(times, conds))
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
-        """Precompute all that depends on the condition and the times only; see `policies.backbones.Backbone`.
-
-        Pass the same `times` tensors every time: the tables are kept for them.
-
-        Shapes:
-            cond.vec: (B, C) or (1, C). times and second_times: (K,) or (K, Th).
-        """
         given = (times,) if second_times is None else (times, second_times)
         plan = self._cache.get((*self.parameters(), *given), lambda: self._plan(*given))
         evaluate, modulations = plan.evaluate, self._modulations_of_steps(plan.tables, self._cond_parts(cond))
@@ -201,7 +174,6 @@ class Unet1dBackbone(nn.Module):
     def features(
         self, cond: Cond, times: Tensor, second_times: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return embedded times (K, T) and conditions (B, C'); see `policies.backbones.Backbone`."""
         embedded = embed_times(self.time_embedding, self.second_embedding, times, second_times)
         return embedded, self.cond_encoder(cond.vec)
 
@@ -209,7 +181,6 @@ class Unet1dBackbone(nn.Module):
         return _Plan(self._time_parts(times, second_times), self._evaluate())
 
     def _evaluate(self) -> Evaluate:
-        """Return the network as a function, remembered while no gradient is asked for."""
         return self._ready.get(tuple(self.unet.parameters()), self.unet.ready)
 
     def _time_parts(self, time: Tensor, second_time: Tensor | None) -> list[Tensor]:

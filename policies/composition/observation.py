@@ -51,10 +51,7 @@ class ComposedEncoder(nn.Module):
     token_dim = 0
 
     def __init__(
-        self,
-        members: Sequence[Policy],
-        columns: Sequence[tuple[int, ...] | None],
-        sizes: ObservationSizes,
+        self, members: Sequence[Policy], columns: Sequence[tuple[int, ...] | None], sizes: ObservationSizes
     ) -> None:
         super().__init__()
         self.sizes = sizes
@@ -62,13 +59,11 @@ class ComposedEncoder(nn.Module):
 
     @property
     def cond_dim(self) -> int:
-        """C, the width of all vectors together."""
         return sum(member.encoder.cond_dim for member, _ in self._members)
 
     def forward(
         self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
     ) -> ComposedCond:
-        """Encode physical observations, with the encoders and normalisers of the members."""
         state = read(obs, "state", (self.sizes.obs_steps, self.sizes.obs_dim))
         return joined(
             [
@@ -79,7 +74,6 @@ class ComposedEncoder(nn.Module):
 
 
 def _seen(member: Policy, obs: Mapping[str, Tensor], columns: tuple[int, ...] | None) -> dict[str, Tensor]:
-    """Return the part of an observation that a member sees."""
     newest = slice(-member.chunk.obs_steps, None)
     histories = ("state", *member.images)
     seen = {name: part[:, newest] if name in histories else part for name, part in obs.items()}
@@ -87,11 +81,7 @@ def _seen(member: Policy, obs: Mapping[str, Tensor], columns: tuple[int, ...] | 
 
 
 def of_members(cond: Cond) -> tuple[Cond, ...]:
-    """Return the conditions of the members.
-
-    Raises:
-        ConfigError: If the condition is not one of a composition.
-    """
+    """Return the conditions of the members."""
     if not isinstance(cond, ComposedCond):
         raise ConfigError(
             f"a composition needs the conditions of all its members; got a {type(cond).__name__} of one "
@@ -101,7 +91,7 @@ def of_members(cond: Cond) -> tuple[Cond, ...]:
 
 
 def require_field(number: int, member: Policy) -> DenoisingPolicy:
-    """Refuse a member that cannot be asked what it thinks of any noisy chunk."""
+    """Refuse a member without a prediction at every noise level."""
     if isinstance(member, DenoisingPolicy):
         process = member.process
         if isinstance(process, GaussianPath) and process.is_integrable:
@@ -140,11 +130,7 @@ def check_members(members: Sequence[DenoisingPolicy], composition: Composition) 
 
 
 def sizes_of(members: Sequence[DenoisingPolicy], composition: Composition) -> ObservationSizes:
-    """Return what an observation must consist of for every member to find its part.
-
-    Raises:
-        ConfigError: If members ask for different things, or nothing says how wide the state is.
-    """
+    """Return what an observation must consist of for every member to find its part."""
     whole = {m.obs_dim for m, seen in zip(members, composition.columns, strict=True) if seen is None}
     widths = whole | ({composition.obs_dim} if composition.obs_dim is not None else set())
     if len(widths) != 1:
@@ -175,7 +161,7 @@ def joint_normalizer(
 ) -> Normalizer:
     """Return the lead's map of actions, and for every observed entry that of the first member to see it.
 
-    Members normalise what they see themselves; this map of states says only what values are to be expected.
+    Members normalise what they see themselves; this map of states only gives the range of expected values.
     """
     lead = members[0]
     dims = {"state": sizes.obs_dim, "goal": sizes.goal_dim, "action": lead.chunk.action_dim}

@@ -35,6 +35,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.protocols import BoundField
 from policies.samplers.step_table import StepTable, transition
@@ -48,42 +49,33 @@ _STD_TOLERANCE = 0.01  # of the noise of a step, relative
 
 
 @dataclass(frozen=True)
-class Composition:
+class Composition(Checked):
     """How the members of a composition are combined.
 
     Args:
         weights: One per member, in their order. `convex`: they add up to 1 at every time (negative ones
             extrapolate). `product`: any. `cfg_sum`: 1 for the base, then any. `or`: constant shares.
-        operator: `convex`, `product`, `cfg_sum` or `or`.
         columns: For every member, the entries of the observed state that it sees; None: all of them. Empty:
             None for all.
         obs_dim: Width of the observed state, needed where every member sees columns only.
-        temperature: T of `or`; above 1 the choice between the members is less sharp.
-
-    Raises:
-        ConfigError: If a value is unknown, or the weights do not fit the operator.
     """
 
     weights: tuple[Weight, ...]
-    operator: str = "convex"
+    operator: str = bounded("convex", choices=OPERATORS)  # `convex`, `product`, `cfg_sum` or `or`
     columns: tuple[tuple[int, ...] | None, ...] = ()
-    obs_dim: int | None = None
-    temperature: float = 1.0
+    obs_dim: int | None = bounded(None, ge=1)
+    temperature: float = bounded(1.0, gt=0)  # T of `or`; above 1 the choice between the members is less sharp
 
     def __post_init__(self) -> None:
-        """Bring lists to tuples and check the values."""
         object.__setattr__(self, "weights", tuple(_weight(weight) for weight in self.weights))
         columns = tuple(None if one is None else tuple(one) for one in self.columns)
         object.__setattr__(self, "columns", columns or (None,) * len(self.weights))
-        if self.operator not in OPERATORS:
-            raise ConfigError(f"operator must be one of {', '.join(OPERATORS)}; got '{self.operator}'.")
+        super().__post_init__()
         if not self.weights or len(self.columns) != len(self.weights):
             raise ConfigError(
                 f"a composition needs one weight per member, and columns for all of them or for none; got "
                 f"{len(self.weights)} weights and {len(self.columns)} columns."
             )
-        if not self.temperature > 0:
-            raise ConfigError(f"temperature must be positive; got {self.temperature}.")
         self._check_weights()
 
     def _check_weights(self) -> None:
@@ -128,14 +120,14 @@ class Composition:
         return values
 
     @staticmethod
-    def heard(coefficients: Tensor, reached: Tensor) -> Tensor:
+    def redistributed(coefficients: Tensor, reached: Tensor) -> Tensor:
         """Give the factors (N, M) of members that do not reach (N, M) a noise level to the others.
 
         Where no other has a weight, they keep it.
         """
-        heard = torch.where(reached, coefficients, 0.0)
-        wanted, left = coefficients.sum(dim=0), heard.sum(dim=0)
-        return torch.where(left.abs() > 1e-6, heard * (wanted / left), coefficients)
+        redistributed = torch.where(reached, coefficients, 0.0)
+        wanted, left = coefficients.sum(dim=0), redistributed.sum(dim=0)
+        return torch.where(left.abs() > 1e-6, redistributed * (wanted / left), coefficients)
 
     def surplus(self, coefficients: Tensor) -> Tensor:
         """Return by how much factors (N, M) add up to more than 1, (M,); zero where they must not."""
@@ -145,11 +137,7 @@ class Composition:
 
 
 def _weight(weight: Weight | Sequence[Sequence[float]]) -> Weight:
-    """Check a weight and bring knots to tuples.
-
-    Raises:
-        ConfigError: If a number is not finite, or the times of knots do not rise within [0, 1].
-    """
+    """Check a weight and bring knots to tuples."""
     if isinstance(weight, (int, float)):
         if not math.isfinite(weight):
             raise ConfigError(f"weights must be finite; got {weight}.")
@@ -184,9 +172,7 @@ def weight_at(weight: Weight, t: Tensor) -> Tensor:
 def combine(predictions: Sequence[Tensor], weights: Sequence[float | Tensor]) -> Tensor:
     """Return sum_i w_i p_i of predictions (B, Th, Da) in one parametrisation, for weights that add up to 1.
 
-    Args:
-        predictions: Of the members.
-        weights: Numbers, or tensors that broadcast against a prediction; the first is not used.
+    Weights are numbers or broadcast against a prediction; the first is not used.
     """
     first, out = predictions[0], predictions[0]
     for prediction, weight in zip(predictions[1:], weights[1:], strict=True):
@@ -203,22 +189,14 @@ def responsibilities(shares: Sequence[float], log_density: Tensor, temperature: 
 
 @dataclass(frozen=True)
 class Sum:
-    """A weighted sum at one step: `combine` of the chosen members, and what weights beyond one add.
+    """A weighted sum at one step: `combine` of the chosen members, and what weights beyond one add."""
 
-    Attributes:
-        chosen: Members whose weight is not zero.
-        weights: Of these.
-        surplus: By how much they add up to more than 1.
-        noise_free: p / x for eps = 0: what the surplus is measured from.
-    """
-
-    chosen: tuple[int, ...]
-    weights: tuple[float, ...]
-    surplus: float
-    noise_free: float
+    chosen: tuple[int, ...]  # members whose weight is not zero
+    weights: tuple[float, ...]  # of these
+    surplus: float  # by how much they add up to more than 1
+    noise_free: float  # p / x for eps = 0: what the surplus is measured from
 
     def __call__(self, ask: Callable[[int], Tensor], x: Tensor) -> Tensor:
-        """Ask the chosen members and combine what they say."""
         predictions = [ask(member) for member in self.chosen]
         out = combine(predictions, self.weights)
         return out + self.surplus * (predictions[0] - self.noise_free * x) if self.surplus else out
@@ -258,7 +236,7 @@ class BoundMixture:
         return combine(predictions, list(shares[..., None, None].unbind(0)))
 
     def _follow(self, k: int, x: Tensor) -> None:
-        """Add what the step before says about the members; a chain begins with equal densities."""
+        """Update the log densities by the last step; a chain begins with equal densities."""
         if k != self._next:
             self.log_density = x.new_zeros(len(self._members), 1)  # the same for all rows
             return
@@ -268,11 +246,7 @@ class BoundMixture:
 
 
 def require_ancestral(table: StepTable) -> None:
-    """Refuse steps along which densities cannot be followed.
-
-    Raises:
-        ConfigError: If a step but the last injects another noise than the reverse of the process.
-    """
+    """Refuse steps along which densities cannot be followed."""
     alpha, sigma = (torch.tensor(a, dtype=torch.float64) for a in (table.alpha, table.sigma))
     noise = sigma / alpha
     full = alpha[1:] * noise[1:] * (1 - (noise[1:] / noise[:-1]).square()).clamp(min=0).sqrt()

@@ -1,4 +1,4 @@
-"""Composition: several policies act as one, by combining what their networks say at every denoising step.
+"""Composition: several policies act as one, by combining their predictions at every denoising step.
 
 Legend: N members, member 0 leads; B batch, To observation history, Th horizon, Da action width; x noisy
 chunk, t sampling time, eps predicted noise, x0 predicted clean chunk.
@@ -34,14 +34,7 @@ from policies.composition.observation import (
     require_field,
     sizes_of,
 )
-from policies.composition.operators import (
-    BoundMixture,
-    Composition,
-    Sum,
-    Weight,
-    combine,
-    require_ancestral,
-)
+from policies.composition.operators import BoundMixture, Composition, Sum, Weight, combine, require_ancestral
 from policies.composition.time_matching import (
     TimeMatch,
     TimeMatchTable,
@@ -60,33 +53,28 @@ from policies.samplers.step_table import StepRules, StepTable
 
 @dataclass(frozen=True, kw_only=True)
 class _At(StepRules):
-    """A sampler that asks a member at given times; its steps are not taken."""
+    """A sampler that only sets the times at which a member is evaluated; its steps are not taken."""
 
     times: tuple[float, ...]
 
     def table(self, process: Any) -> StepTable:
-        """Lay the times out."""
         return Euler().over(process, self.times)
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """A member as the lead's sampler asks it.
+    """A member as the lead's sampler evaluates it.
 
     Attributes:
-        view: The member, laid out over the times at which it is asked.
         table: What leads to it and back at every step; None: it shares path and units with the lead.
-        limit: Bound that its own sampler puts on x0, which a translated answer keeps to.
-        reached: (K,), the steps whose noise its path reaches.
     """
 
-    view: DenoisingPolicy
+    view: DenoisingPolicy  # the member, laid out over the times at which it is asked
     table: TimeMatchTable | None
-    limit: float | None
-    reached: Tensor
+    limit: float | None  # bound that its own sampler puts on x0, which a translated answer keeps to
+    reached: Tensor  # (K,), the steps whose noise its path reaches
 
     def bind(self, cond: Cond) -> BoundField:
-        """Bind the member to its condition; the result speaks of states and outputs of the lead."""
         bound = self.view.bind(cond)
         if self.table is None:
             return bound
@@ -168,11 +156,7 @@ class ComposedPolicy(DenoisingPolicy):
         return [member for member in self.members if isinstance(member, DenoisingPolicy)]
 
     def with_weights(self, *weights: Weight) -> Self:
-        """Return a view of this composition with other weights; networks are shared.
-
-        Raises:
-            ConfigError: If they do not fit the operator.
-        """
+        """Return a view of this composition with other weights; networks are shared."""
         view = self._view()
         view.composition = replace(self.composition, weights=weights)
         check_members(self.fields, view.composition)
@@ -180,7 +164,6 @@ class ComposedPolicy(DenoisingPolicy):
         return view
 
     def with_act_steps(self, act_steps: int) -> Self:
-        """Return a view of which the lead executes another number of rows."""
         view = super().with_act_steps(act_steps)
         lead, *others = self.fields
         view.members = nn.ModuleList([lead.with_act_steps(act_steps), *others])
@@ -189,7 +172,6 @@ class ComposedPolicy(DenoisingPolicy):
     # -- NoiseDecoder ---------------------------------------------------------------------------------
 
     def bind(self, cond: Cond) -> BoundField:
-        """Bind the members that have a weight to their conditions and to the steps of the sampler."""
         conds = of_members(cond)
         bound = {i: self._parts[i].bind(conds[i]) for i in self._active}
         if self.composition.operator == "or":
@@ -216,9 +198,11 @@ class ComposedPolicy(DenoisingPolicy):
 
         def net(x: Tensor, t: Tensor, until: Tensor | None = None, *, level: Tensor | None = None) -> Tensor:
             wide = t.double()
-            answers = [_ask(self.fields[0], self.fields[i], conds[i], x, wide) for i in chosen]
+            answers = [_prediction_of(self.fields[0], self.fields[i], conds[i], x, wide) for i in chosen]
             predictions, reached = zip(*answers, strict=True)
-            weights = composition.heard(composition.coefficients(wide)[list(chosen)], torch.stack(reached))
+            weights = composition.redistributed(
+                composition.coefficients(wide)[list(chosen)], torch.stack(reached)
+            )
             surplus = composition.surplus(weights)
             out = combine(predictions, [weight.to(x.dtype)[:, None, None] for weight in weights])
             if composition.operator != "product":
@@ -233,18 +217,15 @@ class ComposedPolicy(DenoisingPolicy):
 
     @property
     def field(self) -> Any:
-        """A composition has no network of its own."""
         return self._refuse_training()
 
     @property
     def scored_net(self) -> Any:
-        """A composition has no network of its own."""
         return self._refuse_training()
 
     def sample_chain(
         self, cond: Cond, *, noise: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Chain:
-        """Refuse: chains are recorded to train the network that made them."""
         return self._refuse_training()
 
     def _refuse_training(self) -> NoReturn:
@@ -278,10 +259,10 @@ def compose(
     return ComposedPolicy(members, composition, sampler=sampler)
 
 
-def _ask(
+def _prediction_of(
     lead: DenoisingPolicy, member: DenoisingPolicy, cond: Cond, x: Tensor, t: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return what a member says in the lead's words, and where the noise is one that its path reaches.
+    """Return a member's prediction in the lead's parametrisation, and where its path reaches the noise.
 
     Shapes:
         x: (B, Th, Da), the lead's states. t: (B,) float64, its times.
@@ -299,18 +280,14 @@ def _ask(
 
 
 def _sums(composition: Composition, process: Any, t: Tensor, reached: Tensor) -> tuple[Sum, ...]:
-    """Work out the weighted sum of every step, at times t (K,) float64 reached by members (N, K).
-
-    Raises:
-        ConfigError: If weights do not add up to 1 where the path has no signal: eps says nothing there.
-    """
-    coefficients = composition.heard(composition.coefficients(t), reached)
+    """Work out the weighted sum of every step, at times t (K,) float64 reached by members (N, K)."""
+    coefficients = composition.redistributed(composition.coefficients(t), reached)
     surplus = composition.surplus(coefficients)
     alpha, _ = process.alpha_sigma(t)
     if bool(((surplus != 0) & (alpha == 0)).any()):
         raise ConfigError(
             "weights that do not add up to 1 scale the noise, which is all there is at the first step of "
-            "this process. Let a policy with process=diffusion or edm lead, or rescale the weights."
+            "this process. Put a policy with process=diffusion or edm first, or rescale the weights."
         )
     noise_free = _noise_free(process, t) if bool(surplus.any()) else torch.zeros_like(t)
     sums = []

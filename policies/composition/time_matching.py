@@ -1,4 +1,4 @@
-"""How a policy is asked at the state of another one: equal signal-to-noise ratio, physical units between.
+"""How a policy is evaluated at the state of another: equal signal-to-noise ratio, physical units between.
 
 Legend: lead and member, two policies of one action space; t, alpha, sigma time and amplitudes of the lead's
 path, the same with m of the member's; x, x_m states, raw output of the member's network; N times, D = 1 or
@@ -10,11 +10,11 @@ in physical units, at the state that means the same::
 
     alpha_m / sigma_m = alpha / (r sigma)
     x_m  = sigma_m / (r sigma) A x + alpha_m f              = alpha_m / alpha x  for equal units
-    x0_m = x0_x x_m + x0_raw raw                            what its network says
+    x0_m = x0_x x_m + x0_raw raw                            from its prediction
     x0   = (x0_m - f) / A,  eps = (x - alpha x0) / sigma    so that the pair explains the state
 
 The scale of x is that of the noise: the two scales differ only where the member's path does not reach the
-ratio, near pure noise. There a member has nothing to say (`is_reached`). A single r is exact where A is the
+ratio, near pure noise. There a member is not evaluated (`is_reached`). A single r is exact where A is the
 same number in all dimensions; a member whose units differ more in one dimension than in another sees a noise
 that is slightly too large in one and too small in the other.
 
@@ -50,7 +50,6 @@ class UnitChange:
 
     @classmethod
     def between(cls, lead: Normalizer, member: Normalizer) -> UnitChange:
-        """Compare two normalisers of actions."""
         (scale_l, offset_l), (scale_m, offset_m) = (
             [one.get_buffer(f"action_{part}").double().cpu() for part in ("scale", "offset")]
             for one in (lead, member)
@@ -63,7 +62,6 @@ class UnitChange:
 
     @property
     def are_same(self) -> bool:
-        """Whether both normalise alike."""
         return len(self.scale) == 1 and bool(self.scale == 1) and bool(self.offset == 0)
 
     @property
@@ -89,18 +87,10 @@ class TimeMatch(NamedTuple):
     out_x0: Any
 
     def state(self, x: Tensor) -> Tensor:
-        """Return the member's state."""
         return self.state_x * x + self.state_1
 
     def output(self, x: Tensor, state: Tensor, raw: Tensor, limit: float | None) -> Tensor:
-        """Return what the member says, as the lead's network would say it.
-
-        Args:
-            x: State of the lead.
-            state: State of the member.
-            raw: Output of the member's network there.
-            limit: Bound on x0_m, in the member's units; None: no bound.
-        """
+        """Return the member's prediction in the lead's parametrisation."""
         out = self.out_x * x + self.out_raw * raw + self.out_1
         if limit is None:
             return out
@@ -122,15 +112,7 @@ def is_reached(lead: Process, member: Process, units: UnitChange, t: Tensor, t_m
 
 
 def time_matches(lead: Process, member: Process, units: UnitChange, t: Tensor, t_member: Tensor) -> Tensor:
-    """Work out the coefficients of `TimeMatch`, (8, N, D) float64.
-
-    Args:
-        lead: Process of the state.
-        member: Process that is asked.
-        units: Of the member's actions.
-        t: Times of the lead (N,), float64, before the clean end.
-        t_member: `matched_time` of them.
-    """
+    """Work out the coefficients of `TimeMatch`, (8, N, D) float64."""
     scale, offset = units.scale.to(t.device), units.offset.to(t.device)
     one, zero = torch.ones_like(t), torch.zeros_like(t)
     _, sigma = lead.alpha_sigma(t)

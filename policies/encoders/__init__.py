@@ -24,24 +24,17 @@ ImageShape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class ObservationSizes:
-    """What an observation consists of.
+    """What an observation consists of."""
 
-    Attributes:
-        obs_dim: Do, width of `state`.
-        obs_steps: To, length of the history.
-        goal_dim: Dg, width of `goal`; 0: there is none.
-        images: Shape of the images of every camera.
-    """
-
-    obs_dim: int
-    obs_steps: int = 1
-    goal_dim: int = 0
-    images: Mapping[str, ImageShape] = field(default_factory=dict)
+    obs_dim: int  # do, width of `state`
+    obs_steps: int = 1  # to, length of the history
+    goal_dim: int = 0  # dg, width of `goal`; 0: there is none
+    images: Mapping[str, ImageShape] = field(default_factory=dict)  # shape of the images of every camera
 
 
 @runtime_checkable
 class Encoder(Protocol):
-    """What policies may ask of an encoder (an `nn.Module`).
+    """Interface of an encoder (an `nn.Module`).
 
     Attributes:
         sizes: What it reads; of the cameras only those that it looks at.
@@ -59,16 +52,12 @@ class Encoder(Protocol):
     def __call__(
         self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
     ) -> Cond:
-        """Encode physical observations; `Cond.vec` ends with the normalised goal, and nothing else sees it.
+        """Encode physical observations; only the end of `Cond.vec` depends on the goal.
 
         Args:
-            obs: `state` (B, To, Do), `goal` (B, Dg) and images (B, To, H, W, 3) by the names of the cameras.
+            obs: `state` (B, To, Do), `goal` (B, Dg) and images (B, To, H, W, 3) by camera.
             normalizer: Of `state` and `goal`.
-            generator: Given in training: source of the augmentation. Without one there is none, whatever
-                mode the module is in.
-
-        Raises:
-            ConfigError: If an observation is missing, or of another shape or type.
+            generator: Source of the augmentation, in training only; None: no augmentation.
         """
         ...
 
@@ -77,20 +66,12 @@ class EncoderConfig(Protocol):
     """Configuration of an encoder: a registered dataclass."""
 
     def build(self, sizes: ObservationSizes) -> Encoder:
-        """Build an encoder that takes from an observation what it was configured for.
-
-        Raises:
-            ConfigError: If it needs what is not there.
-        """
+        """Build an encoder that takes from an observation what it was configured for."""
         ...
 
 
 def read(obs: Observation, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Return an observation (B, *shape).
-
-    Raises:
-        ConfigError: If it is missing or of another shape.
-    """
+    """Return an observation (B, *shape)."""
     if name not in obs:
         raise ConfigError(
             f"the policy needs the observation '{name}' {('B', *shape)}; got keys {sorted(obs)}."

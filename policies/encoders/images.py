@@ -23,11 +23,7 @@ RESERVED = ("state", "goal", "action", "observation", "noise")
 
 
 def chosen(sizes: ObservationSizes, cameras: Sequence[str]) -> dict[str, ImageShape]:
-    """Return the shapes of the images of some cameras, in this order; none named: all, sorted by name.
-
-    Raises:
-        ConfigError: If there are no cameras, or not these; or one has an impossible name or image.
-    """
+    """Return the shapes of the images of some cameras, in this order; none named: all, sorted by name."""
     there = ", ".join(sorted(sizes.images)) or "none"
     if not sizes.images:
         raise ConfigError("this encoder needs images; got none. Use data with cameras, or encoder=state.")
@@ -45,11 +41,7 @@ def chosen(sizes: ObservationSizes, cameras: Sequence[str]) -> dict[str, ImageSh
 
 
 def pixels(obs: Observation, camera: str, sizes: ObservationSizes) -> Tensor:
-    """Return the images of a camera as they come, (B, To, H, W, 3).
-
-    Raises:
-        ConfigError: If they are missing, or of another shape or type.
-    """
+    """Return the images of a camera as they come, (B, To, H, W, 3)."""
     images = read(obs, camera, (sizes.obs_steps, *sizes.images[camera]))
     if images.dtype != torch.uint8 and not images.is_floating_point():
         raise ConfigError(

@@ -19,8 +19,10 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
+from policies.bounds import Checked, bounded
 from policies.encoders import ObservationSizes
 from policies.encoders.images import centre_crop, chosen, in_unit_range, pixels, random_crop
 from policies.encoders.state import encoded_state, with_goal
@@ -35,31 +37,26 @@ _SMALLEST = 33
 
 @register("encoder", "resnet")
 @dataclass(frozen=True)
-class ResNetEncoderConfig:
-    """ResNet-18 with spatial softmax for every camera, beside state and goal."""
+class ResNetEncoderConfig(Checked):
+    """ResNet-18 with spatial softmax for every camera, beside state and goal.
+
+    Attributes:
+        crop: Share of height and width that is seen: a random part in training, else the middle; 1: all.
+        width: Channels of the first stage, doubled in each of the next three; a multiple of 16.
+    """
 
     cameras: tuple[str, ...] = ()  # which, in this order; empty: all, sorted by name
-    crop: float = 0.9  # share of height and width seen: a random part in training, else the middle; 1: all
+    crop: float = bounded(0.9, gt=0, le=1)
     shared: bool = False  # one network for all cameras, not one each
-    width: int = 64  # channels of the first stage, doubled in each of the next three; a multiple of 16
-    keypoints: int = 32  # places that are looked for
-    features: int = 64  # numbers per image
+    width: int = bounded(64, ge=16)
+    keypoints: int = bounded(32, ge=1)  # places that are looked for
+    features: int = bounded(64, ge=1)  # numbers per image
 
     def __post_init__(self) -> None:
-        if not 0 < self.crop <= 1:
-            raise ConfigError(f"encoder.crop must be in (0, 1]; got {self.crop}.")
-        if self.width < 16 or self.width % 16:
-            raise ConfigError(f"encoder.width must be a multiple of 16; got {self.width}.")
-        for name in ("keypoints", "features"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"encoder.{name} must be at least 1; got {getattr(self, name)}.")
+        super().__post_init__()
+        self.require("width", self.width % 16 == 0, "a multiple of 16")
 
     def build(self, sizes: ObservationSizes) -> ResNetEncoder:
-        """Build the encoder; see `policies.encoders.EncoderConfig`.
-
-        Raises:
-            ConfigError: If a camera is missing or its images are too small.
-        """
         return ResNetEncoder(self, sizes)
 
 
@@ -94,21 +91,19 @@ class ResNetEncoder(nn.Module):
 
     @property
     def cond_dim(self) -> int:
-        """C, width of the condition vector."""
         per_step = len(self.crops) * self.config.features + self.sizes.obs_dim
         return per_step * self.sizes.obs_steps + self.sizes.goal_dim
 
     def forward(
         self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
     ) -> Cond:
-        """Encode physical observations; see `policies.encoders.Encoder`."""
         state = encoded_state(obs, normalizer, self.sizes)
         parts = []
         for i, camera in enumerate(self.crops):
             net = self.nets[0 if self.config.shared else i]
             features = net(self._seen(pixels(obs, camera, self.sizes), camera, state.dtype, generator))
-            parts.append(features.view(-1, self.sizes.obs_steps, self.config.features))
-        vec = torch.cat([*parts, state], dim=-1).reshape(-1, self.cond_dim - self.sizes.goal_dim)
+            parts.append(rearrange(features, "(B To) F -> B To F", To=self.sizes.obs_steps))
+        vec = rearrange(torch.cat([*parts, state], dim=-1), "B To F -> B (To F)")
         return Cond(with_goal(vec, obs, normalizer, self.sizes))
 
     def _seen(
@@ -117,10 +112,10 @@ class ResNetEncoder(nn.Module):
         """Crop images (B, To, H, W, 3) and lay them out for a network, (B To, 3, h, w) in [-1, 1]."""
         size = self.crops[camera]
         crop = centre_crop(images, size) if generator is None else random_crop(images, size, generator)
-        x = (2 * in_unit_range(crop, dtype) - 1).reshape(-1, *size, 3)
+        x = rearrange(2 * in_unit_range(crop, dtype) - 1, "B To H W rgb -> (B To) rgb H W")
         # Colours first in memory as well: with colours last, the layers take twice as long on a CPU, and the
         # backward pass of a group norm in PyTorch 2.13 crashes when what is before it is frozen.
-        return x.permute(0, 3, 1, 2).contiguous()
+        return x.contiguous()
 
 
 class KeypointNet(nn.Module):
@@ -144,7 +139,8 @@ def expected_places(maps: Tensor) -> Tensor:
         arXiv 1504.00702, "spatial softmax" and "feature points".
     """
     height, width = maps.shape[2:]
-    share = maps.flatten(2).softmax(dim=-1).view(-1, maps.shape[1], height, width)
+    share = rearrange(maps, "M N H W -> M N (H W)").softmax(dim=-1)
+    share = rearrange(share, "M N (H W) -> M N H W", H=height)
     x, y = (torch.linspace(-1, 1, n, device=maps.device, dtype=maps.dtype) for n in (width, height))
     return torch.stack([share.sum(dim=2) @ x, share.sum(dim=3) @ y], dim=-1)
 

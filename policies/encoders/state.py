@@ -19,7 +19,6 @@ class StateEncoderConfig:
     """State history and goal as they are; images are not looked at."""
 
     def build(self, sizes: ObservationSizes) -> StateEncoder:
-        """Build the encoder."""
         return StateEncoder(sizes)
 
 
@@ -41,13 +40,11 @@ class StateEncoder(nn.Module):
 
     @property
     def cond_dim(self) -> int:
-        """C, width of the condition vector."""
         return self.sizes.obs_dim * self.sizes.obs_steps + self.sizes.goal_dim
 
     def forward(
         self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
     ) -> Cond:
-        """Encode `state` (B, To, Do) and `goal` (B, Dg), in physical units; nothing is augmented."""
         state = encoded_state(obs, normalizer, self.sizes)
         vec = state.reshape(-1, self.sizes.obs_steps * self.sizes.obs_dim)
         return Cond(with_goal(vec, obs, normalizer, self.sizes))

@@ -18,13 +18,15 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
+from policies.bounds import Checked, bounded
 from policies.encoders import ObservationSizes
 from policies.encoders.images import chosen, in_unit_range, pixels, random_shift
 from policies.encoders.state import encoded_state, with_goal
 from policies.errors import ConfigError
-from policies.networks.attention import Attention, FeedForward, LayerNorm, check_attention
+from policies.networks.attention import Attention, FeedForward, LayerNorm, check_heads
 from policies.normalizer import Normalizer
 from policies.protocols import Cond, Observation
 from policies.registry import register
@@ -39,31 +41,22 @@ _LAYER = {
 
 @register("encoder", "vit")
 @dataclass(frozen=True)
-class VitEncoderConfig:
+class VitEncoderConfig(Checked):
     """A small vision transformer for all cameras, read out together with the state."""
 
     cameras: tuple[str, ...] = ()  # which, in this order; empty: all, sorted by name
-    shift: int = 4  # largest random shift in training, pixels; 0: none
-    width: int = 128  # features of a patch
-    depth: int = 1  # layers
-    heads: int = 4  # of attention; must divide the width
-    features: int = 128  # numbers per camera
+    shift: int = bounded(4, ge=0)  # largest random shift in training, pixels; 0: none
+    width: int = bounded(128, ge=1)  # features of a patch
+    depth: int = bounded(1, ge=1)  # layers
+    heads: int = bounded(4, ge=1)  # of attention; must divide the width
+    features: int = bounded(128, ge=1)  # numbers per camera
     tokens: bool = False  # also give the patches to a backbone that attends to them
 
     def __post_init__(self) -> None:
-        for name in ("width", "depth", "features"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"encoder.{name} must be at least 1; got {getattr(self, name)}.")
-        if self.shift < 0:
-            raise ConfigError(f"encoder.shift must be 0 or more; got {self.shift}.")
-        check_attention(self.width, self.heads, dropout=0.0, group="encoder")
+        super().__post_init__()
+        check_heads(self)
 
     def build(self, sizes: ObservationSizes) -> VitEncoder:
-        """Build the encoder; see `policies.encoders.EncoderConfig`.
-
-        Raises:
-            ConfigError: If a camera is missing, or images are too small or of several sizes.
-        """
         return VitEncoder(self, sizes)
 
     def official_keys(self, num_cameras: int = 1) -> dict[str, str]:
@@ -100,18 +93,15 @@ class VitEncoder(nn.Module):
 
     @property
     def cond_dim(self) -> int:
-        """C, width of the condition vector."""
         return len(self.heads) * self.config.features + self.state_dim + self.sizes.goal_dim
 
     @property
     def token_dim(self) -> int:
-        """Ct, width of a patch, or 0."""
         return self.config.width if self.config.tokens else 0
 
     def forward(
         self, obs: Observation, normalizer: Normalizer, generator: torch.Generator | None = None
     ) -> Cond:
-        """Encode physical observations; see `policies.encoders.Encoder`."""
         state = encoded_state(obs, normalizer, self.sizes).flatten(1)
         patches = [
             self._patches(pixels(obs, camera, self.sizes), state.dtype, generator)
@@ -126,15 +116,10 @@ class VitEncoder(nn.Module):
         if generator is not None and self.config.shift:
             images = random_shift(images, self.config.shift, generator)
         x = in_unit_range(images, dtype) - 0.5
-        return self.vit(x.permute(0, 1, 4, 2, 3).flatten(1, 2))
+        return self.vit(rearrange(x, "B To H W rgb -> B (To rgb) H W"))
 
 
 def _num_patches(sizes: ObservationSizes) -> int:
-    """Return P.
-
-    Raises:
-        ConfigError: If there are none, or another number of them for each camera.
-    """
     shapes = set(sizes.images.values())
     if len(shapes) > 1:
         raise ConfigError(
@@ -171,8 +156,8 @@ class Vit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, channels, H, W) in [-0.5, 0.5] -> patches (B, P, D)."""
-        h = self.stem2(torch.relu(self.stem1(x))).flatten(2).transpose(1, 2)
-        return self.norm(self.layers(h + self.positions))
+        patches = rearrange(self.stem2(torch.relu(self.stem1(x))), "B D h w -> B (h w) D")
+        return self.norm(self.layers(patches + self.positions))
 
 
 class Layer(nn.Module):
@@ -212,5 +197,5 @@ class SpatialEmbedding(nn.Module):
         places = patches.shape[1]
         of_patches, of_state = self.inlet.weight[:, :places], self.inlet.weight[:, places:]
         known = F.linear(state, of_state, self.inlet.bias).unsqueeze(1)  # the same in every channel
-        seen = F.linear(patches.transpose(1, 2), of_patches)
+        seen = F.linear(rearrange(patches, "B P D -> B D P"), of_patches)
         return (self.weight * torch.relu(self.norm(seen + known))).sum(dim=1)

@@ -10,7 +10,7 @@ the newest observation:
 
     mask_i = 1                              i < d             committed: executed before the plan arrives
     mask_i = c (e^c - 1) / (e - 1)          d <= i < R - n    c = (R - n - i) / (R - n - d + 1)
-    mask_i = 0                              otherwise         the plan before does not speak of it
+    mask_i = 0                              otherwise         not covered by the plan before
 
 Source: Real-Time Chunking (arXiv 2506.07339), eq. 5 for the mask. Deviation: the plan before replaces the
 clean estimate (`policies.samplers.hooks.Inpaint`) where RTC guides towards it by a gradient through the
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.execution.replanning import Decision, Replanner, WarmStart, shifted, with_act_steps
@@ -43,52 +44,42 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Execution:
-    """How plans are executed while the next ones are made."""
+class Execution(Checked):
+    """How plans are executed while the next ones are made.
 
-    act_steps: int | None = None  # n, steps from one decision to the next; null: own, or what latency leaves
-    latency: int = 0  # d, control steps from an observation to its plan, simulated
+    Attributes:
+        act_steps: n, steps from one decision to the next; null: the policy's own, or what latency leaves.
+        ensemble: Average the plans of a step with weights exp(-ensemble age rank); null: the newest plan.
+        max_jump: Largest change of a command from one step to the next, physical units; null: any.
+    """
+
+    act_steps: int | None = bounded(None, ge=1)
+    latency: int = bounded(0, ge=0)  # d, simulated control steps from an observation to its plan
     compensate: bool = True  # skip the rows whose time is over when a plan arrives
-    ensemble: float | None = None  # mix plans that speak of a step by exp(-ensemble age rank); null: newest
-    inpaint: bool = False  # hold on to what is committed, and softly to the rest of the plan before
-    max_jump: float | None = None  # largest change of a command from one step to the next, physical units
+    ensemble: float | None = bounded(None, ge=0)
+    inpaint: bool = False  # keep what is committed of the previous plan, and softly the rest of it
+    max_jump: float | None = bounded(None, gt=0)
     warm_start: WarmStart = field(default_factory=WarmStart)
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        if self.act_steps is not None and self.act_steps < 1:
-            raise ConfigError(f"act_steps must be at least 1, or null; got {self.act_steps}.")
-        if self.latency < 0:
-            raise ConfigError(f"latency must be 0 or more control steps; got {self.latency}.")
-        if self.ensemble is not None and not self.ensemble >= 0:
-            raise ConfigError(f"ensemble must be 0 or more, or null; got {self.ensemble}.")
-        if self.max_jump is not None and not self.max_jump > 0:
-            raise ConfigError(f"max_jump must be positive, or null; got {self.max_jump}.")
+        super().__post_init__()
         if self.inpaint and self.warm_start.is_on:
             raise ConfigError(
-                "inpaint and warm_start both say what a plan takes over from the one before. Give one."
+                "inpaint and warm_start both choose what a plan takes over from the one before. Give one."
             )
         if self.inpaint and not self.compensate:
-            raise ConfigError("inpaint holds on to rows that are skipped; it needs compensate=true.")
+            raise ConfigError("inpaint keeps rows that are skipped; it needs compensate=true.")
 
 
 @dataclass
 class _Lane:
-    """One robot: its plans over time, and the plan that is on its way.
+    """One robot: its plans over time, and the plan that is on its way."""
 
-    Attributes:
-        track: Plans that have arrived.
-        plan: The newest one, normalised (Th, Da); None: nothing was decided.
-        is_sound: Whether that plan is finite, so that the next one may take something over from it.
-        begun: Step of its observation.
-        arrives: Step at which it is delivered.
-    """
-
-    track: Track
-    plan: Tensor | None = None
-    is_sound: bool = True
-    begun: int = 0
-    arrives: int = 0
+    track: Track  # plans that have arrived
+    plan: Tensor | None = None  # the newest one, normalised (Th, Da); None: nothing was decided
+    is_sound: bool = True  # whether that plan is finite, so that the next one may take something over from it
+    begun: int = 0  # step of its observation
+    arrives: int = 0  # step at which it is delivered
 
 
 class Executor:
@@ -126,15 +117,12 @@ class Executor:
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """Shape of one row of noise."""
         return (self._replanner or self._policy).noise_shape
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draw noise (n, *noise_shape)."""
         return (self._replanner or self._policy).sample_noise(n, generator=generator)
 
     def track(self, lane: int) -> Track:
-        """Return the plans of a lane, with what was counted there."""
         return self._lane(lane).track
 
     def reset(self, lanes: Iterable[int] | None = None) -> None:
@@ -211,11 +199,10 @@ class Executor:
         return plan, policy.table.num_steps if isinstance(policy, DenoisingPolicy) else 1
 
     def _deliver(self, lane: _Lane) -> None:
-        """Hand out the plan whose time has come."""
         if lane.track.is_pending and lane.plan is not None and lane.track.step >= lane.arrives:
             rows = lane.plan[None, self._start :]
-            speak = self._policy.physical if self._replanner is None else self._replanner.physical
-            plan = speak(rows)[0].float().cpu().numpy()
+            to_physical = (self._replanner or self._policy).physical
+            plan = to_physical(rows)[0].float().cpu().numpy()
             lane.is_sound = bool(np.isfinite(plan).all())
             lane.track.deliver(plan)
 
@@ -254,13 +241,9 @@ def interval(chunk: ChunkSpec, execution: Execution) -> int:
 
 
 def committed(rows: int, elapsed: int, latency: int, *, start: int = 0) -> Tensor:
-    """Return how much of the plan before each row keeps; (start + rows,), see the top of the file.
+    """Return the mask of the top of the file, (start + rows,), for n = elapsed and d = latency.
 
-    Args:
-        rows: R.
-        elapsed: n, control steps since the plan before.
-        latency: d.
-        start: Rows that lie in the past, which are kept.
+    The `start` rows that lie in the past are kept.
     """
     left = rows - elapsed
     weights = [1.0] * (start + latency)

@@ -1,7 +1,7 @@
-"""What stands around a decision on a robot: history, noise, and the chunk that is being executed.
+"""History, noise and executed chunk around the decisions on a robot.
 
 A decision maps the last To observations to Ta actions. `ChunkActor` makes of it a function from one
-observation to one action, whoever decides: an exported graph in this process, or a server elsewhere.
+observation to one action, for an exported graph in this process or a server elsewhere.
 
 This module needs NumPy only, so that it runs where PyTorch does not.
 
@@ -56,16 +56,15 @@ class ChunkActor:
         high: Any = None,
         max_jump: float | None = None,
     ) -> None:
-        if max_jump is not None and not max_jump > 0:
-            raise ConfigError(f"max_jump must be positive, or None; got {max_jump}.")
-        if act_steps is not None and act_steps < 1:
-            raise ConfigError(f"act_steps must be at least 1, or None; got {act_steps}.")
         if seed < 0:
             raise ConfigError(f"seed must not be negative; got {seed}.")
         self.decisions = 0
         self._decide, self._history = decide, History(obs_steps)
         low, high = (None if side is None else np.asarray(side, np.float32) for side in (low, high))
-        self._track = Track(act_steps, limits=Limits(low, high, max_jump))
+        try:
+            self._track = Track(act_steps, limits=Limits(low, high, max_jump))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         self._seed, self._episode = seed, -1
 
     def reset(self) -> None:

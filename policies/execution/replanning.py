@@ -35,16 +35,11 @@ AnyPolicy = TypeVar("AnyPolicy")
 
 @dataclass(frozen=True, kw_only=True)
 class EulerFrom(Euler):
-    """First-order steps from a time on, equal in sampling time.
+    """First-order steps from a time on, equal in sampling time."""
 
-    Args:
-        start: Where the first one begins.
-    """
-
-    start: float = 0.0
+    start: float = 0.0  # where the first one begins
 
     def times(self, process: Process) -> list[float]:
-        """Return the steps + 1 times, from the start to data."""
         return [self.start + (1 - self.start) * k / self.steps for k in range(self.steps + 1)]
 
 
@@ -53,14 +48,11 @@ class Decision(NamedTuple):
 
     Shapes:
         actions: (B, Ta, Da), physical. plan: (B, Th, Da), for the next decision.
-
-    Attributes:
-        calls: Evaluations of the network for each of them.
     """
 
     actions: Tensor
     plan: Tensor
-    calls: int
+    calls: int  # evaluations of the network for each of them
 
 
 class Replanner:
@@ -99,7 +91,6 @@ class Replanner:
         return self._taped.noise_shape
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draw noise (n, *noise_shape)."""
         return self._taped.sample_noise(n, generator=generator)
 
     @property
@@ -113,7 +104,7 @@ class Replanner:
         """Plan for observations (B, To, Do); see `Policy.act`.
 
         Args:
-            obs: Physical observations, as `Policy.act` takes them.
+            obs: Physical observations.
             noise: (B, *noise_shape).
             previous: Plans of the decisions before, (B, Th, Da); None: these are the first ones.
             elapsed: Control steps since then; None: the executed rows.
@@ -155,24 +146,18 @@ def shifted(plan: Tensor, rows: int) -> Tensor:
 
 
 def with_act_steps(policy: AnyPolicy, act_steps: int | None) -> AnyPolicy:
-    """Return the policy, executing another number of the rows that it predicts; None leaves it as it is.
-
-    Raises:
-        CapabilityError: If it is no policy of ours.
-        ConfigError: If the horizon is shorter.
-    """
+    """Return the policy, executing another number of the rows that it predicts; None leaves it as it is."""
     if act_steps is None:
         return policy
     if not isinstance(policy, Policy):
         raise CapabilityError(
-            f"act_steps={act_steps} needs a policy that predicts a horizon; {type(policy).__name__} does not "
-            f"say. Leave act_steps out."
+            f"act_steps={act_steps} needs a policy that predicts a horizon; {type(policy).__name__} has "
+            f"none. Leave act_steps out."
         )
     return policy.with_act_steps(act_steps)
 
 
 def _check(warm_start: WarmStart, policy: DenoisingPolicy) -> None:
-    """Refuse a short run that does not fit."""
     chunk, steps = policy.chunk, policy.table.num_steps
     if not warm_start.is_on:
         raise ConfigError("warm_start needs a short run; give warm_start.steps or warm_start.levels.")
@@ -210,7 +195,6 @@ def _short(policy: DenoisingPolicy, warm_start: WarmStart) -> DenoisingPolicy:
 
 
 def _rows(policy: DenoisingPolicy) -> int:
-    """Return how many rows of a tape a run takes."""
     return 1 if policy.is_deterministic else policy.table.num_steps + 1
 
 
@@ -222,7 +206,7 @@ def _tape(policy: DenoisingPolicy, noise: Tensor) -> Tensor:
 
 
 def _by_sign(plan: Tensor, dims: tuple[int, ...], magnitude: float) -> Tensor:
-    """Return plans (B, ..., Da) whose given dimensions are ± magnitude, as their sign says."""
+    """Return plans (B, ..., Da) whose given dimensions are ± magnitude, by their sign."""
     if not dims:
         return plan
     out = plan.clone()

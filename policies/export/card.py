@@ -6,20 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _OPENING = {
-    ("onnx", "whole"): (
+    "whole": (
         "`policy.onnx` maps observations and noise to `act_steps` = {act_steps} actions, and to the\n"
         "whole plan that they begin, in physical units. Normaliser, network and the whole sampler are\n"
         "inside; opset {opset}."
     ),
-    ("onnx", "step"): (
+    "step": (
         "`encoder.onnx` maps observations to what the network is conditioned on, `step.onnx` is one\n"
-        "evaluation of the network, and `loop.json` says what the sampler does around its evaluations;\n"
+        "evaluation of the network, and `loop.json` is what the sampler does around its evaluations;\n"
         "`runner.py` runs the three. Opset {opset}."
-    ),
-    ("torch", "whole"): (
-        "`policy.pt2` is a program of `torch.export` that maps observations and noise to `act_steps` =\n"
-        "{act_steps} actions, and to the whole plan that they begin, in physical units. Normaliser,\n"
-        "network and the whole sampler are inside."
     ),
 }
 
@@ -46,35 +41,10 @@ feed = {node.name: sample[node.name] for node in session.get_inputs()}
 action = session.run(None, feed)[0]          # equals sample["action"]
 ```"""
 
-_TORCH = """```python
-import numpy as np, torch
-
-policy = torch.export.load("policy.pt2").module()
-sample = {name: torch.from_numpy(value) for name, value in np.load("sample.npz").items()}
-expected = sample.pop("action")
-action, plan = policy(sample)                # equals expected
-```
-
-Opening a `.pt2` file can execute code of whoever made it: PyTorch reads parts of it as pickles, and
-`policy.aot.pt2` is machine code. Open those that you trust; `format=onnx` executes nothing."""
-
-_PACKAGE = """`policy.aot.pt2` is the same program, compiled for this kind of machine:
-
-```python
-compiled = torch._inductor.aoti_load_package("policy.aot.pt2")
-action, plan = compiled(sample)
-```"""
-
 
 def card_of(facts: Mapping[str, Any], report: Mapping[str, Any]) -> str:
-    """Return the README.
-
-    Args:
-        facts: The signature.
-        report: `ExportReport` as a dict.
-    """
-    kind = (facts["format"], facts["graph"])
-    opening = _OPENING[kind].format(act_steps=facts["act_steps"], opset=report["opset"])
+    """Return the README."""
+    opening = _OPENING[facts["graph"]].format(act_steps=facts["act_steps"], opset=report["opset"])
     inputs = [(f"`{name}`", one["shape"], one["units"]) for name, one in facts["inputs"].items()]
     parity = [(int(row["batch"]), f"{row['max_abs_difference']:.1e}") for row in report["parity"]]
     sections = [
@@ -83,8 +53,8 @@ def card_of(facts: Mapping[str, Any], report: Mapping[str, Any]) -> str:
         "`signature.json` has the names of observations and actions, the action limits and the control\n"
         "rate, or null where they are not known. The graph does not clip actions.",
         table(("input", "shape", "units"), inputs),
-        *_usage(kind, report),
-        *report["notes"],
+        _ONNX,
+        *([_GRAPH] if facts["graph"] == "whole" else []),
         f"Largest difference to the original on random inputs (tolerance {report['tolerance']:.0e}):",
         table(("batch", "difference"), parity),
         "Median latency, one thread, on the machine that exported:",
@@ -111,9 +81,3 @@ def _made_for(facts: Mapping[str, Any]) -> str:
     made_for = "" if task is None else f"\nMade for the task `{task}`"
     made_for += "" if rate is None else f", one action every {1e3 / rate:g} ms"
     return f"{made_for}." if made_for else ""
-
-
-def _usage(kind: tuple[str, str], report: Mapping[str, Any]) -> list[str]:
-    if kind[0] == "torch":
-        return [_TORCH, _PACKAGE] if any("aot_ms" in row for row in report["latency"]) else [_TORCH]
-    return [_ONNX, _GRAPH] if kind[1] == "whole" else [_ONNX]

@@ -1,13 +1,12 @@
-"""Export: a policy with normaliser, network and the whole sampler, for machines that know nothing of ours.
+"""Export to ONNX: a policy with normaliser, network and the whole sampler, for machines without this package.
 
 An export is a folder:
 
-    policy.onnx       format=onnx graph=whole: (observation[, goal, images], noise) -> action, dynamic batch
-    encoder.onnx      format=onnx graph=step: observations to what the network is conditioned on,
+    policy.onnx       graph=whole: (observation[, goal, images], noise) -> action, dynamic batch
+    encoder.onnx      graph=step: observations to what the network is conditioned on,
       step.onnx         one evaluation of the network,
       loop.json         and what the sampler does around it
-    policy.pt2        format=torch: the same function for torch.export, policy.aot.pt2 compiled ahead of time
-    runner.py         runs the ONNX formats with numpy and onnxruntime
+    runner.py         runs the graphs with numpy and onnxruntime
     signature.json    names, shapes, types, units, limits, control rate, horizons of inputs and outputs
     sample.npz        one input/output pair
     report.json       parity on random inputs, latency
@@ -20,10 +19,10 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,8 +30,6 @@ from torch import Tensor
 
 from policies.errors import ExportError
 from policies.export.folder import (
-    PACKAGE,
-    PROGRAM,
     ExportReport,
     Run,
     Surroundings,
@@ -42,7 +39,6 @@ from policies.export.folder import (
     write_facts,
     write_signature,
 )
-from policies.export.latency import latency_of
 from policies.export.onnx_graph import (
     OPSET,
     SampledPolicy,
@@ -53,14 +49,12 @@ from policies.export.onnx_graph import (
     worst_of,
     write_checked_graph,
 )
-from policies.export.signature import KINDS
+from policies.export.signature import GRAPHS
 from policies.export.stepwise import EncodedObservation, loop_of, one_step_of, require_steps
-from policies.export.torch_program import missing_compiler, write_checked_package, write_checked_program
 from policies.extras import require
 from policies.policy import Policy
 from policies.runner import ENCODER, LOOP, MODEL, STEP, Runner
-
-FORMATS, GRAPHS = (tuple(dict.fromkeys(names)) for names in zip(*KINDS, strict=True))
+from policies.threads import torch_threads
 
 _log = logging.getLogger(__name__)
 
@@ -80,28 +74,11 @@ class _Job:
         return self.batch_sizes, self.tolerance, self.seed
 
 
-class _Written(NamedTuple):
-    """What a format left in the folder: how it is run, the sample's way first, and how well it agrees."""
-
-    runs: Mapping[str, Run]
-    parity: list[dict[str, float]]
-    notes: Sequence[str] = ()
-
-
 def export_onnx(
-    policy: Policy, directory: str | Path, *, graph: str = "whole", **options: object
-) -> ExportReport:
-    """Export a policy, with the sampler it carries, to ONNX; see `export_policy`."""
-    return export_policy(policy, directory, format="onnx", graph=graph, **options)  # type: ignore[arg-type]
-
-
-def export_policy(
     policy: Policy,
     directory: str | Path,
     *,
-    format: str = "onnx",
     graph: str = "whole",
-    compiled: bool = True,
     batch_sizes: Sequence[int] = (1, 2, 7),
     latency_batches: Sequence[int] = (1, 40),
     tolerance: float = 1e-5,
@@ -109,14 +86,12 @@ def export_policy(
     overwrite: bool = False,
     surroundings: Surroundings | None = None,
 ) -> ExportReport:
-    """Export a policy, with the sampler it carries, and check the result.
+    """Export a policy, with the sampler it carries, to ONNX and check the result.
 
     Args:
         policy: The policy.
         directory: Where the folder is written.
-        format: `onnx` or `torch`.
-        graph: `whole`: the sampler is unrolled; `step`: one evaluation and a table (ONNX only).
-        compiled: Compile ahead of time as well, where there is a C++ compiler (torch only).
+        graph: `whole`: the sampler is unrolled; `step`: one evaluation and a table.
         batch_sizes: Batches of random inputs on which export and policy are compared.
         latency_batches: Batches for the latency table; empty skips it.
         tolerance: Largest difference allowed, see `ExportReport`.
@@ -129,87 +104,62 @@ def export_policy(
         ExportError: If the directory holds something, the policy cannot be exported, or the result does not
             reproduce it.
     """
-    write = _writer(policy, format, graph, compiled)
-    refuse_foreign_loops(policy)
+    _require_exportable(policy, graph)
     refuse_to_replace(directory, overwrite=overwrite)
     model = SampledPolicy(policy.clone().float().cpu().eval())
     target = Path(directory)
     around = Surroundings(provenance=policy.provenance) if surroundings is None else surroundings
-    facts = signature(model.policy, around, kind=format, graph=graph)
+    facts = signature(model.policy, around, graph=graph)
     with draft_of(target) as draft:
         write_signature(draft, facts)
-        written = write(_Job(model, draft, batch_sizes, tolerance, seed))
-        generator = torch.Generator().manual_seed(seed + 1)
-        latency = [latency_of(model, written.runs, batch, generator) for batch in latency_batches]
-        opset = OPSET if format == "onnx" else None
-        notes = list(written.notes)
-        report = ExportReport(str(target), format, graph, opset, tolerance, written.parity, latency, notes)
-        write_facts(model, next(iter(written.runs.values())), draft, report, generator, facts)
+        write = _write_whole if graph == "whole" else _write_steps
+        parity = write(_Job(model, draft, batch_sizes, tolerance, seed))
+        run, generator = _run_by_runner(draft), torch.Generator().manual_seed(seed + 1)
+        latency = [latency_of(model, run, batch, generator) for batch in latency_batches]
+        report = ExportReport(str(target), graph, OPSET, tolerance, parity, latency)
+        write_facts(model, run, draft, report, generator, facts)
     return report
 
 
-def _writer(policy: Policy, format: str, graph: str, compiled: bool) -> Callable[[_Job], _Written]:
-    """Choose the format, and refuse what it cannot do before any work is done.
-
-    Raises:
-        MissingExtraError: If a package is missing.
-        ExportError: If there is no such format, or not for this policy.
-    """
+def _require_exportable(policy: Policy, graph: str) -> None:
+    """Refuse what cannot be exported before any work is done."""
     if not isinstance(policy, Policy):
         raise ExportError(
             f"{type(policy).__name__} cannot be exported: what it does around its policy is decided in "
             f"Python. Export the policy itself."
         )
-    if (format, graph) not in KINDS:
-        known = ", ".join(" with ".join(one) for one in KINDS)
-        raise ExportError(f"format and graph must be one of {known}; got {format} with {graph}.")
-    if format == "torch":
-        return lambda job: _write_torch(job, compiled)
+    if graph not in GRAPHS:
+        raise ExportError(f"graph must be one of {', '.join(GRAPHS)}; got '{graph}'.")
     for name in ("onnx", "onnxscript", "onnxruntime"):
         require(name, extra="export", what="export")
-    if graph == "whole":
-        return _write_whole
-    require_steps(policy)
-    return _write_steps
+    if graph == "step":
+        require_steps(policy)
+    refuse_foreign_loops(policy)
 
 
-def _write_whole(job: _Job) -> _Written:
-    """Write one graph with the sampler inside."""
+def _write_whole(job: _Job) -> list[dict[str, float]]:
+    """Write one graph with the sampler inside; returns its parity table."""
     if job.model.has_gradients:
         _log.warning(
             "the gradient of the network becomes part of the graph once for every step of the sampler, which "
             "takes long for large networks. graph=step traces it once; steps= lowers their number."
         )
-    parity = write_checked_graph(job.model, job.draft / MODEL, *job.options)
-    return _Written({"onnx": _run_by_runner(job.draft)}, parity)
+    return write_checked_graph(job.model, job.draft / MODEL, *job.options)
 
 
-def _write_steps(job: _Job) -> _Written:
-    """Write the pieces, and check what the runner makes of them."""
+def _write_steps(job: _Job) -> list[dict[str, float]]:
+    """Write the pieces; returns the parity table of the runner that puts them together."""
     policy = require_steps(job.model.policy)
     write_checked_graph(EncodedObservation(policy), job.draft / ENCODER, *job.options)
     write_checked_graph(one_step_of(policy), job.draft / STEP, *job.options)
     (job.draft / LOOP).write_text(json.dumps(loop_of(policy), indent=1, allow_nan=False) + "\n")
-    run = _run_by_runner(job.draft)
-    parity = parity_of(job.model, run, job.batch_sizes, job.seed)
+    parity = parity_of(job.model, _run_by_runner(job.draft), job.batch_sizes, job.seed)
     if not worst_of(parity) <= job.tolerance:
         raise unlike(job.model, worst_of(parity), *job.options)
-    return _Written({"onnx": run}, parity)
-
-
-def _write_torch(job: _Job, compiled: bool) -> _Written:
-    """Write a program, and compile it where that can be done."""
-    program, parity = write_checked_program(job.model, job.draft / PROGRAM, *job.options)
-    reason = missing_compiler() if compiled else "The program was not compiled ahead of time: not asked for."
-    if reason is not None:
-        return _Written({"pt2": program}, parity, [reason])
-    package, more = write_checked_package(job.model, job.draft / PROGRAM, job.draft / PACKAGE, *job.options)
-    worse = [max(pair, key=lambda row: row["max_abs_difference"]) for pair in zip(parity, more, strict=True)]
-    return _Written({"pt2": program, "aot": package}, worse)
+    return parity
 
 
 def _run_by_runner(folder: Path) -> Run:
-    """Return the runner of a folder as a function of tensors."""
     runner = Runner(folder)
 
     def run(inputs: Mapping[str, Tensor]) -> list[np.ndarray]:
@@ -218,4 +168,23 @@ def _run_by_runner(folder: Path) -> Run:
     return run
 
 
-__all__ = ["FORMATS", "GRAPHS", "export_onnx", "export_policy"]
+@torch.no_grad()
+def latency_of(model: SampledPolicy, run: Run, batch: int, generator: torch.Generator) -> dict[str, float]:
+    """Return a row of the latency table: medians in ms of policy and export on one thread."""
+    inputs = model.example(batch, generator)
+    with torch_threads(1):
+        eager_s, onnx_s = _median_s(lambda: model(inputs)), _median_s(lambda: run(inputs))
+    return {"batch": float(batch), "eager_ms": 1e3 * eager_s, "onnx_ms": 1e3 * onnx_s}
+
+
+def _median_s(call: Callable[[], object], rounds: int = 30) -> float:
+    call()
+    times = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times))
+
+
+__all__ = ["GRAPHS", "export_onnx"]

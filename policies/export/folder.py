@@ -1,4 +1,4 @@
-"""The exported folder: names of the files, what each of them says, and how they replace what was there."""
+"""The exported folder: names and contents of its files, and how they replace an earlier export."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from policies.runner import ENCODER, LOOP, MODEL, SAMPLE, SIGNATURE, STEP
 from policies.storage.atomic_write import draft_folder, move_into
 
 REPORT, CARD, RUNNER = "report.json", "README.md", "runner.py"
-PROGRAM, PACKAGE = "policy.pt2", "policy.aot.pt2"
-MODELS = (MODEL, ENCODER, STEP, LOOP, PROGRAM, PACKAGE)
-"""Files that hold the policy, in all formats."""
+MODELS = (MODEL, ENCODER, STEP, LOOP)
+"""Files that hold the policy."""
 
 Run = Callable[[Mapping[str, Tensor]], list[np.ndarray]]
 """Inputs by name -> actions (B, Ta, Da) and plan (B, R, Da)."""
@@ -36,21 +35,16 @@ class Surroundings:
     """What is known of the task that a policy was made for; it goes into the signature. None: not known.
 
     Attributes:
-        task: Name of the task.
-        control_hz: Rate at which the rows of an action chunk are executed.
-        obs_names: Name and unit of every observation entry, (Do,).
-        action_names: Name and unit of every action entry, (Da,).
         action_low: Smallest action of the task, (Da,), physical units; the graph does not clip.
-        action_high: Largest action of the task, (Da,).
         provenance: What is stored with the policy about its origin: task, algorithm, seed; JSON values.
     """
 
-    task: str | None = None
-    control_hz: float | None = None
-    obs_names: Sequence[str] | None = None
-    action_names: Sequence[str] | None = None
+    task: str | None = None  # name of the task
+    control_hz: float | None = None  # rate at which the rows of an action chunk are executed
+    obs_names: Sequence[str] | None = None  # name and unit of every observation entry, (Do,)
+    action_names: Sequence[str] | None = None  # name and unit of every action entry, (Da,)
     action_low: Sequence[float] | None = None
-    action_high: Sequence[float] | None = None
+    action_high: Sequence[float] | None = None  # largest action of the task, (Da,)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -59,19 +53,15 @@ class ExportReport:
     """What was written and how well it agrees.
 
     `parity` rows: batch, max_abs_difference (physical action units, relative to the largest magnitude
-    where that exceeds 1). `latency` rows: batch, eager_ms and one column for every way to run the export
-    (onnx_ms; pt2_ms, aot_ms), medians on one thread. `opset` is that of ONNX, None for another format.
-    `notes` say what was left out, and why.
+    where that exceeds 1). `latency` rows: batch, eager_ms and onnx_ms, medians on one thread.
     """
 
     directory: str
-    format: str
     graph: str
-    opset: int | None
+    opset: int
     tolerance: float
     parity: list[dict[str, float]]
     latency: list[dict[str, float]]
-    notes: list[str] = field(default_factory=list)
 
     @property
     def worst(self) -> float:
@@ -80,11 +70,7 @@ class ExportReport:
 
 
 def refuse_to_replace(directory: str | Path, *, overwrite: bool) -> None:
-    """Refuse to write into a directory that holds something, unless told to.
-
-    Raises:
-        ExportError: If it is a file, or not empty and `overwrite` is false.
-    """
+    """Refuse to write into a directory that holds something, unless `overwrite` is set."""
     target = Path(directory)
     if target.exists() and not target.is_dir():
         raise ExportError(f"out={target} is a file; choose another directory.")
@@ -97,14 +83,12 @@ def draft_of(target: Path) -> Iterator[Path]:
     """Collect files aside and move them into `target` when all is well; a failure before changes nothing."""
     with draft_folder(target) as draft:
         yield draft
-        for name in (*MODELS, RUNNER):  # those of another format
+        for name in (*MODELS, RUNNER):  # those of another graph
             (target / name).unlink(missing_ok=True)
         move_into(draft, target)
 
 
-def signature(
-    policy: Policy, around: Surroundings, *, kind: str = "onnx", graph: str = "whole"
-) -> dict[str, Any]:
+def signature(policy: Policy, around: Surroundings, *, graph: str = "whole") -> dict[str, Any]:
     """Describe inputs and outputs of the export; `B` is the dynamic batch, null is what is not known."""
     chunk = policy.chunk
 
@@ -128,7 +112,7 @@ def signature(
     )
     plan = feature(chunk.horizon - chunk.action_start, chunk.action_dim)
     return {
-        "format": kind,
+        "format": "onnx",
         "graph": graph,
         "inputs": inputs,
         "outputs": {"action": action, "plan": plan},
@@ -139,7 +123,7 @@ def signature(
         "action_start": chunk.action_start,
         "act_steps": chunk.act_steps,
         "noise_changes_action": policy.noise_sensitive,
-        "opset": OPSET if kind == "onnx" else None,
+        "opset": OPSET,
         "provenance": dict(around.provenance),
     }
 
@@ -166,7 +150,6 @@ def write_facts(
 
 
 def write_signature(target: Path, facts: dict[str, Any]) -> None:
-    """Write what inputs and outputs are, and for ONNX the program that runs them."""
+    """Write what inputs and outputs are, and the program that runs them."""
     (target / SIGNATURE).write_text(json.dumps(facts, indent=2) + "\n")
-    if facts["format"] == "onnx":
-        shutil.copyfile(runner.__file__, target / RUNNER)
+    shutil.copyfile(runner.__file__, target / RUNNER)

@@ -1,7 +1,7 @@
 """Graphs of a policy: functions of tensors, traced to ONNX and compared with the originals.
 
 Three functions can be traced: the whole policy, its encoder, and one evaluation of its network. Each is a
-`Traceable`: it knows its inputs, makes examples of them, and says whether gradients are part of it.
+`Traceable`: it has inputs, examples of them, and a flag for gradients inside.
 """
 
 from __future__ import annotations
@@ -62,11 +62,9 @@ class Traceable(nn.Module):
         return any(isinstance(part, EnergyField) for part in self.policy.modules())
 
     def copy(self) -> Self:
-        """Return an independent copy."""
         return type(self)(self.policy.clone())
 
     def example(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw inputs."""
         return random_inputs(self.policy, batch, generator)
 
 
@@ -113,11 +111,7 @@ def random_inputs(policy: Policy, batch: int, generator: torch.Generator) -> dic
 
 
 def refuse_foreign_loops(policy: Policy) -> None:
-    """Refuse a sampler that decides in Python at every step.
-
-    Raises:
-        ExportError: If the policy has one, or one that it is wrapped around.
-    """
+    """Refuse a sampler that decides in Python at every step."""
     layers = list(_layers(policy))
     if any(getattr(getattr(one, "table", None), "loop", None) is not None for one in layers):
         inside = "" if len(layers) == 1 else f", inside {type(policy).__name__},"
@@ -204,7 +198,6 @@ def own_rounding(model: Traceable, batch_sizes: Sequence[int], seed: int) -> flo
 
 
 def _write_graph(model: Traceable, path: Path, seed: int, *, is_symbolic: bool) -> None:
-    """Trace the model and write the graph, weights included, with a dynamic batch."""
     size = SYMBOLIC_BATCH if model.has_gradients else _TRACED_BATCH
     inputs = model.example(size, torch.Generator().manual_seed(seed))
     shapes = dynamic_shapes(model, inputs)
@@ -264,7 +257,7 @@ def spell_out(model: Traceable, inputs: Mapping[str, Tensor]) -> nn.Module:
 
 
 def _free_batch(path: Path, fixed: frozenset[str]) -> None:
-    """Let the first dimension of inputs and outputs be any number; forget the shapes between them."""
+    """Make the first dimension of inputs and outputs dynamic; drop the shapes between them."""
     onnx = require("onnx", extra="export", what="export")
     graph = onnx.load(path)
     for value in (*graph.graph.input, *graph.graph.output):
@@ -275,8 +268,6 @@ def _free_batch(path: Path, fixed: frozenset[str]) -> None:
 
 
 def _parity(model: Traceable, session: Any, batch_sizes: Sequence[int], seed: int) -> list[dict[str, float]]:
-    """Compare graph and model on random inputs, one row per batch size."""
-
     def run(inputs: Mapping[str, Tensor]) -> list[np.ndarray]:
         return runner.run(session, arrays_of(inputs))
 
@@ -324,14 +315,8 @@ def arrays_of(inputs: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
     return {name: value.numpy() for name, value in inputs.items()}
 
 
-def run_graph(session: Any, inputs: Mapping[str, Tensor]) -> np.ndarray:
-    """Return the actions of a graph, (B, Ta, Da)."""
-    return runner.run(session, arrays_of(inputs))[0]
-
-
 @contextlib.contextmanager
 def _quiet(name: str) -> Iterator[None]:
-    """Silence a chatty logger for the duration."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""What an exported folder says of itself, read as the words of a stranger.
+"""Parse and validate the metadata of an untrusted exported folder.
 
 `signature.json` is checked once, here, before anything is opened or allocated: evaluation and server build on
 what this returns.
@@ -21,8 +21,8 @@ from policies.runner import SIGNATURE
 from policies.storage.features import Feature, short
 from policies.storage.strict_json import own_file, read_json
 
-KINDS = (("onnx", "whole"), ("onnx", "step"), ("torch", "whole"))
-"""Formats and graphs that there are."""
+GRAPHS = ("whole", "step")
+"""The sampler inside one graph, or one evaluation of the network and a table of the loop."""
 
 MAX_NUMBERS = 2**26
 """Of one row of one input or output; a camera of 1080 by 1920 pixels has 2**23."""
@@ -32,52 +32,39 @@ _DTYPES = ("float32", "uint8")
 
 @dataclass(frozen=True)
 class Signature:
-    """An exported folder's description, checked.
+    """The metadata of an exported folder.
 
     Attributes:
-        facts: All of `signature.json`.
-        format: `onnx` or `torch`.
         inputs: By name, without the batch: `observation` (To, Do), `goal` (Dg,), images (To, H, W, 3).
-        noise_shape: Of one row of noise.
-        action: (Ta, Da).
-        chunk: Horizons.
-        low: Smallest action (Da,), physical; None: not known.
-        high: Largest action (Da,).
-        task: Name of the task; None: not known.
-        control_hz: Rate at which actions are executed; None: not known.
-        provenance: What is stored about the origin of the policy.
     """
 
-    facts: Mapping[str, Any]
-    format: str
+    facts: Mapping[str, Any]  # all of `signature.json`
     inputs: Mapping[str, Feature]
-    noise_shape: tuple[int, ...]
-    action: Feature
-    chunk: ChunkSpec
-    low: tuple[float, ...] | None
-    high: tuple[float, ...] | None
-    task: str | None
-    control_hz: float | None
-    provenance: Mapping[str, Any]
+    noise_shape: tuple[int, ...]  # of one row of noise
+    action: Feature  # (Ta, Da)
+    chunk: ChunkSpec  # horizons
+    low: tuple[float, ...] | None  # smallest action (Da,), physical; None: not known
+    high: tuple[float, ...] | None  # largest action (Da,)
+    task: str | None  # name of the task; None: not known
+    control_hz: float | None  # rate at which actions are executed; None: not known
+    provenance: Mapping[str, Any]  # what is stored about the origin of the policy
 
     @property
     def obs_dim(self) -> int:
-        """Do."""
         return self.inputs["observation"].shape[-1]
 
     @property
     def goal_dim(self) -> int:
-        """Dg; 0: there is no goal."""
         return self.inputs["goal"].shape[0] if "goal" in self.inputs else 0
 
 
 def is_exported(folder: Path) -> bool:
-    """Tell whether a folder is one that `burnish export` wrote."""
+    """Whether a folder is one that `burnish export` wrote."""
     return (folder / SIGNATURE).is_file()
 
 
 def read_signature(folder: Path) -> Signature:
-    """Return what an exported folder says of itself.
+    """Return the validated metadata of an exported folder.
 
     Raises:
         CheckpointError: If it is no exported folder.
@@ -98,15 +85,10 @@ def read_signature(folder: Path) -> Signature:
 
 
 def _checked(facts: dict[str, Any]) -> Signature:
-    """Return the signature.
-
-    Raises:
-        ValueError: If a value is missing, of another type, or contradicts another one; names the key.
-    """
-    kind = (facts.get("format"), facts.get("graph"))
-    if kind not in KINDS:
-        known = ", ".join(" with ".join(one) for one in KINDS)
-        raise ValueError(f"format and graph must be one of {known}; got {short(kind)}.")
+    if facts.get("format") != "onnx":
+        raise ValueError(f"format must be onnx; got {short(facts.get('format'))}.")
+    if facts.get("graph") not in GRAPHS:
+        raise ValueError(f"graph must be one of {', '.join(GRAPHS)}; got {short(facts.get('graph'))}.")
     inputs = {str(name): _feature(f"inputs.{name}", one) for name, one in _map(facts, "inputs").items()}
     outputs = _map(facts, "outputs")
     action, plan = (_feature(f"outputs.{name}", outputs.get(name)) for name in ("action", "plan"))
@@ -118,7 +100,6 @@ def _checked(facts: dict[str, Any]) -> Signature:
     described = outputs["action"]
     return Signature(
         facts=facts,
-        format=str(facts["format"]),
         inputs=inputs,
         noise_shape=noise.shape,
         action=action,
@@ -151,7 +132,6 @@ def _chunk(facts: Mapping[str, Any], action: Feature, plan: Feature) -> ChunkSpe
 
 
 def _check_inputs(inputs: Mapping[str, Feature], chunk: ChunkSpec) -> None:
-    """Check that every input is a history, a goal, or images."""
     for name, feature in inputs.items():
         shape, is_image = feature.shape, feature.dtype == "uint8"
         if name == "goal":
@@ -194,7 +174,7 @@ def _count(key: str, value: Any, least: int = 1) -> int:
 
 
 def _limits(action: Mapping[str, Any], key: str, width: int) -> tuple[float, ...] | None:
-    """Read limits of actions; `read_json` lets no number pass that is not finite."""
+    """Read limits of actions; `read_json` has refused numbers that are not finite."""
     values = action.get(key)
     if values is None:
         return None

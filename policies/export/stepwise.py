@@ -31,14 +31,10 @@ _TIMES = frozenset({"time", "second_time"})
 
 
 def require_steps(policy: Policy) -> DenoisingPolicy | DescentPolicy:
-    """Return a policy whose steps can be exported one by one.
-
-    Raises:
-        ExportError: If it has none; says why.
-    """
+    """Return a policy whose steps can be exported one by one."""
     refuse_foreign_loops(policy)
     if isinstance(policy, ComposedPolicy):
-        reason = "its members are asked at times of their own and weighted anew at every step"
+        reason = "its members are evaluated at times of their own and weighted anew at every step"
     elif not isinstance(policy, DenoisingPolicy | DescentPolicy):
         reason = f"{type(policy).__name__} has no denoising steps of one evaluation each"
     else:
@@ -70,12 +66,10 @@ class EncodedObservation(Traceable):
         self.outputs = tuple(parts_of(_example_cond(policy, 1, torch.Generator().manual_seed(0))))
 
     def example(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw observations."""
         inputs = random_inputs(self.policy, batch, generator)
         return {name: value for name, value in inputs.items() if name != "noise"}
 
     def forward(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return the parts of the condition."""
         return tuple(parts_of(self.policy.encode(observation_of(inputs))).values())
 
 
@@ -95,7 +89,6 @@ class OneEvaluation(Traceable):
         return {"x": x, **cond, **times}
 
     def forward(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor]:
-        """Return the raw output of the network, guided as configured."""
         times = [inputs[name] for name in ("time", "second_time") if name in inputs]
         return (self.policy.bind_at(cond_of(inputs), *times)(0, inputs["x"]),)
 
@@ -106,7 +99,6 @@ class OneStepDown(Traceable):
     outputs = ("x_next", "v_next", "slope")
 
     def example(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw a place on a walk and a condition."""
         x, v = (torch.randn(batch, *self.policy.chunk.shape, generator=generator) for _ in range(2))
         return {"x": x, "v": v, **parts_of(_example_cond(self.policy, batch, generator))}
 
@@ -136,12 +128,10 @@ def loop_of(policy: DenoisingPolicy | DescentPolicy) -> dict[str, Any]:
 
 
 def _walk(policy: DescentPolicy) -> dict[str, Any]:
-    """Return when a walk ends."""
     return {"walk": {"steps": policy.sampler.steps, "min_slope": policy.sampler.min_slope}}
 
 
 def _denoising(table: StepTable) -> dict[str, Any]:
-    """Return the steps of a sampler and what they keep to."""
     is_spelled_out = table.eps_clip is not None or table.memory is not None
     names = _SPELLED_OUT if is_spelled_out else _COMPACT
     limits = ("clip_x0", "eps_clip", "noise_clip", "clip_state", "clip_action", "start_std", "predicts_x0")
@@ -164,7 +154,6 @@ def _row(table: StepTable, k: int, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _times_of(table: StepTable) -> dict[str, Tensor]:
-    """Return what the network is told of time at every step, K rows each."""
     second = {} if table.second_time is None else {"second_time": table.second_time}
     return {"time": table.net_time, **second}
 

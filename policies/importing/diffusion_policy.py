@@ -25,24 +25,18 @@ _FEATURES = {"obs": "state", "action": "action"}
 class DiffusionPolicySource(ForeignSource):
     """Diffusion Policy: the U-Net or the transformer on states, conditioned on a history.
 
-    Attributes:
-        num_levels: Denoising levels that it was trained on.
-        prediction: `eps`, or `x0` for what the program calls `sample`.
-        groups: Groups of channels that the U-Net normalises together.
-        heads: Attention heads of the transformer.
-
     Source:
         The released code: names of the tensors, the map of the normaliser, DDPM with clipped clean chunks,
         and a chunk that begins at the oldest observation.
     """
 
-    num_levels: int = 100
-    prediction: str = "eps"
-    groups: int = 8
-    heads: int = 4
+    num_levels: int = 100  # denoising levels that it was trained on
+    prediction: str = "eps"  # `eps`, or `x0` for what the program calls `sample`
+    groups: int = 8  # groups of channels that the U-Net normalises together
+    heads: int = 4  # attention heads of the transformer
 
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
-        """Tell network and normaliser apart; a state dict of the network alone is taken as well."""
+        """Separate network and normaliser; a state dict of the network alone is accepted too."""
         whole = any(name.startswith("model.") for name in tensors)
         network, skipped = {}, {}
         for name, value in tensors.items():
@@ -61,7 +55,6 @@ class DiffusionPolicySource(ForeignSource):
         return Contents(network, maps=_maps(tensors), skipped=skipped)
 
     def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
-        """Read the network's sizes from its tensors."""
         if is_transformer(weights):
             return transformer(weights, self.heads)
         if not is_unet(weights):
@@ -78,7 +71,6 @@ class DiffusionPolicySource(ForeignSource):
         return found
 
     def keys(self, network: Network, action_dim: int) -> Mapping[str, str]:
-        """Map released parameter names of a network to ours."""
         backbone = network.backbone
         if isinstance(backbone, Unet1dConfig):
             return backbone.official_keys("diffusion_policy", action_dim=action_dim)
@@ -86,7 +78,6 @@ class DiffusionPolicySource(ForeignSource):
         return keys
 
     def parts(self) -> tuple[Any, Any]:
-        """Return the process, and the sampler that the program evaluates with."""
         process = VPDiffusion(num_levels=self.num_levels, prediction=self.prediction)
         return process, DDPM(noise_clip=None, min_std=0.0, final_std=None)
 
@@ -96,7 +87,6 @@ class DiffusionPolicySource(ForeignSource):
 
 
 def _maps(tensors: Mapping[str, Tensor]) -> dict[str, AffineMap]:
-    """Return the maps of the normaliser, by our names of the features."""
     maps = {}
     for theirs, ours in _FEATURES.items():
         scale, offset = (tensors.get(f"{_MAPS}{theirs}.{name}") for name in ("scale", "offset"))

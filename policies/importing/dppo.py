@@ -36,25 +36,20 @@ class DppoSource(ForeignSource):
     Attributes:
         activation: Of the network: `relu` (published for Gym and avoiding) or `mish` (kitchen, robomimic,
             furniture). The MLP needs it; null: `mish` for the U-Net.
-        num_levels: Denoising levels that it was trained on.
-        prediction: `eps` or `x0`.
-        tuned_steps: Denoising steps that were fine-tuned; a fine-tuned checkpoint needs it.
-        groups: Groups of channels that the U-Net normalises together.
-        norm_eps: Added to the variance of such a group.
 
     Source:
         The released code: names of the tensors, `normalization.npz`, DDPM as in its evaluation.
     """
 
     activation: str | None = None
-    num_levels: int = 20
-    prediction: str = "eps"
-    tuned_steps: int | None = None
-    groups: int = 8
-    norm_eps: float = 1e-5
+    num_levels: int = 20  # denoising levels that it was trained on
+    prediction: str = "eps"  # `eps` or `x0`
+    tuned_steps: int | None = None  # denoising steps that were fine-tuned; a fine-tuned checkpoint needs it
+    groups: int = 8  # groups of channels that the U-Net normalises together
+    norm_eps: float = 1e-5  # added to the variance of such a group
 
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
-        """Tell the networks and what only training needs apart; a network alone is taken as well."""
+        """Separate the networks from training state; a network alone is accepted too."""
         if any(name.startswith("actor_ft.") for name in tensors):
             skipped = {name: why for name in tensors for key, why in _OTHERS.items() if name.startswith(key)}
             rest = {name: value for name, value in tensors.items() if name not in skipped}
@@ -64,7 +59,6 @@ class DppoSource(ForeignSource):
         return Contents(without("network.", tensors))
 
     def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
-        """Read the network's sizes from its tensors."""
         refuse_images(weights)
         if is_mlp(weights):
             return mlp(weights, asked_activation(self.activation))
@@ -82,7 +76,6 @@ class DppoSource(ForeignSource):
         )
 
     def keys(self, network: Network, action_dim: int) -> Mapping[str, str]:
-        """Map released parameter names of a network to ours."""
         backbone = network.backbone
         if isinstance(backbone, Unet1dConfig):
             return backbone.official_keys("dppo", action_dim=action_dim)
@@ -90,11 +83,9 @@ class DppoSource(ForeignSource):
         return keys
 
     def parts(self) -> tuple[Any, Any]:
-        """Return the process, and the sampler that the program evaluates with."""
         return VPDiffusion(num_levels=self.num_levels, prediction=self.prediction), DDPM()
 
     def steps_of_tuned(self) -> int | None:
-        """Return how many of the last denoising steps use the tuned network."""
         return self.tuned_steps
 
     def maps(self, statistics: Mapping[str, np.ndarray]) -> Mapping[str, AffineMap]:
@@ -113,7 +104,7 @@ def without(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def asked_activation(activation: str | None) -> str:
-    """Return the activation of an MLP, which must be told."""
+    """Return the activation of an MLP, which must be given."""
     if activation is None:
         raise ConfigError(
             "source.activation is in no tensor and decides every output; give the one of the configuration "

@@ -52,11 +52,7 @@ def read_entry(path: Path, entry: str | None = None) -> tuple[str, dict[str, Ten
 
 
 def read_checkpoint(path: Path) -> Any:
-    """Read a checkpoint as plain data.
-
-    Raises:
-        CheckpointError: If the file is missing, damaged, or needs code to be read.
-    """
+    """Read a checkpoint as plain data."""
     if not path.is_file():
         raise CheckpointError(
             f"weights={path} is no file; give a checkpoint (.safetensors, .pt, .pth, .ckpt)."
@@ -76,11 +72,7 @@ def read_checkpoint(path: Path) -> Any:
 
 
 def read_statistics(path: Path) -> dict[str, np.ndarray]:
-    """Read the arrays of an npz file.
-
-    Raises:
-        CheckpointError: If the file is missing or damaged.
-    """
+    """Read the arrays of an npz file."""
     if not path.is_file():
         raise CheckpointError(f"normalization={path} is no file; give the npz file beside the training data.")
     try:
@@ -105,7 +97,7 @@ def _entries(node: Any, name: str = "") -> Iterator[tuple[str, list[tuple[str, T
 
 
 def _refusal(path: Path, reason: str) -> str:
-    """Say that a file needs code, and how its tensors can be had where it is trusted."""
+    """Return the error text of a file that needs code, with a way to convert it where it is trusted."""
     named = re.search(r"GLOBAL ([\w.]+)", reason)
     holds = f"it holds {named[1]}" if named else "it holds more than tensors"
     to = path.with_suffix(".safetensors").name
@@ -119,6 +111,5 @@ def _refusal(path: Path, reason: str) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """Return the first line of what an error says."""
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}{': ' + said[0].rstrip('.') if said else ''}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}{': ' + lines[0].rstrip('.') if lines else ''}"

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
 AffineMap = tuple[Tensor, Tensor]
@@ -23,71 +24,54 @@ AffineMap = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Contents:
-    """The tensors of a checkpoint, told apart.
+    """The tensors of a checkpoint, by what they belong to.
 
     Attributes:
-        network: Of the denoiser, by released name.
         tuned: Of the copy that the last denoising steps use, likewise; None: there is none.
         maps: Normalisation of `state` and `action`, where the checkpoint has it.
-        skipped: Name of every tensor that is left out, and why.
     """
 
-    network: Mapping[str, Tensor]
+    network: Mapping[str, Tensor]  # of the denoiser, by released name
     tuned: Mapping[str, Tensor] | None = None
     maps: Mapping[str, AffineMap] = field(default_factory=dict)
-    skipped: Mapping[str, str] = field(default_factory=dict)
+    skipped: Mapping[str, str] = field(default_factory=dict)  # name of every tensor that is left out, and why
 
 
 @dataclass(frozen=True)
 class Network:
-    """What the tensors of a released network tell; None: they do not.
+    """Sizes read from the tensors of a released network; None: not to be read from them.
 
     Attributes:
-        backbone: Our configuration of it.
-        cond_dim: C, width of the condition, To times Do.
-        chunk_size: Numbers in a chunk, Th times Da.
-        action_dim: Da.
-        horizon: Th.
-        obs_steps: To.
         constants: Tensors that are no weights, by released name, with the values that ours implies.
     """
 
-    backbone: Any
-    cond_dim: int
-    chunk_size: int | None = None
-    action_dim: int | None = None
-    horizon: int | None = None
-    obs_steps: int | None = None
+    backbone: Any  # our configuration of it
+    cond_dim: int  # C, width of the condition, To times Do
+    chunk_size: int | None = None  # numbers in a chunk, Th times Da
+    action_dim: int | None = None  # Da
+    horizon: int | None = None  # Th
+    obs_steps: int | None = None  # To
     constants: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class ForeignSource(ABC):
-    """A program whose weights can be read; its fields are what no tensor tells.
+class ForeignSource(Checked, ABC):
+    """A program whose weights can be read; its fields are what no tensor holds.
 
     Attributes:
-        obs_steps: Observations that the policy sees; null: as many as the tensors tell.
-        action_dim: Width of an action; null: as the tensors tell.
-        horizon: Actions that the policy predicts; null: as the tensors tell.
+        obs_steps: Observations that the policy sees; null: as many as the tensors show.
         act_steps: Actions that are executed before it decides again; null: all from the first executed one
             (Diffusion Policy published 8 of 16, DPPO and ReinFlow the whole chunk).
     """
 
-    obs_steps: int | None = None
-    action_dim: int | None = None
-    horizon: int | None = None
-    act_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the sizes."""
-        for size in fields(ForeignSource):
-            value = getattr(self, size.name)
-            if value is not None and value < 1:
-                raise ConfigError(f"source.{size.name} must be at least 1; got {value}.")
+    obs_steps: int | None = bounded(None, ge=1)
+    action_dim: int | None = bounded(None, ge=1)  # width of an action; null: from the tensors
+    horizon: int | None = bounded(None, ge=1)  # actions that the policy predicts; null: from the tensors
+    act_steps: int | None = bounded(None, ge=1)
 
     @abstractmethod
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
-        """Tell the tensors of a checkpoint apart."""
+        """Separate the tensors of a checkpoint."""
 
     @abstractmethod
     def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
@@ -110,9 +94,5 @@ class ForeignSource(ABC):
         return None
 
     def maps(self, statistics: Mapping[str, np.ndarray]) -> Mapping[str, AffineMap]:
-        """Return the normalisation that a file beside the checkpoint describes.
-
-        Raises:
-            ConfigError: If the program keeps no such file, or it lacks an array.
-        """
+        """Return the normalisation that a file beside the checkpoint describes."""
         raise ConfigError(f"{type(self).__name__} reads no statistics beside the checkpoint.")

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from policies.backbones.mlp import MlpConfig
-from policies.errors import CheckpointError, ConfigError
+from policies.bounds import bounded
+from policies.errors import CheckpointError
 from policies.importing.formats import AffineMap, Contents, ForeignSource, Network
 from policies.importing.networks import shape
 from policies.networks.mlp_blocks import official_plain_keys
@@ -31,30 +32,22 @@ _STATISTICS = ("obs_mean", "obs_std")
 class FpoSource(ForeignSource):
     """FPO's JAX program: layers W0, b0, W1, … under "policy.", and `obs_mean`, `obs_std` of its statistics.
 
-    Attributes:
-        steps: Euler steps; published are 10.
-        time_features: Width of the time features; published are 8.
-        output_scale: Factor of the network's output; published is 0.25.
-
     Source:
         The released code: inputs [observation, x, cosines and sines of t, 2 t, 4 t, …], SiLU between layers.
         Its time runs from noise at 1 to the action at 0, ours the other way: v(x, t) = -u(x, 1 - t). Sign,
         scale and the turned features become part of the weights. Deviation: none in what is computed.
     """
 
-    steps: int = 10
-    time_features: int = 8
-    output_scale: float = 0.25
+    steps: int = 10  # Euler steps; published are 10
+    time_features: int = bounded(8, ge=4)  # width of the time features; published are 8
+    output_scale: float = 0.25  # factor of the network's output; published is 0.25
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         super().__post_init__()
-        width = self.time_features
-        if width < 4 or width % 2:
-            raise ConfigError(f"source.time_features must be even and at least 4; got {width}.")
+        self.require("time_features", self.time_features % 2 == 0, "even")
 
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
-        """Tell the network, the statistics and the critic apart; layers become those of our time."""
+        """Separate network, statistics and critic; the layers are converted to our direction of time."""
         skipped = {name: "the critic" for name in tensors if name.startswith(_CRITIC)}
         rest = {name: value for name, value in tensors.items() if name not in skipped}
         maps: dict[str, AffineMap] = {}
@@ -88,7 +81,6 @@ class FpoSource(ForeignSource):
         return turned
 
     def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
-        """Read the network's sizes from its tensors."""
         depth = _depth(weights)
         sizes = [shape(weights, f"W{i}", 2) for i in range(depth)]
         config = MlpConfig(
@@ -103,22 +95,15 @@ class FpoSource(ForeignSource):
         return Network(config, cond_dim, action_dim=width, horizon=1, obs_steps=1)
 
     def keys(self, network: Network, action_dim: int) -> Mapping[str, str]:
-        """Map names of the layers to ours."""
         depth = len(network.backbone.hidden_dims) + 1
         ours = list(official_plain_keys(depth, "", "trunk.").values())
         return {f"{kind}{i}": ours[2 * i + j] for i in range(depth) for j, kind in enumerate("Wb")}
 
     def parts(self) -> tuple[Any, Any]:
-        """Return the process, and the sampler that the program evaluates with."""
         return RectifiedFlow(time_scale=1.0), Euler(steps=self.steps, clip_action=None)
 
 
 def _depth(weights: Mapping[str, Tensor]) -> int:
-    """Return the number of layers.
-
-    Raises:
-        CheckpointError: If they are not those of this program.
-    """
     depth = sum(re.fullmatch(r"W\d+", name) is not None for name in weights)
     expected = {f"{kind}{i}" for i in range(depth) for kind in "Wb"}
     if depth < 2 or set(weights) != expected:

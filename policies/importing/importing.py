@@ -1,7 +1,7 @@
 """Weights of other programs become a policy of ours: every tensor gets its place, or the import is refused.
 
-Nothing in a checkpoint is run. Sizes come from the tensors; what they do not tell (`policies/foreign`) is
-told by the caller or taken as published, and is written down with the policy.
+Nothing in a checkpoint is run. Sizes come from the tensors; what they do not hold is given by the
+caller (`source.*`) or taken as published, and is stored with the policy.
 """
 
 from __future__ import annotations
@@ -34,27 +34,16 @@ _LISTED = 12
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was imported, and from where.
+    """What was imported, and from where."""
 
-    Attributes:
-        file: Name of the checkpoint.
-        sha256: Of the checkpoint.
-        entry: Which of its entries; empty: the whole file.
-        source: The program, with what was told about the weights or taken as published.
-        tensors: How many tensors have a place in the policy.
-        parameters: How many numbers these are.
-        normalizer: Where the map of each feature comes from.
-        skipped: How many tensors were left out, by reason.
-    """
-
-    file: str
-    sha256: str
-    entry: str
-    source: Mapping[str, Any]
-    tensors: int
-    parameters: int
-    normalizer: Mapping[str, str]
-    skipped: Mapping[str, int]
+    file: str  # name of the checkpoint
+    sha256: str  # of the checkpoint
+    entry: str  # which of its entries; empty: the whole file
+    source: Mapping[str, Any]  # the program, with the settings given or taken as published
+    tensors: int  # how many tensors have a place in the policy
+    parameters: int  # how many numbers these are
+    normalizer: Mapping[str, str]  # where the map of each feature comes from
+    skipped: Mapping[str, int]  # how many tensors were left out, by reason
 
     def facts(self) -> dict[str, Any]:
         """Return it as provenance of a policy directory; JSON types only."""
@@ -92,7 +81,7 @@ def import_policy(
 
     Args:
         path: The checkpoint; see `policies.importing.files.read_entry`.
-        source: The program, and what the tensors do not tell.
+        source: The program, and what the tensors do not hold.
         normalization: File of statistics beside the checkpoint, where the program keeps one.
         identity: Features (`state`, `action`) that are left as they are.
         entry: Which weights of the checkpoint; None: averaged ones where there are.
@@ -102,7 +91,7 @@ def import_policy(
         CheckpointError: If the file cannot be read safely, tensors are missing, unexpected, of another shape
             or not finite, or the policy's actions are not.
         CapabilityError: If the weights are of a kind that has no counterpart.
-        ConfigError: If something that no tensor tells is needed or contradicts them, or a feature has no map.
+        ConfigError: If a setting is missing or contradicts the tensors, or a feature has no map.
     """
     checkpoint = Path(path)
     found, tensors = read_entry(checkpoint, entry)
@@ -131,11 +120,7 @@ def import_policy(
 
 
 def _chosen_maps(maps: Mapping[str, AffineMap], identity: Sequence[str]) -> dict[str, AffineMap]:
-    """Return the maps of the features that have one.
-
-    Raises:
-        ConfigError: If a feature has none and is not asked to be left as it is.
-    """
+    """Return the maps of the features that have one."""
     if unknown := sorted(set(identity) - set(FEATURES)):
         raise ConfigError(f"identity must list some of {', '.join(FEATURES)}; got {', '.join(unknown)}.")
     if missing := [name for name in FEATURES if name not in maps and name not in identity]:
@@ -147,11 +132,10 @@ def _chosen_maps(maps: Mapping[str, AffineMap], identity: Sequence[str]) -> dict
 
 
 def _sizes(source: ForeignSource, network: Network, maps: Mapping[str, AffineMap]) -> _Sizes:
-    """Gather sizes from what was told, the network and the normaliser."""
     widths = {name: len(scale) for name, (scale, _) in maps.items()}
     obs_steps = _agreed(
         "obs_steps",
-        told=source.obs_steps,
+        given=source.obs_steps,
         network=network.obs_steps,
         statistics=_ratio(network.cond_dim, widths.get("state")),
     )
@@ -160,13 +144,13 @@ def _sizes(source: ForeignSource, network: Network, maps: Mapping[str, AffineMap
     by_horizon = _ratio(network.chunk_size, source.horizon)
     action_dim = _agreed(
         "action_dim",
-        told=source.action_dim,
+        given=source.action_dim,
         network=by_horizon if network.action_dim is None else network.action_dim,
         statistics=widths.get("action"),
     )
     by_width = _ratio(network.chunk_size, action_dim)
     horizon = _agreed(
-        "horizon", told=source.horizon, network=by_width if network.horizon is None else network.horizon
+        "horizon", given=source.horizon, network=by_width if network.horizon is None else network.horizon
     )
     if network.chunk_size is not None:
         _check_product("chunk", network.chunk_size, horizon, action_dim)
@@ -186,13 +170,9 @@ def _ratio(whole: int | None, part: int | None) -> int | None:
     return None if whole is None or part is None or whole % part or whole < part else whole // part
 
 
-def _agreed(name: str, **said: int | None) -> int:
-    """Return the value that all agree on.
-
-    Raises:
-        ConfigError: If nobody knows it, or two differ.
-    """
-    known = {who: value for who, value in said.items() if value is not None}
+def _agreed(name: str, **values: int | None) -> int:
+    """Return the value that all agree on."""
+    known = {who: value for who, value in values.items() if value is not None}
     if not known:
         raise ConfigError(f"source.{name} is in no tensor of this checkpoint; give source.{name}=<number>.")
     if len(set(known.values())) > 1:
@@ -204,7 +184,6 @@ def _agreed(name: str, **said: int | None) -> int:
 def _built(
     source: ForeignSource, network: Network, sizes: _Sizes, maps: Mapping[str, AffineMap], sampler: Any
 ) -> DenoisingPolicy:
-    """Build the policy around fresh weights."""
     process, own_sampler = source.parts()
     start = source.first_row(sizes.obs_steps)
     config = PolicyConfig(
@@ -264,16 +243,9 @@ def _fields(
 
 
 def _load(
-    field: nn.Module,
-    keys: Mapping[str, str],
-    weights: Mapping[str, Tensor],
-    implied: Mapping[str, Tensor],
+    field: nn.Module, keys: Mapping[str, str], weights: Mapping[str, Tensor], implied: Mapping[str, Tensor]
 ) -> int:
-    """Load released weights strictly into a backbone; returns how many tensors only repeat what it implies.
-
-    Raises:
-        CheckpointError: If names or shapes do not fit, or a value is not usable.
-    """
+    """Load released weights strictly; returns how many tensors only repeat what the network implies."""
     own = field.state_dict()
     constants = {name: value for name, value in implied.items() if name in weights}
     missing = sorted(set(keys) - set(weights))
@@ -300,7 +272,6 @@ def _load(
 
 
 def _check(name: str, value: Tensor, own: Tensor, ours: str) -> None:
-    """Refuse a tensor of another shape, or with values that cannot be used."""
     if value.shape != own.shape:
         raise CheckpointError(f"{name} must have shape {tuple(own.shape)}; got {tuple(value.shape)}.")
     if fault := fault_of(ours, value, own.dtype):
@@ -308,7 +279,6 @@ def _check(name: str, value: Tensor, own: Tensor, ours: str) -> None:
 
 
 def _listed(names: Sequence[str], separator: str = ", ") -> str:
-    """List names, the first few of many."""
     rest = len(names) - _LISTED
     shown = separator.join(names[:_LISTED]) or "none"
     return f"{shown} and {rest} more" if rest > 0 else shown
@@ -316,7 +286,7 @@ def _listed(names: Sequence[str], separator: str = ", ") -> str:
 
 @torch.no_grad()
 def _check_actions(policy: Policy) -> None:
-    """Let the policy act once, on the observation in the middle of what it knows."""
+    """Act once, on the observation in the middle of the normalised range."""
     middle = torch.zeros(1, policy.chunk.obs_steps, policy.obs_dim)
     obs = {"state": policy.normalizer.decode("state", middle)}
     actions = policy.act(obs, generator=torch.Generator().manual_seed(0))

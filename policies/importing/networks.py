@@ -23,17 +23,17 @@ Weights = Mapping[str, Tensor]
 
 
 def is_mlp(weights: Weights) -> bool:
-    """Tell whether the tensors are those of DPPO's `DiffusionMLP`."""
+    """Whether the tensors are those of DPPO's `DiffusionMLP`."""
     return any(name.startswith("mlp_mean.") for name in weights)
 
 
 def is_unet(weights: Weights) -> bool:
-    """Tell whether the tensors are those of a temporal U-Net."""
+    """Whether the tensors are those of a temporal U-Net."""
     return any(name.startswith("down_modules.") for name in weights)
 
 
 def is_transformer(weights: Weights) -> bool:
-    """Tell whether the tensors are those of Diffusion Policy's `TransformerForDiffusion`."""
+    """Whether the tensors are those of Diffusion Policy's `TransformerForDiffusion`."""
     return any(name.startswith("decoder.layers.") for name in weights)
 
 
@@ -60,13 +60,13 @@ def mlp(weights: Weights, activation: str) -> Network:
     return Network(config, cond_dim, chunk_size=chunk_size)
 
 
-def unet(weights: Weights, time: str, **told: Any) -> Network:
+def unet(weights: Weights, time: str, **given: Any) -> Network:
     """Read a temporal U-Net.
 
     Args:
         weights: By released name.
         time: Released name of the time embedding.
-        told: Fields of `Unet1dConfig` that no tensor tells: groups, norm_eps, activation.
+        given: Fields of `Unet1dConfig` that no tensor holds: groups, norm_eps, activation.
     """
     widths = _outputs(weights, "down_modules.{}.0.blocks.0.block.0.weight")
     inner, time_dim = shape(weights, f"{time}.1.weight", 2)
@@ -83,7 +83,7 @@ def unet(weights: Weights, time: str, **told: Any) -> Network:
         time_dim=time_dim,
         time_expansion=inner // time_dim,
         cond_dims=cond_dims,
-        **told,
+        **given,
     )
     if cond_dims:
         cond_dim = shape(weights, "cond_mlp.layers.0.weight", 2)[1]
@@ -117,11 +117,7 @@ def transformer(weights: Weights, heads: int) -> Network:
 
 
 def shape(weights: Weights, name: str, dims: int) -> torch.Size:
-    """Return the shape of a tensor.
-
-    Raises:
-        CheckpointError: If there is no such tensor, or it has another number of dimensions.
-    """
+    """Return the shape of a tensor."""
     if name not in weights:
         some = ", ".join(sorted(weights)[:4])
         raise CheckpointError(f"the network has no tensor '{name}'; it has {len(weights)}: {some}, …")
@@ -138,7 +134,6 @@ def _outputs(weights: Weights, pattern: str, first: int = 0) -> tuple[int, ...]:
 
 
 def _encoder_dims(weights: Weights) -> tuple[int, ...]:
-    """Return `cond_dims` of a U-Net."""
     if not any(name.startswith("cond_mlp.") for name in weights):
         return ()
     blocks = len(_outputs(weights, "cond_mlp.layers.{}.l1.weight", first=1))

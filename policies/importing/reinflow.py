@@ -28,7 +28,6 @@ class ReinflowSource(ForeignSource):
     Attributes:
         activation: Of the network: `relu` (published for Gym and transport) or `mish` (kitchen). Must be
             given.
-        steps: Euler steps; published are 4 and 1.
 
     Source:
         The released code: names of the tensors, `normalization.npz`, times in [0, 1] from noise to action.
@@ -37,10 +36,10 @@ class ReinflowSource(ForeignSource):
     """
 
     activation: str | None = None
-    steps: int = 4
+    steps: int = 4  # Euler steps; published are 4 and 1
 
     def contents(self, tensors: Mapping[str, Tensor]) -> Contents:
-        """Tell the network and what only training needs apart; a network alone is taken as well."""
+        """Separate the network from training state; a network alone is accepted too."""
         network = under(_TUNED, tensors)
         if network:
             skipped = {name: name.partition(".")[0] for name in tensors if not name.startswith(_TUNED)}
@@ -48,7 +47,6 @@ class ReinflowSource(ForeignSource):
         return Contents(without("network.", tensors))
 
     def network(self, weights: Mapping[str, Tensor], action_dim: int | None) -> Network:
-        """Read the network's sizes from its tensors."""
         refuse_images(weights)
         if any(name.startswith("vel_head.") for name in weights):
             raise CapabilityError("shortcut networks cannot be imported; only rectified flows (FlowMLP) can.")
@@ -59,14 +57,11 @@ class ReinflowSource(ForeignSource):
         return mlp(weights, asked_activation(self.activation))
 
     def keys(self, network: Network, action_dim: int) -> Mapping[str, str]:
-        """Map released parameter names of a network to ours."""
         keys: Mapping[str, str] = network.backbone.official_keys()
         return keys
 
     def parts(self) -> tuple[Any, Any]:
-        """Return the process, and the sampler that the program evaluates with."""
         return RectifiedFlow(time_scale=1.0), Euler(steps=self.steps)
 
     def maps(self, statistics: Mapping[str, np.ndarray]) -> Mapping[str, AffineMap]:
-        """Return the normalisation that `normalization.npz` describes."""
         return limits_of(statistics)

@@ -8,14 +8,12 @@ compilers have a fused kernel, so the stock function is used there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from policies.errors import ConfigError
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -45,13 +43,11 @@ class _Mish(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (mish, p, t)."""
         p, t = _gate(x)
         return x * t, p, t
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Keep what the slope needs."""
         _, p, t = output
         ctx.mark_non_differentiable(p, t)
         ctx.set_materialize_grads(False)
@@ -70,7 +66,6 @@ class _Mish(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor) -> tuple[Tensor, None, None]:
-        """Multiply a forward-mode tangent by the slope."""
         (x,) = ctx.saved_tensors
         return tangent * _slope(x), None, None
 
@@ -96,16 +91,3 @@ ACTIVATIONS: dict[str, tuple[Activation, Activation]] = {
     "silu": (F.silu, F.silu),
 }
 """Name -> (function, the same function allowed to overwrite its argument)."""
-
-
-def check_activation(name: str, *, where: str) -> None:
-    """Refuse an unknown activation.
-
-    Raises:
-        ConfigError: If there is no such activation; the message lists the choices.
-    """
-    if name not in ACTIVATIONS:
-        raise ConfigError(f"{where} must be one of {', '.join(ACTIVATIONS)}; got '{name}'.")
-
-
-__all__: Sequence[str] = ("ACTIVATIONS", "Activation", "check_activation", "mish")

@@ -16,6 +16,7 @@ Legend: M rows, T queries, S keys, D width, H heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -116,13 +117,14 @@ class Attention(nn.Module):
         """Return some of queries, keys and values, (n, M, H, T, D/H)."""
         width, count = tokens.shape[-1], parts.stop - parts.start
         rows = slice(parts.start * width, parts.stop * width)
-        projected = F.linear(tokens, self.inlet.weight[rows], self.inlet.bias[rows])
+        projected = F.linear(tokens, self.inlet.weight[rows], self.inlet.bias[rows])  # (M, T, n D)
+        # Views, not einops: at batch 1 each of its calls would cost as much as a tenth of the projection.
         return projected.unflatten(-1, (count, self.heads, width // self.heads)).permute(2, 0, 3, 1, 4)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         found = ATTENTIONS[self.how](query, key, value, attn_mask=mask, dropout_p=dropout)
-        return self.outlet(found.transpose(1, 2).flatten(2))
+        return self.outlet(found.transpose(1, 2).flatten(2))  # (M, H, T, D/H) -> (M, T, D)
 
 
 class FeedForward(nn.Module):
@@ -136,11 +138,7 @@ class FeedForward(nn.Module):
     """
 
     def __init__(
-        self,
-        width: int,
-        hidden: int,
-        dropout: float = 0.0,
-        activation: Callable[[Tensor], Tensor] = F.gelu,
+        self, width: int, hidden: int, dropout: float = 0.0, activation: Callable[[Tensor], Tensor] = F.gelu
     ) -> None:
         super().__init__()
         self.linear1 = nn.Linear(width, hidden)
@@ -154,17 +152,10 @@ class FeedForward(nn.Module):
 
 
 def set_attention(module: nn.Module, how: str) -> None:
-    """Choose how attention and normalisation inside a module are computed; one without any stays as it is.
+    """Choose how attention and normalisation in a module are computed: `auto` or `math` (top of the file).
 
     A choice for this object and its copies: it is not saved with a policy, because it changes no number by
-    more than rounding. Whoever needs more than first derivatives asks for `math`.
-
-    Args:
-        module: A backbone, a policy, or any other module.
-        how: `auto` or `math`; see the top of this file.
-
-    Raises:
-        ConfigError: If there is no such way.
+    more than rounding. Use `math` where more than first derivatives are needed.
     """
     if how not in ATTENTIONS:
         raise ConfigError(f"attention must be one of {', '.join(ATTENTIONS)}; got '{how}'.")
@@ -178,24 +169,9 @@ def causal_mask(size: int) -> Tensor:
     return torch.ones(size, size, dtype=torch.bool).tril()
 
 
-def check_attention(width: int, heads: int, dropout: float, *, group: str = "backbone") -> None:
-    """Refuse heads that do not share the width evenly, and a share that cannot be dropped.
-
-    Args:
-        width: D.
-        heads: H.
-        dropout: Share that is dropped.
-        group: Group of the part that is configured.
-
-    Raises:
-        ConfigError: If there are no heads, or they do not divide the width (the message lists what does), or
-            dropout is not in [0, 1).
-    """
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"{group}.dropout must be in [0, 1); got {dropout}.")
-    if heads < 1 or width % heads:
-        choices = ", ".join(str(n) for n in range(1, min(width, 16) + 1) if width % n == 0)
-        raise ConfigError(
-            f"{group}.heads must divide {group}.width={width}; got {heads}. Use one of {choices}, or "
-            f"change the width."
-        )
+def check_heads(config: Any) -> None:
+    """Refuse a number of `heads` that does not divide the `width` of a configuration."""
+    width, heads = config.width, config.heads
+    choices = ", ".join(str(n) for n in range(1, min(width, 16) + 1) if width % n == 0)
+    rule = f"a divisor of {config.key}.width={width} (one of {choices})"
+    config.require("heads", width % heads == 0, rule)

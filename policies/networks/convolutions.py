@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -27,12 +28,7 @@ Rows = Callable[[Tensor], Tensor]
 
 
 def same(conv: nn.Conv1d, rows: int) -> Rows:
-    """Return a convolution that keeps the number of rows, zeros around them.
-
-    Args:
-        conv: Holds weights (C', C, k), k odd.
-        rows: T of what it will be given.
-    """
+    """Return a convolution, weights (C', C, k) with k odd, that keeps the T = rows of its input."""
     middle = conv.kernel_size[0] // 2
     reach = min(middle, rows - 1)
     matrix = _matrix(conv.weight[:, :, middle - reach : middle + reach + 1])
@@ -40,12 +36,7 @@ def same(conv: nn.Conv1d, rows: int) -> Rows:
 
 
 def halving(conv: nn.Conv1d, rows: int) -> Rows:
-    """Return the convolution of stride 2 around rows 0, 2, 4 and so on.
-
-    Args:
-        conv: Holds weights (C', C, 3).
-        rows: T of what it will be given, even.
-    """
+    """Return the convolution of stride 2, weights (C', C, 3), around rows 0, 2, … of an even number."""
     reach = min(1, rows - 2)
     matrix = _matrix(conv.weight[:, :, 1 - reach :])
     return lambda x: F.linear(_windows(x, reach, reach + 2, stride=2), matrix, conv.bias)
@@ -61,7 +52,7 @@ def doubling(conv: nn.ConvTranspose1d, rows: int) -> Rows:
         conv: Holds weights (C, C', 4).
         rows: T of what it will be given.
     """
-    w = conv.weight.permute(2, 1, 0)  # (4, C', C)
+    w = rearrange(conv.weight, "C D k -> k D C")  # D: C'
     reach = min(1, rows - 1)
     even, odd = w[1], w[2]
     if reach:
@@ -107,17 +98,13 @@ def group_norm(norm: nn.GroupNorm) -> Rows:
 
 def _matrix(weight: Tensor) -> Tensor:
     """Lay weights (C', C, k) out for windows: (C', k C)."""
-    return weight.transpose(1, 2).flatten(1)
+    return rearrange(weight, "D C k -> D (k C)")
 
 
 def _windows(x: Tensor, before: int, size: int, stride: int = 1) -> Tensor:
-    """Lay rows that follow each other side by side; (B, T, C) -> (B, T / stride, k C).
+    """Lay windows of `size` rows out side by side; (B, T, C) -> (B, T / stride, k C), padded by zeros.
 
-    Args:
-        x: Padded by zeros where windows stand out.
-        before: Rows of the first window that lie before the first row.
-        size: Rows k of a window.
-        stride: Rows from window to window.
+    The first window begins `before` rows before the first row.
     """
     if size == 1:
         return x
@@ -126,5 +113,5 @@ def _windows(x: Tensor, before: int, size: int, stride: int = 1) -> Tensor:
         end = padded.shape[1] - size + 1
         return torch.cat([padded[:, i : end + i : stride] for i in range(size)], dim=-1)
     # One copy instead of one per slice. Its backward pass is three times slower.
-    windows = padded.unfold(1, size, stride).transpose(2, 3).contiguous()
+    windows = padded.unfold(1, size, stride).transpose(2, 3).contiguous()  # (B, T / stride, k, C)
     return windows.view(-1, windows.shape[1], size * x.shape[2])

@@ -7,66 +7,60 @@ CPU, one after the other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from einops import repeat
 from torch import Tensor, nn
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
-from policies.networks.activations import ACTIVATIONS, check_activation
+from policies.networks.activations import ACTIVATIONS
 
 AGGREGATES = ("min", "mean", "subset_min", "mean_std")
 _LARGE = 32_768  # rows times width
 
 
 @dataclass(frozen=True)
-class EnsembleConfig:
-    """Shape of an ensemble of action values Q(s, a), and how its weights begin."""
+class EnsembleConfig(Checked):
+    """Shape of an ensemble of action values Q(s, a), and how its weights begin.
 
-    members: int = 2  # E
-    hidden_dims: tuple[int, ...] = (256, 256)  # widths of the hidden layers
-    activation: str = "relu"  # relu, mish or tanh
+    Attributes:
+        last_bound: Limit of the last layer's initial weights and biases; null: PyTorch's.
+    """
+
+    key: ClassVar[str] = "critic"
+
+    members: int = bounded(2, ge=1)  # E
+    hidden_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # widths of the hidden layers
+    activation: str = bounded("relu", choices=tuple(ACTIVATIONS))
     layer_norm: bool = False  # normalise before each activation
     norm_after: bool = False  # normalise after each activation instead
-    norm_eps: float = 1e-5  # added to variances
-    hidden_bias: float | None = None  # initial biases of hidden layers; None: as PyTorch draws them
-    last_bound: float | None = None  # limit of the last layer's initial weights and biases; None: PyTorch's
+    norm_eps: float = bounded(1e-5, gt=0)  # added to variances
+    hidden_bias: float | None = None  # initial biases of hidden layers; null: as PyTorch draws them
+    last_bound: float | None = bounded(None, ge=0)
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        super().__post_init__()
         object.__setattr__(self, "hidden_dims", tuple(self.hidden_dims))
-        check_activation(self.activation, where="critic.activation")
-        if self.members < 1:
-            raise ConfigError(f"critic.members must be at least 1; got {self.members}.")
-        if not self.hidden_dims or min(self.hidden_dims) < 1:
-            raise ConfigError(
-                "critic.hidden_dims must name at least one width, all at least 1; got "
-                f"{list(self.hidden_dims)}."
-            )
-        if not 0 < self.norm_eps < math.inf:
-            raise ConfigError(f"critic.norm_eps must be positive and finite; got {self.norm_eps}.")
-        if self.norm_after and not self.layer_norm:
-            raise ConfigError("critic.norm_after needs critic.layer_norm=true; got false.")
-        if self.last_bound is not None and not 0 <= self.last_bound < math.inf:
-            raise ConfigError(f"critic.last_bound must be 0 or more and finite; got {self.last_bound}.")
+        self.require("hidden_dims", bool(self.hidden_dims), "at least one width")
+        self.require("norm_after", self.layer_norm or not self.norm_after, "false without critic.layer_norm")
 
     def build(self, cond_dim: int, action_dim: int) -> Ensemble:
-        """Build the networks for conditions (B, C) and flattened chunks (B, A)."""
         return Ensemble(self, cond_dim + action_dim)
 
 
 class Ensemble(nn.Module):
     """E networks from (B, in) to one number each.
 
-    Members are initialised one by one as PyTorch initialises linear layers, unless the configuration says
-    otherwise. Under autocast the last layer keeps the type of its weights: values of hundreds need more than
-    the eight bits of bfloat16.
+    Members are initialised one by one as PyTorch initialises linear layers, unless configured otherwise.
+    Under autocast the last layer keeps the type of its weights: values of hundreds need more than the eight
+    bits of bfloat16.
     """
 
     def __init__(self, config: EnsembleConfig, in_dim: int) -> None:
@@ -87,7 +81,7 @@ class Ensemble(nn.Module):
 
     @torch.no_grad()
     def _begin(self) -> None:
-        """Let weights begin as the configuration says, where it differs from PyTorch."""
+        """Overwrite initial weights where the configuration differs from PyTorch."""
         *hidden, last = self.bias
         if self.config.hidden_bias is not None:
             for bias in hidden:
@@ -98,7 +92,6 @@ class Ensemble(nn.Module):
 
     @property
     def members(self) -> int:
-        """E."""
         return self.config.members
 
     def forward(
@@ -110,26 +103,23 @@ class Ensemble(nn.Module):
             cond: (B, C).
             action: (B, A).
             members: Evaluate the first so many only.
-            frozen: Let no gradient reach the weights; it still reaches the inputs.
+            frozen: Detach the weights; gradients still reach the inputs.
         """
         x = torch.cat([cond, action], dim=-1)
         count = self.members if members is None else members
         if count == 1 or self._large(x):
             return self._evaluate_each(x, count, frozen)
-        return self._evaluate_together(x.expand(count, *x.shape), count, frozen)
+        return self._evaluate_together(repeat(x, "B C -> E B C", E=count), count, frozen)
 
     def _large(self, x: Tensor) -> bool:
-        """Return whether products are so large that a CPU is faster with one after the other."""
         return x.device.type == "cpu" and len(x) * min(self.config.hidden_dims) >= _LARGE
 
     def _evaluate_together(self, h: Tensor, count: int, frozen: bool) -> Tensor:
-        """Evaluate (count, B, in) by one batched product per layer."""
         parts = (self.weight, self.bias, self.scale, self.shift)
         weight, bias, scale, shift = (self._stacks(part, count, frozen) for part in parts)
         return self._evaluate(torch.baddbmm, h, weight, bias, scale, shift)
 
     def _evaluate_each(self, x: Tensor, count: int, frozen: bool) -> Tensor:
-        """Evaluate (B, in) by plain products, one member after the other."""
         parts = (self.weight, self.bias, self.scale, self.shift)
         stacks = ([stack.unbind(0) for stack in self._stacks(part, count, frozen)] for part in parts)
         weight, bias, scale, shift = stacks
@@ -212,7 +202,6 @@ class Ensemble(nn.Module):
 
 
 def _full_precision(device: str) -> AbstractContextManager[Any]:
-    """Return what a product in the type of its weights is computed in."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
@@ -225,9 +214,6 @@ def aggregate(values: Tensor, how: str, *, subset: Tensor | None = None, pessimi
             deviation, the uncorrected one).
         subset: Indices (S,) of members, for `subset_min`.
         pessimism: Weight of the deviation, for `mean_std`.
-
-    Raises:
-        ConfigError: If the name is unknown, or the subset is missing.
     """
     match how:
         case "min":

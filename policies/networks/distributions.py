@@ -38,7 +38,6 @@ class TanhGaussianConfig:
     zero_init: bool = False  # start at mean 0 and deviation 1 everywhere
 
     def build(self, cond_dim: int, latent_dim: int) -> TanhGaussian:
-        """Build the network for conditions (B, C) and latents (B, L)."""
         trunk = TrunkConfig(
             activation=self.activation,
             layer_norm=self.layer_norm,
@@ -94,11 +93,7 @@ def gaussian_draw(mean: Tensor, log_std: Tensor, eps: Tensor) -> tuple[Tensor, T
 def tanh_draw(mean: Tensor, log_std: Tensor, eps: Tensor, *, form: str = "exact") -> tuple[Tensor, Tensor]:
     """Return u = tanh(mean + std eps) (B, L) and its log-density (B,), summed over L.
 
-    Args:
-        mean: (B, L).
-        log_std: (B, L).
-        eps: Standard normals (B, L).
-        form: See the top of the file.
+    `eps` (B, L) are standard normals; for `form` see the top of the file.
     """
     g, log_prob = gaussian_draw(mean, log_std, eps)
     u = torch.tanh(g)
@@ -106,11 +101,7 @@ def tanh_draw(mean: Tensor, log_std: Tensor, eps: Tensor, *, form: str = "exact"
 
 
 def log_slope(g: Tensor, u: Tensor, form: str) -> Tensor:
-    """Return log(1 - u^2) of u = tanh(g), entry by entry.
-
-    Raises:
-        ConfigError: If there is no such form.
-    """
+    """Return log(1 - u^2) of u = tanh(g), entry by entry."""
     if form == "exact":
         return 2 * (math.log(2) - g - F.softplus(-2 * g))
     if form == "floored":

@@ -13,17 +13,10 @@ from policies.networks.activations import mish
 
 
 def sinusoid(time: Tensor, dim: int) -> Tensor:
-    """Embed times in sines and cosines of geometrically spaced frequencies, sines first.
-
-    Shapes:
-        time: (...,) floating point, in raw network units (the integer timestep for diffusion).
-
-    Args:
-        time: Network times.
-        dim: Width, even and at least 4; frequency j of dim/2 is 10000^(-j / (dim/2 - 1)).
+    """Embed network times (...,) in sines, then cosines of dim / 2 frequencies 10000^(-j / (dim/2 - 1)).
 
     Returns:
-        (..., dim)
+        (..., dim), dim even and at least 4.
     Source:
         Diffusion Policy (arXiv 2303.04137) and DPPO (arXiv 2409.00588), released code.
     """
@@ -70,17 +63,7 @@ class OctaveEmbedding(nn.Module):
 def embed_times(
     first: Callable[[Tensor], Tensor], second: TimeEmbedding | None, time: Tensor, second_time: Tensor | None
 ) -> Tensor:
-    """Embed one network time, or the sum of two.
-
-    Args:
-        first: Embeds the first time.
-        second: Embeds the second one; None: the network was built without it.
-        time: (...,).
-        second_time: (...,), or None.
-
-    Raises:
-        CapabilityError: If a second time is missing or not expected.
-    """
+    """Embed one network time (...,), or the sum of two where the network was built with a second one."""
     if second is None and second_time is None:
         return first(time)
     if second is None or second_time is None:

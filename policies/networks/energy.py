@@ -77,7 +77,6 @@ class EnergyField(nn.Module):
         return self._read(x, self.net(x, time, cond, cond_row, time_row, second_time))
 
     def bind(self, cond: Cond, times: Tensor, second_times: Tensor | None = None) -> BoundField:
-        """Bind the gradient to conditions and times; see `policies.backbones.Backbone`."""
         bound = self.bind_energy(cond, times, second_times)
         return lambda k, x: bound(k, x)[1]
 
@@ -93,7 +92,6 @@ class EnergyField(nn.Module):
     def features(
         self, cond: Cond, times: Tensor, second_times: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return what the network makes of times and conditions; see `policies.backbones.Backbone`."""
         return self.net.features(cond, times, second_times)
 
     def _read(self, x: Tensor, out: Tensor) -> Tensor:
@@ -101,12 +99,7 @@ class EnergyField(nn.Module):
 
 
 def energy_and_gradient(energy: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the energy (B,) of chunks x (B, Th, Da) and its gradient, with their graphs if they are on.
-
-    Args:
-        energy: Function of chunks, row by row.
-        x: Where.
-    """
+    """Return the energy (B,) of chunks x (B, Th, Da) and its gradient, with their graphs if they are on."""
     if torch.compiler.is_compiling():
         return _traced_gradient(energy, x)
     keeps_graph = torch.is_grad_enabled()

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from policies.errors import ConfigError
+from policies.bounds import bounded
+from policies.networks.activations import ACTIVATIONS
 from policies.networks.mlp_blocks import TrunkConfig
 from policies.protocols import Cond
 
@@ -18,11 +19,10 @@ from policies.protocols import Cond
 class CriticConfig(TrunkConfig):
     """State-value network V(s)."""
 
-    width: int = 256
-    activation: str = "mish"
+    width: int = bounded(256, ge=1)
+    activation: str = bounded("mish", choices=tuple(ACTIVATIONS))
 
     def build(self, obs_dim: int) -> Critic:
-        """Build the critic for flattened normalised observations of `obs_dim` numbers."""
         return Critic(self, obs_dim)
 
     def official_keys(self) -> dict[str, str]:
@@ -50,38 +50,23 @@ class Critic(nn.Module):
 
 @dataclass(frozen=True)
 class DensityHeadConfig(TrunkConfig):
-    """What every density over action chunks has: a deviation per action dimension, learned or fixed.
+    """What every density over action chunks has: a deviation per action dimension, learned or fixed."""
 
-    Attributes:
-        init_std: Initial standard deviation, normalised action units.
-        min_std: Lower limit of the standard deviation.
-        max_std: Upper limit of the standard deviation.
-        learn_std: False keeps `init_std` for good.
-    """
-
-    width: int = 256
-    activation: str = "mish"
-    init_std: float = 0.1
-    min_std: float = 0.01
-    max_std: float = 0.2
-    learn_std: bool = True
+    width: int = bounded(256, ge=1)
+    activation: str = bounded("mish", choices=tuple(ACTIVATIONS))
+    init_std: float = 0.1  # initial standard deviation, normalised action units
+    min_std: float = bounded(0.01, gt=0)  # lower limit of the standard deviation
+    max_std: float = 0.2  # upper limit of it
+    learn_std: bool = True  # false keeps `init_std` for good
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.min_std <= self.init_std <= self.max_std:
-            raise ConfigError(
-                "the standard deviations must satisfy 0 < min_std <= init_std <= max_std; got "
-                f"{self.min_std}, {self.init_std}, {self.max_std}."
-            )
+        within = f"between min_std={self.min_std} and max_std={self.max_std}"
+        self.require("init_std", self.min_std <= self.init_std <= self.max_std, within)
 
     @classmethod
     def from_parts(cls, trunk: TrunkConfig, deviation: Any) -> Self:
-        """Combine the trunk settings of a backbone with the fields of the same names in `deviation`.
-
-        Args:
-            trunk: Where width, blocks, activation and the like come from.
-            deviation: Any object that holds `init_std`, `min_std`, `max_std` and `learn_std`.
-        """
+        """Combine the trunk settings of a backbone with the fields of the same names in `deviation`."""
         known = {item.name for item in fields(TrunkConfig)}
         sources = {item.name: trunk if item.name in known else deviation for item in fields(cls)}
         return cls(**{name: getattr(source, name) for name, source in sources.items()})
@@ -95,7 +80,6 @@ class DensityHeadConfig(TrunkConfig):
             head.register_buffer("log_var", log_var)
 
     def std_of(self, log_var: Tensor) -> Tensor:
-        """Return standard deviations within the limits."""
         low, high = 2 * math.log(self.min_std), 2 * math.log(self.max_std)
         return torch.exp(0.5 * log_var.clamp(low, high))
 
@@ -105,7 +89,6 @@ class GaussianHeadConfig(DensityHeadConfig):
     """Gaussian distribution over action chunks."""
 
     def build(self, chunk_shape: tuple[int, int], cond_dim: int) -> GaussianHead:
-        """Build the head for chunks (Th, Da) and conditions of width `cond_dim`."""
         return GaussianHead(self, chunk_shape, cond_dim)
 
     def official_keys(self) -> dict[str, str]:
@@ -141,21 +124,11 @@ class GaussianHead(nn.Module):
 
 @dataclass(frozen=True)
 class MixtureHeadConfig(DensityHeadConfig):
-    """Mixture of Gaussian distributions over action chunks.
+    """Mixture of Gaussian distributions over action chunks."""
 
-    Attributes:
-        num_modes: M, Gaussians.
-    """
-
-    num_modes: int = 5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.num_modes < 1:
-            raise ConfigError(f"num_modes must be at least 1; got {self.num_modes}.")
+    num_modes: int = bounded(5, ge=1)  # M, Gaussians
 
     def build(self, chunk_shape: tuple[int, int], cond_dim: int) -> MixtureHead:
-        """Build the head for chunks (Th, Da) and conditions of width `cond_dim`."""
         return MixtureHead(self, chunk_shape, cond_dim)
 
 
@@ -191,7 +164,6 @@ class MixtureHead(nn.Module):
         config.attach_log_var(self, (config.num_modes, 1, chunk_shape[1]))
 
     def forward(self, vec: Tensor) -> Mixture:
-        """Return the mixture for conditions (B, C)."""
         modes = self.config.num_modes
         weight, mean = self.trunk(vec).tensor_split([modes], dim=1)
         mean = torch.tanh(mean).view(-1, modes, *self.chunk_shape)

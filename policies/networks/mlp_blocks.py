@@ -30,8 +30,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
-from policies.networks.activations import ACTIVATIONS, check_activation
+from policies.networks.activations import ACTIVATIONS
 from policies.networks.attention import LayerNorm
 from policies.networks.weight_cache import WeightCache
 
@@ -40,35 +41,23 @@ Finish = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class TrunkConfig:
+class TrunkConfig(Checked):
     """Shape of a trunk.
 
     Attributes:
-        width: Width of the residual stream.
         num_blocks: Residual blocks of two linear layers each; DPPO's [512, 512, 512] is one block of 512.
-        activation: `relu`, `mish`, `tanh` or `silu`.
-        layer_norm: Normalise before each activation.
-        residual: False for a plain stack of `hidden_dims`.
         hidden_dims: Hidden widths of the plain stack; empty for a residual trunk.
-
-    Raises:
-        ConfigError: If a value is out of range or contradicts another one.
     """
 
-    width: int = 512
-    num_blocks: int = 1
-    activation: str = "relu"
-    layer_norm: bool = False
-    residual: bool = True
-    hidden_dims: tuple[int, ...] = ()
+    width: int = bounded(512, ge=1)  # of the residual stream
+    num_blocks: int = bounded(1, ge=1)
+    activation: str = bounded("relu", choices=tuple(ACTIVATIONS))
+    layer_norm: bool = False  # normalise before each activation
+    residual: bool = True  # false: a plain stack of `hidden_dims`
+    hidden_dims: tuple[int, ...] = bounded((), ge=1)
 
     def __post_init__(self) -> None:
-        check_activation(self.activation, where="activation")
-        for name in ("width", "num_blocks"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}.")
-        if any(dim < 1 for dim in self.hidden_dims):
-            raise ConfigError(f"hidden_dims must all be at least 1; got {tuple(self.hidden_dims)}.")
+        super().__post_init__()
         if self.residual and self.hidden_dims:
             raise ConfigError(
                 "a residual trunk takes width and num_blocks, and no hidden_dims; got hidden_dims="
@@ -78,19 +67,13 @@ class TrunkConfig:
             raise ConfigError("residual=false needs hidden_dims, e.g. hidden_dims=[256,256]; got none.")
 
     def build_trunk(self, in_dim: int, out_dim: int) -> Trunk:
-        """Build the trunk with PyTorch's default initialisation."""
         if self.residual:
             dims = (in_dim, self.width, out_dim)
             return ResidualTrunk(dims, self.num_blocks, self.activation, self.layer_norm)
         return PlainTrunk((in_dim, *self.hidden_dims, out_dim), self.activation, self.layer_norm)
 
     def official_trunk_keys(self, official: str, ours: str) -> dict[str, str]:
-        """Map the parameter names of DPPO's released networks to ours.
-
-        Args:
-            official: Prefix of the released names, e.g. `mlp_mean.`.
-            ours: Prefix of ours, e.g. `trunk.`.
-        """
+        """Map the parameter names of DPPO's released networks to ours, e.g. `mlp_mean.` to `trunk.`."""
         if not self.residual:
             return official_plain_keys(len(self.hidden_dims) + 1, official, ours, layer_norm=self.layer_norm)
         names = {"layers.0": "inlet", f"layers.{self.num_blocks + 1}": "outlet"}
@@ -146,11 +129,7 @@ class Block(nn.Module):
         self.activate, self.activate_ = ACTIVATIONS[activation]
 
     def features_of(self, *, overwrite: bool) -> Finish:
-        """Return the function h (B, H) -> u (B, H), with its weights looked up once.
-
-        Args:
-            overwrite: The function may destroy h.
-        """
+        """Return the function h (B, H) -> u (B, H); with `overwrite` it may destroy h."""
         weight, bias = self.linear1.weight, self.linear1.bias
         norm1, norm2, activate_ = self.norm1, self.norm2, self.activate_
         if norm1 is not None and norm2 is not None:
@@ -178,7 +157,6 @@ class ResidualTrunk(nn.Module):
 
     @property
     def last_block(self) -> Block:
-        """The block that is folded into the output layer."""
         return self.blocks[-1]  # type: ignore[return-value]
 
     def fold(self) -> Fold:

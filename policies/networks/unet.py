@@ -31,14 +31,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from einops import reduce
 from torch import Tensor, nn
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
-from policies.networks.activations import ACTIVATIONS, check_activation
+from policies.networks.activations import ACTIVATIONS
 from policies.networks.convolutions import Rows, doubling, group_norm, halving, pointwise, same
-
-FILMS = ("one_plus_scale", "scale", "bias")
-"""h (1 + scale) + bias, h scale + bias, h + bias."""
 
 Modulation = tuple[Tensor | None, Tensor]
 """Scale (None: there is none) and bias of a block, each (..., P, channels)."""
@@ -51,69 +50,45 @@ Evaluate = Callable[[Tensor, Sequence[Modulation]], Tensor]
 
 
 @dataclass(frozen=True)
-class UnetConfig:
+class UnetConfig(Checked):
     """Shape of a temporal U-Net.
 
     Attributes:
         widths: Channels of the levels, finest first; published sizes are 256, 512, 1024.
-        kernel: Rows that a convolution sees, odd.
         groups: Groups of channels that are normalised together, a divisor of every width; 0: none are.
         final_groups: Groups of the last convolution, which has the first of the widths; null: as `groups`.
-        norm_eps: Added to the variance of a group.
         film: What time and condition do to a block: `one_plus_scale` (h (1 + scale) + bias), `scale`
             (h scale + bias) or `bias` (h + bias).
         film_layers: Linear layers from time and condition to scale and bias, in every block: 1 or 3.
-        activation: `relu` or `mish`.
-
-    Raises:
-        ConfigError: If a value is out of range or contradicts another one.
     """
 
-    widths: tuple[int, ...] = (64, 128, 256)
-    kernel: int = 5
-    groups: int = 8
-    final_groups: int | None = None
-    norm_eps: float = 1e-5
-    film: str = "one_plus_scale"
-    film_layers: int = 1
-    activation: str = "mish"
+    widths: tuple[int, ...] = bounded((64, 128, 256), ge=1)
+    kernel: int = bounded(5, ge=1)  # rows that a convolution sees, odd
+    groups: int = bounded(8, ge=0)
+    final_groups: int | None = bounded(None, ge=0)
+    norm_eps: float = bounded(1e-5, gt=0)  # added to the variance of a group
+    film: str = bounded("one_plus_scale", choices=("one_plus_scale", "scale", "bias"))
+    film_layers: int = bounded(1, choices=(1, 3))
+    activation: str = bounded("mish", choices=tuple(ACTIVATIONS))
 
     def __post_init__(self) -> None:
-        check_activation(self.activation, where="backbone.activation")
+        super().__post_init__()
         widths = tuple(self.widths)
-        laws = (
-            ("widths", bool(widths) and min(widths) >= 1, "be one or more widths of at least 1"),
-            ("kernel", self.kernel >= 1 and self.kernel % 2 == 1, "be odd and at least 1"),
-            ("groups", _divides(self.groups, widths), f"divide every width of {widths}, or be 0 for none"),
-            (
-                "final_groups",
-                self.final_groups is None or _divides(self.final_groups, widths[:1]),
-                f"divide the first width of {widths}, be 0 for none, or null for backbone.groups",
-            ),
-            ("norm_eps", self.norm_eps > 0, "be positive"),
-            ("film", self.film in FILMS, f"be one of {', '.join(FILMS)}"),
-            ("film_layers", self.film_layers in (1, 3), "be 1 or 3"),
-        )
-        for name, holds, law in laws:
-            if not holds:
-                raise ConfigError(f"backbone.{name} must {law}; got {getattr(self, name)}.")
+        self.require("widths", bool(widths), "one or more widths")
+        self.require("kernel", self.kernel % 2 == 1, "odd")
+        for name, seen in (("groups", widths), ("final_groups", widths[:1])):
+            groups = getattr(self, name)
+            divides = not groups or not any(width % groups for width in seen)
+            self.require(name, divides, f"0 or a divisor of every width of {seen}")
 
     @property
     def levels(self) -> int:
-        """How many resolutions there are."""
         return len(self.widths)
 
     def build_unet(self, chunk_shape: tuple[int, int], parts: tuple[int, int]) -> TemporalUnet:
-        """Build the network with PyTorch's default initialisation.
-
-        Args:
-            chunk_shape: (Th, Da).
-            parts: Widths of embedded time and condition.
-        """
         return TemporalUnet(self, chunk_shape, parts)
 
     def build_conv(self, dims: tuple[int, int], rows: int, groups: int | None = None) -> ConvBlock:
-        """Build a convolution of T rows, normalised in `groups` groups, or as many as there are."""
         return ConvBlock(
             dims,
             rows,
@@ -126,16 +101,11 @@ class UnetConfig:
     def build_block(
         self, dims: tuple[int, int], rows: int, parts: tuple[int, int], *, level: int
     ) -> ResidualBlock:
-        """Build a residual block of T rows."""
         after = dims[1]
         film = Film(parts, after, kind=self.film, num_layers=self.film_layers, activation=self.activation)
         return ResidualBlock(
             self.build_conv(dims, rows), self.build_conv((after, after), rows), film, level=level
         )
-
-
-def _divides(groups: int, widths: tuple[int, ...]) -> bool:
-    return groups == 0 or (groups > 0 and not any(width % groups for width in widths))
 
 
 class ConvBlock(nn.Module):
@@ -174,7 +144,7 @@ class Film(nn.Module):
     Args:
         parts: Widths of time and condition.
         channels: Of the block.
-        kind: One of `FILMS`.
+        kind: See `UnetConfig.film`.
         num_layers: 1 or 3, see the top of the file.
         activation: By name.
     """
@@ -229,7 +199,6 @@ class ResidualBlock(nn.Module):
         self.shortcut = nn.Conv1d(before, after, 1) if before != after else None
 
     def ready(self) -> ModulatedRows:
-        """Return the block as a function, with its weights looked up and laid out."""
         first, second = self.first.ready(), self.second.ready()
         shortcut = None if self.shortcut is None else pointwise(self.shortcut)
 
@@ -276,18 +245,16 @@ class TemporalUnet(nn.Module):
 
     @property
     def films(self) -> list[Film]:
-        """What turns time and condition into the modulation of each block."""
         return [block.film for block in self.blocks]
 
     def coarsened(self, rows: Tensor) -> list[Tensor]:
         """Return features of rows at every level, finest first, as means; (N, Th, E) -> L of (N, T, E)."""
         by_level = [pad_rows(rows, self.padding)]
         while len(by_level) < self.levels:
-            by_level.append(by_level[-1].unflatten(1, (-1, 2)).mean(2))
+            by_level.append(reduce(by_level[-1], "N (T pair) E -> N T E", "mean", pair=2))
         return by_level
 
     def ready(self) -> Evaluate:
-        """Return the network as a function, with its weights looked up and laid out."""
         blocks = [block.ready() for block in self.blocks]
         last, padding, horizon = self.levels - 1, self.padding, self.chunk_shape[0]
         downs = [halving(conv, self._rows(i)) for i, conv in enumerate(self.downs)]

@@ -33,9 +33,6 @@ def official_unet_keys(
         film_layers: Linear layers of a block's modulation.
         has_norm: Whether the convolutions of the blocks are normalised.
         has_final_norm: Whether the last one is.
-
-    Raises:
-        ConfigError: If there is no such program, or it never had such a network.
     """
     if program not in _PROGRAMS:
         raise ConfigError(f"program must be one of {', '.join(_PROGRAMS)}; got '{program}'.")

@@ -72,7 +72,6 @@ class _Entry(Generic[T]):
     steps: int
 
     def is_current(self, sources: Sequence[Tensor]) -> bool:
-        """Return whether these are the sources and none of them changed."""
         if len(sources) != len(self.sources) or _OptimizerSteps.wrote(self.storages, self.steps):
             return False
         known = zip(sources, self.sources, self.aliases, self.versions, strict=True)
@@ -96,7 +95,6 @@ class WeightCache(Generic[T]):
         return WeightCache, ()
 
     def clear(self) -> None:
-        """Forget the value."""
         self._entry: _Entry[T] | None = None
 
     def get(self, sources: Sequence[Tensor], compute: Callable[[], T]) -> T:
@@ -121,7 +119,7 @@ class WeightCache(Generic[T]):
         # Taken before computing: a write in the meantime makes the entry stale.
         steps, versions = _OptimizerSteps.count, tuple(source._version for source in sources)
         aliases = tuple(source.detach() for source in sources)
-        if any(type(alias) not in _PLAIN for alias in aliases):  # a tracer is at work that says nothing
+        if any(type(alias) not in _PLAIN for alias in aliases):  # an unreported tracer
             return compute()
         storages = frozenset(map(_storage, aliases))
         no_autocast = torch.autocast(sources[0].device.type, enabled=False)
@@ -164,7 +162,7 @@ def forget(module: nn.Module) -> None:
 
 
 def keeps_values(module: nn.Module) -> bool:
-    """Tell whether a module, its children aside, keeps what it computes from weights."""
+    """Whether a module, its children aside, owns a cache."""
     return any(isinstance(value, WeightCache) for value in vars(module).values())
 
 

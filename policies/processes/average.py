@@ -36,7 +36,6 @@ class AveragePath(RectifiedFlow):
     has_second_time: ClassVar[bool] = True
 
     def second_net_time(self, t: Tensor, t_next: Tensor) -> Tensor:
-        """Return time_scale * (t_next - t)."""
         return self.time_scale * (t_next - t)
 
     def default_sampler(self) -> dict[str, Any]:
@@ -48,11 +47,8 @@ def allow_derivatives(backbone: Backbone, *, trained: bool) -> Backbone:
     """Prepare a backbone for forward-mode derivatives and return it.
 
     Args:
-        backbone: Takes `math` for its attention and normalisation, where it has some.
+        backbone: Set to `math` for its attention and normalisation, where it has some.
         trained: Whether a loss sends gradients through such a derivative.
-
-    Raises:
-        CapabilityError: If it holds `nn.LayerNorm` and `trained`: see `policies.networks.attention`.
     """
     assert isinstance(backbone, nn.Module)
     set_attention(backbone, "math")

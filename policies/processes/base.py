@@ -1,4 +1,4 @@
-"""What a process is, and the arithmetic shared by every Gaussian path `x = alpha x0 + sigma eps`.
+"""What a process is, and the arithmetic of every Gaussian path `x = alpha x0 + sigma eps`.
 
 Legend: x noisy chunk, x0 clean chunk, eps noise, all (B, Th, Da); t sampling time (B,), 0 noise and 1 data;
 dots are derivatives with respect to t; lambda = ln(alpha / sigma), half the log signal-to-noise ratio.
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from policies.errors import ConfigError
-from policies.protocols import TE, Evaluate, Kind
+from policies.protocols import TE, Device, Evaluate, Kind, Rng
 from policies.registry import name_of
 
 if TYPE_CHECKING:
@@ -91,19 +91,12 @@ class Process(Protocol):
         """Return the deviation of the state from which sampling starts at time t."""
         ...
 
-    def levels(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
-    ) -> Tensor | None:
+    def levels(self, *, device: Device = None, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """Return the times (K,) that training draws from, or None where they are continuous."""
         ...
 
     def sample_time(
-        self,
-        n: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Draw n training times (n,)."""
         ...
@@ -140,37 +133,27 @@ class GaussianPath:
     if TYPE_CHECKING:
 
         @property
-        def kind(self) -> Kind:
-            """What the network predicts."""
+        def kind(self) -> Kind: ...
 
-        def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-            """Return signal and noise amplitudes at times t."""
+        def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]: ...
 
-        def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
-            """Return their derivatives."""
+        def rates(self, t: Tensor) -> tuple[Tensor, Tensor]: ...
 
     def corrupt(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return alpha x0 + sigma eps for chunks (B, Th, Da) and times (B,)."""
         alpha, sigma = self.alpha_sigma(t)
         return over_rows(alpha, x0) * x0 + over_rows(sigma, x0) * eps
 
     def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return what the network should output (B, Th, Da) at times t (B,)."""
         return self.express(x0, eps, t, self.kind)
 
     def convert(self, x: Tensor, t: Tensor, pred: Tensor, src: Kind, dst: Kind) -> Tensor:
-        """Translate a prediction at (x, t) between kinds; (B, Th, Da)."""
         if src == dst:
             return pred
         x0, eps = self.resolve(x, t, pred, src)
         return self.express(x0, eps, t, dst)
 
     def express(self, x0: Tensor, eps: Tensor, t: Tensor, kind: Kind) -> Tensor:
-        """Express the pair (x0, eps) as one kind.
-
-        Raises:
-            ConfigError: If the kind is unknown.
-        """
+        """Express the pair (x0, eps) as one kind."""
         if kind == "x0":
             return x0
         if kind == "eps":
@@ -190,9 +173,6 @@ class GaussianPath:
 
         Where the path has no signal (alpha = 0) `eps` and `score` leave x0 undetermined, and where it has no
         noise (sigma = 0) `x0` leaves eps undetermined: the result is not finite there.
-
-        Raises:
-            ConfigError: If the kind is unknown.
         """
         alpha, sigma = (over_rows(value, x) for value in self.alpha_sigma(t))
         if kind == "x0":
@@ -210,7 +190,6 @@ class GaussianPath:
         raise unknown_kind(kind)
 
     def second_net_time(self, t: Tensor, t_next: Tensor) -> Tensor | None:
-        """Return None: the network has one time."""
         return None
 
     def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
@@ -224,22 +203,18 @@ class GaussianPath:
         return (low + high) / 2
 
     def grid(self, steps: int) -> list[float]:
-        """Return steps + 1 equally spaced times."""
         return [k / steps for k in range(steps + 1)]
 
     def check_steps(self, times: Sequence[float]) -> None:
         """Accept all: the network knows its path everywhere."""
 
     def start_std(self, t: float) -> float:
-        """Return sigma at time t."""
         return float(self.alpha_sigma(torch.tensor(t, dtype=torch.float64))[1])
 
-    def levels(self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> Any:
-        """Return None: training times are continuous."""
+    def levels(self, *, device: Device = None, dtype: torch.dtype = torch.float32) -> Any:
         return None
 
     def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Return nothing: times and noise are all that the loss needs."""
         return {}
 
     def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
@@ -248,7 +223,6 @@ class GaussianPath:
         return (net(x, te.t, level=te.level) - self.target(action, te.eps, te.t)).square()
 
     def field_of(self, backbone: Backbone) -> Backbone:
-        """Return the backbone itself."""
         return backbone
 
 
@@ -263,13 +237,7 @@ def unknown_kind(kind: str, known: Sequence[str] = KINDS) -> ConfigError:
 
 
 def incompatible(sampler: Any, process: Any, *, needs: str) -> ConfigError:
-    """Return the error of a sampler that cannot run a process.
-
-    Args:
-        sampler: Registered sampler.
-        process: Registered process.
-        needs: Name of the process that the sampler runs.
-    """
+    """Return the error of a sampler that cannot run a process."""
     instead = process.default_sampler()["name"]
     return ConfigError(
         f"sampler={name_of('sampler', sampler)} needs process={needs}; got "

@@ -30,19 +30,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from policies.errors import ConfigError
+from policies.bounds import bounded
 from policies.processes.base import over_rows
-from policies.processes.edm import Edm
+from policies.processes.edm import NOISE_DENSITIES, Edm
 from policies.protocols import TE, Evaluate, Kind
 from policies.registry import register
-
-if TYPE_CHECKING:
-    pass
 
 SMALLEST_GAP = 1e-6  # between two levels; keeps the weight finite where both are noise_min
 
@@ -58,38 +55,23 @@ class Consistency(Edm):
     The path, network time and densities are those of `edm`.
 
     Args:
-        density: As of `edm`; the default is iCT's.
-        density_mean: Mean of `log_normal`.
-        density_scale: Scale of `log_logistic` or `log_normal`.
         num_levels: N, levels from noise_max to noise_min; the two states of a loss are one level apart.
             More follow trajectories more closely and take longer to learn.
         huber: c per square root of the number of elements of a chunk; errors far above are weighed like l1.
-
-    Raises:
-        ConfigError: If a value is unknown or out of range.
 
     Source:
         arXiv 2303.01469, 2310.14189.
     """
 
     is_integrable: ClassVar[bool] = False
-    density: str = "log_normal"
+    density: str = bounded("log_normal", choices=NOISE_DENSITIES)  # as of `edm`; the default is iCT's
     density_mean: float = -1.1
-    density_scale: float = 2.0
-    num_levels: int = 20
-    huber: float = 0.00054
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        if self.num_levels < 2:
-            raise ConfigError(f"process.num_levels must be at least 2; got {self.num_levels}.")
-        if not self.huber > 0:
-            raise ConfigError(f"process.huber must be positive; got {self.huber}.")
+    density_scale: float = bounded(2.0, gt=0)
+    num_levels: int = bounded(20, ge=2)
+    huber: float = bounded(0.00054, gt=0)
 
     @property
     def kind(self) -> Kind:
-        """The network predicts F."""
         return "consistency"
 
     def scalings(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +89,6 @@ class Consistency(Edm):
         return (x0 - skip * self.corrupt(x0, eps, t)) / out
 
     def resolve(self, x: Tensor, t: Tensor, pred: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-        """Solve a prediction for the pair (x0, eps); `consistency` is F."""
         if kind != "consistency":
             return super().resolve(x, t, pred, kind)
         return super().resolve(x, t, self.end_of(x, t, pred), "x0")
@@ -161,7 +142,6 @@ class Consistency(Edm):
         return replace(te, more={**te.more, "near": near})
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return jumps to the clean end with fresh noise between them."""
         return {"name": "consistency"}
 
 

@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 from policies.processes.base import GaussianPath
 from policies.processes.diffusion import PREDICTIONS
-from policies.protocols import Kind
+from policies.protocols import Device, Kind, Rng
 from policies.registry import register
-
-if TYPE_CHECKING:
-    pass
 
 SCHEDULES = ("cosine", "linear")
 LAST_ANGLE = 0.995 * math.pi / 2
@@ -34,45 +31,22 @@ BETA_START, BETA_END = 0.1, 20.0
 
 @register("process", "vp")
 @dataclass(frozen=True)
-class VPContinuous(GaussianPath):
+class VPContinuous(Checked, GaussianPath):
     """Denoising diffusion whose training times are drawn from an interval instead of from levels.
-
-    Args:
-        schedule: `cosine` or `linear`.
-        prediction: What the network outputs: `eps`, `x0` or `v`.
-        time_scale: The network receives time_scale * u.
-
-    Raises:
-        ConfigError: If a value is unknown or out of range.
 
     Source:
         arXiv 2011.13456 (variance-preserving SDE), 2202.00512 (v prediction).
     """
 
-    schedule: str = "cosine"
-    prediction: str = "v"
-    time_scale: float = 100.0
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(
-                f"process.schedule must be one of {', '.join(SCHEDULES)}; got '{self.schedule}'."
-            )
-        if self.prediction not in PREDICTIONS:
-            raise ConfigError(
-                f"process.prediction must be one of {', '.join(PREDICTIONS)}; got '{self.prediction}'."
-            )
-        if not self.time_scale > 0:
-            raise ConfigError(f"process.time_scale must be positive; got {self.time_scale}.")
+    schedule: str = bounded("cosine", choices=("cosine", "linear"))
+    prediction: str = bounded("v", choices=PREDICTIONS)  # what the network outputs
+    time_scale: float = bounded(100.0, gt=0)  # the network receives time_scale * u
 
     @property
     def kind(self) -> Kind:
-        """What the network predicts."""
-        return PREDICTIONS[PREDICTIONS.index(self.prediction)]
+        return cast(Kind, self.prediction)
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return signal and noise amplitudes at times t, shaped like t; their squares add up to 1."""
         if self.schedule == "cosine":
             phi = LAST_ANGLE * (1.0 - t)
             return phi.cos(), phi.sin()
@@ -88,7 +62,6 @@ class VPContinuous(GaussianPath):
         return slope * alpha, -slope * alpha.square() / sigma
 
     def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
-        """Return the time (any shape) at which ln(alpha / sigma) = log_ratio, between 0 and 1."""
         if self.schedule == "cosine":
             u = torch.atan(torch.exp(-log_ratio)) / LAST_ANGLE
         else:
@@ -98,23 +71,15 @@ class VPContinuous(GaussianPath):
         return (1.0 - u).clamp(0.0, 1.0)
 
     def net_time(self, t: Tensor) -> Tensor:
-        """Return time_scale (1 - t)."""
         return self.time_scale * (1.0 - t)
 
     def sample_time(
-        self,
-        n: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Draw n training times (n,), uniform in [0, 1)."""
         source = device if generator is None else generator.device
         return torch.rand(n, generator=generator, device=source, dtype=dtype).to(device)
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return ten second-order steps."""
         return {"name": "dpmpp_2m"}
 
     def _log_alpha(self, t: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ class DeterministicProcess:
     policy_class: ClassVar[str] = "deterministic"
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return the mean."""
         return {"name": "mean"}
 
 
@@ -47,5 +46,4 @@ class DeterministicPolicy(OneStepPolicy):
         return torch.tanh(self.trunk(cond.vec)).view(-1, *self.chunk.shape)
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
-        """Squared error of normalised actions (B, Th, Da)."""
         return reduce_elements((self._chunk(cond, te.eps) - action).square(), reduce)

@@ -9,12 +9,12 @@ monotone between them, and the velocity is `dx/dt = phi' v`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 from policies.processes.base import GaussianPath
 from policies.processes.schedules import (
     SCHEDULES,
@@ -25,11 +25,8 @@ from policies.processes.schedules import (
     time_of_level,
     wide_dtype,
 )
-from policies.protocols import Kind
+from policies.protocols import Device, Kind, Rng
 from policies.registry import register
-
-if TYPE_CHECKING:
-    pass
 
 PREDICTIONS: tuple[Kind, ...] = ("eps", "x0", "v")
 _ANGLES: dict[tuple[int | float | str, ...], Tensor] = {}
@@ -37,59 +34,37 @@ _ANGLES: dict[tuple[int | float | str, ...], Tensor] = {}
 
 @register("process", "diffusion")
 @dataclass(frozen=True)
-class VPDiffusion(GaussianPath):
+class VPDiffusion(Checked, GaussianPath):
     """Denoising diffusion on K levels; the network sees the raw integer level as a float.
 
     Args:
-        num_levels: K, at least 2.
         schedule: `cosine`, `linear` or `scaled_linear`. The linear ones end far from pure noise unless
             num_levels is near 1000 or beta_end is raised.
-        prediction: What the network outputs: `eps`, `x0` or `v`.
-        beta_start: First beta of the linear schedules.
-        beta_end: Last beta of the linear schedules.
-
-    Raises:
-        ConfigError: If a value is unknown or out of range.
+        prediction: What the network outputs: `eps`, `x0` or `v`; for velocities take process=flow.
 
     Source:
         arXiv 2006.11239 (process), 2102.09672 (cosine schedule), 2202.00512 (v prediction).
     """
 
-    num_levels: int = 20
-    schedule: str = "cosine"
-    prediction: str = "eps"
-    beta_start: float = 1e-4
-    beta_end: float = 0.02
+    num_levels: int = bounded(20, ge=2)  # K
+    schedule: str = bounded("cosine", choices=SCHEDULES)
+    prediction: str = bounded("eps", choices=PREDICTIONS)
+    beta_start: float = bounded(1e-4, gt=0)  # first beta of the linear schedules
+    beta_end: float = bounded(0.02, lt=1)  # last beta of them
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        if self.num_levels < 2:
-            raise ConfigError(f"process.num_levels must be at least 2; got {self.num_levels}.")
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(
-                f"process.schedule must be one of {', '.join(SCHEDULES)}; got '{self.schedule}'."
-            )
-        if self.prediction not in PREDICTIONS:
-            raise ConfigError(
-                f"process.prediction must be one of {', '.join(PREDICTIONS)}; got '{self.prediction}'. "
-                "For velocities take process=flow."
-            )
-        if not 0 < self.beta_start <= self.beta_end < 1:
-            raise ConfigError(
-                f"process needs 0 < beta_start <= beta_end < 1; got {self.beta_start} and {self.beta_end}."
-            )
+        super().__post_init__()
+        self.require("beta_end", self.beta_start <= self.beta_end, f"at least beta_start={self.beta_start}")
 
     @property
     def kind(self) -> Kind:
-        """What the network predicts."""
-        return PREDICTIONS[PREDICTIONS.index(self.prediction)]
+        return cast(Kind, self.prediction)
 
     def betas(self) -> Tensor:
         """Return the betas (K,) in float32, cleanest level first."""
         return make_betas(self.num_levels, self.schedule, beta_start=self.beta_start, beta_end=self.beta_end)
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (cos phi, sin phi) at times t, shaped and typed like t."""
         phi, _ = self._angle(t)
         return phi.cos().to(t.dtype), phi.sin().to(t.dtype)
 
@@ -103,7 +78,6 @@ class VPDiffusion(GaussianPath):
         return level_of_time(t, self.num_levels).to(t.dtype)
 
     def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
-        """Return the time (any shape) at which ln(alpha / sigma) = log_ratio; fractional between levels."""
         phi = torch.atan(torch.exp(-log_ratio.to(wide_dtype(log_ratio.device))))
         table = _angles(self, phi.device)
         high = torch.searchsorted(table, phi).clamp(1, self.num_levels)
@@ -120,19 +94,11 @@ class VPDiffusion(GaussianPath):
         """Return 1: published samplers start from unit noise at every level."""
         return 1.0
 
-    def levels(
-        self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
-    ) -> Tensor:
-        """Return the sampling times of the K levels (K,), cleanest first."""
+    def levels(self, *, device: Device = None, dtype: torch.dtype = torch.float32) -> Tensor:
         return time_of_level(torch.arange(self.num_levels, device=device, dtype=dtype), self.num_levels)
 
     def sample_time(
-        self,
-        n: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Draw n training times (n,), uniform over the K levels."""
         source = device if generator is None else generator.device
@@ -140,7 +106,6 @@ class VPDiffusion(GaussianPath):
         return self.levels(device=device, dtype=dtype)[tau.to(device)]
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return ancestral sampling over all levels."""
         return {"name": "ddpm"}
 
     def _angle(self, t: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 from policies.processes.base import over_rows
 from policies.protocols import TE
 from policies.registry import register
@@ -43,25 +43,16 @@ _EPS = 1.19e-7
 
 @register("process", "ebt")
 @dataclass(frozen=True)
-class EnergyDescent:
+class EnergyDescent(Checked):
     """Descent on an energy, trained by unrolling it.
 
     Args:
-        num_steps: Fewest steps of a walk in training.
-        extra_steps: Most steps beyond these; every row draws its own number.
         step_size: Step down the network's summed output at E = 0; n times it is EBT-Policy's alpha / tau.
         step_spread: In training, every step of every row is longer or shorter by up to this factor.
-        momentum: Share of the velocity that a step keeps.
-        noise_max: Noise of the first step in training, where chunks have unit root mean square.
-        noise_min: Towards which it falls.
-        truncate: Compare where walks end; else where each step ends.
         max_growth: Bound on exp(E). At 1 it only shortens steps. Beyond, training may learn to raise E
             instead of its slope: with the MLP it did after a thousand steps, and did not recover.
         batch_coupled: Normalise, and stop, by the batch as a whole, as the released code does: actions
             then depend on what else is in the batch.
-
-    Raises:
-        ConfigError: If a value is out of range.
 
     Source:
         arXiv 2510.27545. Deviations: rows are normalised and stop by themselves, and exp(E) is bounded.
@@ -69,30 +60,20 @@ class EnergyDescent:
 
     policy_class: ClassVar[str] = "descent"
 
-    num_steps: int = 6
-    extra_steps: int = 4
-    step_size: float = 1.0
-    step_spread: float = 1.5
-    momentum: float = 0.9
-    noise_max: float = 0.2
-    noise_min: float = 0.002
-    truncate: bool = True
-    max_growth: float = 1.0
+    num_steps: int = bounded(6, ge=1)  # fewest steps of a walk in training
+    extra_steps: int = bounded(4, ge=0)  # most steps beyond these; every row draws its own number
+    step_size: float = bounded(1.0, gt=0)
+    step_spread: float = bounded(1.5, ge=1)
+    momentum: float = bounded(0.9, ge=0, lt=1)  # share of the velocity that a step keeps
+    noise_max: float = 0.2  # noise of the first step in training, where chunks have unit root mean square
+    noise_min: float = bounded(0.002, ge=0)  # towards which the noise falls
+    truncate: bool = True  # compare where walks end; else where each step ends
+    max_growth: float = bounded(1.0, ge=1, le=math.inf)
     batch_coupled: bool = False
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        for name, least in (("num_steps", 1), ("extra_steps", 0), ("step_spread", 1), ("max_growth", 1)):
-            if not getattr(self, name) >= least:
-                raise ConfigError(f"process.{name} must be at least {least}; got {getattr(self, name)}.")
-        if not self.step_size > 0:
-            raise ConfigError(f"process.step_size must be positive; got {self.step_size}.")
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"process.momentum must lie in [0, 1); got {self.momentum}.")
-        if not 0 <= self.noise_min <= self.noise_max:
-            raise ConfigError(
-                f"process needs 0 <= noise_min <= noise_max; got {self.noise_min} and {self.noise_max}."
-            )
+        super().__post_init__()
+        self.require("noise_max", self.noise_min <= self.noise_max, f"at least noise_min={self.noise_min}")
 
     @property
     def most_steps(self) -> int:
@@ -100,7 +81,6 @@ class EnergyDescent:
         return self.num_steps + self.extra_steps
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return the descent until it is flat."""
         return {"name": "descent"}
 
     # -- one step -------------------------------------------------------------------------------------
@@ -110,16 +90,11 @@ class EnergyDescent:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Take one step; see the top of the file.
 
-        Args:
-            energy: Energy and gradient, bound to the condition.
-            x: (B, Th, Da).
-            v: (B, Th, Da).
-            ratio: r, or (B, 1, 1).
-            noise: sigma_i xi (B, Th, Da), or nothing.
+        Shapes:
+            x, v: (B, Th, Da). ratio: r, or (B, 1, 1). noise: sigma_i xi (B, Th, Da), or 0.
 
         Returns:
-            x and v (B, Th, Da) after the step, and the energy (B,) and its gradient (B, Th, Da), where it was
-            taken.
+            x and v after the step, and energy (B,) and gradient (B, Th, Da) where it was taken.
         """
         y = x / self._rms(x) + noise
         value, gradient = energy(0, y + self.momentum * v)
@@ -162,7 +137,6 @@ class EnergyDescent:
         return self.noise_min + (self.noise_max - self.noise_min) * share
 
     def losses(self, energy: BoundEnergy, action: Tensor, te: TE) -> Tensor:
-        """Return the loss of every element (B, Th, Da) of clean chunks."""
         losses = self._truncated_losses if self.truncate else self._stepwise_losses
         return losses(energy, action, te)
 

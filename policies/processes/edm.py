@@ -18,74 +18,50 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 from policies.processes.base import KINDS, GaussianPath, over_rows, unknown_kind
-from policies.protocols import Kind
+from policies.protocols import Device, Kind, Rng
 from policies.registry import register
-
-if TYPE_CHECKING:
-    pass
 
 NOISE_DENSITIES = ("log_logistic", "log_normal", "log_uniform")
 
 
 @register("process", "edm")
 @dataclass(frozen=True)
-class Edm(GaussianPath):
+class Edm(Checked, GaussianPath):
     """Denoising score matching with preconditioning, over a range of noise levels.
 
     The network sees sd c_in y where EDM's sees c_in y, a constant that its first layer absorbs, and
     time_scale ln(s) / 4 where EDM's sees ln(s) / 4: sinusoids of low frequencies resolve it better.
 
     Args:
-        data_std: sd, standard deviation of normalised actions.
-        noise_min: Smallest s that is trained.
-        noise_max: Largest s that is trained, and where sampling starts.
         density: Density of ln s in training, truncated to the range: `log_logistic` (around ln sd),
             `log_normal` or `log_uniform`.
-        density_mean: Mean of `log_normal`.
-        density_scale: Scale of `log_logistic` or `log_normal`.
-        rho: Exponent of the process's own grid of sampling steps.
-        time_scale: Factor of the network time.
-
-    Raises:
-        ConfigError: If a value is unknown or out of range.
 
     Source:
         arXiv 2206.00364; 2304.02532 for the log-logistic density. The loss weight is EDM's: one for F.
     """
 
-    data_std: float = 0.5
-    noise_min: float = 0.005
-    noise_max: float = 10.0
-    density: str = "log_logistic"
-    density_mean: float = -1.2
-    density_scale: float = 0.5
-    rho: float = 7.0
-    time_scale: float = 100.0
+    data_std: float = bounded(0.5, gt=0)  # sd, standard deviation of normalised actions
+    noise_min: float = bounded(0.005, gt=0)  # smallest s that is trained
+    noise_max: float = bounded(10.0, gt=0)  # largest s that is trained, and where sampling starts
+    density: str = bounded("log_logistic", choices=NOISE_DENSITIES)
+    density_mean: float = -1.2  # mean of `log_normal`
+    density_scale: float = bounded(0.5, gt=0)  # scale of `log_logistic` or `log_normal`
+    rho: float = bounded(7.0, gt=0)  # exponent of the process's own grid of sampling steps
+    time_scale: float = bounded(100.0, gt=0)  # factor of the network time
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        for name in ("data_std", "density_scale", "rho", "time_scale"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"process.{name} must be positive; got {getattr(self, name)}.")
-        if not 0 < self.noise_min < self.noise_max < math.inf:
-            raise ConfigError(
-                f"process needs 0 < noise_min < noise_max; got {self.noise_min} and {self.noise_max}."
-            )
-        if self.density not in NOISE_DENSITIES:
-            raise ConfigError(
-                f"process.density must be one of {', '.join(NOISE_DENSITIES)}; got '{self.density}'."
-            )
+        super().__post_init__()
+        self.require("noise_max", self.noise_min < self.noise_max, f"above noise_min={self.noise_min}")
 
     @property
     def kind(self) -> Kind:
-        """The network predicts F."""
         return "edm"
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +70,6 @@ class Edm(GaussianPath):
         return scale * t, scale * (1.0 - t)
 
     def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the derivatives of `alpha_sigma`."""
         norm = torch.hypot(1.0 - t, self.data_std * t)
         norm_rate = (self.data_std**2 * t - (1.0 - t)) / norm
         cubic = self.data_std / norm.square()
@@ -108,7 +83,6 @@ class Edm(GaussianPath):
         return sigma / self.data_std**2 * x0 - alpha * eps
 
     def resolve(self, x: Tensor, t: Tensor, pred: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-        """Solve a prediction for the pair (x0, eps); `edm` is F."""
         if kind not in (*KINDS, "edm"):
             raise unknown_kind(kind, (*KINDS, "edm"))
         if kind != "edm":
@@ -117,12 +91,10 @@ class Edm(GaussianPath):
         return alpha * x + sigma * pred, sigma / self.data_std**2 * x - alpha * pred
 
     def net_time(self, t: Tensor) -> Tensor:
-        """Return time_scale ln(s) / 4, with s limited to the trained range."""
         noise = ((1.0 - t) / t).clamp(self.noise_min, self.noise_max)
         return self.time_scale * 0.25 * noise.log()
 
     def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
-        """Return t with t / (1 - t) = exp(log_ratio), any shape."""
         return log_ratio.sigmoid()
 
     def grid(self, steps: int) -> list[float]:
@@ -133,12 +105,7 @@ class Edm(GaussianPath):
         return [*(1.0 / (1.0 + noise)).tolist(), 1.0]
 
     def sample_time(
-        self,
-        n: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Draw n training times (n,) by inverting the truncated distribution of ln s."""
         source = device if generator is None else generator.device
@@ -161,5 +128,4 @@ class Edm(GaussianPath):
         return torch.exp(centre + self.density_scale * inverse(bottom + share * (top - bottom)))
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return first-order steps on the process's own grid."""
         return {"name": "euler"}

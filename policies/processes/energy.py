@@ -16,16 +16,11 @@ Source: arXiv 2302.11552.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from policies.errors import ConfigError
+from policies.bounds import bounded
 from policies.processes.diffusion import VPDiffusion
 from policies.registry import register
-
-if TYPE_CHECKING:
-    pass
-
-FORMS = ("dot", "dae")
 
 
 @register("process", "energy")
@@ -34,15 +29,7 @@ class ScoreEnergy(VPDiffusion):
     """Denoising diffusion by the gradient of an energy, on K levels.
 
     Args:
-        num_levels: K, at least 2.
-        schedule: As for `process=diffusion`.
-        prediction: `eps`, the gradient.
-        beta_start: First beta of the linear schedules.
-        beta_end: Last beta of the linear schedules.
         form: How the energy is read from the backbone: `dot`, <x, f>, or `dae`, |x - f|^2 / 2.
-
-    Raises:
-        ConfigError: If a value is unknown or out of range.
 
     Source:
         arXiv 2302.11552. The loss is that of diffusion, not contrastive.
@@ -50,21 +37,10 @@ class ScoreEnergy(VPDiffusion):
 
     policy_class: ClassVar[str] = "energy"
 
-    form: str = "dot"
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        if self.prediction != "eps":
-            raise ConfigError(
-                f"process.prediction must be eps with process=energy, whose gradient it is; got "
-                f"'{self.prediction}'. For other predictions take process=diffusion."
-            )
-        if self.form not in FORMS:
-            raise ConfigError(f"process.form must be one of {', '.join(FORMS)}; got '{self.form}'.")
+    prediction: str = bounded("eps", choices=("eps",))  # the gradient; for others take process=diffusion
+    form: str = bounded("dot", choices=("dot", "dae"))
 
     def field_of(self, backbone: Any) -> Any:
-        """Return the gradient of the energy that is read from the backbone."""
         from policies.networks.energy import EnergyField
 
         return EnergyField(backbone, self.form)

@@ -7,20 +7,16 @@ dx/dt = x0 - eps.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 from policies.processes.base import GaussianPath
-from policies.protocols import Kind
+from policies.protocols import Device, Kind, Rng
 from policies.registry import register
 
-if TYPE_CHECKING:
-    pass
-
-TIME_DENSITIES = ("uniform", "logit_normal", "beta")
 BETA_SHAPE = 1.5
 BETA_LIMIT = 0.999
 
@@ -30,33 +26,27 @@ class LinearPath(GaussianPath):
 
     @property
     def kind(self) -> Kind:
-        """The network predicts velocities."""
         return "velocity"
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (t, 1 - t)."""
         return t, 1.0 - t
 
     def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (1, -1), shaped like t."""
         return torch.ones_like(t), -torch.ones_like(t)
 
     def target(self, x0: Tensor, eps: Tensor, t: Tensor) -> Tensor:
-        """Return the velocity x0 - eps (B, Th, Da)."""
         return x0 - eps
 
     def time_of_lambda(self, log_ratio: Tensor) -> Tensor:
-        """Return t with t / (1 - t) = exp(log_ratio), any shape."""
         return log_ratio.sigmoid()
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return ten Euler steps."""
         return {"name": "euler"}
 
 
 @register("process", "flow")
 @dataclass(frozen=True)
-class RectifiedFlow(LinearPath):
+class RectifiedFlow(Checked, LinearPath):
     """Flow matching on the linear path.
 
     Args:
@@ -66,38 +56,19 @@ class RectifiedFlow(LinearPath):
             resolve times that run over about a hundred; raw times in [0, 1] leave most of their
             features constant.
 
-    Raises:
-        ConfigError: If a value is unknown or out of range.
-
     Source:
         arXiv 2209.03003; time densities as in arXiv 2403.03206 (logit-normal) and 2410.24164 (beta).
     """
 
-    time_density: str = "uniform"
-    time_scale: float = 100.0
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.time_density not in TIME_DENSITIES:
-            raise ConfigError(
-                f"process.time_density must be one of {', '.join(TIME_DENSITIES)}; got '{self.time_density}'."
-            )
-        if not self.time_scale > 0:
-            raise ConfigError(f"process.time_scale must be positive; got {self.time_scale}.")
+    time_density: str = bounded("uniform", choices=("uniform", "logit_normal", "beta"))
+    time_scale: float = bounded(100.0, gt=0)
 
     def net_time(self, t: Tensor) -> Tensor:
-        """Return time_scale * t."""
         return self.time_scale * t
 
     def sample_time(
-        self,
-        n: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
-        """Draw n training times (n,) in [0, 1) from the chosen density."""
         source = device if generator is None else generator.device
         if self.time_density == "logit_normal":
             t = torch.randn(n, generator=generator, device=source, dtype=dtype).sigmoid()

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from policies.backbones import Backbone
-from policies.errors import ConfigError
+from policies.bounds import bounded
 from policies.processes.average import AveragePath, allow_derivatives, derivative
 from policies.processes.base import over_rows
 from policies.protocols import TE, Evaluate
@@ -52,7 +52,6 @@ class _Step(NamedTuple):
 
     @property
     def length(self) -> Tensor:
-        """(B, 1, 1)."""
         return over_rows(self.end - self.start, self.x)
 
     def average(self, x: Tensor, start: Tensor) -> Tensor:
@@ -116,8 +115,6 @@ class FlowMap(AveragePath):
     """Flow matching, and beside it an objective that makes steps of any length agree with it.
 
     Args:
-        time_density: Density of the times of flow matching: `uniform`; `logit_normal` (sigmoid of a standard
-            normal); `beta` (0.999 (1 - Beta(1.5, 1)): more weight near the noise).
         time_scale: The network receives time_scale * t and time_scale * (t - s). Derivatives with respect
             to time grow with it: above about 20, all objectives but psd learn badly.
         objective: `psd` (a step is two steps; no derivatives, for every backbone), `lsd` (Lagrangian), `esd`
@@ -127,33 +124,17 @@ class FlowMap(AveragePath):
             velocity of the end in place of the start's, neither of them zero at the exact flow map; psd and
             lsd with gradients through their targets.
 
-    Raises:
-        ConfigError: If a value is unknown or out of range.
-
     Source:
         arXiv 2505.18825 and 2512.01809. Deviations: starts and ends are uniform from the first step on,
         without a curriculum of growing steps; errors are averaged over the elements of a chunk, not summed
         over Da.
     """
 
-    time_scale: float = 20.0
-    objective: str = "psd"
+    time_scale: float = bounded(20.0, gt=0)
+    objective: str = bounded("psd", choices=tuple(OBJECTIVES))
     paper_compat: bool = False
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        if self.objective not in OBJECTIVES:
-            raise ConfigError(
-                f"process.objective must be one of {', '.join(OBJECTIVES)}; got '{self.objective}'."
-            )
-
     def field_of(self, backbone: Backbone) -> Backbone:
-        """Return the backbone, ready for the derivatives that the objective takes.
-
-        Raises:
-            CapabilityError: If gradients through these would be wrong.
-        """
         return backbone if self.objective == "psd" else allow_derivatives(backbone, trained=True)
 
     def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:
@@ -178,16 +159,10 @@ class MeanFlow(AveragePath):
     """The Eulerian equation as a regression: u towards v + (t - s) Du, no gradient through the target.
 
     Args:
-        time_density: Density of starts and ends: `uniform`; `logit_normal` (sigmoid of a standard normal);
-            `beta` (0.999 (1 - Beta(1.5, 1)): more weight near the noise).
         time_scale: The network receives time_scale * t and time_scale * (t - s). Derivatives with respect
             to time grow with it: above about 20 the method learns badly.
         flow_share: Share of the training rows with s = t, which are plain flow matching.
         weight_power: p, rows with a mean squared error e weigh 1 / (e + c)^p; 0: all the same.
-        weight_offset: c.
-
-    Raises:
-        ConfigError: If a value is unknown or out of range.
 
     Source:
         arXiv 2505.13447, algorithm 1 with equation 22 and its share of s = t; p of MP1 (arXiv 2507.10543).
@@ -195,24 +170,12 @@ class MeanFlow(AveragePath):
         0.4; times are uniform by default.
     """
 
-    time_scale: float = 20.0
-    flow_share: float = 0.75
-    weight_power: float = 0.5
-    weight_offset: float = 1e-3
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        if not 0 < self.flow_share < 1:
-            raise ConfigError(f"process.flow_share must be between 0 and 1; got {self.flow_share}.")
-        if not (self.weight_power >= 0 and self.weight_offset > 0):
-            raise ConfigError(
-                "process needs weight_power >= 0 and weight_offset > 0; got "
-                f"{self.weight_power} and {self.weight_offset}."
-            )
+    time_scale: float = bounded(20.0, gt=0)
+    flow_share: float = bounded(0.75, gt=0, lt=1)
+    weight_power: float = bounded(0.5, ge=0)
+    weight_offset: float = bounded(1e-3, gt=0)  # c
 
     def field_of(self, backbone: Backbone) -> Backbone:
-        """Return the backbone, ready for forward-mode derivatives."""
         return allow_derivatives(backbone, trained=False)
 
     def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """The Gaussian policy: the baseline that every denoising policy is compared with.
 
-It speaks the same protocols: its chain has one step, so the same PPO core fine-tunes it.
+It satisfies the same protocols: its chain has one step, so the same PPO core fine-tunes it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class GaussianProcess:
     learn_std: bool = True  # one learned deviation per element of the chunk row
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return the mean."""
         return {"name": "mean"}
 
 

@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from einops import einsum
 from torch import Tensor
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 from policies.networks.distributions import gaussian_log_prob
 from policies.networks.heads import Mixture, MixtureHead, MixtureHeadConfig
 from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
@@ -49,14 +50,16 @@ class MixtureProcess:
     learn_std: bool = True  # one learned deviation per mode and action dimension
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return the evaluation sampler."""
         return {"name": "mode_mean"}
 
 
 @register("sampler", "mode_mean")
 @dataclass(frozen=True)
-class ModeMean(OneStepSampler):
+class ModeMean(OneStepSampler, Checked):
     """Draw a mode of a mixture and act with its mean, or near it.
+
+    Attributes:
+        temperature: Factor of the mode's deviation; 0: act with its mean, 1: draw from the mixture.
 
     Source: robomimic (arXiv 2108.03298), which evaluates its mixtures with next to no deviation.
     """
@@ -64,12 +67,7 @@ class ModeMean(OneStepSampler):
     belongs_to: ClassVar[str] = "mixture"
 
     likeliest: bool = False  # take the mode of the largest share instead of drawing one
-    spread: float = 0.0  # times the mode's deviation; 0: act with its mean, 1: draw from the mixture
-
-    def __post_init__(self) -> None:
-        """Check the spread."""
-        if not 0 <= self.spread <= 1:
-            raise ConfigError(f"sampler.spread must lie in 0..1; got {self.spread}.")
+    temperature: float = bounded(0.0, ge=0, le=1, was="spread")
 
 
 @register("policy_class", "mixture")
@@ -91,21 +89,21 @@ class MixturePolicy(OneStepPolicy):
     @property
     def is_deterministic(self) -> bool:
         """Whether the chunk depends on the start noise, which draws the mode, alone."""
-        return self.sampler.spread == 0
+        return self.sampler.temperature == 0
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """(Th, Da), whose first number draws the mode; with a spread (2, Th, Da): it, then the deviation."""
+        """(Th, Da), whose first number draws the mode; with a temperature (2, Th, Da): mode, deviation."""
         return self.chunk.shape if self.is_deterministic else (2, *self.chunk.shape)
 
     def _chunk(self, cond: Cond, noise: Tensor) -> Tensor:
         mixture = self.head(cond.vec)
         share = self._choice(mixture, noise if self.is_deterministic else noise[:, 0])
-        mean = torch.einsum("bm,bmrd->brd", share, mixture.mean)
+        mean = einsum(share, mixture.mean, "B M, B M Th Da -> B Th Da")
         if self.is_deterministic:
             return mean
-        std = torch.einsum("bm,mrd->brd", share, mixture.std)
-        return mean + self.sampler.spread * std * noise[:, 1]
+        std = einsum(share, mixture.std, "B M, M one Da -> B one Da")
+        return mean + self.sampler.temperature * std * noise[:, 1]
 
     def _choice(self, mixture: Mixture, noise: Tensor) -> Tensor:
         """Return 1 for the mode of each row and 0 for the others, (B, M), given noise (B, Th, Da)."""
@@ -122,13 +120,10 @@ class MixturePolicy(OneStepPolicy):
 
 
 def drawn_mode(log_weight: Tensor, noise: Tensor) -> Tensor:
-    """Draw modes by the inverse of their cumulated shares.
+    """Draw modes (B,) by the inverse of their cumulated shares.
 
     Shapes:
         log_weight: (B, M) logarithms of shares, up to a constant. noise: (B,) standard normal.
-
-    Returns:
-        (B,) int64, in 0..M-1.
     """
     quantile = 0.5 * (1.0 + torch.erf(noise * 0.5**0.5))
     edges = log_weight.softmax(dim=1).cumsum(dim=1)[:, :-1]
@@ -136,18 +131,13 @@ def drawn_mode(log_weight: Tensor, noise: Tensor) -> Tensor:
 
 
 def elementwise_nll(mixture: Mixture, action: Tensor) -> Tensor:
-    """Divide the negative log-likelihood of chunks among their elements; see the top of the module.
+    """Divide the negative log-likelihood of chunks (B, Th, Da) among their elements; see the module.
 
-    Args:
-        mixture: M modes for each of B conditions.
-        action: (B, Th, Da).
-
-    Returns:
-        (B, Th, Da), whose sum over Th and Da is the negative log-likelihood, with its gradient.
+    The sum over Th and Da is the negative log-likelihood, with its gradient.
     """
     nll = -gaussian_log_prob(action.unsqueeze(1), mixture.mean, mixture.std)  # (B, M, Th, Da)
     with torch.no_grad():
         log_share = (mixture.log_weight - nll.sum(dim=(-2, -1))).log_softmax(dim=1)
         share = log_share.exp()
     of_choice = (share * (log_share - mixture.log_weight)).sum(dim=1) / action.shape[-2:].numel()
-    return torch.einsum("bm,bmrd->brd", share, nll) + of_choice[:, None, None]
+    return einsum(share, nll, "B M, B M Th Da -> B Th Da") + of_choice[:, None, None]

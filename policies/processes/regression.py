@@ -30,33 +30,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 from policies.processes.base import GaussianPath
-from policies.protocols import TE, Evaluate, Kind
+from policies.protocols import TE, Device, Evaluate, Kind, Rng
 from policies.registry import register
-
-if TYPE_CHECKING:
-    pass
 
 ERRORS: dict[str, Callable[[Tensor], Tensor]] = {
     "l2": torch.square,
     "l1": torch.abs,
     "smooth_l1": lambda error: F.smooth_l1_loss(error, torch.zeros_like(error), reduction="none"),
 }
-VARIANTS = ("mip", "origin", "tsd")
 
 
-class RegressionPath(GaussianPath):
-    """A network that outputs actions and is only ever asked at a few fixed times.
-
-    Attributes:
-        error: Name of the error measure.
-        time_scale: The network receives time_scale * t.
-    """
+@dataclass(frozen=True, kw_only=True)
+class RegressionPath(Checked, GaussianPath):
+    """A network that outputs actions and is only ever asked at a few fixed times."""
 
     is_integrable: ClassVar[bool] = False
-    error: str
-    time_scale: float
+
+    error: str = bounded("l2", choices=tuple(ERRORS))  # measure of an error
+    time_scale: float = bounded(100.0, gt=0)  # the network receives time_scale * t
 
     if TYPE_CHECKING:
 
@@ -66,84 +59,49 @@ class RegressionPath(GaussianPath):
 
     @property
     def kind(self) -> Kind:
-        """The network predicts actions."""
         return "x0"
 
-    def check(self) -> None:
-        """Check what all of them have.
-
-        Raises:
-            ConfigError: If a value is unknown or out of range.
-        """
-        if self.error not in ERRORS:
-            raise ConfigError(f"process.error must be one of {', '.join(ERRORS)}; got '{self.error}'.")
-        if not self.time_scale > 0:
-            raise ConfigError(f"process.time_scale must be positive; got {self.time_scale}.")
-
     def measure(self, error: Tensor) -> Tensor:
-        """Return the measure of every element of an error."""
         return ERRORS[self.error](error)
 
     def net_time(self, t: Tensor) -> Tensor:
-        """Return time_scale * t."""
         return self.time_scale * t
 
     def sample_time(
-        self,
-        n: int,
-        *,
-        generator: torch.Generator | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype = torch.float32,
+        self, n: int, *, generator: Rng = None, device: Device = None, dtype: torch.dtype = torch.float32
     ) -> Tensor:
         """Return the time (n,) of the last evaluation: nothing is drawn."""
         return torch.full((n,), self.stops[-1], device=device, dtype=dtype)
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return the evaluations that the network was trained for."""
         return {"name": "direct"}
 
 
 @register("process", "regression")
 @dataclass(frozen=True)
 class Regression(RegressionPath):
-    """Plain regression of chunks: the baseline that tells what iterating is worth.
+    """Plain regression of chunks: the baseline that shows what iterating is worth.
 
     Args:
-        error: `l2`, `l1` or `smooth_l1`.
         start_noise: Whether the network's first input is noise, which it learns to ignore, instead of zero.
-        time_scale: The network receives time_scale * t.
-
-    Raises:
-        ConfigError: If a value is unknown or out of range.
 
     Source:
         arXiv 2512.01809, regression; `straight_flow` of its code with start_noise.
     """
 
-    error: str = "l2"
     start_noise: bool = False
-    time_scale: float = 100.0
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        self.check()
 
     @property
     def stops(self) -> tuple[float, ...]:
-        """One evaluation, at the start."""
         return (0.0,)
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (t, 1 - t)."""
         return t, 1.0 - t
 
     def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (1, -1), shaped like t."""
         return torch.ones_like(t), -torch.ones_like(t)
 
     def start_std(self, t: float) -> float:
-        """Return 1 where the start is noise, else 0."""
         return float(self.start_noise)
 
     def losses(self, net: Evaluate, action: Tensor, te: TE) -> Tensor:
@@ -161,33 +119,16 @@ class Mip(RegressionPath):
         variant: `mip`; `origin`, the paper's first form, whose guess is scaled by t*; `tsd`, whose guess
             begins with noise and aims at a noisy chunk. As published, the guess of `origin` is trained
             towards t* a and then scaled by t* again.
-        refine_time: t*, sampling time of the second evaluation.
-        error: `l2`, `l1` or `smooth_l1`.
-        time_scale: The network receives time_scale * t.
-
-    Raises:
-        ConfigError: If a value is unknown or out of range.
 
     Source:
         arXiv 2512.01809 and its code.
     """
 
-    variant: str = "mip"
-    refine_time: float = 0.9
-    error: str = "l2"
-    time_scale: float = 100.0
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        self.check()
-        if self.variant not in VARIANTS:
-            raise ConfigError(f"process.variant must be one of {', '.join(VARIANTS)}; got '{self.variant}'.")
-        if not 0 < self.refine_time < 1:
-            raise ConfigError(f"process.refine_time must lie between 0 and 1; got {self.refine_time}.")
+    variant: str = bounded("mip", choices=("mip", "origin", "tsd"))
+    refine_time: float = bounded(0.9, gt=0, lt=1)  # t*, sampling time of the second evaluation
 
     @property
     def stops(self) -> tuple[float, ...]:
-        """The start, then t*."""
         return (0.0, self.refine_time)
 
     @property
@@ -196,7 +137,6 @@ class Mip(RegressionPath):
         return 1.0 if self.variant == "origin" else self.refine_time
 
     def alpha_sigma(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (min(t / full_time, 1), 1 - t)."""
         return (t / self.full_time).clamp(max=1.0), 1.0 - t
 
     def rates(self, t: Tensor) -> tuple[Tensor, Tensor]:

@@ -55,17 +55,7 @@ def cosine_betas(num_levels: int) -> Tensor:
 def make_betas(
     num_levels: int, schedule: str = "cosine", *, beta_start: float = 1e-4, beta_end: float = 0.02
 ) -> Tensor:
-    """Return the float32 betas (K,) of a named schedule, cleanest level first.
-
-    Args:
-        num_levels: K, at least 1.
-        schedule: One of `SCHEDULES`.
-        beta_start: First beta of the linear schedules.
-        beta_end: Last beta of the linear schedules.
-
-    Raises:
-        ConfigError: If the schedule is unknown.
-    """
+    """Return the float32 betas (K,) of one of `SCHEDULES`, cleanest level first."""
     if schedule == "cosine":
         return cosine_betas(num_levels).to(torch.float32)
     if schedule == "linear":
@@ -147,17 +137,10 @@ GRIDS = ("auto", "uniform", "karras", "exponential", "linear")
 
 
 def noise_grid(kind: str, steps: int, first: float, last: float, rho: float = 7.0) -> Tensor:
-    """Return noise levels sigma / alpha (steps,) in float64, falling from first to last.
-
-    Args:
-        kind: `karras`, `exponential` or `linear`.
-        steps: How many; a single one is the first.
-        first: Largest.
-        last: Smallest.
-        rho: Exponent of `karras`.
+    """Return noise levels sigma / alpha (steps,) in float64, falling from first to last (`rho`: of `karras`).
 
     Source:
-        arXiv 2206.00364, eq. 5; BESO (arXiv 2304.02532) for the other two.
+        arXiv 2206.00364, eq. 5; BESO (arXiv 2304.02532) for `exponential` and `linear`.
     """
     share = torch.linspace(0, 1, steps, dtype=torch.float64)
     if kind == "karras":

@@ -6,8 +6,8 @@ Legend: as in `policies.processes.average`; d length of a step, M = max_steps::
     consistency rows     u(x, t, d) towards (u_a + u_b) / 2,  d in {1, 1/2, …, 2/M},  t a multiple of d
                          u_a = u(x, t, d/2),  u_b = u(x + d/2 u_a, t + d/2, d/2),  no gradient through them
 
-The network hears the length 1/M of the finest step as 0. So the flow rows train it, the consistency rows
-build on it, and M sampling steps ask for it: every length that sampling asks for was trained.
+The network receives the length 1/M of the finest step as 0. So the flow rows train it, the consistency rows
+build on it, and M sampling steps use it: every length that sampling uses was trained.
 
 Source: arXiv 2410.12557; ReinFlow (arXiv 2505.22094) for targets by the weights that are trained.
 """
@@ -18,19 +18,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.processes.average import AveragePath
 from policies.processes.base import over_rows
 from policies.protocols import TE, Evaluate
 from policies.registry import register
-
-if TYPE_CHECKING:
-    pass
 
 _CLOSE = 1e-9
 
@@ -40,48 +38,25 @@ _CLOSE = 1e-9
 class Shortcut(AveragePath):
     """Flow matching that also learns to take steps of 1, 1/2, … at once.
 
-    Args:
-        time_density: Density of training times: `uniform`; `logit_normal` (sigmoid of a standard
-            normal); `beta` (0.999 (1 - Beta(1.5, 1)): more weight near the noise).
-        time_scale: The network receives time_scale * t and time_scale * d.
-        max_steps: M, a power of two; sampling takes 1, 2, 4, … or M steps.
-        consistency_share: Share of the training rows that learn a step from its halves.
-
-    Raises:
-        ConfigError: If a value is unknown or out of range.
-
     Source:
         arXiv 2410.12557, algorithm 1. Deviations: the finest step is asked for as 0; the rows of either kind
         are drawn one by one; targets come from the trained weights and are not clipped (as in ReinFlow, whose
         released code never trains its finest length).
     """
 
-    max_steps: int = 16
-    consistency_share: float = 0.25
+    max_steps: int = bounded(16, ge=2)  # M, a power of two; sampling takes 1, 2, 4, … or M steps
+    consistency_share: float = bounded(0.25, gt=0, lt=1)  # of the training rows that learn a step from halves
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
-        if self.max_steps < 2 or self.max_steps & (self.max_steps - 1):
-            raise ConfigError(
-                f"process.max_steps must be a power of two and at least 2; got {self.max_steps}."
-            )
-        if not 0 < self.consistency_share < 1:
-            raise ConfigError(
-                f"process.consistency_share must be between 0 and 1; got {self.consistency_share}."
-            )
+        self.require("max_steps", not self.max_steps & (self.max_steps - 1), "a power of two")
 
     def second_net_time(self, t: Tensor, t_next: Tensor) -> Tensor:
-        """Return time_scale * (t_next - t), or 0 for steps of at most 1/M."""
         length = t_next - t
         return torch.where(length * self.max_steps > 1.5, self.time_scale * length, 0.0)
 
     def check_steps(self, times: Sequence[float]) -> None:
-        """Refuse steps that were not trained.
-
-        Raises:
-            ConfigError: If a step is not 1/M long, or 2/M, 4/M … and starts at a multiple of its length.
-        """
+        """Refuse steps that were not trained."""
         for t, t_next in pairwise(times):
             if t_next == t:  # asks for the flow
                 continue
@@ -96,7 +71,6 @@ class Shortcut(AveragePath):
                 )
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return four steps, or as many as there are."""
         return {"name": "euler", "steps": min(4, self.max_steps)}
 
     def more_draws(self, te: TE, *, generator: torch.Generator | None = None) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 A chunk is tanh of a normal distribution whose mean and deviations follow from the observation
 (`policies.networks.distributions`), so it never leaves the box of normalised actions. It acts by tanh of the
-mean, or by a draw where the sampler says so.
+mean, or by a draw where the sampler has a temperature.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 from policies.networks.distributions import MAX_LOG_STD, TanhGaussian
 from policies.one_step import OneStepPolicy, OneStepSampler, trunk_of
 from policies.policy import PolicyConfig, reduce_elements
@@ -24,7 +24,7 @@ from policies.registry import register
 
 @register("process", "tanh_gaussian")
 @dataclass(frozen=True)
-class TanhGaussianProcess:
+class TanhGaussianProcess(Checked):
     """tanh of one normal distribution per element of the chunk, with deviations that depend on what is seen.
 
     Source: the actor of SAC (arXiv 1812.05905).
@@ -34,36 +34,29 @@ class TanhGaussianProcess:
 
     min_log_std: float = -5.0  # lower limit of the logarithm of a deviation, before tanh
     max_log_std: float = MAX_LOG_STD  # upper limit of it
-    edge: float = 0.999  # cloning takes normalised actions further out for these: the density ends at 1
+    edge: float = bounded(0.999, gt=0, lt=1)  # cloning clamps actions to ± this: the density ends at 1
 
     def __post_init__(self) -> None:
-        """Check the limits."""
-        if not self.min_log_std < self.max_log_std:
-            raise ConfigError(
-                f"process.min_log_std must be below process.max_log_std; got {self.min_log_std} and "
-                f"{self.max_log_std}."
-            )
-        if not 0 < self.edge < 1:
-            raise ConfigError(f"process.edge must lie between 0 and 1; got {self.edge}.")
+        super().__post_init__()
+        high = self.max_log_std
+        self.require("min_log_std", self.min_log_std < high, f"below process.max_log_std={high}")
 
     def default_sampler(self) -> dict[str, Any]:
-        """Return the evaluation sampler."""
         return {"name": "squashed"}
 
 
 @register("sampler", "squashed")
 @dataclass(frozen=True)
-class Squashed(OneStepSampler):
-    """Act with tanh of the mean, or of a draw near it."""
+class Squashed(OneStepSampler, Checked):
+    """Act with tanh of the mean, or of a draw near it.
+
+    Attributes:
+        temperature: Factor of the deviation; 0: act with tanh of the mean, 1: draw from the distribution.
+    """
 
     belongs_to: ClassVar[str] = "tanh_gaussian"
 
-    spread: float = 0.0  # times the deviation; 0: act with tanh of the mean, 1: draw from the distribution
-
-    def __post_init__(self) -> None:
-        """Check the spread."""
-        if not 0 <= self.spread <= 1:
-            raise ConfigError(f"sampler.spread must lie in 0..1; got {self.spread}.")
+    temperature: float = bounded(0.0, ge=0, le=1, was="spread")
 
 
 @register("policy_class", "tanh_gaussian")
@@ -90,12 +83,12 @@ class TanhGaussianPolicy(OneStepPolicy):
 
     def _use_sampler(self, sampler: Any) -> None:
         super()._use_sampler(sampler)
-        self.noise_sensitive = sampler.spread > 0
+        self.noise_sensitive = sampler.temperature > 0
 
     def _chunk(self, cond: Cond, noise: Tensor) -> Tensor:
         mean, log_std = self.head(cond.vec)
-        if self.sampler.spread:
-            mean = mean + self.sampler.spread * log_std.exp() * noise.flatten(1)
+        if self.sampler.temperature:
+            mean = mean + self.sampler.temperature * log_std.exp() * noise.flatten(1)
         return torch.tanh(mean).view(-1, *self.chunk.shape)
 
     def matching_loss(self, cond: Cond, action: Tensor, te: TE, *, reduce: Reduction = "sample") -> Tensor:
@@ -105,13 +98,10 @@ class TanhGaussianPolicy(OneStepPolicy):
 
 
 def squashed_nll(action: Tensor, mean: Tensor, log_std: Tensor, edge: float) -> Tensor:
-    """Return the negative log-density of actions under tanh of a normal distribution, entry by entry.
+    """Return the negative log-density (B, Th, Da) of actions under tanh of a normal distribution.
 
     Shapes:
         action: (B, Th, Da). mean, log_std: (B, Th Da).
-
-    Returns:
-        (B, Th, Da).
     """
     inside = action.clamp(-edge, edge).flatten(1)
     z = (torch.atanh(inside) - mean) * (-log_std).exp()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from policies.errors import ConfigError
+from policies.bounds import bounded
 from policies.processes.base import incompatible
 from policies.processes.consistency import Consistency
 from policies.registry import register
@@ -22,7 +22,6 @@ class Renoise(PathRules):
     """x' = alpha' (x0 + sqrt(s'^2 - noise_min^2) noise); with one step, a function of the start noise alone.
 
     Args:
-        steps: Evaluations of the network.
         start_noise: Deviation of the start in units of the data; null: that of the first level. Consistency
             Policy starts from 1 where the first level is 80, for less varied chunks.
 
@@ -30,21 +29,10 @@ class Renoise(PathRules):
         arXiv 2303.01469, algorithm 1; Consistency Policy, arXiv 2405.07503, for start_noise.
     """
 
-    steps: int = 2
-    start_noise: float | None = None
-
-    def __post_init__(self) -> None:
-        """Check the choices."""
-        super().__post_init__()
-        if self.start_noise is not None and not self.start_noise >= 0:
-            raise ConfigError(f"sampler.start_noise must not be negative, or null; got {self.start_noise}.")
+    steps: int = bounded(2, ge=1)  # evaluations of the network
+    start_noise: float | None = bounded(None, ge=0)
 
     def table(self, process: Any) -> StepTable:
-        """Lay the steps out for a consistency model.
-
-        Raises:
-            ConfigError: If the process is none.
-        """
         if not isinstance(process, Consistency):
             raise incompatible(self, process, needs="consistency")
         table = self.over(process, self.times(process))
@@ -53,7 +41,6 @@ class Renoise(PathRules):
         return replace(table, start_std=table.alpha[0] * self.start_noise)
 
     def over(self, process: Any, times: Sequence[float]) -> StepTable:
-        """Lay the steps out over given times, from noise to 1."""
         alpha, sigma = process.alpha_sigma(torch.tensor(times[1:], dtype=torch.float64))
         left = (alpha * process.noise_min).square()  # noise that the clean end of a trajectory still has
         std = (sigma.square() - left).clamp(min=0.0).sqrt()

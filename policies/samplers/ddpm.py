@@ -10,16 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.processes.base import incompatible
 from policies.processes.diffusion import VPDiffusion
-from policies.processes.schedules import spaced_levels, time_of_level
+from policies.processes.schedules import SPACINGS, spaced_levels, time_of_level
 from policies.registry import register
-from policies.samplers.step_table import (
-    StepRules,
-    StepTable,
-    build_step_table,
-)
+from policies.samplers.step_table import StepRules, StepTable, build_step_table
 
 
 @register("sampler", "ddpm")
@@ -31,32 +28,27 @@ class DDPM(StepRules):
     is `min_std=0.1, final_std=None`.
 
     Args:
-        steps: Levels to visit; None: all of the process.
-        spacing: Which levels: `leading`, `trailing` or `linspace`.
         variance: `fixed_small` (posterior variance) or `fixed_large` (beta).
         levels: The levels themselves, noisiest first, for a short run that begins from a guess. Every one
             is left by a single step of the process, also where the list then skips some (RTI-DP,
-            arXiv 2508.05396). Empty: as steps and spacing say.
+            arXiv 2508.05396). Empty: from steps and spacing.
 
     Source:
         arXiv 2006.11239, eq. 7; DPPO (arXiv 2409.00588) for the floors and clips.
     """
 
-    min_std: float = 1e-3
-    final_std: float | None = 0.0
-    steps: int | None = None
-    spacing: str = "leading"
-    variance: str = "fixed_small"
+    min_std: float = bounded(1e-3, ge=0)
+    final_std: float | None = bounded(0.0, ge=0)
+    steps: int | None = bounded(None, ge=1)  # levels to visit; None: all of the process
+    spacing: str = bounded("leading", choices=SPACINGS)  # which levels: `leading`, `trailing` or `linspace`
+    variance: str = bounded("fixed_small", choices=("fixed_small", "fixed_large"))
     levels: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         object.__setattr__(self, "levels", tuple(self.levels))
-        if self.variance not in ("fixed_small", "fixed_large"):
-            raise ConfigError(f"sampler.variance must be fixed_small or fixed_large; got '{self.variance}'.")
-        if any(later >= earlier for earlier, later in pairwise(self.levels)):
-            raise ConfigError(f"sampler.levels must fall, noisiest first; got {list(self.levels)}.")
+        falls = all(later < earlier for earlier, later in pairwise(self.levels))
+        self.require("levels", falls, "falling, noisiest first")
         if self.levels and self.steps is not None:
             raise ConfigError(
                 f"sampler.steps and sampler.levels both choose the levels; got steps={self.steps} and "
@@ -64,11 +56,6 @@ class DDPM(StepRules):
             )
 
     def table(self, process: Any) -> StepTable:
-        """Lay the steps out for a diffusion process.
-
-        Raises:
-            ConfigError: If the process is not a diffusion, has fewer levels than steps, or not these levels.
-        """
         path = _LevelPath.of(self, process, self.steps, self.spacing, levels=self.levels)
         keep = path.bar / path.bar_next  # product of alphas from the next level to this one
         to_x0 = path.bar_next.sqrt() * (1 - keep) / path.var
@@ -88,12 +75,8 @@ class DDIM(StepRules):
     `trailing` where steps does not divide K, that is not exactly the next level visited.
 
     Args:
-        steps: Levels to visit.
-        spacing: Which levels: `leading`, `trailing` or `linspace`.
-        eta: Share of ancestral noise, 0 to 1.
         eta_per_dim: One eta per action dimension; replaces `eta` where given.
-        recompute_eps: Let eps follow a clipped x0 (DPPO, `use_clipped_model_output`), or keep the network's.
-        eps_clip: Bound on eps; None: no bound.
+        recompute_eps: Recompute eps from a clipped x0 (DPPO, `use_clipped_model_output`), or keep it.
         final_alpha: After the last step: `one` (clean) or `first` (the cleanest level).
 
     Source:
@@ -101,31 +84,19 @@ class DDIM(StepRules):
         deviation before the floor.
     """
 
-    steps: int = 10
-    spacing: str = "leading"
-    eta: float = 0.0
-    eta_per_dim: tuple[float, ...] = ()
+    steps: int = bounded(10, ge=1)  # levels to visit
+    spacing: str = bounded("leading", choices=SPACINGS)  # which levels: `leading`, `trailing` or `linspace`
+    eta: float = bounded(0.0, ge=0, le=1)  # share of ancestral noise, 0 to 1
+    eta_per_dim: tuple[float, ...] = bounded((), ge=0, le=1)
     recompute_eps: bool = True
-    eps_clip: float | None = None
-    final_alpha: str = "one"
+    eps_clip: float | None = bounded(None, gt=0)  # bound on eps; None: no bound
+    final_alpha: str = bounded("one", choices=("one", "first"))
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         object.__setattr__(self, "eta_per_dim", tuple(self.eta_per_dim))
-        if not all(0 <= eta <= 1 for eta in (self.eta, *self.eta_per_dim)):
-            raise ConfigError(f"sampler.eta must lie in 0..1; got {self.eta} and {self.eta_per_dim}.")
-        if self.final_alpha not in ("one", "first"):
-            raise ConfigError(f"sampler.final_alpha must be one or first; got '{self.final_alpha}'.")
-        if self.eps_clip is not None and not self.eps_clip > 0:
-            raise ConfigError(f"sampler.eps_clip must be positive or null; got {self.eps_clip}.")
 
     def table(self, process: Any) -> StepTable:
-        """Lay the steps out for a diffusion process.
-
-        Raises:
-            ConfigError: If the process is not a diffusion or has fewer levels than steps.
-        """
         last = 0 if self.final_alpha == "first" else -1
         path = _LevelPath.of(self, process, self.steps, self.spacing, stop_at=last)
         eta = torch.tensor(self.eta_per_dim or (self.eta,), dtype=torch.float64)

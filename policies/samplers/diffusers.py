@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, ConfigError
 from policies.processes.base import incompatible
 from policies.processes.diffusion import VPDiffusion
@@ -40,42 +41,23 @@ _CLIPS = ("DDIMScheduler",)  # the others know no bound on x0 that does not chan
 
 @register("sampler", "diffusers")
 @dataclass(frozen=True, kw_only=True)
-class Diffusers:
+class Diffusers(Checked):
     """A deterministic scheduler of diffusers, configured from the process.
 
     Args:
         clip_x0: Bound on the predicted clean chunk, where the scheduler has one (DDIM); None: no bound.
-        clip_action: Bound on the finished chunk; None: no bound.
         scheduler: Name of its class; stochastic ones are refused: they draw their own noise.
-        steps: Sampling steps; some schedulers evaluate the network twice per step.
-        options: Further settings of the scheduler by name.
-
-    Raises:
-        ConfigError: If the scheduler is not one of those.
     """
 
-    clip_x0: float | None = None
-    clip_action: float | None = 1.0
-    scheduler: str = "DPMSolverMultistepScheduler"
-    steps: int = 10
-    options: dict[str, Any] = field(default_factory=dict)
+    clip_x0: float | None = bounded(None, gt=0)
+    clip_action: float | None = bounded(1.0, gt=0)  # bound on the finished chunk; None: no bound
+    scheduler: str = bounded("DPMSolverMultistepScheduler", choices=(*DIFFUSION_SCHEDULERS, *FLOW_SCHEDULERS))
+    steps: int = bounded(10, ge=1)  # sampling steps; some schedulers evaluate the network twice per step
+    options: dict[str, Any] = field(default_factory=dict)  # further settings of the scheduler by name
     min_std: ClassVar[float] = 0.0
     final_std: ClassVar[float | None] = None
 
-    def __post_init__(self) -> None:
-        """Check the choices."""
-        if self.scheduler not in (*DIFFUSION_SCHEDULERS, *FLOW_SCHEDULERS):
-            known = ", ".join((*DIFFUSION_SCHEDULERS, *FLOW_SCHEDULERS))
-            raise ConfigError(f"sampler.scheduler must be one of {known}; got '{self.scheduler}'.")
-        if self.steps < 1:
-            raise ConfigError(f"sampler.steps must be at least 1; got {self.steps}.")
-
     def table(self, process: Any) -> StepTable:
-        """Ask the scheduler for its steps.
-
-        Raises:
-            ConfigError: If process and scheduler do not belong together, or the scheduler refuses a setting.
-        """
         if type(process) not in (VPDiffusion, RectifiedFlow):
             raise incompatible(self, process, needs="diffusion or flow")
         is_flow = isinstance(process, RectifiedFlow)
@@ -96,7 +78,6 @@ class Diffusers:
 
 
 def _settings_of(process: VPDiffusion | RectifiedFlow) -> dict[str, Any]:
-    """Return what diffusers calls the parts of a process."""
     if isinstance(process, RectifiedFlow):
         return {"num_train_timesteps": FLOW_TIMESTEPS}
     return {
@@ -117,11 +98,7 @@ class SchedulerLoop:
     is_flow: bool
 
     def scheduler(self) -> Any:
-        """Return a fresh scheduler, ready to step.
-
-        Raises:
-            ConfigError: If it refuses a setting.
-        """
+        """Return a fresh scheduler, ready to step."""
         import diffusers
 
         settings = dict(self.settings)
@@ -148,11 +125,7 @@ class SchedulerLoop:
         return scheduler
 
     def __call__(self, bound: BoundField, noise: Tensor) -> Tensor:
-        """Denoise start noise (B, Th, Da) to a chunk (B, Th, Da).
-
-        Raises:
-            CapabilityError: While a graph is traced, which could not hold the scheduler's own decisions.
-        """
+        """Denoise start noise (B, Th, Da) to a chunk (B, Th, Da)."""
         if torch.compiler.is_compiling() or torch.jit.is_tracing():
             raise CapabilityError(
                 "sampler=diffusers decides in Python at every step, so it cannot be compiled or exported. "

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from policies.bounds import bounded
 from policies.processes.base import incompatible
 from policies.processes.regression import RegressionPath
 from policies.registry import register
@@ -24,14 +25,9 @@ class Direct(StepRules):
         arXiv 2512.01809.
     """
 
-    clip_x0: float | None = None
+    clip_x0: float | None = bounded(None, gt=0)
 
     def table(self, process: Any) -> StepTable:
-        """Lay the evaluations out for a regression.
-
-        Raises:
-            ConfigError: If the process is none.
-        """
         if not isinstance(process, RegressionPath):
             raise incompatible(self, process, needs="regression or mip")
         times = [*process.stops, 1.0]

@@ -18,38 +18,30 @@ class Hook:
     """Changes nothing; derive and override what should change."""
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (x0, eps) to continue with."""
         return x0, eps
 
     def on_state(self, step: Step, x: Tensor) -> Tensor:
-        """Return the state to continue from after the step."""
         return x
 
 
 @dataclass(frozen=True, eq=False)
 class Inpaint(Hook):
-    """Pin a part of the chunk to known values and let the rest follow.
+    """Pin a part of the chunk to known values; the rest follows.
 
     The known values replace x0, so the next state holds them at its own noise level; after the last
     step they are exact, also with a sampler that injects noise there, unless `clip_action` bounds them.
-
-    Args:
-        known: (B, Th, Da) or broadcastable, normalised.
-        mask: As `known`; 1 pins, 0 leaves free, values between blend.
 
     Source:
         Replacement of the clean estimate, as in arXiv 2201.09865 (RePaint) without resampling.
     """
 
-    known: Tensor
-    mask: Tensor
+    known: Tensor  # (B, Th, Da) or broadcastable, normalised
+    mask: Tensor  # as `known`; 1 pins, 0 leaves free, values between blend
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-        """Blend the known values into x0 and keep the noise."""
         return x0 + self.mask * (self.known - x0), eps
 
     def on_state(self, step: Step, x: Tensor) -> Tensor:
-        """Pin the finished chunk."""
         return x + self.mask * (self.known - x) if step.k == step.num_steps - 1 else x
 
 
@@ -62,16 +54,14 @@ class Guidance(Hook):
 
     Args:
         cost_gradient: (x0 (B, Th, Da), cond) -> gradient of the cost (B, Th, Da), normalised units.
-        scale: Step size.
 
     Source:
         Guidance of the clean estimate, arXiv 2302.07121, §3.1 (forward guidance), evaluated at x0.
     """
 
     cost_gradient: Callable[[Tensor, Cond], Tensor]
-    scale: float = 1.0
+    scale: float = 1.0  # step size
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-        """Move x0 against the gradient and eps with it."""
         move = self.scale * self.cost_gradient(x0, step.cond)
         return x0 - move, eps + (step.alpha / step.sigma) * move

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
-from policies.protocols import BoundField, Cond, SampleHook, Step
+from policies.protocols import BoundField, Cond, Hooks, Step
 from policies.samplers.step_table import (
     StepTable,
     merge_prediction,
@@ -61,7 +61,7 @@ def denoise(
     table: StepTable,
     noise: Tensor,
     *,
-    hooks: Sequence[SampleHook] = (),
+    hooks: Hooks = (),
     cond: Cond | None = None,
     record_from: int | None = None,
     start: Tensor | None = None,
@@ -122,7 +122,7 @@ def _bounded(x: Tensor, limit: float | None) -> Tensor:
 
 
 def _prediction(
-    table: StepTable, k: int, x: Tensor, bound: BoundField, step: Step | None, hooks: Sequence[SampleHook]
+    table: StepTable, k: int, x: Tensor, bound: BoundField, step: Step | None, hooks: Hooks
 ) -> tuple[Tensor, Tensor]:
     """Return the (x0, eps) of a step, which the hooks may change."""
     x0, eps = split_prediction(table, k, x, bound(k, x))
@@ -154,13 +154,12 @@ def _unroll(table: StepTable, noise: Tensor) -> tuple[Tensor, Sequence[Tensor | 
 def _check(
     table: StepTable,
     noise: Tensor,
-    hooks: Sequence[SampleHook],
+    hooks: Hooks,
     cond: Cond | None,
     record_from: int | None,
     start: Tensor | None,
     first_step: int,
 ) -> None:
-    """Refuse noise and step indices that do not fit."""
     steps, width = table.num_steps, table.coefficients.shape[-1]
     rank = 3 if table.is_deterministic else 4
     if noise.dim() != rank or (rank == 4 and noise.shape[1] != steps + 1):

@@ -1,4 +1,4 @@
-"""Samplers of every Gaussian path: the network is asked for (x0, eps), wherever the path lies.
+"""Samplers of every Gaussian path, on predictions of (x0, eps).
 
 Legend: t sampling time, a prime marks the end of a step; alpha, sigma amplitudes of the path;
 s = sigma / alpha noise over signal; lambda = -ln s. In the notation of `policies.samplers.step_table`:
@@ -25,6 +25,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.processes.base import GaussianPath, Process, incompatible
 from policies.processes.flow import LinearPath
@@ -38,37 +39,23 @@ class PathRules(StepRules, ABC):
     """What every sampler of a path may choose.
 
     Args:
-        steps: Steps from noise to data.
         grid: Where the steps lie: `auto` (the process's own), `uniform` in sampling time, or between
             `noise_max` and `noise_min` in sigma / alpha: `karras` (arXiv 2206.00364, eq. 5), `exponential`,
             `linear`.
-        rho: Exponent of `karras`.
-        noise_max: First sigma / alpha; null: that of the process's own grid.
         noise_min: Last sigma / alpha before the clean end; null: that of the process's own grid.
     """
 
-    steps: int = 10
-    grid: str = "auto"
-    rho: float = 7.0
-    noise_max: float | None = None
-    noise_min: float | None = None
+    steps: int = bounded(10, ge=1)  # steps from noise to data
+    grid: str = bounded("auto", choices=GRIDS)
+    rho: float = bounded(7.0, gt=0)  # exponent of `karras`
+    noise_max: float | None = bounded(None, gt=0)  # first sigma / alpha; null: that of the process's own grid
+    noise_min: float | None = bounded(None, gt=0)
     takes_whole_steps: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
-        if self.steps < 1:
-            raise ConfigError(f"sampler.steps must be at least 1; got {self.steps}.")
-        if self.grid not in GRIDS:
-            raise ConfigError(f"sampler.grid must be one of {', '.join(GRIDS)}; got '{self.grid}'.")
-        if not self.rho > 0:
-            raise ConfigError(f"sampler.rho must be positive; got {self.rho}.")
         given = [noise for noise in (self.noise_min, self.noise_max) if noise is not None]
-        if not all(0 < noise < math.inf for noise in given) or sorted(given) != given:
-            raise ConfigError(
-                "sampler needs 0 < noise_min <= noise_max, or null; got "
-                f"{self.noise_min} and {self.noise_max}."
-            )
+        self.require("noise_max", sorted(given) == given, f"at least noise_min={self.noise_min}")
         if given and self.grid in ("auto", "uniform"):
             raise ConfigError(
                 f"sampler.noise_min and noise_max belong to the grids {', '.join(GRIDS[2:])}; got "
@@ -76,12 +63,7 @@ class PathRules(StepRules, ABC):
             )
 
     def table(self, process: Any) -> StepTable:
-        """Lay the steps out for a Gaussian path.
-
-        Raises:
-            ConfigError: If the process has none, or its network predicts over whole steps and the sampler
-                needs predictions at a time.
-        """
+        """Lay the steps out for a Gaussian path."""
         has_path = isinstance(process, GaussianPath) and process.is_integrable
         if not has_path or (process.has_second_time and not self.takes_whole_steps):
             raise incompatible(self, process, needs="diffusion, flow or edm")
@@ -93,7 +75,6 @@ class PathRules(StepRules, ABC):
         ...
 
     def times(self, process: Process) -> list[float]:
-        """Return the steps + 1 times, from noise to data."""
         if self.grid == "auto":
             return process.grid(self.steps)
         if self.grid == "uniform":
@@ -142,27 +123,20 @@ class Euler(PathRules):
     Args:
         clip_state: Bound on the state after every step, as ReinFlow's released settings ask for; states near
             the noise are cut off by it. None: only the finished chunk is bounded.
-        released_times: Ask the network at k / (steps - 1) while stepping by 1 / steps, as ReinFlow's released
-            rectified flows were sampled; to evaluate those weights, not to learn with.
+        released_times: Evaluate the network at k / (steps - 1) while stepping by 1 / steps, as ReinFlow's
+            released rectified flows were sampled; to evaluate those weights, not to learn with.
 
     Source:
         arXiv 2209.03003; ReinFlow (arXiv 2505.22094).
     """
 
-    clip_x0: float | None = None
-    clip_action: float | None = 1.0
-    clip_state: float | None = None
+    clip_x0: float | None = bounded(None, gt=0)
+    clip_action: float | None = bounded(1.0, gt=0)
+    clip_state: float | None = bounded(None, gt=0)
     released_times: bool = False
     takes_whole_steps: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        if self.clip_state is not None and not self.clip_state > 0:
-            raise ConfigError(f"sampler.clip_state must be positive or null; got {self.clip_state}.")
-
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
-        """Lay the steps out over given times."""
         path = _Path.of(process, times)
         to_x0, to_eps = path.alpha_next[:, None], path.sigma_next[:, None]
         zeros = torch.zeros_like(to_x0)
@@ -185,23 +159,13 @@ class Euler(PathRules):
 class Ancestral(PathRules):
     """First order with part of the noise drawn anew after every step.
 
-    Args:
-        eta: Share of the noise of the reverse Markov chain, 0 (`euler`) to 1.
-
     Source:
         arXiv 2010.02502, eq. 16, on any path; with EDM the Euler-ancestral sampler of BESO.
     """
 
-    eta: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Check the choices."""
-        super().__post_init__()
-        if not 0 <= self.eta <= 1:
-            raise ConfigError(f"sampler.eta must lie in 0..1; got {self.eta}.")
+    eta: float = bounded(1.0, ge=0, le=1)  # share of the noise of the reverse Markov chain, 0 (`euler`) to 1
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
-        """Lay the steps out over given times."""
         path = _Path.of(process, times)
         share = (1 - (path.noise_next / path.noise).square()).clamp(min=0).sqrt()
         fresh = (self.eta * path.noise_next * share).clamp(max=path.noise_next)
@@ -219,7 +183,6 @@ class SmoothRules(PathRules, ABC):
     """
 
     def __post_init__(self) -> None:
-        """Check the choices."""
         super().__post_init__()
         if self.min_std or self.final_std:
             raise ConfigError(
@@ -238,7 +201,6 @@ class Heun(SmoothRules):
     """
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
-        """Lay the 2 steps - 1 evaluations out over given times."""
         rows = _Rows(process)
         for t, t_next in pairwise(times):
             rows.add(t, ends=t_next)
@@ -259,7 +221,6 @@ class Midpoint(SmoothRules):
     """
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
-        """Lay the 2 steps - 1 evaluations out over given times."""
         rows = _Rows(process)
         for t, t_next in pairwise(times):
             middle = rows.middle(t, t_next)
@@ -281,16 +242,9 @@ class DPMpp2M(SmoothRules):
         DPM-Solver++(2M), arXiv 2211.01095, algorithm 2; `heun` as in diffusers.
     """
 
-    solver: str = "midpoint"
-
-    def __post_init__(self) -> None:
-        """Check the choices."""
-        super().__post_init__()
-        if self.solver not in ("midpoint", "heun"):
-            raise ConfigError(f"sampler.solver must be midpoint or heun; got '{self.solver}'.")
+    solver: str = bounded("midpoint", choices=("midpoint", "heun"))
 
     def over(self, process: Process, times: Sequence[float]) -> StepTable:
-        """Lay the steps out over given times."""
         path = _Path.of(process, times)
         gap = path.noise.log() - path.noise_next.log()  # the last is infinite
         shrink = path.noise_next / path.noise

@@ -25,11 +25,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.processes.base import Process
 from policies.protocols import BoundField
@@ -77,38 +79,29 @@ class StepTable:
         coefficients: (12, K, D) float64, in the order of `Coefficients`.
 
     Attributes:
-        times: K+1 sampling times; `times[k]` is where step k starts.
-        alpha: K signal amplitudes at `times`.
-        sigma: K noise amplitudes at `times`.
-        predicts_x0: Whether the network output is x0 itself.
-        uses_pred: Whether the mean needs the prediction beside the clipped x0.
-        start_std: Deviation of the start state: the start noise is multiplied by it.
         memory: Coefficients of methods with a memory; None: every row is a step of its own.
-        entries: Whether sampling may begin at a row; a corrector's row is none.
-        recompute: Whether eps follows a clipped x0.
-        clip_state: Bound on the state after every step; None: no bound.
         loop: Another program's loop (bound network, noise) -> chunk that runs instead of the rows.
     """
 
-    times: tuple[float, ...]
+    times: tuple[float, ...]  # K+1 sampling times; `times[k]` is where step k starts
     net_time: Tensor
     std: Tensor
     schedule_std: Tensor
     coefficients: Tensor
-    alpha: tuple[float, ...]
-    sigma: tuple[float, ...]
-    predicts_x0: bool
-    uses_pred: bool
+    alpha: tuple[float, ...]  # K signal amplitudes at `times`
+    sigma: tuple[float, ...]  # K noise amplitudes at `times`
+    predicts_x0: bool  # whether the network output is x0 itself
+    uses_pred: bool  # whether the mean needs the prediction beside the clipped x0
     clip_x0: float | None
     eps_clip: float | None
     noise_clip: float | None
     clip_action: float | None
     second_time: Tensor | None = None
-    start_std: float = 1.0
+    start_std: float = 1.0  # deviation of the start state: the start noise is multiplied by it
     memory: Memory | None = None
-    entries: tuple[bool, ...] = ()
-    recompute: bool = True
-    clip_state: float | None = None
+    entries: tuple[bool, ...] = ()  # whether sampling may begin at a row; a corrector's row is none
+    recompute: bool = True  # whether eps follows a clipped x0
+    clip_state: float | None = None  # bound on the state after every step; None: no bound
     loop: Callable[[BoundField, Tensor], Tensor] | None = None
     rows: tuple[Coefficients, ...] = field(init=False, repr=False)
     noisy: tuple[bool, ...] = field(init=False, repr=False)
@@ -126,12 +119,10 @@ class StepTable:
 
     @property
     def num_steps(self) -> int:
-        """K."""
         return len(self.times) - 1
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether no step injects noise."""
         return not any(self.noisy)
 
     def at(self, k: int | Tensor, x: Tensor) -> Coefficients:
@@ -167,33 +158,22 @@ class StepTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepRules:
-    """What every sampler may limit.
+class StepRules(Checked):
+    """What every sampler may limit; all in normalised units.
 
     Args:
-        clip_x0: Bound on the predicted clean chunk at every step, normalised units; None: no bound.
-        clip_action: Bound on the finished chunk; None: no bound.
-        noise_clip: Bound on standard-normal draws before scaling; None: no bound.
-        min_std: Floor on the noise of every step, normalised units.
-        final_std: Noise of the last step; None: as the schedule and the floor say.
+        clip_x0: Bound on the predicted clean chunk at every step; null: no bound.
+        noise_clip: Bound on standard-normal draws before scaling; null: no bound.
+        final_std: Noise of the last step; null: as the schedule and the floor give it.
     """
 
-    clip_x0: float | None = 1.0
-    clip_action: float | None = None
-    noise_clip: float | None = 3.0
-    min_std: float = 0.0
-    final_std: float | None = None
+    key: ClassVar[str] = "sampler"
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        for name in ("clip_x0", "clip_action", "noise_clip"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"sampler.{name} must be positive or null; got {value}.")
-        for name in ("min_std", "final_std"):
-            value = getattr(self, name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"sampler.{name} must not be negative; got {value}.")
+    clip_x0: float | None = bounded(1.0, gt=0)
+    clip_action: float | None = bounded(None, gt=0)  # bound on the finished chunk; null: no bound
+    noise_clip: float | None = bounded(3.0, gt=0)
+    min_std: float = bounded(0.0, ge=0)  # floor on the noise of every step
+    final_std: float | None = bounded(None, ge=0)
 
 
 def build_step_table(
@@ -210,23 +190,10 @@ def build_step_table(
     entries: Sequence[bool] = (),
     clip_state: float | None = None,
 ) -> StepTable:
-    """Work out the coefficients of steps `mean = to_x0 x0 + to_eps eps`.
+    """Work out the coefficients of steps `mean = to_x0 x0 + to_eps eps`; options as in `StepTable`.
 
     Shapes:
-        times: K+1 sampling times. to_x0, to_eps, schedule_std: (K, D) float64.
-
-    Args:
-        process: Gives the meaning of the prediction; asked in float64 at `times`.
-        rules: Clips and floors.
-        times: Where each step starts, and where the last one ends.
-        to_x0: Weight of x0 in the mean.
-        to_eps: Weight of eps in the mean.
-        schedule_std: Noise before floors.
-        recompute: Whether eps follows a clipped x0.
-        eps_clip: Bound on eps.
-        memory: Of methods with several evaluations per step.
-        entries: Rows where sampling may begin; empty: all.
-        clip_state: Bound on the state after every step.
+        times: K+1 sampling times. to_x0, to_eps, schedule_std (noise before floors): (K, D) float64.
 
     Raises:
         ConfigError: If the network was not trained for these steps.
@@ -276,54 +243,57 @@ def build_step_table(
     )
 
 
-def revisited(
-    table: StepTable, process: Process, rules: StepRules, *, visits: int, fresh: float = 1.0
+def resampled(
+    table: StepTable, process: Process, rules: StepRules, *, steps: int, noise: float = 1.0
 ) -> StepTable:
-    """Visit every level of a table several times; the last visit takes the table's own step.
+    """Evaluate the network several times at every level of a table; the last takes the table's own step.
 
-    The others stay at their level and draw part of the noise anew, around the x0 predicted there::
+    The others stay at their level and redraw part of the noise, around the x0 predicted there::
 
-        x <- alpha x0 + sigma (sqrt(1 - fresh^2) eps + fresh noise)
+        x <- alpha x0 + sigma (sqrt(1 - noise^2) eps + noise draw)
 
-    With `fresh` = 1 all that remains of the state is x0, whose spread is smaller than that of clean chunks;
-    small values are steps of Langevin dynamics, x + (fresh sigma)^2 / 2 score + fresh sigma noise, which
+    With `noise` = 1 all that remains of the state is x0, whose spread is smaller than that of clean chunks;
+    small values are steps of Langevin dynamics, x + (noise sigma)^2 / 2 score + noise sigma draw, which
     keep the distribution of the level.
 
     Args:
         table: Rows of one evaluation each.
         process: What it was laid out for.
         rules: What it was laid out with.
-        visits: Evaluations at every level, at least 1.
-        fresh: Share of the noise that is drawn anew, 0 to 1.
+        steps: Evaluations at every level, at least 1.
+        noise: Share of the noise that is redrawn, 0 to 1.
 
     Raises:
         ConfigError: If a number is out of range or the table has a memory.
 
     Source:
-        arXiv 2411.16627 (inference-time policy steering), with `fresh` = 1.
+        arXiv 2411.16627 (inference-time policy steering), with `noise` = 1; resampling of RePaint
+        (arXiv 2201.09865).
     """
-    if visits < 1 or not 0 <= fresh <= 1:
-        raise ConfigError(f"a level needs visits >= 1 and 0 <= fresh <= 1; got {visits} and {fresh}.")
+    if steps < 1 or not 0 <= noise <= 1:
+        raise ConfigError(
+            f"resampling needs steps of at least 1 and a noise in [0, 1]; got {steps} and {noise}."
+        )
     if table.memory is not None:
         raise ConfigError(
-            "levels can be visited again only with a sampler of one evaluation per step; heun, midpoint and "
+            "levels can be resampled only with a sampler of one evaluation per step; heun, midpoint and "
             "dpmpp_2m use several. Use ddpm, ddim, ancestral or euler."
         )
     own = Coefficients(*table.coefficients)
     alpha, sigma = (torch.tensor(a, dtype=torch.float64)[:, None] for a in (table.alpha, table.sigma))
-    kept = math.sqrt(1 - fresh * fresh) * sigma
+    kept = math.sqrt(1 - noise * noise) * sigma
 
-    def visit(staying: Tensor, leaving: Tensor) -> Tensor:
-        rows = [staying.expand_as(leaving)] * (visits - 1)
-        return torch.stack([*rows, leaving], dim=1).flatten(0, 1)
+    def repeated(staying: Tensor, leaving: Tensor) -> Tensor:
+        rows = [staying.expand_as(leaving)] * (steps - 1)
+        return rearrange([*rows, leaving], "steps K D -> (K steps) D")
 
     return build_step_table(
         process,
         rules,
-        [t for t in table.times[:-1] for _ in range(visits)] + [table.times[-1]],
-        visit(alpha, own.to_x0),
-        visit(kept, own.to_eps),
-        visit(fresh * sigma, table.schedule_std),
+        [t for t in table.times[:-1] for _ in range(steps)] + [table.times[-1]],
+        repeated(alpha, own.to_x0),
+        repeated(kept, own.to_eps),
+        repeated(noise * sigma, table.schedule_std),
         recompute=table.recompute,
         eps_clip=table.eps_clip,
         clip_state=table.clip_state,
@@ -353,12 +323,10 @@ def transition(
 
 
 def _axpy(base: Tensor, x: Tensor, factor: float | Tensor) -> Tensor:
-    """Return base + factor x, for one factor or a tensor of them."""
     return torch.add(base, x, alpha=factor) if isinstance(factor, float) else torch.addcmul(base, x, factor)
 
 
 def _clamp_(x: Tensor, limit: Any) -> Tensor:
-    """Clamp a fresh tensor in place."""
     return x.clamp_(-limit, limit)
 
 

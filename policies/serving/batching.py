@@ -1,6 +1,6 @@
 """The queue of a policy server: bounded, fair to every client, and emptied in batches.
 
-It knows no sockets and no clock; whoever uses it says what time it is.
+It has no sockets and no clock: times are arguments.
 """
 
 from __future__ import annotations
@@ -13,23 +13,14 @@ from policies.execution.history import Array
 
 @dataclass(frozen=True)
 class Request:
-    """One observation that waits for its actions.
+    """One observation that waits for its actions."""
 
-    Attributes:
-        client: Who asks.
-        id: What the client calls it.
-        inputs: One row, checked.
-        key: Of its noise; None: zeros.
-        arrived: Time [s].
-        deadline: Time [s] after which nobody wants the answer.
-    """
-
-    client: bytes
-    id: int
-    inputs: dict[str, Array] = field(repr=False)
-    key: tuple[int, ...] | None
-    arrived: float
-    deadline: float
+    client: bytes  # who asks
+    id: int  # what the client calls it
+    inputs: dict[str, Array] = field(repr=False)  # one row, checked
+    key: tuple[int, ...] | None  # of its noise; None: zeros
+    arrived: float  # time [s]
+    deadline: float  # time [s] after which the answer is useless
 
 
 class Batcher:
@@ -49,11 +40,10 @@ class Batcher:
         self._clients: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
-        """Return how many wait."""
         return len(self._waiting)
 
     def refusal(self, client: bytes) -> str:
-        """Say why one more of a client has no place; empty if it has."""
+        """Return why one more request of a client is refused; empty if it is not."""
         most, own = self._limits
         if len(self._waiting) >= most:
             return f"{most} requests are waiting already. Ask again later, or raise max_queue."
@@ -62,7 +52,6 @@ class Batcher:
         return ""
 
     def add(self, request: Request) -> None:
-        """Let a request wait."""
         self._waiting.append(request)
         self._clients[request.client] += 1
 

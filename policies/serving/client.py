@@ -34,7 +34,7 @@ class Client:
 
     Args:
         endpoint: Where the server listens.
-        timeout_s: How long one attempt waits for its answer [s]; also the deadline that the server is told.
+        timeout_s: How long one attempt waits for its answer [s]; also the deadline that is sent along.
         retries: Attempts after the first one.
         secret_key: File with the client's CURVE keys; None: no encryption.
         server_key: File with the server's public key.
@@ -71,11 +71,9 @@ class Client:
         self._fingerprint = ""
 
     def __enter__(self) -> Client:
-        """Return the client."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the connection."""
         self.close()
 
     def close(self) -> None:
@@ -85,11 +83,7 @@ class Client:
 
     @property
     def schema(self) -> Schema:
-        """What the policy takes and gives, as the server said first.
-
-        Raises:
-            ServingError: `timeout`, or what the server refuses.
-        """
+        """Inputs and outputs of the policy, as the server first described them."""
         if self._schema is None:
             self._greet()
         assert self._schema is not None
@@ -125,16 +119,11 @@ class Client:
         return actions
 
     def metrics(self) -> dict[str, Any]:
-        """Return what the server counted."""
         metrics: dict[str, Any] = self.ask({"type": "metrics"})["metrics"]
         return metrics
 
     def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message and return its answer; what is not answered in time is sent again.
-
-        Raises:
-            ServingError: `timeout`, or the reason of the server.
-        """
+        """Send a message and return its answer; what is not answered in time is sent again."""
         self._id += 1
         frame = pack({**body, "id": self._id})
         for _ in range(self._retries + 1):
@@ -154,11 +143,7 @@ class Client:
     # -- the connection -------------------------------------------------------------------------------
 
     def _greet(self) -> None:
-        """Ask for the schema; one that fits the first one replaces it.
-
-        Raises:
-            ServingError: `schema`, if it does not fit.
-        """
+        """Ask for the schema; one that fits the first one replaces it."""
         answer = self.ask({"type": "hello"})
         schema = Schema.from_wire(answer.get("schema"))
         if self._schema is not None and _shapes(schema) != _shapes(self._schema):
@@ -169,11 +154,7 @@ class Client:
         self._schema, self._fingerprint = schema, str(answer.get("fingerprint"))
 
     def _attempt(self, frame: bytes) -> dict[str, Any] | None:
-        """Send once and wait; None: no answer in time.
-
-        Raises:
-            ServingError: `version`, if the server speaks another one.
-        """
+        """Send once and wait; None: no answer in time."""
         end = time.monotonic() + self._timeout_s
         socket = self._connected()
         if not socket.poll(_left_ms(end), self._zmq.POLLOUT):
@@ -190,7 +171,7 @@ class Client:
     def _other_version(self, found: Any) -> ServingError:
         return ServingError(
             "version",
-            f"{self.endpoint} must speak version {VERSION} of the protocol, as this client; it speaks "
+            f"{self.endpoint} must use version {VERSION} of the protocol, as this client; it uses "
             f"{str(found)[:20]}. Install the same release of burnish on both sides.",
         )
 

@@ -1,8 +1,8 @@
-"""CURVE keys of a policy server and of those who may ask it: encryption, and who is who on both sides.
+"""CURVE keys of a policy server and its clients: encryption and authentication of both sides.
 
     <keys>/server.key            public key of the server; clients need it
     <keys>/server.key_secret     stays with the server
-    <keys>/clients/<name>.key    public keys of those who may ask
+    <keys>/clients/<name>.key    public keys of the clients that may connect
     <keys>/<name>.key_secret     goes to that client
 
 This module needs pyzmq only.
@@ -21,11 +21,7 @@ SERVER, CLIENTS = "server", "clients"
 
 
 def make_keys(folder: str | Path, client: str = "robot") -> Path:
-    """Write keys of a server, if there are none yet, and of one more client; returns the client's secret key.
-
-    Raises:
-        ConfigError: If the client has keys already, or its name is no plain word.
-    """
+    """Write keys of a server, unless there are some, and of one more client; returns its secret key."""
     require("zmq")
     from zmq.auth import create_certificates
 
@@ -46,20 +42,12 @@ def make_keys(folder: str | Path, client: str = "robot") -> Path:
 
 
 def server_keys(folder: str | Path) -> tuple[bytes, bytes]:
-    """Return public and secret key of the server.
-
-    Raises:
-        ConfigError: If they are not there.
-    """
+    """Return public and secret key of the server."""
     return read_keys(Path(folder) / f"{SERVER}.key_secret")
 
 
 def read_keys(path: str | Path) -> tuple[bytes, bytes]:
-    """Return public and secret key of a file.
-
-    Raises:
-        ConfigError: If it is not there, or has no secret key.
-    """
+    """Return public and secret key of a file."""
     public, secret = _read(path)
     if secret is None:
         raise ConfigError(f"keys: {path} has no secret key; give the file that ends in .key_secret.")
@@ -67,11 +55,7 @@ def read_keys(path: str | Path) -> tuple[bytes, bytes]:
 
 
 def read_public_key(path: str | Path) -> bytes:
-    """Return the public key of a file.
-
-    Raises:
-        ConfigError: If it is not there.
-    """
+    """Return the public key of a file."""
     return _read(path)[0]
 
 
@@ -90,18 +74,14 @@ def _read(path: str | Path) -> tuple[bytes, bytes | None]:
 
 
 def start_authenticator(context: Any, folder: str | Path) -> Any:
-    """Let only the clients in whose keys lie in the folder; returns what is to be stopped.
-
-    Raises:
-        ConfigError: If there are none.
-    """
+    """Accept only clients whose keys are in the folder; returns the authenticator, to be stopped."""
     require("zmq")
     from zmq.auth.thread import ThreadAuthenticator
 
     clients = Path(folder) / CLIENTS
     if not any(clients.glob("*.key")):
         raise ConfigError(
-            f"keys={folder} has no key in {CLIENTS}/, so that nobody could ask. "
+            f"keys={folder} has no key in {CLIENTS}/, so that no client could connect. "
             f"Make one with burnish serve keys={folder} new_client=<name>."
         )
     server_keys(folder)

@@ -1,7 +1,7 @@
 """The messages between a policy server and its clients, and what makes one acceptable.
 
 A message is one msgpack map in one ZeroMQ frame; arrays are maps of `dtype`, `shape` and raw `data`. Nothing
-is unpickled, no type is named that would be looked up, and no size is believed before it was compared with
+is unpickled, no type is named that would be looked up, and no size is used before it was compared with
 the bytes that are there.
 
     hello    {v, type, id}                                           -> welcome {v, type, id, schema, ...}
@@ -55,11 +55,7 @@ REASONS = {
 
 
 def require(name: str) -> ModuleType:
-    """Import a package of the extra `serve`.
-
-    Raises:
-        MissingExtraError: If it is not installed.
-    """
+    """Import a package of the extra `serve`."""
     bare = "on a robot without PyTorch: pip install numpy pyzmq msgpack"
     return extras.require(name, extra="serve", what="serving", instead=bare)
 
@@ -70,35 +66,23 @@ class Schema:
 
     Attributes:
         inputs: By name: `observation` (To, Do), `goal` (Dg,), images (To, H, W, 3) by camera.
-        action: (Ta, Da), physical.
-        obs_steps: To.
-        task: Name of the task; None: not known.
-        control_hz: Rate at which actions are executed; None: not known.
-        action_low: (Da,), physical; None: not known.
-        action_high: (Da,).
-        policy: Fingerprint of the weights.
     """
 
     inputs: Mapping[str, Feature]
-    action: Feature
-    obs_steps: int = 1
-    task: str | None = None
-    control_hz: float | None = None
-    action_low: Sequence[float] | None = None
-    action_high: Sequence[float] | None = None
-    policy: str = field(default="", compare=False)
+    action: Feature  # (Ta, Da), physical
+    obs_steps: int = 1  # To
+    task: str | None = None  # name of the task; None: not known
+    control_hz: float | None = None  # rate at which actions are executed; None: not known
+    action_low: Sequence[float] | None = None  # (Da,), physical; None: not known
+    action_high: Sequence[float] | None = None  # (Da,)
+    policy: str = field(default="", compare=False)  # fingerprint of the weights
 
     def to_wire(self) -> dict[str, Any]:
-        """Return it in msgpack types."""
         return {**asdict(self), "inputs": {name: asdict(one) for name, one in self.inputs.items()}}
 
     @classmethod
     def from_wire(cls, data: Any) -> Schema:
-        """Read `to_wire`.
-
-        Raises:
-            ServingError: `malformed`, if it is something else.
-        """
+        """Read `to_wire`."""
         try:
             inputs = {str(name): _feature(one) for name, one in data["inputs"].items()}
             own: dict[str, Any] = {key: data[key] for key in ("obs_steps", "task", "control_hz", "policy")}
@@ -109,13 +93,13 @@ class Schema:
 
     @property
     def fingerprint(self) -> str:
-        """What a request names to say which policy it was made for."""
+        """Identifier of the policy that a request was made for."""
         text = json.dumps(self.to_wire(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def max_message(self) -> int:
-        """Bytes that no honest request exceeds."""
+        """Upper bound on the bytes of a valid request."""
         return sum(one.nbytes for one in self.inputs.values()) + 4096 + 256 * len(self.inputs)
 
 
@@ -135,7 +119,7 @@ def pack(message: Mapping[str, Any]) -> bytes:
 
 
 def unpack(frame: bytes) -> dict[str, Any]:
-    """Read a message; of the version it is said to have, whatever that is.
+    """Read a message of any version.
 
     Raises:
         ServingError: `malformed`, if it is no map of text, numbers, bytes, and short lists and maps of these.
@@ -166,11 +150,7 @@ def to_wire(array: Array) -> dict[str, Any]:
 
 
 def from_wire(name: str, data: Any) -> Array:
-    """Read an array.
-
-    Raises:
-        ServingError: `malformed` or `dtype`; sizes are compared with the bytes before anything is made.
-    """
+    """Read an array."""
     if not isinstance(data, dict) or set(data) != {"dtype", "shape", "data"}:
         raise ServingError("malformed", f"'{name}' must be a map of dtype, shape and data.")
     dtype, shape, raw = data["dtype"], data["shape"], data["data"]
@@ -210,11 +190,7 @@ def read_observation(data: Any, schema: Schema, max_abs: float) -> dict[str, Arr
 
 
 def check_array(name: str, value: Array, feature: Feature, max_abs: float) -> Array:
-    """Return an array in the type of a feature if it fits it.
-
-    Raises:
-        ServingError: `dtype`, `shape`, `nan` or `range`.
-    """
+    """Return an array in the type of a feature if it fits it."""
     floating = feature.dtype != "uint8"
     if (value.dtype.kind == "f") != floating:
         raise ServingError("dtype", f"'{name}' must be {feature.dtype}; got {value.dtype}.")

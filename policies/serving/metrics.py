@@ -1,4 +1,4 @@
-"""What a policy server counts, for its clients and for Prometheus."""
+"""Counters of a policy server, for its clients and for Prometheus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RECENT = 4096
 
 
 def resident_mb() -> float:
-    """Return the memory of this process [MB]; 0 where the system does not tell."""
+    """Return the memory of this process [MB]; 0 where it is not known."""
     if not sys.platform.startswith("linux"):
         return 0.0
     return int(os.pread(_facts_of(os.getpid()), 200, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
@@ -98,11 +98,8 @@ def metrics_page(metrics: Metrics, port: int | None) -> Iterator[int | None]:
     """Serve `/metrics` over HTTP on the loopback interface meanwhile; yields the port.
 
     Args:
-        metrics: What to tell.
+        metrics: What is shown.
         port: 0: any that is free; None: no page.
-
-    Raises:
-        ConfigError: If the port is taken.
     """
     if port is None:
         yield None
@@ -112,7 +109,6 @@ def metrics_page(metrics: Metrics, port: int | None) -> Iterator[int | None]:
         timeout = 5
 
         def do_GET(self) -> None:
-            """Answer."""
             found = self.path == "/metrics"
             body = (metrics.prometheus() if found else "see /metrics\n").encode()
             self.send_response(200 if found else 404)
@@ -121,8 +117,7 @@ def metrics_page(metrics: Metrics, port: int | None) -> Iterator[int | None]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
+        def log_message(self, format: str, *args: Any) -> None: ...
 
     try:
         server = HTTPServer(("127.0.0.1", port), Page)

@@ -29,7 +29,7 @@ class ServedPolicy:
     Args:
         policy: The policy.
         around: What is known of its task.
-        fingerprint: Of its weights; tells a client that another policy is served.
+        fingerprint: Of its weights; differs between policies.
     """
 
     def __init__(self, policy: Policy, around: Surroundings | None = None, fingerprint: str = "") -> None:
@@ -53,7 +53,6 @@ class ServedPolicy:
         )
 
     def decide(self, inputs: Mapping[str, Array], noise: Array) -> Array:
-        """Map inputs (B, ...) and noise (B, *noise_shape) to actions (B, Ta, Da), physical."""
         obs = {"state" if name == STATE else name: value for name, value in inputs.items()}
         drawn = torch.as_tensor(noise, dtype=self._policy.dtype, device=self._policy.device)
         actions: Array = self._policy.act(obs, noise=drawn).float().cpu().numpy()
@@ -65,16 +64,15 @@ class ServedFolder:
 
     Args:
         directory: What `burnish export` wrote.
-        trust: Whether a file that may hold code, `format=torch`, is opened.
 
     Raises:
         CheckpointError: If the folder is none.
-        ExportError: If it is incomplete, needs trust, or cannot be run.
+        ExportError: If it is incomplete or cannot be run.
     """
 
-    def __init__(self, directory: str | Path, *, trust: bool = False) -> None:
+    def __init__(self, directory: str | Path) -> None:
         folder = Path(directory)
-        self._policy = ExportedPolicy(folder, trust)
+        self._policy = ExportedPolicy(folder)
         models = [folder / name for name in MODELS if (folder / name).is_file()]
         fingerprint = hashlib.sha256("".join(map(sha256, models)).encode()).hexdigest()
         facts = self._policy.description
@@ -83,7 +81,6 @@ class ServedFolder:
         self.noise_shape = facts.noise_shape
 
     def decide(self, inputs: Mapping[str, Array], noise: Array) -> Array:
-        """Map inputs (B, ...) and noise (B, *noise_shape) to actions (B, Ta, Da), physical."""
         obs = {"state" if name == STATE else name: value for name, value in inputs.items()}
         actions: Array = self._policy.act(obs, noise=torch.from_numpy(noise)).numpy()
         return actions

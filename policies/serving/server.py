@@ -2,13 +2,13 @@
 
 It keeps nothing of a robot but its requests that wait: history and chunks are the client's, the noise of a
 decision follows from the key in its request. A server that is killed and started again continues where the
-other stopped, and what a robot is told does not depend on who asks at the same time (to rounding).
+other stopped, and an answer does not depend on the other requests of its batch (to rounding).
 
-Everything a client can send is bounded before it is believed: bytes of a message, messages that wait, here
+Everything a client can send is bounded first: bytes of a message, messages that wait, here
 and per client, answers that are not fetched, and connections. ZeroMQ would accept these as long as the system
-has descriptors, so that the kernel is told to leave new ones waiting while there are `max_connections` (Linux
-only); those who are connected are served on. ZeroMQ gathers messages of many frames before anybody can
-look at them; `max_backlog_mb` bounds what these take: beyond it all connections are dropped, and taken up
+has descriptors, so the kernel keeps new ones waiting while there are `max_connections` (Linux only);
+existing ones are served on. ZeroMQ gathers messages of many frames before they can be
+read; `max_backlog_mb` bounds what these take: beyond it all connections are dropped, and taken up
 again.
 """
 
@@ -30,22 +30,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError, ServingError
 from policies.execution.history import Array
 from policies.paths import path_field
 from policies.runner import draw_noise
 from policies.serving.batching import Batcher, Request
 from policies.serving.encryption import server_keys, start_authenticator
-from policies.serving.messages import (
-    PORT,
-    VERSION,
-    Schema,
-    pack,
-    read_observation,
-    require,
-    to_wire,
-    unpack,
-)
+from policies.serving.messages import PORT, VERSION, Schema, pack, read_observation, require, to_wire, unpack
 from policies.serving.metrics import Metrics, resident_mb
 
 _log = logging.getLogger(__name__)
@@ -57,8 +49,8 @@ _REOPEN_S = 60.0  # how long the old socket may take to free the port
 _BACKLOG = 16  # connections that the kernel keeps for ZeroMQ to accept
 _SPARE = 8 + _BACKLOG  # descriptors that connections leave free
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # of Linux
-_DROP = (0x06, 0, 0, 0)  # the instruction "return 0": no byte of the packet is let through
-_HARD = 4  # times the bytes of an honest request: a larger frame is not even read
+_DROP = (0x06, 0, 0, 0)  # the instruction "return 0": no byte of the packet passes
+_HARD = 4  # times the bytes of a valid request: a larger frame is not even read
 
 
 class Served(Protocol):
@@ -73,43 +65,38 @@ class Served(Protocol):
 
 
 @dataclass
-class ServerSettings:
-    """How a policy is served."""
+class ServerSettings(Checked):
+    """How a policy is served.
+
+    Attributes:
+        max_wait_ms: How long a request waits for others; 0: only while the server is busy.
+        max_backlog_mb: Growth of memory beyond which all connections are dropped once.
+    """
 
     host: str = "127.0.0.1"  # interface; another than this machine's own needs allow_remote=true
-    port: int = PORT  # of requests; 0: any that is free
+    port: int = bounded(PORT, ge=0, lt=65536)  # of requests; 0: any that is free
     allow_remote: bool = False  # listen where other machines can reach it
     keys: str | None = path_field()  # folder with CURVE keys; null: no encryption, everybody may ask
-    max_batch: int = 16  # requests that are decided together
-    max_wait_ms: float = 0.0  # how long a request waits for others; 0: only while the server is busy
-    max_queue: int = 64  # requests that wait; more are refused
-    max_per_client: int = 4  # of one client
-    deadline_ms: float = 1000.0  # of a request that does not say how long it is worth an answer
-    max_connections: int = 256  # at a time, as far as the system has descriptors; more wait to be let in
-    max_abs: float = 1e6  # numbers of larger magnitude are refused
-    max_backlog_mb: float = 256.0  # growth of memory beyond which all connections are dropped once
+    max_batch: int = bounded(16, ge=1)  # requests that are decided together
+    max_wait_ms: float = bounded(0.0, ge=0)
+    max_queue: int = bounded(64, ge=1)  # requests that wait; more are refused
+    max_per_client: int = bounded(4, ge=1)  # of one client
+    deadline_ms: float = bounded(1000.0, gt=0)  # deadline of a request that names none
+    max_connections: int = bounded(256, ge=1)  # at a time, as far as the system has descriptors; more wait
+    max_abs: float = bounded(1e6, gt=0)  # numbers of larger magnitude are refused
+    max_backlog_mb: float = bounded(256.0, gt=0)
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        super().__post_init__()
         if self.host not in LOOPBACK and not self.allow_remote:
             raise ConfigError(
                 f"host={self.host} can be reached from other machines, which may then command the robot; got "
-                f"allow_remote=false. Say allow_remote=true (and give keys=<folder>), or keep host=127.0.0.1."
+                f"allow_remote=false. Give allow_remote=true (and keys=<folder>), or keep host=127.0.0.1."
             )
-        if not 0 <= self.port < 65536:
-            raise ConfigError(f"port must lie in 0 to 65535; got {self.port}.")
-        for name in ("max_batch", "max_queue", "max_per_client", "max_connections"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1; got {getattr(self, name)}.")
-        for name in ("deadline_ms", "max_abs", "max_backlog_mb"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ConfigError(f"{name} must be positive and finite; got {getattr(self, name)}.")
-        if not (math.isfinite(self.max_wait_ms) and self.max_wait_ms >= 0):
-            raise ConfigError(f"max_wait_ms must be 0 or more; got {self.max_wait_ms}.")
 
 
 class Server:
-    """Serves a policy until it is told to stop; use as a context manager.
+    """Serves a policy until `stop` is called; use as a context manager.
 
     Args:
         served: The policy.
@@ -158,16 +145,14 @@ class Server:
         self._most_in_use = max(own + 1, min(own + settings.max_connections, _descriptors() - _SPARE))
 
     def __enter__(self) -> Server:
-        """Return the server; it listens already."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop listening."""
         self._socket.close(linger=1000)
         self._end()
 
     def stop(self) -> None:
-        """Let `run` answer what waits, refuse what comes, and return; may be called by a signal handler."""
+        """Make `run` answer the queue, refuse new requests and return; safe in a signal handler."""
         self._stopping = True
 
     def run(self) -> None:
@@ -217,10 +202,10 @@ class Server:
         return unpack(frames[0])
 
     def _take(self, client: bytes, message: dict[str, Any], number: int | None, stopping: bool) -> None:
-        """Answer a message, or let it wait."""
+        """Answer a message, or queue it."""
         if message.get("v") != VERSION:
             found = str(message.get("v"))[:20]
-            raise ServingError("version", f"this server speaks version {VERSION}; got {found}.")
+            raise ServingError("version", f"this server uses version {VERSION}; got {found}.")
         if number is None:
             raise ServingError("malformed", "a message must have a whole number 'id'.")
         match message["type"]:
@@ -244,11 +229,7 @@ class Server:
         }
 
     def _enqueue(self, client: bytes, number: int, message: dict[str, Any], stopping: bool) -> None:
-        """Check a request and let it wait.
-
-        Raises:
-            ServingError: If it is refused.
-        """
+        """Check a request and queue it."""
         if stopping:
             raise ServingError("stopping", "the server is shutting down. Ask again when it is back.")
         if full := self._queue.refusal(client):
@@ -256,7 +237,7 @@ class Server:
         if message.get("schema") != self._fingerprint:
             raise ServingError(
                 "schema",
-                f"another policy is served here ({self._fingerprint}). Say hello, and use its schema.",
+                f"another policy is served here ({self._fingerprint}). Send hello, and use its schema.",
             )
         inputs = read_observation(message.get("obs"), self._served.schema, self._settings.max_abs)
         now = self._clock()
@@ -283,7 +264,7 @@ class Server:
             if action is None:
                 self._refuse(
                     request.client, request.id, "failed",
-                    "the policy gave no finite actions for this observation; the server's log says more.",
+                    "the policy gave no finite actions for this observation; see the server's log.",
                 )  # fmt: skip
                 continue
             times = {"queue_ms": 1e3 * (now - request.arrived), "decide_ms": 1e3 * took, "batch": len(batch)}
@@ -302,7 +283,7 @@ class Server:
         return [row if np.isfinite(row).all() else None for row in actions]
 
     def _warm_up(self) -> None:
-        """Decide once for nobody, so that what the policy allocates is there before memory is watched."""
+        """Decide once, so that the policy allocates its memory before that is watched."""
         inputs = {k: np.zeros(f.shape, f.dtype) for k, f in self._served.schema.inputs.items()}
         for size in {1, self._settings.max_batch}:
             self._actions([Request(b"", 0, inputs, None, 0.0, math.inf)] * size)
@@ -331,11 +312,6 @@ class Server:
     # -- the socket -----------------------------------------------------------------------------------
 
     def _bind(self) -> Any:
-        """Open the socket and listen.
-
-        Raises:
-            ConfigError: If that cannot be done.
-        """
         zmq = self._zmq
         try:
             router = self._context.socket(zmq.ROUTER)

@@ -229,7 +229,7 @@ def sync(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file aside, flush it and rename it; what is no regular file, a pipe say, is written to.
+    """Write a file aside, flush it and rename it; a pipe or device is written to directly.
 
     Raises:
         WriteError: If the disk takes no more.
@@ -277,7 +277,7 @@ def aside_name(target: Path) -> str:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two paths swap names in one atomic step; False where system or file system cannot."""
+    """Swap the names of two paths in one atomic step; False where that is not supported."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
     if rename is None:
         return False

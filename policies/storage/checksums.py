@@ -13,12 +13,7 @@ CHECKSUMS = "SHA256SUMS"
 
 
 def write_checksums(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Write the SHA-256 of files into the folder.
-
-    Args:
-        folder: Where they are.
-        names: Which ones; None: every file below the folder.
-    """
+    """Write the SHA-256 of files into the folder."""
     every = (path for path in folder.rglob("*") if path.is_file())
     files = sorted(every if names is None else (folder / name for name in names))
     lines = [f"{sha256(path)}  {path.relative_to(folder).as_posix()}\n" for path in files]
@@ -27,10 +22,6 @@ def write_checksums(folder: Path, names: Iterable[str] | None = None) -> None:
 
 def is_intact(folder: Path, file: Path) -> bool:
     """Whether a file has the checksum that was written for it; true where none was.
-
-    Args:
-        folder: Where the checksums are.
-        file: The file, relative to the folder.
 
     Raises:
         OSError: If the checksums cannot be read.

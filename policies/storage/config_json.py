@@ -1,6 +1,6 @@
 """The description of a policy in config.json: made from a policy, checked, and made into one again.
 
-It may come from a stranger: names are looked up in the registry, types and sizes are checked before anything
+It is untrusted input: names are looked up in the registry, types and sizes are checked before anything
 is built, and nothing in it is executed.
 """
 
@@ -19,7 +19,7 @@ from policies.denoising import DenoisingPolicy
 from policies.errors import ConfigError
 from policies.policy import Policy
 from policies.policy_config import PART_GROUPS, PolicyConfig
-from policies.storage.field_types import check_types
+from policies.storage.strict_json import check_types
 from policies.wrappers.base import WrappedPolicy
 
 FORMAT = 1
@@ -65,17 +65,12 @@ def describe(policy: Policy, provenance: Mapping[str, Any] | None = None) -> dic
 
 
 def _describe_composition(policy: ComposedPolicy) -> dict[str, Any]:
-    """Return how a composition is combined, and its members as `describe` does."""
     members = [describe(member) for member in policy.fields]
     return {"composition": asdict(policy.composition), "members": members}
 
 
 def check_description(data: Any, nested: int = 0) -> None:
-    """Refuse what cannot describe a policy: unknown keys, values of other types, sizes beyond all reason.
-
-    Raises:
-        ConfigError: Names the key.
-    """
+    """Refuse what cannot describe a policy: unknown keys, values of other types, sizes beyond all reason."""
     if not isinstance(data, dict):
         raise ConfigError(f"a policy must be described by an object; got {type(data).__name__}.")
     if unknown := sorted(set(data) - _KEYS):
@@ -139,7 +134,6 @@ def rebuild(data: Mapping[str, Any]) -> Policy:
 
 
 def _rebuild_inner(data: Mapping[str, Any]) -> Policy:
-    """Build the innermost policy."""
     if "members" in data:
         sampler = registry.from_json("sampler", data["parts"]["sampler"])
         members = [rebuild(member) for member in data["members"]]

@@ -21,6 +21,6 @@ class Feature:
 
 
 def short(value: Any) -> str:
-    """Return a stranger's value for a message."""
+    """Return an untrusted value, shortened for a message."""
     text = str(value)
     return text if len(text) <= 80 else f"{text[:80]}…"

@@ -36,7 +36,7 @@ save_pretrained = save_policy
 
 
 def is_on_hub(name: object) -> bool:
-    """Whether a name says that a policy is on the hub."""
+    """Whether a name is one of the hub, `hub://…`."""
     return str(name).startswith(PREFIX)
 
 
@@ -76,12 +76,7 @@ def fetch(name: str, *, endpoint: str | None = None, token: str | None = None) -
 def from_pretrained(
     name: str, *, revision: str | None = None, endpoint: str | None = None, token: str | None = None
 ) -> Policy:
-    """Load a policy of the hub, `org/name`; see `fetch` and `policies.storage.policy_folder.load_policy`.
-
-    Raises:
-        ConfigError: If the name is none.
-        CheckpointError: If it cannot be fetched, or is no policy.
-    """
+    """Load a policy of the hub, `org/name`; see `fetch` and `policies.storage.policy_folder.load_policy`."""
     full = name if is_on_hub(name) else f"{PREFIX}{name}"
     if revision is not None:
         full = f"{full}@{revision}"
@@ -105,7 +100,7 @@ def push_to_hub(
         directory: A policy directory; it is loaded first, so that nothing damaged is uploaded.
         name: `org/name`.
         private: Whether a repository that is made is private.
-        evaluations: Files that `burnish eval` wrote of this policy; the card tells their results.
+        evaluations: Files that `burnish eval` wrote of this policy; their results go into the card.
         licence: Identifier of the licence of the weights, e.g. `mit`.
         message: Of the commit.
         endpoint: Address of the hub; None: the usual one.
@@ -139,7 +134,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _split(name: str) -> tuple[str, str | None]:
-    """Return repository and revision of `hub://org/name[@revision]`."""
     match = _NAME.fullmatch(name.removeprefix(PREFIX))
     if match is None or ".." in name:
         raise ConfigError(
@@ -173,7 +167,7 @@ def _count(directory: Path) -> int:
 
 
 def _evaluation(path: str | Path) -> dict[str, Any]:
-    """Read what `burnish eval` wrote, as far as the card tells it."""
+    """Read the part of an evaluation that the card shows."""
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         found = {"summary": data["summary"], "protocol_hash": data["protocol_hash"]}

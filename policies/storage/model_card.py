@@ -1,4 +1,4 @@
-"""The model card of a policy directory, rendered from facts: no sentence in it is anybody's opinion.
+"""The model card of a policy directory, rendered from facts.
 
 Its first lines are what the Hugging Face hub indexes (YAML, written as JSON values, which are YAML too).
 """
@@ -31,7 +31,7 @@ def render_card(
         num_parameters: Of the networks.
         evaluations: What `burnish eval` wrote of this policy, newest last.
         repository: Name on the hub; None: the directory is loaded by its path.
-        licence: Identifier of the licence of the weights; None: nothing is said.
+        licence: Identifier of the licence of the weights; None: left out.
     """
     facts = description["provenance"]
     name = _plain(facts.get("name", "policy"))
@@ -48,17 +48,14 @@ def render_card(
 
 
 def task_of(facts: Mapping[str, Any]) -> str | None:
-    """Return the name of the task that a policy was made for, where its provenance tells."""
+    """Return the name of the task that a policy was made for, where its provenance holds it."""
     env = facts.get("env")
     name = env.get("name") if isinstance(env, Mapping) else facts.get("task")
     return None if name is None else _plain(name)
 
 
 def _front_matter(
-    description: Mapping[str, Any],
-    evaluations: Sequence[Mapping[str, Any]],
-    name: str,
-    licence: str | None,
+    description: Mapping[str, Any], evaluations: Sequence[Mapping[str, Any]], name: str, licence: str | None
 ) -> list[str]:
     facts = description["provenance"]
     tags = ["robotics", "burnish", _process(description)]
@@ -140,7 +137,7 @@ def _use(description: Mapping[str, Any], repository: str | None) -> list[str]:
 
 def _intended(facts: Mapping[str, Any]) -> list[str]:
     task = task_of(facts)
-    made = "It does not say which task it was made for." if task is None else f"It was made for `{task}`."
+    made = "The task that it was made for is not recorded." if task is None else f"It was made for `{task}`."
     return [
         "## Intended use",
         "",
@@ -151,7 +148,6 @@ def _intended(facts: Mapping[str, Any]) -> list[str]:
 
 
 def _kind(description: Mapping[str, Any]) -> str:
-    """Say what kind of policy it is."""
     if "members" not in description:
         return f"A {_process(description)} policy"
     how, count = description["composition"], len(description["members"])
@@ -168,7 +164,6 @@ def _plain(value: Any) -> str:
 
 
 def _cell(value: Any) -> str:
-    """Return a value for a cell of a table."""
     if isinstance(value, str) and re.fullmatch(r"[\w .,:;@/+()=-]{1,200}", value):
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):

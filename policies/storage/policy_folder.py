@@ -3,13 +3,13 @@
     config.json         the parts by registered name, horizons, sizes, provenance; no code, no paths
     model.safetensors   weights and normaliser statistics
     SHA256SUMS          checksums of the two, compared on loading
-    README.md           a model card rendered from the facts above; nobody reads it
+    README.md           a model card rendered from the facts above; loading ignores it
 
 A directory is written aside and then put in its place (`policies.storage.atomic_write`), so a reader never
 sees half of it. Where one that exists cannot be exchanged in one step, a kill may leave it beside, under a
-name that the error of the next attempt to load tells.
+name given in the error of the next attempt to load.
 
-A directory may come from a stranger. Loading looks names up in the registry and executes nothing from it;
+A directory is untrusted input. Loading looks names up in the registry and executes nothing from it;
 types and sizes are checked before anything is built, memory is bounded by the size of the file of weights
 (`policies.storage.size_limits`), files must be regular ones of the directory, and whatever else lies there
 is not opened.
@@ -81,16 +81,11 @@ def save_policy(
 
 
 def _may_be_replaced(target: Path) -> bool:
-    """Tell whether a path is a policy directory, or an empty one."""
     return target.is_dir() and ((target / CONFIG).exists() or not any(target.iterdir()))
 
 
 def _as_json(description: dict[str, Any]) -> str:
-    """Return a description as text.
-
-    Raises:
-        CheckpointError: If a number in it is not finite, or it holds what is no JSON.
-    """
+    """Return a description as text."""
     try:
         return json.dumps(description, indent=2, sort_keys=True, allow_nan=False)
     except (ValueError, TypeError) as error:
@@ -100,11 +95,7 @@ def _as_json(description: dict[str, Any]) -> str:
 
 
 def _weights_of(policy: Policy) -> dict[str, Tensor]:
-    """Return the weights on the CPU, as a file keeps them.
-
-    Raises:
-        CheckpointError: If a value could not be loaded again.
-    """
+    """Return the weights on the CPU, as a file keeps them."""
     state = {k: v.detach().cpu().contiguous().clone() for k, v in policy.state_dict().items()}
     for name, value in state.items():
         if value.dtype == torch.float64:
@@ -137,11 +128,7 @@ def read_config(directory: str | Path) -> dict[str, Any]:
 
 
 def _own_file(path: Path) -> Path:
-    """Return the file of a policy directory; see `own_file`.
-
-    Raises:
-        CheckpointError: If it is no regular file, or lies elsewhere.
-    """
+    """Return the file of a policy directory; see `own_file`."""
     try:
         return own_file(path)
     except (OSError, ValueError, RuntimeError) as error:  # links that lead in circles
@@ -149,7 +136,7 @@ def _own_file(path: Path) -> Path:
 
 
 def where_it_was_left(directory: str | Path) -> str:
-    """Say where a policy directory is whose replacement was cut off by a kill; empty where there is none."""
+    """Return a hint at a policy directory whose replacement was killed; empty where there is none."""
     target = Path(directory)
     left = sorted(target.parent.glob(glob.escape(aside_name(target)) + "*"))
     return f" A program was killed while replacing it; rename {left[-1]} to it." if left else ""
@@ -185,11 +172,7 @@ def load_policy(directory: str | Path) -> Policy:
 
 
 def _read_shapes(path: Path) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Return the shapes of the weights, and the size of their file; no weight is read.
-
-    Raises:
-        CheckpointError: If the file is missing or damaged.
-    """
+    """Return the shapes of the weights, and the size of their file; no weight is read."""
     real = _own_file(path)
     if not real.is_file():
         raise CheckpointError(f"{path} is missing.")
@@ -215,7 +198,6 @@ def _check_names(policy: Policy, shapes: Mapping[str, tuple[int, ...]], path: Pa
 
 
 def _load_weights(policy: Policy, path: Path) -> None:
-    """Load weights whose names and shapes agree; every value must be usable."""
     try:
         state = load_file(path)
     except (SafetensorError, OSError, ValueError, TypeError, AttributeError, KeyError) as error:
@@ -228,11 +210,7 @@ def _load_weights(policy: Policy, path: Path) -> None:
 
 
 def _check_checksums(home: Path) -> None:
-    """Compare with the checksums of the directory, or else of the checkpoint around it.
-
-    Raises:
-        CheckpointError: If a file is not what was written.
-    """
+    """Compare with the checksums of the directory, or else of the checkpoint around it."""
     real = home.resolve()
     has_own = os.path.lexists(real / CHECKSUMS)
     folder, inside = (real, Path()) if has_own else (real.parent, Path(real.name))
@@ -249,7 +227,7 @@ def _check_checksums(home: Path) -> None:
 
 
 def fault_of(name: str, value: Tensor, dtype: torch.dtype) -> str:
-    """Say what is wrong with the values of a tensor that is loaded into one of `dtype`; empty if nothing."""
+    """Return the fault of a tensor that is loaded into one of `dtype`; empty if it has none."""
     if value.is_floating_point() != dtype.is_floating_point or value.is_complex():
         return f"must have a type like {dtype}; got {value.dtype}"
     value = value.to(dtype)

@@ -1,6 +1,6 @@
-"""An upper bound on what building a policy from a stranger's description may allocate.
+"""An upper bound on what building a policy from an untrusted description may allocate.
 
-A description declares sizes; its weights must have them too. So nothing honest allocates much more than the
+A description declares sizes; its weights must have them too. So a valid one allocates little more than the
 file of weights holds. The size of what an operation makes is worked out from its arguments, and the operation
 is refused before it is done if that exceeds the rest of the budget.
 """

@@ -6,18 +6,14 @@ and exported as any other; the directory of one is that of the inner policy with
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Protocol, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from policies.encoders import Encoder
 from policies.errors import CapabilityError
-from policies.normalizer import Normalizer
-from policies.policy import Policy, PolicyConfig
-from policies.policy_config import ChunkSpec
-from policies.protocols import Cond, SampleHook
+from policies.policy import Policy
+from policies.protocols import Cond, Hooks, Start
 
 
 class WrapperConfig(Protocol):
@@ -26,6 +22,10 @@ class WrapperConfig(Protocol):
     def wrap(self, base: Policy) -> WrappedPolicy:
         """Return the wrapped policy, with fresh weights of what the wrapper adds."""
         ...
+
+
+def _of_base(name: str) -> Any:
+    return property(lambda wrapped: getattr(wrapped.base, name))
 
 
 class WrappedPolicy(Policy):
@@ -41,74 +41,41 @@ class WrappedPolicy(Policy):
         self.base = base
         self.wrapper = wrapper
 
-    @property
-    def config(self) -> PolicyConfig:  # type: ignore[override]
-        """What the inner policy is made of."""
-        return self.base.config
-
-    @property
-    def chunk(self) -> ChunkSpec:  # type: ignore[override]
-        """The inner policy's horizons."""
-        return self.base.chunk
-
-    @property
-    def encoder(self) -> Encoder:  # type: ignore[override]
-        """The inner policy's encoder."""
-        return self.base.encoder
-
-    @property
-    def normalizer(self) -> Normalizer:  # type: ignore[override]
-        """The inner policy's normaliser."""
-        return self.base.normalizer
+    config: Any = _of_base("config")
+    chunk: Any = _of_base("chunk")
+    encoder: Any = _of_base("encoder")
+    normalizer: Any = _of_base("normalizer")
+    noise_sensitive: Any = _of_base("noise_sensitive")
+    noise_shape: Any = _of_base("noise_shape")
 
     @property
     def process(self) -> Any:
-        """The inner policy's process."""
         return self.config.process
 
     @property
     def sampler(self) -> Any:
-        """The inner policy's sampler."""
         return getattr(self.base, "sampler", self.config.sampler)
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether noise at the start alone decides the action."""
         return bool(getattr(self.base, "is_deterministic", False))
 
-    @property
-    def noise_sensitive(self) -> bool:  # type: ignore[override]
-        """Whether noise has an influence."""
-        return self.base.noise_sensitive
-
-    @property
-    def noise_shape(self) -> tuple[int, ...]:
-        """Shape of one row of noise."""
-        return self.base.noise_shape
-
     def encode(self, obs: Any, *, generator: torch.Generator | None = None) -> Cond:
-        """Encode as the inner policy does."""
         return self.base.encode(obs, generator=generator)
 
     def with_sampler(self, sampler: Any, **options: Any) -> Self:
-        """Return a view whose inner policy has another sampler."""
         base: Any = self.base
         view = self._view()
         view.base = base.with_sampler(sampler, **options)
         return view
 
     def with_act_steps(self, act_steps: int) -> Self:
-        """Return a view whose inner policy executes another number of rows."""
         view = self._view()
         view.base = self.base.with_act_steps(act_steps)
         return view
 
-    def refuse_hooks(self, start: tuple[Tensor, float] | None, hooks: Sequence[SampleHook]) -> None:
-        """Refuse what changes the loop of a policy that has none of its own.
-
-        Raises:
-            CapabilityError: If a start or hooks are given.
-        """
+    def refuse_hooks(self, start: Start, hooks: Hooks) -> None:
+        """Refuse what changes the loop of a policy that has none of its own."""
         if start is not None or hooks:
             raise CapabilityError(
                 f"{type(self).__name__} takes no hooks and no start state. Give them to the inner policy."

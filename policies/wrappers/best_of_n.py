@@ -14,35 +14,28 @@ Source: best-of-N sampling as IDQL (arXiv 2304.10573) and ITPS (arXiv 2411.16627
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
-from policies.encoders import ImageShape
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 from policies.policy import Policy
-from policies.protocols import Observation, SampleHook
+from policies.protocols import Hooks, Observation, Start
 
 Scorer = Callable[[Tensor, Observation], Tensor]
 """(physical plans (B, N, Th, Da), observation) -> scores (B, N), more is better."""
 
 
 @dataclass(frozen=True)
-class Selection:
+class Selection(Checked):
     """How many plans there are to choose from, and how one is chosen."""
 
-    candidates: int = 16  # N, plans sampled for every observation
-    temperature: float | None = None  # draw by softmax(score / temperature); null: take the best
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.candidates < 1:
-            raise ConfigError(f"candidates must be at least 1; got {self.candidates}.")
-        if self.temperature is not None and not self.temperature > 0:
-            raise ConfigError(f"temperature must be positive, or null; got {self.temperature}.")
+    candidates: int = bounded(16, ge=1)  # N, plans sampled for every observation
+    temperature: float | None = bounded(None, gt=0)  # draw by softmax(score / temperature); null: the best
 
     @property
     def rows(self) -> int:
@@ -50,11 +43,9 @@ class Selection:
         return self.candidates + (self.temperature is not None)
 
     def choose(self, scores: Tensor, draw: Tensor | None = None) -> Tensor:
-        """Return the chosen candidates (B,) by their scores (B, N).
+        """Return the chosen candidates (B,) by scores (B, N), more is better.
 
-        Args:
-            scores: More is better.
-            draw: (B,) standard-normal, needed with a temperature.
+        `draw` (B,), standard normal, is needed with a temperature.
         """
         if self.temperature is None:
             return scores.argmax(dim=1)
@@ -78,10 +69,10 @@ class LowEnergy(nn.Module):
 
     def forward(self, plans: Tensor, obs: Observation) -> Tensor:
         """Return minus the energies (B, N) of physical plans (B, N, Th, Da)."""
-        x = self.policy.normalize_action(plans.flatten(0, 1))
+        x = self.policy.normalize_action(rearrange(plans, "B N Th Da -> (B N) Th Da"))
         cond = self.policy.encode(obs).repeat(plans.shape[1])
         energy: Tensor = self.policy.energy(x, x.new_full((len(x),), self.t), cond)
-        return -energy.unflatten(0, plans.shape[:2])
+        return -rearrange(energy, "(B N) -> B N", N=plans.shape[1])
 
 
 class BestOfN(nn.Module):
@@ -100,20 +91,9 @@ class BestOfN(nn.Module):
         self.scorer = scorer
         self.selection = selection
 
-    @property
-    def obs_dim(self) -> int:
-        """Do."""
-        return self.policy.obs_dim
-
-    @property
-    def goal_dim(self) -> int:
-        """Dg."""
-        return self.policy.goal_dim
-
-    @property
-    def images(self) -> Mapping[str, ImageShape]:
-        """Shapes of the images that the policy looks at, by camera."""
-        return self.policy.images
+    obs_dim = property(lambda self: self.policy.obs_dim)
+    goal_dim = property(lambda self: self.policy.goal_dim)
+    images = property(lambda self: self.policy.images)
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
@@ -121,17 +101,11 @@ class BestOfN(nn.Module):
         return (self.selection.rows, *self.policy.noise_shape)
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
-        """Draw standard-normal noise (n, *noise_shape)."""
         noise = self.policy.sample_noise(n * self.selection.rows, generator=generator)
-        return noise.unflatten(0, (n, self.selection.rows))
+        return rearrange(noise, "(n rows) ... -> n rows ...", n=n)
 
     def candidates(
-        self,
-        obs: Observation,
-        noise: Tensor,
-        *,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, obs: Observation, noise: Tensor, *, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Return the normalised plans (B, N, Th, Da) of observations with B rows.
 
@@ -145,17 +119,11 @@ class BestOfN(nn.Module):
         cond = self.policy.encode(obs).repeat(count)
         if start is not None and len(start[0]) != len(cond):
             start = (start[0].repeat_interleave(count, dim=0), start[1])
-        flat = noise[:, :count].flatten(0, 1)
-        return self.policy.decode(cond, flat, start=start, hooks=hooks).unflatten(0, (-1, count))
+        flat = rearrange(noise[:, :count], "B N ... -> (B N) ...")
+        plans = self.policy.decode(cond, flat, start=start, hooks=hooks)
+        return rearrange(plans, "(B N) Th Da -> B N Th Da", N=count)
 
-    def plan(
-        self,
-        obs: Observation,
-        noise: Tensor,
-        *,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
-    ) -> Tensor:
+    def plan(self, obs: Observation, noise: Tensor, *, start: Start = None, hooks: Hooks = ()) -> Tensor:
         """Return the chosen plan (B, Th, Da), normalised; arguments as `candidates`."""
         plans = self.candidates(obs, noise, start=start, hooks=hooks)
         scores = self.scorer(self.policy.physical(plans), obs)
@@ -166,18 +134,11 @@ class BestOfN(nn.Module):
     def act(
         self, obs: Any, *, noise: Tensor | None = None, generator: torch.Generator | None = None
     ) -> Tensor:
-        """Choose actions: observations (B, To, Do) in physical units -> actions (B, Ta, Da), physical.
-
-        Args:
-            obs: As `Policy.act`.
-            noise: (B, *noise_shape); makes the call deterministic.
-            generator: Source of the noise when none is given.
-        """
+        """Choose actions (B, Ta, Da); see `Policy.act`."""
         items = self.policy.observation(obs)
         if noise is None:
             noise = self.sample_noise(len(next(iter(items.values()))), generator=generator)
         return self.policy.executed(self.plan(items, noise))
 
     def on_cpu(self) -> Self:
-        """Return the policy if it is on the CPU, else a copy there."""
         return self if self.policy.device.type == "cpu" else copy.deepcopy(self).cpu()

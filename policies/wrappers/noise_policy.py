@@ -21,21 +21,20 @@ program for noise-aliased DSRL reads and ignores it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from policies.bounds import Checked, bounded
 from policies.composition.observation import joined
 from policies.composition.policy import ComposedPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.networks.activations import check_activation
+from policies.networks.activations import ACTIVATIONS
 from policies.networks.distributions import TanhGaussianConfig
 from policies.policy import Policy
-from policies.protocols import Cond, SampleHook
+from policies.protocols import Cond, Hooks, Start
 from policies.registry import register
 from policies.wrappers.base import WrappedPolicy
 
@@ -45,56 +44,36 @@ DENSITIES = ("tanh", "gaussian")
 
 @register("wrapper", "steering")
 @dataclass(frozen=True)
-class Steering:
+class Steering(Checked):
     """The actor, and what its output means to the policy that it steers."""
 
-    bound: float = 1.5  # b, of the noise that the policy is given, in its deviations
-    adapter: str = "full"  # full | row_repeat | low_rank: how the noise of a chunk follows from a latent
-    rank: int = 2  # R of low_rank, at most the predicted horizon
-    density: str = "tanh"  # tanh | gaussian; gaussian has no bound
+    key: ClassVar[str] = "steering"
+
+    bound: float = bounded(1.5, gt=0)  # b, of the noise that the policy is given, in its deviations
+    adapter: str = bounded("full", choices=ADAPTERS)  # how the noise of a chunk follows from a latent
+    rank: int = bounded(2, ge=1)  # R of low_rank, at most the predicted horizon
+    density: str = bounded("tanh", choices=DENSITIES)  # gaussian has no bound
     stochastic: bool = True  # act by a draw of the actor; false: by its mean
-    hidden_dims: tuple[int, ...] = (256, 256, 256)  # of the actor
-    activation: str = "tanh"  # of the actor: relu, mish or tanh
+    hidden_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)  # of the actor
+    activation: str = bounded("tanh", choices=tuple(ACTIVATIONS))  # of the actor
     layer_norm: bool = True  # normalise before each activation
     zero_init: bool = False  # start at mean 0 and deviation 1 everywhere
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        super().__post_init__()
         object.__setattr__(self, "hidden_dims", tuple(self.hidden_dims))
-        check_activation(self.activation, where="steering.activation")
-        for name, choices in (("adapter", ADAPTERS), ("density", DENSITIES)):
-            value = getattr(self, name)
-            _require(name, value in choices, f"one of {', '.join(choices)}", value)
-        _require("bound", 0 < self.bound < math.inf, "positive and finite", self.bound)
-        _require("rank", self.rank >= 1, "at least 1", self.rank)
-        widths = self.hidden_dims
-        _require("hidden_dims", bool(widths) and min(widths) >= 1, "widths of at least 1", list(widths))
+        self.require("hidden_dims", bool(self.hidden_dims), "at least one width")
 
     def wrap(self, base: Policy) -> SteeredPolicy:
-        """Return the steered policy, with a fresh actor.
-
-        Raises:
-            CapabilityError: If the noise at the start does not decide the chunk.
-            ConfigError: If the rank exceeds the horizon.
-        """
+        """Return the steered policy, with a fresh actor."""
         return SteeredPolicy(base, self)
 
     def rows(self, horizon: int) -> int:
-        """Return R for a horizon."""
         return {"full": horizon, "row_repeat": 1, "low_rank": self.rank}[self.adapter]
 
 
-def _require(name: str, holds: bool, rule: str, value: object) -> None:
-    if not holds:
-        raise ConfigError(f"steering.{name} must be {rule}; got {value}.")
-
-
 def require_steerable(policy: Policy) -> None:
-    """Refuse a policy whose chunk does not follow from its start noise.
-
-    Raises:
-        CapabilityError: If noise has no influence, or is drawn at every step.
-    """
+    """Refuse a policy whose chunk does not follow from its start noise."""
     process, sampler = type(policy.config.process).__name__, type(getattr(policy, "sampler", None)).__name__
     if not policy.noise_sensitive:
         raise CapabilityError(
@@ -160,12 +139,10 @@ class SteeredPolicy(WrappedPolicy):
 
     @property
     def is_deterministic(self) -> bool:
-        """The noise of the actor alone decides."""
         return True
 
     @property
     def noise_sensitive(self) -> bool:  # type: ignore[override]
-        """Whether the actor draws."""
         return self.wrapper.stochastic
 
     @property
@@ -175,15 +152,9 @@ class SteeredPolicy(WrappedPolicy):
 
     @property
     def latent_dim(self) -> int:
-        """L = R Da."""
         return self._rows * self.chunk.action_dim
 
     def with_sampler(self, sampler: Any, **options: Any) -> Self:
-        """Return a view whose inner policy has another sampler.
-
-        Raises:
-            CapabilityError: If the noise at the start does not decide the chunk with it.
-        """
         view = super().with_sampler(sampler, **options)
         require_steerable(view.base)
         return view
@@ -205,19 +176,9 @@ class SteeredPolicy(WrappedPolicy):
         return self.base.decode(condition_of(self.base, vec), self.noise_of(latent))
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
-        """Return the chunk (B, Th, Da) of the inner policy for the noise that the actor chooses.
-
-        Raises:
-            CapabilityError: If a start state is given, which would be taken instead of that noise.
-        """
+        """Return the chunk (B, Th, Da) of the inner policy for the noise that the actor chooses."""
         if start is not None:
             raise CapabilityError(
                 "a steered policy starts from the noise that its actor chooses, and takes no start state. "

@@ -18,66 +18,56 @@ where |sigma f_a| is below `gate`, a quantile of its values on the data.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from policies.backbones.mlp import MlpConfig
+from policies.bounds import Checked, bounded
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.mlp_blocks import TrunkConfig
 from policies.policy import Policy
-from policies.protocols import Cond, SampleHook
+from policies.protocols import Cond, Hooks, Start
 from policies.registry import register
 from policies.wrappers.base import WrappedPolicy
 
 Score = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
 """(s (B, C), a (B, A), sigma) -> (f_s (B, C), f_a (B, A))."""
 
-_TIME_SCALE = 10.0  # the network is told 10 log sigma
+_TIME_SCALE = 10.0  # the network receives 10 log sigma
 
 
 @register("wrapper", "correction")
 @dataclass(frozen=True)
-class Correction:
-    """How actions are corrected, and the networks that say where to."""
+class Correction(Checked):
+    """How actions are corrected, and the networks that predict where to."""
 
-    sigmas: tuple[float, ...] = (0.1,)  # noise of the steps, in standardised units; the last one is repeated
-    steps: int = 10  # K
-    eta: float = 0.2  # share of a denoising step; 0: the action is left as it is
-    eta_state: float = 0.0  # weight of the auxiliary action
-    kappa: float = 1.0  # step of the state along its score
-    radius: float | None = 0.3  # largest change, root mean square over entries, normalised; null: none
-    gate_quantile: float = 0.99  # share of the data that would be left alone; 0: none
+    key: ClassVar[str] = "correction"
+
+    sigmas: tuple[float, ...] = bounded((0.1,), gt=0)  # noise of the steps; the last one is repeated
+    steps: int = bounded(10, ge=1)  # K
+    eta: float = bounded(0.2, ge=0)  # share of a denoising step; 0: the action is left as it is
+    eta_state: float = bounded(0.0, ge=0)  # weight of the auxiliary action
+    kappa: float = bounded(1.0, ge=0)  # step of the state along its score
+    radius: float | None = bounded(0.3, gt=0)  # largest change, RMS over entries, normalised; null: none
+    gate_quantile: float = bounded(0.99, ge=0, lt=1)  # share of the data that would be left alone; 0: none
     hidden_dims: tuple[int, ...] = (256, 256, 256)  # of the score network; mish
     dynamics_dims: tuple[int, ...] = (256, 256)  # of the inverse dynamics; relu
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        super().__post_init__()
         for name in ("sigmas", "hidden_dims", "dynamics_dims"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
-        _require("sigmas", bool(self.sigmas) and min(self.sigmas) > 0, "positive numbers", self.sigmas)
-        _require("steps", self.steps >= 1, "at least 1", self.steps)
-        for name in ("eta", "eta_state", "kappa"):
-            value = getattr(self, name)
-            _require(name, 0 <= value < math.inf, "0 or more and finite", value)
-        _require("radius", self.radius is None or self.radius > 0, "positive, or null", self.radius)
-        _require("gate_quantile", 0 <= self.gate_quantile < 1, "in [0, 1)", self.gate_quantile)
+        self.require("sigmas", bool(self.sigmas), "at least one number")
 
     def wrap(self, base: Policy) -> CorrectedPolicy:
-        """Return the corrected policy, with fresh networks."""
         return CorrectedPolicy(base, self)
 
     def sigma_of(self, step: int) -> float:
-        """Return the noise of a step."""
         return self.sigmas[min(step, len(self.sigmas) - 1)]
-
-
-def _require(name: str, holds: bool, rule: str, value: object) -> None:
-    if not holds:
-        raise ConfigError(f"correction.{name} must be {rule}; got {value}.")
 
 
 def corrected_path(
@@ -151,13 +141,7 @@ class CorrectedPolicy(WrappedPolicy):
         )
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Return the chunk (B, Th, Da) of the inner policy, its executed rows corrected."""
         chunk = self.base.decode(cond, noise, grad=grad, start=start, hooks=hooks)
@@ -202,18 +186,14 @@ class CorrectedPolicy(WrappedPolicy):
 
 @register("wrapper", "perturbation")
 @dataclass(frozen=True)
-class Perturbation:
+class Perturbation(Checked):
     """Noise on the actions of a policy that has none: how much error can be taken?"""
 
-    std: float = 0.3  # deviation of the noise, normalised units
+    key: ClassVar[str] = "perturbation"
 
-    def __post_init__(self) -> None:
-        """Check the value."""
-        if not 0 <= self.std < math.inf:
-            raise ConfigError(f"perturbation.std must be 0 or more and finite; got {self.std}.")
+    std: float = bounded(0.3, ge=0)  # deviation of the noise, normalised units
 
     def wrap(self, base: Policy) -> PerturbedPolicy:
-        """Return the perturbed policy."""
         return PerturbedPolicy(base, self)
 
 
@@ -233,17 +213,10 @@ class PerturbedPolicy(WrappedPolicy):
 
     @property
     def noise_shape(self) -> tuple[int, ...]:
-        """(Th, Da)."""
         return self.base.chunk.shape
 
     def decode(
-        self,
-        cond: Cond,
-        noise: Tensor,
-        *,
-        grad: bool = False,
-        start: tuple[Tensor, float] | None = None,
-        hooks: Sequence[SampleHook] = (),
+        self, cond: Cond, noise: Tensor, *, grad: bool = False, start: Start = None, hooks: Hooks = ()
     ) -> Tensor:
         """Return the chunk (B, Th, Da) of the inner policy with noise added, within [-1, 1]."""
         self.refuse_hooks(start, hooks)

@@ -7,7 +7,7 @@ predicted noise, g guide, all (B, Th, Da), normalised; alpha, sigma amplitudes; 
     ranking   softmax_n 20 (1 - xi_n / max_n xi_n)          of N finished plans
     start     x = g + 0.5 noise, at a later step            biased initialisation
     guidance  eps <- eps + scale grad xi(x),  x0 <- x0 - sigma / alpha scale grad xi(x)
-    visits    the same, four times at every level: x <- alpha x0 + sigma noise thrice, then the step
+    resampling  the same, four times at every level: x <- alpha x0 + sigma noise thrice, then the step
 
 The gradient is a closed form, grad xi = (x_i - g_i) / (Th |x_i - g_i|): the network is not differentiated.
 
@@ -30,7 +30,7 @@ from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
 from policies.protocols import Observation, SampleHook, Step
 from policies.samplers.hooks import Hook
-from policies.samplers.step_table import StepTable, revisited
+from policies.samplers.step_table import StepTable, resampled
 from policies.wrappers.best_of_n import BestOfN, Selection
 from policies.wrappers.sketches import AnySketch, Sketch, read_sketch
 from policies.wrappers.steering import Steering
@@ -84,26 +84,22 @@ class GuideHook(Hook):
     """Pushes predictions towards a guide, at every noise level but the last.
 
     Args:
-        guide: (B, Th, Da), normalised.
-        scale: Weight of the gradient in eps.
         gradient: `x`: taken at the noisy plan. `x0`: taken at the clean one, which then moves towards the
             guide by at most its distance.
-        limit: Largest magnitude of a clean plan that was moved; None: any.
-        visits: Evaluations at every level.
 
     Source:
         arXiv 2411.16627 with `gradient` = x.
     """
 
-    guide: Tensor
-    scale: float
+    guide: Tensor  # (B, Th, Da), normalised
+    scale: float  # weight of the gradient in eps
     gradient: str = "x0"
-    limit: float | None = 1.0
-    visits: int = 1
+    limit: float | None = 1.0  # largest magnitude of a clean plan that was moved; None: any
+    resample_steps: int = 1  # evaluations at every level
 
     def on_prediction(self, step: Step, x: Tensor, x0: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
         """Move eps along the gradient, and x0 so that the pair still explains the state."""
-        if step.num_steps - step.k <= self.visits:
+        if step.num_steps - step.k <= self.resample_steps:
             return x0, eps
         reach = self.scale * step.sigma / max(step.alpha, SMALLEST_ALPHA)
         if self.gradient == "x":
@@ -123,29 +119,26 @@ class GuideHook(Hook):
 
 
 @dataclass(frozen=True)
-class Revisiting:
-    """A sampler around a sampler: several evaluations at every level (`step_table.revisited`)."""
+class Resampling:
+    """A sampler around a sampler: several evaluations at every level (`step_table.resampled`)."""
 
     sampler: Any
-    visits: int
-    fresh: float = 1.0
+    steps: int
+    noise: float = 1.0
 
     @property
     def min_std(self) -> float:
-        """Floor on the noise of the sampler's steps."""
-        floor: float = self.sampler.min_std
-        return floor
+        return float(self.sampler.min_std)
 
     @property
     def final_std(self) -> float | None:
-        """Noise of the sampler's last step."""
         std: float | None = self.sampler.final_std
         return std
 
     def table(self, process: Any) -> StepTable:
-        """Lay the visits out for a process."""
-        own = self.sampler.table(process)
-        return revisited(own, process, self.sampler, visits=self.visits, fresh=self.fresh)
+        return resampled(
+            self.sampler.table(process), process, self.sampler, steps=self.steps, noise=self.noise
+        )
 
 
 # -- acting -----------------------------------------------------------------------------------------------
@@ -161,7 +154,7 @@ class SteeredPolicy(BestOfN):
 
     Raises:
         CapabilityError: If the policy does not denoise.
-        ConfigError: If its sampler cannot visit levels again, or a number does not fit.
+        ConfigError: If its sampler cannot resample levels, or a number does not fit.
     """
 
     def __init__(self, policy: Any, sketch: Sketch, steering: Steering) -> None:
@@ -171,8 +164,9 @@ class SteeredPolicy(BestOfN):
                 f"out."
             )
         recipe = steering.recipe
-        if recipe.visits > 1:
-            policy = policy.with_sampler(Revisiting(policy.sampler, recipe.visits, steering.fresh))
+        if recipe.resample_steps > 1:
+            noise = steering.resample_noise
+            policy = policy.with_sampler(Resampling(policy.sampler, recipe.resample_steps, noise))
         super().__init__(policy, NearSketch(policy, sketch), Selection(recipe.candidates))
         self.sketch, self.steering, self.recipe = sketch, steering, recipe
         self._first = policy.table.step_at(steering.start) if recipe.starts_at_guide else 0
@@ -186,11 +180,9 @@ class SteeredPolicy(BestOfN):
         return steps - self._first
 
     def guide(self, obs: Observation) -> Tensor:
-        """Return the guide (B, Th, Da) for observations, normalised."""
         return self.policy.normalize_action(self.sketch.guide(obs, self.chunk))
 
     def plan(self, obs: Observation, noise: Tensor, **_: Any) -> Tensor:
-        """Return the plan (B, Th, Da) for observations, normalised; noise is (B, *noise_shape)."""
         guide = self.guide(obs)
         beside = guide.repeat_interleave(self.recipe.candidates, dim=0)
         start = self._start(beside, noise) if self.recipe.starts_at_guide else None
@@ -211,16 +203,11 @@ class SteeredPolicy(BestOfN):
         if not self.recipe.scale:
             return []
         steering, recipe = self.steering, self.recipe
-        return [GuideHook(guide, recipe.scale, steering.gradient, steering.limit, recipe.visits)]
+        return [GuideHook(guide, recipe.scale, steering.gradient, steering.limit, recipe.resample_steps)]
 
 
 def steered(policy: AnyPolicy, steering: Steering) -> AnyPolicy | SteeredPolicy:
-    """Return the policy, following the sketch of a configuration; as it is where there is none.
-
-    Raises:
-        CapabilityError: If the policy does not denoise.
-        ConfigError: If there is no sketch, or something does not fit.
-    """
+    """Return the policy, following the sketch of a configuration; as it is where there is none."""
     return SteeredPolicy(policy, _sketch_of(steering), steering) if steering.is_on else policy
 
 
@@ -234,14 +221,12 @@ def describe_steering(steering: Steering) -> dict[str, Any] | None:
 
 
 def _sketch_of(steering: Steering) -> AnySketch:
-    """Read the sketch of a configuration."""
     if steering.sketch is None:
         raise ConfigError(f"steer.strategy={steering.strategy} needs steer.sketch=<JSON or NPZ file>.")
     return read_sketch(steering.sketch)
 
 
 def _guide_rows(policy: DenoisingPolicy, steering: Steering) -> int:
-    """Return how many rows of the guide a plan begins with."""
     chunk = policy.chunk
     rows = (chunk.act_steps + 1) // 2 if steering.guide_rows is None else steering.guide_rows
     if rows > chunk.act_steps:

@@ -1,4 +1,4 @@
-"""Sketches: what a person draws to say which way, as a guide in the space of a policy's actions.
+"""Sketches: a drawn path as a guide in the space of a policy's actions.
 
 Legend: B batch, To observation history, Th horizon, D and Da widths, n points of a polyline, k row of a plan,
 0 the one that is executed first; s length along the polyline.
@@ -38,7 +38,7 @@ Points = tuple[tuple[float, ...], ...]
 
 
 class Sketch(Protocol):
-    """Says what the plan for an observation should look like."""
+    """A guide for the plan of an observation."""
 
     def guide(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
         """Return the guide (B, Th, Da) for observations of B rows, physical; Th and Da are the chunk's."""
@@ -49,21 +49,16 @@ class Sketch(Protocol):
 class ActionSketch:
     """A plan drawn in the space of actions, the same for every observation.
 
-    Args:
-        actions: The polyline (n, Da).
-
     Raises:
         ConfigError: If it is no polyline.
     """
 
-    actions: Points
+    actions: Points  # the polyline (n, Da)
 
     def __post_init__(self) -> None:
-        """Check the points."""
         _check_points("actions", self.actions, at_least=1)
 
     def guide(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
-        """Return the resampled polyline, once per row of the observation."""
         state = obs["state"]
         _check_width("actions", len(self.actions[0]), chunk.action_dim)
         rows = resampled(state.new_tensor(self.actions), chunk.horizon)
@@ -74,23 +69,16 @@ class ActionSketch:
 class PositionSketch:
     """A way through the world that the policy should follow from wherever it is.
 
-    Args:
-        positions: The polyline (n, Da).
-        pace: Length of the way that one action covers.
-        reach: Change of position by an action of 1.
-        observed: Entries of the observation that hold the position.
-
     Raises:
         ConfigError: If it is no polyline, or a number is out of range.
     """
 
-    positions: Points
-    pace: float
-    reach: float
-    observed: tuple[int, ...] = (0, 1)
+    positions: Points  # the polyline (n, Da)
+    pace: float  # length of the way that one action covers
+    reach: float  # change of position by an action of 1
+    observed: tuple[int, ...] = (0, 1)  # entries of the observation that hold the position
 
     def __post_init__(self) -> None:
-        """Check the points and the numbers."""
         _check_points("positions", self.positions, at_least=2)
         if not (self.pace > 0 and self.reach > 0):
             raise ConfigError(
@@ -99,7 +87,6 @@ class PositionSketch:
         _check_width("observed", len(self.observed), len(self.positions[0]))
 
     def guide(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
-        """Return the actions that lead onto the way and along it."""
         return self.targets(obs, chunk).diff(dim=1) / self.reach
 
     def targets(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
@@ -148,35 +135,26 @@ class PositionSketch:
 class WaypointSketch:
     """A way through the world, for a policy whose actions are places to go to.
 
-    Args:
-        waypoints: The polyline (n, Da).
-        pace: Length of the way that one action covers.
-        observed: Entries of the observation that hold the position.
-
     Raises:
         ConfigError: If it is no polyline, or a number is out of range.
     """
 
-    waypoints: Points
-    pace: float
-    observed: tuple[int, ...] = (0, 1)
+    waypoints: Points  # the polyline (n, Da)
+    pace: float  # length of the way that one action covers
+    observed: tuple[int, ...] = (0, 1)  # entries of the observation that hold the position
 
     def __post_init__(self) -> None:
-        """Check the points and the numbers."""
         _check_points("waypoints", self.waypoints, at_least=2)
         _ = self.way
 
     @cached_property
     def way(self) -> PositionSketch:
-        """The same way as changes of position."""
         return PositionSketch(self.waypoints, self.pace, reach=1.0, observed=self.observed)
 
     def guide(self, obs: Observation, chunk: ChunkSpec) -> Tensor:
-        """Return the places that lead onto the way and along it."""
         return self.way.targets(obs, chunk)[:, 1:]
 
     def distance(self, position: Tensor) -> Tensor:
-        """Return how far positions (..., D) are from the way (...)."""
         return self.way.distance(position)
 
 
@@ -196,11 +174,7 @@ KINDS: dict[str, type[AnySketch]] = {
 
 
 def read_sketch(path: Path | str) -> AnySketch:
-    """Read a sketch from JSON or NPZ, whose entries are the fields of one of `KINDS`.
-
-    Raises:
-        ConfigError: If there is no such file, or it holds no sketch.
-    """
+    """Read a sketch from JSON or NPZ, whose entries are the fields of one of `KINDS`."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(f"steer.sketch must be a JSON or NPZ file; there is no file {path}.")
@@ -223,7 +197,6 @@ def _read_npz(path: Path) -> dict[str, Any]:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Turn lists into tuples, all the way down."""
     return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 

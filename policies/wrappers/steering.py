@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 from policies.paths import path_field
 
 
@@ -15,7 +15,7 @@ class Strategy(NamedTuple):
     candidates: int = 1  # plans, of which the nearest to the guide is taken
     starts_at_guide: bool = False
     scale: float = 0.0  # of guidance
-    visits: int = 1  # evaluations at every level
+    resample_steps: int = 1  # evaluations at every level
     begins_with_guide: bool = False  # overwrites the first rows of the finished plan
 
 
@@ -25,55 +25,45 @@ STRATEGIES = {
     "post_hoc_ranking": Strategy(candidates=16),
     "biased_initialization": Strategy(starts_at_guide=True),
     "guided_diffusion": Strategy(scale=20.0),
-    "stochastic_sampling": Strategy(scale=60.0, visits=4),
+    "stochastic_sampling": Strategy(scale=60.0, resample_steps=4),
 }
-GRADIENTS = ("x", "x0")
 
 
 @dataclass
-class Steering:
-    """How a policy follows a sketch; off unless `strategy` is given."""
+class Steering(Checked):
+    """How a policy follows a sketch; off unless `strategy` is given.
 
-    strategy: str | None = None  # one of six, e.g. stochastic_sampling; see docs/steering.md; null: off
+    Attributes:
+        candidates: Plans, of which the nearest to the sketch is taken; null: the strategy's.
+        gradient: Where guidance takes the gradient: at the noisy (x) or at the clean plan (x0).
+        limit: Largest magnitude to which guidance moves clean plans, normalised; null: any.
+        resample_steps: Evaluations at every noise level; null: the strategy's.
+        resample_noise: Share of the noise that is redrawn between evaluations of one level, 0 to 1.
+        start: biased_initialization: sampling time that it begins at, 0 (noise) to 1.
+        guide_rows: output_perturbation: rows of the guide; null: half of those executed.
+    """
+
+    key: ClassVar[str] = "steer"
+
+    strategy: str | None = bounded(None, choices=tuple(STRATEGIES))  # null: off; else see docs/steering.md
     sketch: str | None = path_field()  # JSON or NPZ: actions, positions or waypoints; see docs/steering.md
-    candidates: int | None = None  # plans, of which the nearest to the sketch is taken; null: the strategy's
-    scale: float | None = None  # weight of the gradient in the noise; null: the strategy's
-    gradient: str = "x0"  # x | x0: where guidance takes the gradient: at the noisy or at the clean plan
-    limit: float | None = 1.0  # largest magnitude to which guidance moves clean plans, normalised; null: any
-    visits: int | None = None  # evaluations at every noise level; null: the strategy's
-    fresh: float = 1.0  # share of the noise that a visit draws anew, 0 to 1
-    start: float = 0.49  # biased_initialization: sampling time that it begins at, 0 (noise) to 1
-    noise_share: float = 0.5  # biased_initialization: weight of the noise beside the guide
-    guide_rows: int | None = None  # output_perturbation: rows of the guide; null: half of those executed
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        if self.strategy is not None and self.strategy not in STRATEGIES:
-            raise ConfigError(
-                f"steer.strategy must be one of {', '.join(STRATEGIES)}, or null; got '{self.strategy}'."
-            )
-        if self.gradient not in GRADIENTS:
-            raise ConfigError(f"steer.gradient must be x or x0; got '{self.gradient}'.")
-        for name in ("candidates", "visits", "guide_rows"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"steer.{name} must be at least 1, or null; got {getattr(self, name)}.")
-        if self.limit is not None and not self.limit > 0:
-            raise ConfigError(f"steer.limit must be positive, or null; got {self.limit}.")
-        for name in ("fresh", "start"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"steer.{name} must lie in 0..1; got {getattr(self, name)}.")
-        for name in ("scale", "noise_share"):
-            if getattr(self, name) is not None and not getattr(self, name) >= 0:
-                raise ConfigError(f"steer.{name} must not be negative; got {getattr(self, name)}.")
+    candidates: int | None = bounded(None, ge=1)
+    scale: float | None = bounded(None, ge=0)  # weight of the gradient in the noise; null: the strategy's
+    gradient: str = bounded("x0", choices=("x", "x0"))
+    limit: float | None = bounded(1.0, gt=0)
+    resample_steps: int | None = bounded(None, ge=1, was="visits")
+    resample_noise: float = bounded(1.0, ge=0, le=1, was="fresh")
+    start: float = bounded(0.49, ge=0, le=1)
+    noise_share: float = bounded(0.5, ge=0)  # biased_initialization: weight of the noise beside the guide
+    guide_rows: int | None = bounded(None, ge=1)
 
     @property
     def is_on(self) -> bool:
-        """Whether there is anything to follow."""
         return self.strategy is not None
 
     @property
     def recipe(self) -> Strategy:
         """What is done: the strategy's own switches, and those that were set in their place."""
         own = STRATEGIES[self.strategy or "random"]
-        given = {name: getattr(self, name) for name in ("candidates", "scale", "visits")}
+        given = {name: getattr(self, name) for name in ("candidates", "scale", "resample_steps")}
         return own._replace(**{name: value for name, value in given.items() if value is not None})

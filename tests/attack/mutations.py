@@ -17,10 +17,10 @@ from small_policies import small_policy
 
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
-from burnish.runs.resolve import parts_of
 from burnish.config.schema import compose_config, describe, restore
 from burnish.config.train import TrainConfig
 from burnish.runs.locate import locate
+from burnish.runs.resolve import parts_of
 from burnish.runs.tasks import task_of
 from envs.datasets import read_dataset
 from envs.datasets.inspect import describe_file

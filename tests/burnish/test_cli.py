@@ -78,11 +78,7 @@ def test_an_unknown_command_is_one_line_with_a_suggestion(capsys: pytest.Capture
         (["eval", "policy=x", "start_noise=some"], "start_noise must be random or zero"),
         (["collect"], "collect needs env=<name>; tasks with an expert: avoid"),
         (["collect", "env=ant"], "env=ant has no expert"),
-        (["export", "format=exe"], "format must be one of: onnx, torch"),
-        (
-            ["export", "format=torch", "graph=step"],
-            "graph must be one of: whole with format=torch; got 'step'",
-        ),
+        (["export", "graph=half"], "graph must be one of: whole, step; got 'half'"),
         (["import"], "import needs weights=<checkpoint>"),
         (["import", "weights=x.pt"], "import needs source=<program>; choose one of: diffusion_policy, dppo"),
         (["import", "weights=x.pt", "source=dppo"], "weights=x.pt is no file"),

@@ -135,7 +135,6 @@ def test_the_command_prints_what_it_found(
         ({"weights": [0.5, 0.5], "search": SEARCH}, "search has no effect here: weights are given. Leave"),
         ({"estimate": {"levels": 3}}, "estimate has no effect here: there is no dataset"),
         ({"weights": [0.5, 0.5], "temperature": 2.0}, "temperature has no .*: operator=convex has none"),
-        ({"weights": [0.5, 0.5], "trust": True}, "exported folders cannot be composed"),
     ],
 )
 def test_what_makes_no_sense_is_refused(

@@ -28,7 +28,7 @@ SMALL = {
 }  # fmt: skip
 """Sizes given to every part that has a field of this name."""
 
-EXPLORING = {"min_std": 0.1, "final_std": None, "clip_action": None, "eta": 1.0, "spread": 1.0}
+EXPLORING = {"min_std": 0.1, "final_std": None, "clip_action": None, "eta": 1.0, "temperature": 1.0}
 """What makes a sampler add noise, and gives its chain a density where it can have one."""
 
 PERTURBATION, GENTLE_PERTURBATION = 0.1, 0.03
@@ -64,7 +64,7 @@ def small(part: type, **changes: Any) -> Any:
 
 
 def _default_sampler(process: str) -> Any:
-    return registry.lookup("process", process)().default_sampler()
+    return registry.from_json("sampler", registry.lookup("process", process)().default_sampler())
 
 
 def exploring(sampler: type) -> Any:

@@ -25,7 +25,7 @@ from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
-from policies.export.export import export_policy
+from policies.export.export import export_onnx
 from policies.export.exported_policy import ExportedPolicy
 from policies.policy import Policy, PolicyConfig
 from policies.processes.edm import Edm
@@ -163,7 +163,7 @@ def test_a_guided_score_model_is_cloned_evaluated_and_exported_with_goals_as_goa
     guided = policy.with_guidance(2.0)
     found = evaluate(guided, task(), episodes=3, num_envs=2)
     assert found == evaluate(guided, task(), episodes=3, num_envs=3)
-    export_policy(guided, tmp_path / "out", batch_sizes=(2,), latency_batches=())
+    export_onnx(guided, tmp_path / "out", batch_sizes=(2,), latency_batches=())
     exported = ExportedPolicy(tmp_path / "out")
     assert exported.goal_dim == 2
     other = evaluate(exported, task(), episodes=3, num_envs=2)

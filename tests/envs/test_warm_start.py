@@ -104,7 +104,7 @@ def test_executed_steps_are_a_switch_of_the_evaluation() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"act_steps": 0}, ConfigError, "act_steps must be at least 1, or null; got 0"),
+        ({"act_steps": 0}, ConfigError, "act_steps must be at least 1; got 0"),
         ({"act_steps": 6}, ConfigError, "must fit into policy.horizon=5"),
         ({"warm_start": WarmStart(steps=6)}, ConfigError, "must be at most 5"),
         ({"warm_start": WarmStart(steps=3), "steps": 2}, ConfigError, "must be at most 2"),

@@ -33,11 +33,12 @@ def tape(arrays: dict[str, Tensor], steered: SteeredPolicy, steps: int) -> Tenso
     Published code draws the noise of a step at every visit and uses it at the last one, and counts only the
     steps that it takes when it skips some.
     """
-    visits, first = steered.recipe.visits, steps - steered.calls // steered.recipe.visits
+    repeats = steered.recipe.resample_steps
+    first = steps - steered.calls // repeats
     rows = [arrays["x_init"]]
     for step in range(steps):
-        drawn = (step - first) * visits + visits - 1
-        rows += [arrays["mcmc_noise"][step * (visits - 1) + m] for m in range(visits - 1)]
+        drawn = (step - first) * repeats + repeats - 1
+        rows += [arrays["mcmc_noise"][step * (repeats - 1) + m] for m in range(repeats - 1)]
         rows.append(arrays["step_noise"][drawn] if 0 <= drawn < len(arrays["step_noise"]) else rows[0])
     return torch.stack(rows, dim=1)[:, None]
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from policies.errors import ConfigError
-from policies.networks.activations import ACTIVATIONS, check_activation, mish
+from policies.networks.activations import ACTIVATIONS, mish
+from policies.networks.mlp_blocks import TrunkConfig
 
 MANY = (64, 128)
 
@@ -71,4 +72,4 @@ def test_both_forms_of_an_activation_agree(name: str) -> None:
 
 def test_unknown_activation_lists_the_choices() -> None:
     with pytest.raises(ConfigError, match=r"activation must be one of relu, mish, tanh, silu; got 'swish'"):
-        check_activation("swish", where="activation")
+        TrunkConfig(activation="swish")

@@ -15,6 +15,7 @@ from torch import Tensor
 from two_modes import LEVEL, two_mode_setup
 
 from algos.bc import BcConfig
+from policies import runner
 from policies.backbones.dp_transformer import DpTransformerConfig
 from policies.backbones.mlp import MlpConfig
 from policies.backbones.switched import SwitchedField
@@ -23,7 +24,7 @@ from policies.backbones.unet1d import Unet1dConfig
 from policies.energy_policies import Descent, EnergyPolicy
 from policies.errors import ConfigError
 from policies.export.export import export_onnx
-from policies.export.onnx_graph import random_inputs, run_graph
+from policies.export.onnx_graph import arrays_of, random_inputs
 from policies.networks.energy import EnergyField
 from policies.policy import Policy
 from policies.processes.ebt import EnergyDescent
@@ -229,7 +230,7 @@ def test_a_graph_holds_the_gradient_and_serves_any_batch(make: Callable[[], Poli
     session = runtime.InferenceSession(tmp_path / "export" / MODEL)
     for batch in (1, 3, 8):
         inputs = random_inputs(policy, batch, torch.Generator().manual_seed(batch))
-        action = run_graph(session, inputs)
+        action = runner.run(session, arrays_of(inputs))[0]
         wanted = policy.act({"state": inputs["observation"]}, noise=inputs["noise"])
         torch.testing.assert_close(torch.from_numpy(action), wanted, rtol=1e-5, atol=1e-5)
 
@@ -238,7 +239,7 @@ def test_a_graph_holds_the_gradient_and_serves_any_batch(make: Callable[[], Poli
     ("make", "message"),
     [
         (lambda: ScoreEnergy(form="sq"), "form must be one of dot, dae; got 'sq'"),
-        (lambda: ScoreEnergy(prediction="x0"), "prediction must be eps with process=energy"),
+        (lambda: ScoreEnergy(prediction="x0"), "prediction must be one of eps; got 'x0'"),
         (lambda: ScoreEnergy(num_levels=1), "num_levels must be at least 2"),
     ],
 )

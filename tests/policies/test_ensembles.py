@@ -103,9 +103,9 @@ def test_weights_begin_as_those_of_pytorch_unless_told_otherwise() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"norm_eps": 0.0}, "critic.norm_eps must be positive and finite; got 0.0"),
-        ({"norm_after": True}, "critic.norm_after needs critic.layer_norm=true"),
-        ({"last_bound": -1.0}, "critic.last_bound must be 0 or more and finite; got -1.0"),
+        ({"norm_eps": 0.0}, "critic.norm_eps must be above 0; got 0.0"),
+        ({"norm_after": True}, "critic.norm_after must be false without critic.layer_norm"),
+        ({"last_bound": -1.0}, "critic.last_bound must be at least 0; got -1.0"),
     ],
 )
 def test_settings_without_meaning_are_refused(config: dict[str, Any], message: str) -> None:

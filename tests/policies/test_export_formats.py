@@ -1,4 +1,4 @@
-"""Other formats than one graph, a policy in pieces and a program of torch.export: the same numbers."""
+"""A policy in pieces gives the numbers of the policy in one graph; what cannot be exported says why."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch._inductor.config
 from small_policies import GOAL_DIM, OBS_DIM, small_policy
 
 from policies.composition.policy import compose
 from policies.energy_policies import Descent
 from policies.errors import CheckpointError, ExportError
-from policies.export import torch_program
-from policies.export.export import FORMATS, export_policy
+from policies.export.export import export_onnx
 from policies.export.exported_policy import ExportedPolicy
-from policies.export.folder import CARD, PACKAGE, PROGRAM, REPORT, RUNNER
+from policies.export.folder import CARD, RUNNER
 from policies.policy import Policy
 from policies.processes.deterministic import DeterministicProcess
 from policies.processes.diffusion import VPDiffusion
@@ -65,7 +62,7 @@ STEPWISE = {
 def test_the_pieces_make_the_whole(name: str, tmp_path: Path) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
-    report = export_policy(STEPWISE[name](), tmp_path, graph="step", latency_batches=(2,))
+    report = export_onnx(STEPWISE[name](), tmp_path, graph="step", latency_batches=(2,))
     assert [row["batch"] for row in report.parity] == [1, 2, 7] and report.worst <= TOLERANCE
     assert {path.name for path in tmp_path.iterdir()} >= {"encoder.onnx", "step.onnx", "loop.json", RUNNER}
     json.loads((tmp_path / "loop.json").read_text(), parse_constant=pytest.fail)
@@ -86,7 +83,7 @@ def test_exported_walks_end_where_the_slope_says(tmp_path: Path) -> None:
     policy = policy.with_sampler(Descent(steps=6, min_slope=slopes[3:5].mean().item()))
     walked = policy.descend(cond, noise)
     assert len(walked.steps.unique()) > 1
-    export_policy(policy, tmp_path, graph="step", latency_batches=())
+    export_onnx(policy, tmp_path, graph="step", latency_batches=())
     found = ExportedPolicy(tmp_path).act(obs, noise=noise)
     torch.testing.assert_close(found, policy.act(obs, noise=noise), atol=1e-5, rtol=0)
 
@@ -104,7 +101,7 @@ def test_exported_walks_end_where_the_slope_says(tmp_path: Path) -> None:
         ),
         (
             lambda: compose([small_policy(RectifiedFlow()), small_policy(RectifiedFlow())], [0.5, 0.5]),
-            "its members are asked at times of their own",
+            "its members are evaluated at times of their own",
         ),
     ],
     ids=["gaussian", "deterministic", "tanh-gaussian", "mixture", "wrapped", "composed"],
@@ -113,110 +110,35 @@ def test_what_has_no_steps_of_its_own_says_why(make: Any, reason: str, tmp_path:
     with pytest.raises(
         ExportError, match=rf"graph=step cannot export this policy: {reason}.* Use graph=whole"
     ):
-        export_policy(make(), tmp_path / "out", graph="step")
+        export_onnx(make(), tmp_path / "out", graph="step")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"format": "torch", "graph": "step"}, "torch with whole; got torch with step"),
-        ({"format": "exe"}, "got exe with whole"),
-        ({"graph": "half"}, "got onnx with half"),
-    ],
-)
-def test_there_are_no_other_formats(options: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=message):
-        export_policy(small_policy(), tmp_path / "out", **options)
+def test_there_are_no_other_graphs(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="whole, step; got 'half'"):
+        export_onnx(small_policy(), tmp_path / "out", graph="half")
 
 
 def test_what_is_no_policy_says_why_it_cannot_be_exported(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"object cannot be exported: .*decided in Python"):
-        export_policy(object(), tmp_path / "out")  # type: ignore[arg-type]
+        export_onnx(object(), tmp_path / "out")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_choice_among_plans_is_made_in_python_and_says_so(format: str, tmp_path: Path) -> None:
+def test_a_choice_among_plans_is_made_in_python_and_says_so(tmp_path: Path) -> None:
     best = BestOfN(small_policy(RectifiedFlow()), lambda cond, plans: plans.sum((-1, -2)), Selection())
     with pytest.raises(ExportError, match=r"BestOfN cannot be exported: .*Export the policy itself"):
-        export_policy(best, tmp_path / "out", format=format)  # type: ignore[arg-type]
+        export_onnx(best, tmp_path / "out")  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_composition_is_one_policy_in_every_format(format: str, tmp_path: Path) -> None:
+def test_a_composition_is_exported_as_one_policy(tmp_path: Path) -> None:
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package)
     members = [small_policy(RectifiedFlow(), Euler(steps=2)), small_policy(VPDiffusion(num_levels=3))]
     both = compose(members, [0.6, 0.4])
-    report = export_policy(both, tmp_path, format=format, compiled=False, latency_batches=())
+    report = export_onnx(both, tmp_path, latency_batches=())
     assert [row["batch"] for row in report.parity] == [1, 2, 7] and report.worst <= TOLERANCE
-
-
-# -- torch.export ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_program_takes_histories_and_goals_and_says_what_it_is(tmp_path: Path) -> None:
-    """That programs of every process give the policy's actions is a contract."""
-    policy = small_policy(RectifiedFlow(), Euler(steps=2), obs_steps=2, goal_dim=GOAL_DIM)
-    report = export_policy(policy, tmp_path, format="torch", compiled=False, latency_batches=(1,))
-    assert (
-        report.worst <= TOLERANCE
-        and report.opset is None
-        and set(report.latency[0])
-        == {
-            "batch",
-            "eager_ms",
-            "pt2_ms",
-        }
-    )
-    assert report.notes == ["The program was not compiled ahead of time: not asked for."]
-    assert report.notes[0] in (tmp_path / CARD).read_text() and not (tmp_path / PACKAGE).exists()
-    program = torch.export.load(tmp_path / PROGRAM).module()
-    sample = {k: torch.from_numpy(v) for k, v in np.load(tmp_path / "sample.npz").items()}
-    expected = sample.pop("action")
-    torch.testing.assert_close(program(sample)[0], expected)
-    exported, noise = (
-        ExportedPolicy(tmp_path, trust=True),
-        policy.sample_noise(5, generator=torch.Generator().manual_seed(0)),
-    )
-    obs = {
-        "state": torch.randn(5, policy.chunk.obs_steps, OBS_DIM, generator=torch.Generator().manual_seed(1)),
-        "goal": torch.zeros(5, GOAL_DIM),
-    }
-    torch.testing.assert_close(
-        exported.act(obs, noise=noise), policy.act(obs, noise=noise), atol=1e-5, rtol=0
-    )
-
-
-def test_without_a_compiler_the_report_says_what_is_missing_and_nothing_is_left_of_another_format(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "policy.onnx").write_text("an earlier export")
-    monkeypatch.setattr(torch_program.shutil, "which", lambda name: None)
-    options: Any = {"format": "torch", "latency_batches": (), "overwrite": True}
-    report = export_policy(small_policy(GaussianProcess()), tmp_path, **options)
-    assert "No C++ compiler (g++, clang++, c++) was found" in report.notes[0]
-    assert json.loads((tmp_path / REPORT).read_text())["notes"] == report.notes
-    assert not (tmp_path / "policy.onnx").exists() and (tmp_path / PROGRAM).exists()
-
-
-@pytest.mark.slow
-def test_a_compiled_program_gives_the_actions_of_the_policy(tmp_path: Path) -> None:
-    if (reason := torch_program.missing_compiler()) is not None:
-        pytest.skip(reason)
-    policy = small_policy(RectifiedFlow(), Euler(steps=1))
-    quick = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # of the C++ compiler
-    with torch._inductor.config.patch(quick):
-        report = export_policy(policy, tmp_path, format="torch", latency_batches=(1,))
-    assert [row["batch"] for row in report.parity] == [1, 2, 7] and report.worst <= TOLERANCE
-    assert report.notes == [] and set(report.latency[0]) == {"batch", "eager_ms", "pt2_ms", "aot_ms"}
-    sample = {k: torch.from_numpy(v) for k, v in np.load(tmp_path / "sample.npz").items()}
-    expected = sample.pop("action")
-    compiled = torch._inductor.aoti_load_package(str(tmp_path / PACKAGE))
-    torch.testing.assert_close(compiled(sample)[0], expected, atol=TOLERANCE, rtol=0)
 
 
 def test_a_folder_that_was_not_exported_is_refused(tmp_path: Path) -> None:

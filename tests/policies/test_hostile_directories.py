@@ -157,7 +157,7 @@ GIANTS = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (6 * 2**30, 6 * 2**30))
 from policies.errors import CheckpointError
-from policies.folder import load_policy
+from policies.storage.policy_folder import load_policy
 load_policy(sys.argv[1])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in sys.argv[2:]:

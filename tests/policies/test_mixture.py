@@ -136,8 +136,8 @@ def test_the_likeliest_mode_ignores_noise() -> None:
     assert not policy.noise_sensitive
 
 
-def test_a_full_spread_draws_from_the_mixture() -> None:
-    policy = small_policy(MixtureProcess(init_std=0.2), ModeMean(spread=1.0)).double()
+def test_a_temperature_of_one_draws_from_the_mixture() -> None:
+    policy = small_policy(MixtureProcess(init_std=0.2), ModeMean(temperature=1.0)).double()
     cond = policy.encode({"state": observations(1).double()})
     chunk = policy.decode(cond.repeat(50_000), policy.sample_noise(50_000, generator=seeded()))
     assert policy.noise_shape == (2, *policy.chunk.shape) and not policy.is_deterministic
@@ -153,13 +153,13 @@ def test_a_full_spread_draws_from_the_mixture() -> None:
     assert (marginal.cdf(first) - steps).abs().max() < 1.63 / len(first) ** 0.5  # Kolmogorov-Smirnov, 1 %
 
 
-@pytest.mark.parametrize("spread", [0.5, 1.0])
-def test_a_spread_is_times_the_deviation_of_the_mode(spread: float) -> None:
-    policy = small_policy(MixtureProcess(init_std=0.2), ModeMean(spread=spread))
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_a_temperature_is_times_the_deviation_of_the_mode(temperature: float) -> None:
+    policy = small_policy(MixtureProcess(init_std=0.2), ModeMean(temperature=temperature))
     cond, noise = policy.encode({"state": observations(40)}), policy.sample_noise(40, generator=seeded())
     mixture, row = policy.head(cond.vec), torch.arange(40)
     mode = drawn_mode(mixture.log_weight, noise[:, 0, 0, 0])
-    expected = mixture.mean[row, mode] + spread * mixture.std[mode] * noise[:, 1]
+    expected = mixture.mean[row, mode] + temperature * mixture.std[mode] * noise[:, 1]
     torch.testing.assert_close(policy.decode(cond, noise), expected)
 
 
@@ -189,7 +189,7 @@ def test_cloning_keeps_both_modes_of_the_demonstrations(seed: int) -> None:
 
 
 def test_a_saved_mixture_chooses_its_chunks_as_before(tmp_path: Path) -> None:
-    policy = small_policy(MixtureProcess(num_modes=3, learn_std=False), ModeMean(spread=0.5))
+    policy = small_policy(MixtureProcess(num_modes=3, learn_std=False), ModeMean(temperature=0.5))
     again = load_policy(save_policy(policy, tmp_path / "policy"))
     obs, noise = observations(5), policy.sample_noise(5)
     assert again.config.process == policy.config.process and again.sampler == policy.sampler
@@ -215,7 +215,7 @@ def test_a_start_or_hooks_are_refused() -> None:
     ("parts", "message"),
     [
         ({"process": MixtureProcess(num_modes=0)}, "num_modes must be at least 1; got 0"),
-        ({"process": MixtureProcess(min_std=0.3)}, "0 < min_std <= init_std <= max_std"),
+        ({"process": MixtureProcess(min_std=0.3)}, "init_std must be between min_std=0.3 and max_std=0.2"),
         ({"backbone": object()}, r"process=mixture needs a fully connected backbone \(backbone=mlp\)"),
         ({"backbone": MlpConfig(cond_dims=(8, 4))}, r"process=mixture has no .*cond_dims=\[8, 4\]"),
         ({"process": GaussianProcess(), "sampler": ModeMean()}, "process=gaussian needs sampler=mean"),
@@ -227,7 +227,7 @@ def test_parts_that_do_not_go_together_are_refused(parts: dict[str, object], mes
         build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM)
 
 
-@pytest.mark.parametrize("spread", [-0.1, 1.1, float("nan")])
-def test_a_spread_beyond_the_mixture_is_refused(spread: float) -> None:
-    with pytest.raises(ConfigError, match=r"sampler\.spread must lie in 0\.\.1"):
-        ModeMean(spread=spread)
+@pytest.mark.parametrize("temperature", [-0.1, 1.1, float("nan")])
+def test_a_temperature_beyond_the_mixture_is_refused(temperature: float) -> None:
+    with pytest.raises(ConfigError, match=r"sampler\.temperature must be in \[0, 1\]"):
+        ModeMean(temperature=temperature)

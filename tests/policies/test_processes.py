@@ -143,9 +143,9 @@ def test_a_saved_process_is_the_same_process(process: Process) -> None:
         (lambda: VPDiffusion(1), "num_levels must be at least 2; got 1"),
         (lambda: VPDiffusion(prediction="velocity"), "prediction must be one of eps, x0, v; got 'velocity'"),
         (lambda: VPDiffusion(schedule="sqrt"), "schedule must be one of cosine"),
-        (lambda: VPDiffusion(beta_start=0.5), "beta_start <= beta_end"),
+        (lambda: VPDiffusion(beta_start=0.5), "beta_end must be at least beta_start=0.5; got 0.02"),
         (lambda: RectifiedFlow("cosine"), "time_density must be one of uniform"),
-        (lambda: RectifiedFlow(time_scale=0.0), "time_scale must be positive"),
+        (lambda: RectifiedFlow(time_scale=0.0), "time_scale must be above 0"),
     ],
 )
 def test_bad_settings_are_named(make, message: str) -> None:

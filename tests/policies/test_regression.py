@@ -156,8 +156,8 @@ def test_other_samplers_and_other_processes_are_refused() -> None:
     [
         (lambda: Regression(error="l3"), "process.error must be one of l2, l1, smooth_l1; got 'l3'"),
         (lambda: Mip("third"), "process.variant must be one of mip, origin, tsd; got 'third'"),
-        (lambda: Mip(refine_time=1.0), "process.refine_time must lie between 0 and 1; got 1.0"),
-        (lambda: Mip(time_scale=0.0), "process.time_scale must be positive"),
+        (lambda: Mip(refine_time=1.0), r"process.refine_time must be in \(0, 1\); got 1.0"),
+        (lambda: Mip(time_scale=0.0), "process.time_scale must be above 0"),
     ],
 )
 def test_bad_settings_are_named(make: Callable[[], object], message: str) -> None:

@@ -536,9 +536,9 @@ def test_what_was_counted_is_told_by_message_and_by_page() -> None:
 
 LIGHT = """
 import sys
-from policies.folder import load_policy
-from policies.serve import ServedFolder, ServedPolicy
-from policies.server import Server, ServerSettings
+from policies.storage.policy_folder import load_policy
+from policies.serving.served_policy import ServedFolder, ServedPolicy
+from policies.serving.server import Server, ServerSettings
 with Server(ServedPolicy(load_policy("policy")), ServerSettings(port=int(sys.argv[1]))) as server:
     sys.stdout.write(f"serving: {server.endpoint}\\n")
     sys.stdout.flush()
@@ -614,7 +614,7 @@ def test_a_server_of_another_version_is_named_at_once(version: Any) -> None:
     thread.start()
     try:
         patient = Client(f"tcp://127.0.0.1:{port}", timeout_s=PATIENCE_S, retries=3)
-        told = pytest.raises(ServingError, match=f"must speak version {VERSION} .* it speaks")
+        told = pytest.raises(ServingError, match=f"must use version {VERSION} .* it uses")
         with patient as client, told as refused:
             client.decide(observed(), (0,))
         assert refused.value.reason == "version" and str(version) in str(refused.value)

@@ -163,12 +163,12 @@ def test_steps_of_any_learned_length_may_follow_each_other() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Shortcut(max_steps=20), "max_steps must be a power of two and at least 2; got 20"),
-        (lambda: Shortcut(max_steps=1), "max_steps must be a power of two"),
-        (lambda: Shortcut(max_steps=0), "max_steps must be a power of two"),
-        (lambda: Shortcut(consistency_share=0.0), "consistency_share must be between 0 and 1; got 0.0"),
-        (lambda: Shortcut(consistency_share=1.0), "consistency_share must be between 0 and 1"),
-        (lambda: Shortcut(time_scale=-1.0), "time_scale must be positive"),
+        (lambda: Shortcut(max_steps=20), "max_steps must be a power of two; got 20"),
+        (lambda: Shortcut(max_steps=1), "max_steps must be at least 2"),
+        (lambda: Shortcut(max_steps=0), "max_steps must be at least 2"),
+        (lambda: Shortcut(consistency_share=0.0), r"consistency_share must be in \(0, 1\); got 0.0"),
+        (lambda: Shortcut(consistency_share=1.0), r"consistency_share must be in \(0, 1\)"),
+        (lambda: Shortcut(time_scale=-1.0), "time_scale must be above 0"),
     ],
 )
 def test_bad_settings_are_named(make: Callable[[], object], message: str) -> None:

@@ -30,9 +30,9 @@ def test_it_acts_by_tanh_of_the_mean_and_by_draws_when_asked() -> None:
     assert not mean_policy.noise_sensitive
     torch.testing.assert_close(mean_policy.decode(cond, noise).flatten(1), torch.tanh(mean))
 
-    for spread in (0.5, 1.0):
-        drawing = mean_policy.with_sampler(Squashed(spread=spread))
-        drawn = tanh_draw(mean, log_std, spread * noise.flatten(1))[0]
+    for temperature in (0.5, 1.0):
+        drawing = mean_policy.with_sampler(Squashed(temperature=temperature))
+        drawn = tanh_draw(mean, log_std, temperature * noise.flatten(1))[0]
         assert drawing.noise_sensitive and not mean_policy.noise_sensitive
         torch.testing.assert_close(drawing.decode(cond, noise).flatten(1), drawn)
         assert drawing.decode(cond, noise).abs().max() < 1
@@ -70,7 +70,7 @@ def test_deviations_stay_within_the_limits_of_the_process() -> None:
     [
         ("process.min_log_std", lambda: TanhGaussianProcess(min_log_std=2.0)),
         ("process.edge", lambda: TanhGaussianProcess(edge=1.0)),
-        ("sampler.spread", lambda: Squashed(spread=1.5)),
+        ("sampler.temperature", lambda: Squashed(temperature=1.5)),
         ("sampler=squashed", lambda: policy().with_sampler(Mean())),
     ],
 )

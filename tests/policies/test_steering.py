@@ -1,4 +1,4 @@
-"""Following a sketch: guides, guidance, visits, and the strategies made of them."""
+"""Following a sketch: guides, guidance, resampling, and the strategies made of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from policies.samplers.loop import denoise
 from policies.samplers.ode import Ancestral, Euler, Heun
 from policies.wrappers.sketch_guidance import (
     GuideHook,
-    Revisiting,
+    Resampling,
     SteeredPolicy,
     Steering,
     guide_distance,
@@ -231,7 +231,7 @@ def test_a_clean_plan_goes_as_far_as_told_but_never_beyond_the_guide() -> None:
     torch.testing.assert_close((near - x0).norm(dim=-1), torch.full((2, 3), 0.01 * 0.8 / 0.6 / 3).double())
 
 
-# -- visits ---------------------------------------------------------------------------------------------
+# -- resampling ---------------------------------------------------------------------------------------------
 
 GAUSSIAN = [
     (VPDiffusion(10), DDPM(clip_x0=None, noise_clip=None, min_std=0.0)),
@@ -257,10 +257,10 @@ def exact_network(process, table, spread: float):
     return bound
 
 
-def visited(process, sampler, spread: float, *, visits: int, fresh: float, k: int) -> tuple[Tensor, Tensor]:
+def resampled(process, sampler, spread: float, *, steps: int, noise: float, k: int) -> tuple[Tensor, Tensor]:
     """Put states of the right distribution at level k and return them before and after visiting it."""
-    table = Revisiting(sampler, visits, fresh).table(process)
-    first = k * visits
+    table = Resampling(sampler, steps, noise).table(process)
+    first = k * steps
     clean = MEAN + spread * draw(200_000, 1, 1, seed=1)
     x = table.alpha[first] * clean + table.sigma[first] * draw(200_000, 1, 1, seed=2)
     noise = draw(200_000, table.num_steps + 1, 1, 1, seed=3)
@@ -269,20 +269,20 @@ def visited(process, sampler, spread: float, *, visits: int, fresh: float, k: in
     bound = exact_network(process, table, spread)
     out = denoise(bound, table, noise, start=x, first_step=first, record_from=first)
     assert out.chain is not None
-    return x, out.chain[:, visits - 1]
+    return x, out.chain[:, steps - 1]
 
 
 @every_gaussian
-def test_visits_keep_the_distribution_of_a_level_around_a_single_plan(process, sampler) -> None:
-    before, after = visited(process, sampler, 0.0, visits=4, fresh=1.0, k=2)
+def test_resampling_keeps_the_distribution_of_a_level_around_a_single_plan(process, sampler) -> None:
+    before, after = resampled(process, sampler, 0.0, steps=4, noise=1.0, k=2)
     torch.testing.assert_close(after.mean(), before.mean(), rtol=0, atol=0.01)
     torch.testing.assert_close(after.std(), before.std(), rtol=0.01, atol=0)
 
 
 @every_gaussian
-def test_visits_of_wide_data_shrink_them_as_the_closed_form_says(process, sampler) -> None:
+def test_resampling_shrinks_wide_data_as_the_closed_form_says(process, sampler) -> None:
     spread = 0.5
-    before, after = visited(process, sampler, spread, visits=2, fresh=1.0, k=2)
+    before, after = resampled(process, sampler, spread, steps=2, noise=1.0, k=2)
     table = sampler.table(process)
     alpha, sigma = table.alpha[2], table.sigma[2]
     full = alpha**2 * spread**2 + sigma**2
@@ -293,8 +293,8 @@ def test_visits_of_wide_data_shrink_them_as_the_closed_form_says(process, sample
 
 
 @every_gaussian
-def test_langevin_visits_keep_wide_data(process, sampler) -> None:
-    before, after = visited(process, sampler, 0.5, visits=5, fresh=0.2, k=2)
+def test_langevin_resampling_keeps_wide_data(process, sampler) -> None:
+    before, after = resampled(process, sampler, 0.5, steps=5, noise=0.2, k=2)
     torch.testing.assert_close(after.mean(), before.mean(), rtol=0, atol=0.01)
     torch.testing.assert_close(after.var(), before.var(), rtol=0.015, atol=0)
 
@@ -302,7 +302,7 @@ def test_langevin_visits_keep_wide_data(process, sampler) -> None:
 @every_pair
 def test_a_visit_that_draws_nothing_anew_changes_nothing(process, sampler) -> None:
     policy, obs = small_policy(process, sampler), observations(3)
-    patient = policy.with_sampler(Revisiting(sampler, 3, fresh=0.0))
+    patient = policy.with_sampler(Resampling(sampler, 3, noise=0.0))
     noise = policy.sample_noise(3, generator=torch.Generator().manual_seed(1))
     tape = noise
     if not policy.is_deterministic:
@@ -316,22 +316,22 @@ def test_a_visit_that_draws_nothing_anew_changes_nothing(process, sampler) -> No
 
 def test_levels_are_left_where_the_sampler_leaves_them() -> None:
     own = DDPM().table(VPDiffusion(6))
-    table = Revisiting(DDPM(), 4).table(VPDiffusion(6))
+    table = Resampling(DDPM(), 4).table(VPDiffusion(6))
     assert table.times[::4] == own.times
     assert table.times[1] == own.times[0]
     torch.testing.assert_close(table.coefficients[:, 3::4], own.coefficients)
     torch.testing.assert_close(table.std[3::4], own.std)
     torch.testing.assert_close(table.std[:3, 0], torch.full((3,), own.sigma[0], dtype=torch.float64))
     assert table.step_at(own.times[2]) == 8
-    once = Revisiting(DDPM(), 1).table(VPDiffusion(6))
+    once = Resampling(DDPM(), 1).table(VPDiffusion(6))
     assert torch.equal(once.coefficients, own.coefficients)
 
 
 def test_a_sampler_with_a_memory_cannot_visit_levels_again() -> None:
     with pytest.raises(ConfigError, match="one evaluation per step"):
-        Revisiting(Heun(steps=4), 2).table(RectifiedFlow())
-    with pytest.raises(ConfigError, match="visits >= 1"):
-        Revisiting(Euler(steps=4), 0).table(RectifiedFlow())
+        Resampling(Heun(steps=4), 2).table(RectifiedFlow())
+    with pytest.raises(ConfigError, match="steps of at least 1"):
+        Resampling(Euler(steps=4), 0).table(RectifiedFlow())
 
 
 # -- strategies -----------------------------------------------------------------------------------------
@@ -395,7 +395,7 @@ def test_biased_initialization_without_noise_begins_at_the_guide_itself() -> Non
 
 
 def test_switches_replace_those_of_the_strategy() -> None:
-    steering = Steering("stochastic_sampling", candidates=3, scale=1.0, visits=2)
+    steering = Steering("stochastic_sampling", candidates=3, scale=1.0, resample_steps=2)
     policy = SteeredPolicy(small_policy(VPDiffusion(10), DDIM(steps=5)), SKETCH, steering)
     assert policy.noise_shape == (3, 11, 3, 2)
     assert policy.calls == 10
@@ -414,8 +414,8 @@ def test_a_policy_without_denoising_and_a_strategy_without_sketch_are_refused() 
 @pytest.mark.parametrize(
     "values",
     [
-        {"strategy": "hope"}, {"gradient": "y"}, {"candidates": 0}, {"visits": 0}, {"guide_rows": 0},
-        {"limit": 0.0}, {"fresh": 2.0}, {"start": -0.1}, {"scale": -1.0}, {"noise_share": -1.0},
+        {"strategy": "hope"}, {"gradient": "y"}, {"candidates": 0}, {"resample_steps": 0}, {"guide_rows": 0},
+        {"limit": 0.0}, {"resample_noise": 2.0}, {"start": -0.1}, {"scale": -1.0}, {"noise_share": -1.0},
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused(values) -> None:

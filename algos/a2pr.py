@@ -18,9 +18,7 @@ kept in checkpoints, and parts that nothing uses are left out.
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -29,12 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from algos.base import Draws, Quantities, Setup
-from algos.offline.actor import Actor
-from algos.offline.batched_seeds import StackedEnsemble, joined, stacked
 from algos.offline.loop import precision
-from algos.offline.td3_update import Backup, ConstrainedTd3Config, Regulariser
-from algos.optim import descend, restore_optimizer
+from algos.offline.td3_update import Actor, Backup, ConstrainedTd3Config, Regulariser
+from algos.optim import descend, load_parts, save_parts
 from algos.transitions import Batch, TransitionTable
+from policies.bounds import bounded
 from policies.networks.critics import Ensemble, EnsembleConfig, aggregate
 from policies.registry import register
 
@@ -107,7 +104,6 @@ class AdvantageGuide(Regulariser):
         self._data_value: Tensor | None = None
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw the noise of both reconstructions."""
         shape, device = (n, self.vae.latent_dim), self.vae.outlet.weight.device
         names = ("vae_data", "vae_policy")
         return {
@@ -116,21 +112,20 @@ class AdvantageGuide(Regulariser):
         }
 
     def learn(self, batch: Batch, backup: Backup, critic: Ensemble, draws: Draws) -> Quantities:
-        """Move the value, then the auto-encoder."""
         aim = self.value_target(batch, backup, critic)
         with torch.no_grad(), self._precision():
             self._data_value = critic(batch.cond, batch.action, members=1)[0]
         with self._precision():
             value = self._value_of(batch.cond)
         value_loss = (value - aim).square().mean(dim=-1)
-        descend(self.value_optimizer, value_loss.sum())
+        descend(self.value_optimizer, value_loss)
         self._before = value.detach()
         keep = (self._data_value > self._before).to(value.dtype)
         with self._precision():
             rebuilt, mean, std = self.vae(batch.cond, batch.action, draws["vae_data"])
         error = (self.vae_weight * keep[..., None] * (rebuilt - batch.action).square()).mean(dim=(-2, -1))
         vae_loss = error + 0.5 * divergence(mean, std)
-        descend(self.vae_optimizer, vae_loss.sum())
+        descend(self.vae_optimizer, vae_loss)
         return {
             "value/loss": value_loss.detach(),
             "guide/loss": vae_loss.detach(),
@@ -147,9 +142,8 @@ class AdvantageGuide(Regulariser):
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
-        """See `Regulariser`."""
         with self._precision():
-            self.vae.requires_grad_(False)  # the gradient passes through; nobody wants that of the weights
+            self.vae.requires_grad_(False)  # gradients of the input only
             rebuilt = self.vae(batch.cond, action, draws["vae_policy"])[0]
             self.vae.requires_grad_(True)
         follows, weight = self.judged(batch, rebuilt, critic)
@@ -176,25 +170,11 @@ class AdvantageGuide(Regulariser):
     def _value_of(self, cond: Tensor) -> Tensor:
         return self.value(cond, cond.new_zeros(*cond.shape[:-1], 0))[0]
 
-    def together(self, others: Sequence[AdvantageGuide]) -> AdvantageGuide:
-        """Return one guide with the networks and optimisers of all; see `Td3Learner.together`."""
-        guides = (self, *others)
-        whole = copy.copy(self)
-        whole.vae = stacked([guide.vae for guide in guides])
-        whole.value = StackedEnsemble([guide.value for guide in guides])
-        whole.vae_optimizer = joined(whole.vae.parameters(), [guide.vae_optimizer for guide in guides])
-        whole.value_optimizer = joined(whole.value.parameters(), [guide.value_optimizer for guide in guides])
-        return whole
-
     def state_dict(self) -> dict[str, Any]:
-        """Return networks and optimisers."""
-        return {name: getattr(self, name).state_dict() for name in self._parts}
+        return save_parts(self, self._parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        for name in self._parts:
-            part = getattr(self, name)
-            restore_optimizer(part, state[name]) if "optimizer" in name else part.load_state_dict(state[name])
+        load_parts(self, self._parts, state)
 
     _parts = ("vae", "value", "vae_optimizer", "value_optimizer")
 
@@ -211,30 +191,21 @@ class A2prConfig(ConstrainedTd3Config):
         arXiv 2405.19909 and its released code.
     """
 
-    hidden_dims: tuple[int, ...] = (256, 256, 256)
-    critic_dims: tuple[int, ...] = (256, 256, 256, 256)
-    value_dims: tuple[int, ...] = (256, 256, 256, 256)  # hidden widths of V; ReLU
-    value_lr: float = 3e-4  # Adam
-    vae_width: int = 750  # of both hidden layers of encoder and decoder
-    vae_lr: float = 1e-3  # Adam
-    vae_weight: float = 1.0  # of reconstructions against the divergence
-    constraint_weight: float = 0.5  # m; `mask` in the released code
+    hidden_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)
+    critic_dims: tuple[int, ...] = bounded((256, 256, 256, 256), ge=1)
+    value_dims: tuple[int, ...] = bounded((256, 256, 256, 256), ge=1)  # hidden widths of V; ReLU
+    value_lr: float = bounded(3e-4, gt=0)  # Adam
+    vae_width: int = bounded(750, ge=1)  # width of both hidden layers of encoder and decoder
+    vae_lr: float = bounded(1e-3, gt=0)  # Adam
+    vae_weight: float = bounded(1.0, ge=0)  # weight of the reconstruction error against the KL divergence
+    constraint_weight: float = bounded(0.5, ge=0)  # m; `mask` in the released code
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         self.value_dims = tuple(self.value_dims)
-        self.require(
-            "value_dims", bool(self.value_dims) and min(self.value_dims) >= 1, "widths of at least 1"
-        )
-        self.require("vae_width", self.vae_width >= 1, "at least 1")
-        for name in ("value_lr", "vae_lr"):
-            self.require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
-        for name in ("vae_weight", "constraint_weight"):
-            self.require(name, 0 <= getattr(self, name) < math.inf, "0 or more and finite")
+        self.require("value_dims", bool(self.value_dims), "one or more widths")
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> AdvantageGuide:
-        """Return the guide."""
         like, width = table.cond, table.action.shape[1]
         value = EnsembleConfig(members=1, hidden_dims=self.value_dims).build(like.shape[1], 0)
         vae = ActionVae(like.shape[1], width, self.vae_width)

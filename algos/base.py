@@ -1,4 +1,4 @@
-"""What every algorithm is to the trainer: a thing that advances, reports, saves and resumes."""
+"""Protocol between trainer and algorithms: advance, report, save, resume."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class OnFirstUse:
 
 @dataclass
 class Setup:
-    """What an algorithm may ask for when it is built. Missing parts are refused by the algorithm, by name."""
+    """What an algorithm is built from. An algorithm refuses a setup without the parts that it needs."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)  # for algorithms that build a policy anew
     env: EnvConfig | None = None
@@ -60,19 +60,18 @@ class Setup:
     init: Policy | None = None  # the policy to start from
     teacher: Policy | None = None  # the policy to learn from
     seed: int = 0
-    num_seeds: int = 1  # that learn in this process at once, this one among them; told by `build_seeds`
+    num_seeds: int = 1  # trained in this process at once, this one included
     num_workers: int = BuildSettings.num_workers
     engine: str = BuildSettings.engine
     num_threads: int | None = BuildSettings.num_threads
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
-        """Let go of where `init` came from: it is not where what is trained from it comes from."""
         if isinstance(self.init, Policy):  # methods also take other modules that answer to a protocol
             self.init = self.init.without_provenance()
 
     def threads(self, default: int) -> int:
-        """Return the threads of an algorithm that takes `default` unless told otherwise.
+        """Return `num_threads`, or the algorithm's `default`.
 
         On-policy algorithms compute shares of a gradient on so many threads of one torch thread each; results
         are the same for any number. All others give them to every operation of torch, where more than one
@@ -95,8 +94,8 @@ def require_states_only(policy: Policy, algo: str) -> None:
     """
     if policy.goal_dim:
         raise CapabilityError(
-            f"algo={algo} learns from states; the policy is also told goals. Use one whose goal is part of "
-            f"the state (env.goal=appended in mazes), or clone with algo=bc."
+            f"algo={algo} learns from states; the policy is conditioned on goals too. Use one whose goal "
+            f"is part of the state (env.goal=appended in mazes), or clone with algo=bc."
         )
     if policy.images:
         raise CapabilityError(
@@ -129,9 +128,7 @@ class Algorithm(Protocol):
         ...
 
     @property
-    def total(self) -> int:
-        """Units to do."""
-        ...
+    def total(self) -> int: ...
 
     @property
     def unit(self) -> str:
@@ -143,16 +140,14 @@ class Algorithm(Protocol):
         ...
 
     def snapshot(self) -> Policy:
-        """Return the policy as it would be shipped now (evaluation mode, averaged weights)."""
+        """Return the policy to export (evaluation mode, averaged weights)."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a bit-exact continuation needs: tensors and plain values only."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def close(self) -> None:
         """Release processes and files."""

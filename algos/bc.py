@@ -9,7 +9,7 @@ Deviations from the reference implementations of arXiv 2303.04137 and 2409.00588
     - the learning rate follows gradient steps, not epochs;
     - the average of the weights adapts to the length of the run by default (`ema=delayed` with
       ema_decay=0.995, ema_every=10 is that of DPPO);
-    - what is shipped, validated and evaluated is always the average, of all parts of the policy.
+    - the exported, validated and evaluated weights are always the average, of all parts of the policy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from algos.training.resume_checks import facts_of, init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
 from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
-from policies.bounds import Checked
+from policies.bounds import Checked, bounded
 from policies.build import build_policy
 from policies.errors import CheckpointError, ConfigError
 from policies.paths import path_field
@@ -50,7 +50,7 @@ EMA_RULES: Mapping[str, Callable[[float, int, int], DecayRule]] = {
     "delayed": DelayedDecay,
 }
 """How averaged weights follow, by name: takes `ema_decay`, `ema_start` and `ema_every`."""
-THREADS = 1  # of torch, unless `num_threads` says otherwise
+THREADS = 1  # of torch, unless `num_threads` is set
 
 
 @register("algo", "bc")
@@ -62,53 +62,30 @@ class BcConfig(Checked):
         Diffusion Policy (arXiv 2303.04137) and the pre-training of DPPO (arXiv 2409.00588).
     """
 
-    steps: int = 20_000  # gradient steps
-    epochs: float | None = None  # passes over the data; replaces `steps`
-    batch_size: int = 256  # windows
-    lr: float = 1e-3  # AdamW, highest rate
-    min_lr: float = 1e-4  # rate at the first and the last step
-    warmup_steps: int = 100  # gradient steps of linear rise
-    weight_decay: float = 1e-6  # of AdamW
-    max_grad_norm: float | None = None  # None: gradients are not clipped
-    ema: str = "power"  # power: 1 - (1 + change)^-3/4 up to ema_decay; delayed: ema_decay after ema_start
-    ema_decay: float = 0.9999  # share of the old average (power: the largest)
-    ema_start: int = 0  # gradient steps for which the average only copies the weights
-    ema_every: int = 5  # gradient steps between two changes of the average
-    pad_end: bool = True  # windows may reach behind the end of an episode, masked
+    steps: int = bounded(20_000, ge=1)  # gradient steps
+    epochs: float | None = bounded(None, gt=0)  # passes over the data; replaces `steps`
+    batch_size: int = bounded(256, ge=1)  # windows
+    lr: float = bounded(1e-3, gt=0)  # AdamW, peak
+    min_lr: float = bounded(1e-4, ge=0)  # learning rate at the first and the last step
+    warmup_steps: int = bounded(100, ge=0)  # gradient steps of linear warm-up
+    weight_decay: float = bounded(1e-6, ge=0)  # AdamW
+    max_grad_norm: float | None = bounded(None, gt=0, le=math.inf)  # gradient clipping; null: off
+    ema: str = bounded("power", choices=tuple(EMA_RULES))  # power: 1 - (1 + n)^-3/4; delayed: constant
+    ema_decay: float = bounded(0.9999, ge=0, lt=1)  # EMA decay of the weights (power: the largest)
+    ema_start: int = bounded(0, ge=0)  # gradient steps before averaging; until then weights are copied
+    ema_every: int = bounded(5, ge=1)  # gradient steps between two EMA updates
+    pad_end: bool = True  # windows may extend past the end of an episode, masked
     dp_compat_mean: bool = False  # average over padding too, as Diffusion Policy does
-    block_steps: int = 100  # gradient steps between two reports
-    validation_fraction: float = 0.05  # share of the episodes held out, rounded down
-    validation_every: int | None = None  # gradient steps; None: a tenth of the run; 0: at the end only
-    validation_windows: int = 256  # held-out windows that are used, at most
-    validation_samples: int = 8  # chunks sampled for each
-    teacher: str | None = path_field()  # run or policy directory that a consistency model learns from
+    log_every: int = bounded(100, ge=1, was="block_steps")  # gradient steps between two log rows
+    validation_fraction: float = bounded(0.05, ge=0, lt=1)  # fraction of episodes held out, rounded down
+    validation_every: int | None = bounded(None, ge=0)  # gradient steps; null: a tenth; 0: at the end
+    validation_windows: int = bounded(256, ge=1)  # held-out windows, at most
+    validation_samples: int = bounded(8, ge=1)  # chunks sampled per window
+    teacher: str | None = path_field()  # run or policy directory that a consistency model is distilled from
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        for name in (
-            "steps",
-            "batch_size",
-            "block_steps",
-            "ema_every",
-            "validation_windows",
-            "validation_samples",
-        ):
-            self.require(name, getattr(self, name) >= 1, "at least 1")
-        epochs = self.epochs
-        self.require("epochs", epochs is None or 0 < epochs < math.inf, "positive and finite, or null")
-        self.require("lr", self.lr > 0, "positive")
-        self.require("lr", self.lr < math.inf, "finite")
-        self.require("min_lr", 0 <= self.min_lr <= self.lr, f"in 0..lr={self.lr}")
-        self.require("warmup_steps", self.warmup_steps >= 0, "0 or more")
-        decay = self.weight_decay
-        self.require("weight_decay", 0 <= decay < math.inf, "0 or more and finite")
-        self.require("ema", self.ema in EMA_RULES, f"one of {', '.join(EMA_RULES)}")
-        self.require("ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)")
-        self.require("ema_start", self.ema_start >= 0, "0 or more")
-        norm, fraction, every = self.max_grad_norm, self.validation_fraction, self.validation_every
-        self.require("max_grad_norm", norm is None or norm > 0, "positive, or null")
-        self.require("validation_fraction", 0 <= fraction < 1, "in [0, 1)")
-        self.require("validation_every", every is None or every >= 0, "0 or more, or null")
+        super().__post_init__()
+        self.require("min_lr", self.min_lr <= self.lr, f"in 0..lr={self.lr}")
 
     def build(self, setup: Setup) -> Bc:
         """Check the setup and return the algorithm, ready to advance.
@@ -137,7 +114,7 @@ class Bc:
     """A cloning run in progress; see `BcConfig`.
 
     Attributes:
-        policy: The weights that are trained; what is shipped is their average (`snapshot`).
+        policy: The weights in training; their average is exported (`snapshot`).
     """
 
     unit = "gradient_steps"
@@ -169,19 +146,17 @@ class Bc:
 
     @property
     def progress(self) -> int:
-        """Gradient steps done."""
         return self._done
 
     @property
     def total(self) -> int:
-        """Gradient steps to do."""
         return self._total
 
     def advance(self) -> Metrics:
         """Take a block of gradient steps and report its mean loss; validate when it is due."""
         before = self._done
         with torch_threads(self._num_threads):
-            metrics = self._block(min(self.config.block_steps, self._total - before))
+            metrics = self._block(min(self.config.log_every, self._total - before))
             return metrics | self._validate_if_due(before)
 
     def _block(self, count: int) -> Metrics:
@@ -223,7 +198,6 @@ class Bc:
         return masked_mean(loss, batch.mask)
 
     def _set_lr(self) -> None:
-        """Set the learning rate of the coming step."""
         c = self.config
         lr = warmup_cosine(self._done, lr=c.lr, min_lr=c.min_lr, warmup=c.warmup_steps, cycle=self._total)
         for group in self._optimizer.param_groups:
@@ -243,7 +217,6 @@ class Bc:
         return cast(Policy, copy.deepcopy(self._ema.module)).eval()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a bit-exact continuation needs."""
         return {
             "done": self._done,
             "total": self._total,
@@ -305,7 +278,6 @@ class Bc:
 
 
 def _dataset_of(config: BcConfig, setup: Setup) -> EpisodeDataset:
-    """Return the dataset after comparing its widths with those of the environment."""
     if setup.dataset is None:
         algo = name_of("algo", config)
         raise ConfigError(f"algo={algo} needs demonstrations; got none. Give dataset=<file>.")
@@ -351,7 +323,6 @@ def _goal_width(dataset: EpisodeDataset) -> int:
 
 
 def _require_goals(goal_dim: int, dataset: EpisodeDataset) -> None:
-    """Refuse a dataset without the goals that a policy is told."""
     width = _goal_width(dataset)
     if goal_dim and not width:
         raise ConfigError(
@@ -360,7 +331,7 @@ def _require_goals(goal_dim: int, dataset: EpisodeDataset) -> None:
         )
     if goal_dim and goal_dim != width:
         raise ConfigError(
-            f"the policy is told goals of width {goal_dim}; those of {dataset.source} have width "
+            f"the policy is conditioned on goals of width {goal_dim}; those of {dataset.source} have width "
             f"{width}. Use a dataset of the same task."
         )
 

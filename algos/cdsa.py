@@ -11,7 +11,6 @@ Source: arXiv 2406.07541 (CDSA) for the idea; the equations are ours, see there.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -21,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from algos.base import Setup, require_states_only
-from algos.offline.config import warn_of_reach
+from algos.offline.config import warn_of_clipped_actions
 from algos.offline.loop import THREADS, OfflineRun
 from algos.optim import restore_optimizer, warmup_cosine
 from algos.transitions import Batch, Rewarding, TransitionTable, actions_for, deviations, tabulate
 from envs.fit import require_fit
-from policies.bounds import Checked
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 from policies.registry import name_of, register
 from policies.seeds import derive_seed, seeded_weights
@@ -63,7 +62,7 @@ class CorrectionLearner:
 
     @torch.no_grad()
     def set_gate(self) -> None:
-        """Leave alone what is less strange than `gate_quantile` of the data."""
+        """Set the gate to the `gate_quantile` of the data's out-of-distribution scores."""
         policy, probes = self._policy, self._probes
         found = policy.out_of_distribution_score(policy.standardized(probes.cond), probes.action)
         quantile = policy.wrapper.gate_quantile
@@ -96,12 +95,10 @@ class CorrectionLearner:
         return {"score/loss": score_loss.detach(), "dynamics/loss": dynamics_loss.detach()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a bit-exact continuation needs."""
         policy, optimizer = self._policy.state_dict(), self.optimizer.state_dict()
         return {"steps": self.steps, "policy": policy, "optimizer": optimizer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
         self._policy.load_state_dict(state["policy"])
         restore_optimizer(self.optimizer, state["optimizer"])
         self.steps = int(state["steps"])
@@ -118,17 +115,11 @@ class CdsaConfig(Checked):
 
     fixed_length: ClassVar[bool] = True  # the rate falls along it
 
-    steps: int = 20_000  # gradient steps
-    batch_size: int = 256  # transitions
-    lr: float = 1e-3  # AdamW, at the start; falls to a tenth by a cosine
+    steps: int = bounded(20_000, ge=1)  # gradient steps
+    batch_size: int = bounded(256, ge=1)  # transitions
+    lr: float = bounded(1e-3, gt=0)  # AdamW, initial; cosine decay to a tenth
     correction: Correction = field(default_factory=Correction)
-    block_steps: int = 1000  # gradient steps between two reports
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        for name in ("steps", "batch_size", "block_steps"):
-            self.require(name, getattr(self, name) >= 1, "at least 1")
-        self.require("lr", 0 < self.lr < math.inf, "positive and finite")
+    log_every: int = bounded(1000, ge=1, was="block_steps")  # gradient steps between two log rows
 
     def build(self, setup: Setup) -> OfflineRun:
         """Check the setup and return the algorithm, ready to advance.
@@ -154,5 +145,5 @@ class CdsaConfig(Checked):
             with seeded_weights(derive_seed(setup.seed, "correction")):
                 policy = self.correction.wrap(base).to(setup.device)
             table = tabulate(dataset.to(setup.device), policy.base, Rewarding())
-            warn_of_reach(table, setup, name_of("algo", self))
+            warn_of_clipped_actions(table, setup, name_of("algo", self))
             return OfflineRun(self, setup, CorrectionLearner(policy, table, self), table, dataset)

@@ -35,6 +35,7 @@ from algos.onpolicy.functional import clip_ranges, denoising_discounts
 from algos.onpolicy.loop import OnPolicy, check_setup
 from algos.onpolicy.ratios import CloningTerm
 from algos.ppo import PpoConfig
+from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy
@@ -51,34 +52,21 @@ _MAX_CLIP_RATE = 100.0  # growth much faster than this is a step, and overflows
 class DppoConfig(PpoConfig):
     """DPPO with the published hyper-parameters of Hopper, Walker2d and HalfCheetah."""
 
-    batch_size: int = 50_000  # rows of a minibatch; a row is one (environment step, denoising step)
-    tuned_steps: int = 10  # S, last denoising steps that learn
-    sampler: str = "ddpm"  # ddpm | ddim, while exploring and, without its noise, evaluating
-    denoising_steps: int | None = None  # K; None: ddpm takes every level, ddim as many as the initial policy
-    eta: float = 1.0  # share of the full noise in ddim while exploring; evaluation takes 0
-    gamma_denoising: float = 0.99  # discount per denoising step, towards noisier ones
-    clip_range_base: float = 0.01  # clip range at s = 0; `clip_range` holds at s = S-1
-    clip_range_rate: float = 3.0  # exponential growth between the two
-    min_sampling_std: float = 0.1  # noise floor while exploring, normalised action units, at every step
-    min_log_prob_std: float = 0.1  # floor in densities, normalised action units
-    noise_clip: float = 3.0  # exploration noise is clipped to this many deviations
+    batch_size: int = bounded(50_000, ge=1)  # rows of a minibatch: (environment step, denoising step) pairs
+    tuned_steps: int = bounded(10, ge=1)  # S, last denoising steps, those that are fine-tuned
+    sampler: str = bounded("ddpm", choices=SAMPLERS)  # for exploration and, without its noise, evaluation
+    denoising_steps: int | None = bounded(None, ge=1)  # K; null: all levels (ddpm), the policy's own (ddim)
+    eta: float = bounded(1.0, gt=0, le=1)  # eta of DDIM while exploring; 0 in evaluation
+    gamma_denoising: float = bounded(0.99, ge=0, le=1)  # discount per denoising step, towards noisier ones
+    clip_range_base: float = bounded(0.01, gt=0)  # clip range at s = 0; `clip_range` holds at s = S-1
+    clip_range_rate: float = bounded(3.0, ge=-_MAX_CLIP_RATE, le=_MAX_CLIP_RATE)  # its exponential growth
+    min_sampling_std: float = bounded(0.1, gt=0)  # noise floor while exploring, normalised action units
+    min_log_prob_std: float = bounded(0.1, gt=0)  # noise floor in densities, normalised action units
+    noise_clip: float = bounded(3.0, gt=0, le=math.inf)  # clip of exploration noise, standard deviations
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
-        self.require("tuned_steps", self.tuned_steps >= 1, "at least 1")
-        self.require("sampler", self.sampler in SAMPLERS, f"one of {', '.join(SAMPLERS)}")
-        self.require(
-            "denoising_steps", self.denoising_steps is None or self.denoising_steps >= 1, "at least 1"
-        )
-        self.require("eta", 0.0 < self.eta <= 1.0, "in (0, 1]: a deterministic sampler has no density")
-        self.require("gamma_denoising", 0.0 <= self.gamma_denoising <= 1.0, "in [0, 1]")
         self.require("entropy_coef", self.entropy_coef == 0, "0: the noise of denoising steps is not learned")
-        for name in ("clip_range_base", "min_sampling_std", "min_log_prob_std"):
-            self.require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
-        self.require("noise_clip", self.noise_clip > 0, "positive")
-        rate, most = self.clip_range_rate, _MAX_CLIP_RATE
-        self.require("clip_range_rate", -most <= rate <= most, f"in [-{most:g}, {most:g}]")
 
     def clip_range_of(self, inner_steps: int) -> Tensor:
         """Return the clip range of each tuned denoising step, (S,)."""
@@ -103,7 +91,7 @@ class DppoConfig(PpoConfig):
         explore, evaluate = self.samplers(init)
         policy = self.exploring(tunable_copy(init, explore, self.tuned_steps).to(setup.device), explore)
         ratio, frozen = self.ratio(policy), self.frozen(setup, init)
-        return OnPolicy.assemble(
+        return OnPolicy(
             self,
             setup,
             ratio=ratio,

@@ -1,10 +1,20 @@
 """DSRL: a frozen generative policy is steered by the noise that it starts from.
 
 The result is a policy like any other: the frozen one, with an actor around it that chooses its noise
-(`policies.wrappers.noise_policy`). The equations are in `algos.offpolicy.dsrl_update`, the loop is in
-`algos.offpolicy.loop`.
+(`policies.wrappers.noise_policy`). Soft actor-critic learns over the noise, in two variants.
 
-Source: DSRL, arXiv 2506.15799, released code. Deviations, all undone by `paper_compat` where it says so: the
+Legend: as in `algos.offpolicy.sac_update`; w = b u the noise, a(s, w) the chunk of the frozen policy, QA
+values of chunks, QW values of latents::
+
+    sac   Q(s, u) is learned from recorded latents; the frozen policy is not evaluated
+    na    y = r + discount (C_i QA_i_bar(s', a(s', b u')) - alpha log pi(u' | s'))       QA of executed chunks
+          actor loss = mean (alpha log pi(u | s) - C_i QW_i(s, u))                     u, not w, enters QW
+          distillation = 1/2 sum_i mean (QW_i(s, u) - QA_i(s, a(s, b u)))^2              on batches of its own
+
+No gradient passes through the frozen policy. Latents of the distillation are `gaussian` (b u standard normal,
+as released: most of them lie outside of the actor's box), uniform in the `box`, or half of each.
+
+Source: DSRL, arXiv 2506.15799, released code. Deviations, undone by `paper_compat` where marked: the
 noise bound is applied in both variants; the warm-up executes what it records; time limits are not ends of the
 task, rewards and values are discounted per control step (`paper_compat`); chunks end with their episode; the
 density of tanh has no floor (`paper_compat`).
@@ -12,22 +22,36 @@ density of tanh has no floor (`paper_compat`).
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
-from algos.base import Setup, require_states_only
+import torch
+from torch import Tensor
+
+from algos.base import Draws, Quantities, Setup, require_states_only
 from algos.offline.loop import THREADS
 from algos.offpolicy.config import OffPolicyConfig
-from algos.offpolicy.dsrl_update import DISTILLATION_LATENTS, NoiseAliasedUpdate, SteeredActor
 from algos.offpolicy.loop import OffPolicyRun, offline_table
 from algos.offpolicy.noise_sensitivity import look_at_noise
-from algos.offpolicy.sac_update import SacUpdate
+from algos.offpolicy.replay_buffer import ChunkBatch, Mixture
+from algos.offpolicy.sac_update import SacUpdate, half_squared_error
 from algos.onpolicy.loop import check_setup
+from algos.optim import descend, load_parts, save_parts
+from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
+from policies.networks.critics import Ensemble
+from policies.networks.distributions import (
+    gaussian_draw,
+    highest_entropy,
+    highest_gaussian_entropy,
+    tanh_draw,
+)
 from policies.policy import Policy
 from policies.processes.diffusion import VPDiffusion
 from policies.registry import name_of, register
@@ -39,8 +63,154 @@ from policies.wrappers.noise_policy import SteeredPolicy, Steering
 _log = logging.getLogger(__name__)
 
 VARIANTS = ("na", "sac")
+DISTILLATION_LATENTS = ("gaussian", "box", "mixture")
 STILL = {"eta": 0.0, "eta_per_dim": (), "min_std": 0.0, "final_std": None}
-"""What a sampler is told, where it knows the word, so that it draws nothing after the start."""
+"""Settings that make a sampler deterministic after the start, where it has them."""
+
+
+class SteeredActor:
+    """The actor of a steered policy; see `algos.offpolicy.sac_update.LatentActor`.
+
+    Args:
+        policy: Whose actor is trained.
+        form: Of the squashed density, one of `policies.networks.distributions.FORMS`.
+        within_box: Keep latents of the warm-up within the box of the actor, where critics learn of latents; a
+            Gaussian has no box.
+        is_fresh: Warm up as the frozen policy with normal noise in the form that latents have (with another
+            adapter than `full` less free than its own), instead of as the actor does already.
+    """
+
+    def __init__(
+        self, policy: SteeredPolicy, form: str = "exact", *, within_box: bool = False, is_fresh: bool = True
+    ) -> None:
+        self.policy, self._form, self._is_fresh = policy, form, is_fresh
+        self._within_box = within_box and policy.wrapper.density == "tanh"
+
+    @property
+    def latent_dim(self) -> int:
+        return self.policy.latent_dim
+
+    @property
+    def bound(self) -> float:
+        """Of the noise, in its deviations."""
+        return self.policy.wrapper.bound
+
+    @property
+    def highest_entropy(self) -> float:
+        """The largest entropy of u [nats] that the actor can have, or of b u for a Gaussian without bound."""
+        is_squashed = self.policy.wrapper.density == "tanh"
+        return self.latent_dim * (highest_entropy() if is_squashed else highest_gaussian_entropy())
+
+    def on_cpu(self) -> SteeredActor:
+        """Return the actor as workers use it."""
+        twin = copy.copy(self)
+        twin.policy = self.policy.on_cpu()
+        return twin
+
+    def warmup_latent(self, cond: Tensor, eps: Tensor) -> Tensor:
+        """Return latents (B, L) of normal noise for the frozen policy, or of the actor that steers already.
+
+        Those of normal noise are kept within the box if asked.
+        """
+        if not self._is_fresh:
+            return self.draw(cond, eps)[0]
+        latent = eps / self.bound
+        return latent.clamp(-1, 1) if self._within_box else latent
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the weights of the actor."""
+        return list(self.policy.actor.parameters())
+
+    def draw(self, cond: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
+        """Return latents u (B, L) and the log-density (B,) of u, or of b u for a Gaussian without bound."""
+        mean, log_std = self.policy.actor(cond)
+        if self.policy.wrapper.density == "tanh":
+            return tanh_draw(mean, log_std, eps, form=self._form)
+        noise, log_prob = gaussian_draw(mean, log_std, eps)
+        return noise / self.bound, log_prob
+
+    def chunk(self, cond: Tensor, latent: Tensor) -> Tensor:
+        """Return the executed rows of the frozen policy's chunk, flat (B, A)."""
+        return self.policy.chunk_of(cond, latent)[:, self.policy.chunk.executed].flatten(1)
+
+
+class NoiseAliasedUpdate(SacUpdate):
+    """Values of chunks, distilled into values of latents, which the actor climbs.
+
+    Args:
+        actor: What is trained.
+        critic: QA.
+        noise_critic: QW, of as many members.
+        config: Constants.
+    """
+
+    actor: SteeredActor
+
+    def __init__(
+        self,
+        actor: SteeredActor,
+        critic: Ensemble,
+        noise_critic: Ensemble,
+        config: DsrlConfig,
+    ) -> None:
+        super().__init__(actor, critic, config, of_chunks=True)
+        self.noise_critic, self._owed = noise_critic, 0.0
+        self._latents, self._share = config.distillation_latents, config.distillation_share
+        self.noise_critic_optimizer = torch.optim.Adam(
+            noise_critic.parameters(), lr=config.critic_lr, fused=True
+        )
+
+    def next_values(self, cond: Tensor, latent: Tensor) -> Tensor:
+        """Ask the target critics about the chunks of latents (B, L)."""
+        return self.target_critic(cond, self.actor.chunk(cond, latent))
+
+    def actor_values(self, cond: Tensor, latent: Tensor) -> Tensor:
+        return self.noise_critic(cond, latent, frozen=True)
+
+    def draw_latents(self, n: int, generator: torch.Generator) -> Tensor:
+        """Return latents (n, L) for a step of the distillation."""
+        shape, device = (n, self.actor.latent_dim), generator.device
+        normal = torch.randn(shape, generator=generator, device=device) / self.actor.bound
+        if self._latents == "gaussian":
+            chosen = normal
+        else:
+            box = 2 * torch.rand(shape, generator=generator, device=device) - 1
+            chosen = box if self._latents == "box" else torch.cat([normal[: n // 2], box[n // 2 :]])
+        return chosen.to(self.critic.weight[0].device)
+
+    def distillation(self, cond: Tensor, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Return values and targets (E, B) of the distillation at latents (B, L)."""
+        with torch.no_grad():
+            target = self.critic(cond, self.actor.chunk(cond, latent))
+        return self.noise_critic(cond, latent), target
+
+    def distill(self, batch: ChunkBatch, draws: Draws) -> Quantities:
+        """Take one step of the distilled critics at the latents `draws["latent"]` (B, L)."""
+        loss = half_squared_error(*self.distillation(batch.cond, draws["latent"]))
+        descend(self.noise_critic_optimizer, loss)
+        return {"noise_critic/loss": loss.detach()}
+
+    def finish_round(
+        self, count: int, size: int, source: Mixture, generator: torch.Generator
+    ) -> list[Quantities]:
+        self._owed += count * self._share
+        steps = math.floor(self._owed)
+        self._owed -= steps
+        found = []
+        for _ in range(steps):
+            batch = source.draw(size, generator)
+            found.append(self.distill(batch, {"latent": self.draw_latents(size, generator)}))
+        return found
+
+    _own_parts = ("noise_critic", "noise_critic_optimizer")
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"owed": self._owed} | save_parts(self, self._own_parts)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._owed = float(state["owed"])
+        load_parts(self, self._own_parts, state)
 
 
 @register("algo", "dsrl")
@@ -48,24 +218,15 @@ STILL = {"eta": 0.0, "eta_per_dim": (), "min_std": 0.0, "final_std": None}
 class DsrlConfig(OffPolicyConfig):
     """Diffusion steering: reinforcement learning over the noise of a frozen policy."""
 
-    target_entropy: float | None = 0.0  # of a latent; None: minus half its width
-    variant: str = "na"  # na: values of chunks, distilled into values of noise | sac: values of noise only
-    distillation_share: float = 0.5  # steps of the distillation per step of the critics, for na
-    distillation_latents: str = "gaussian"  # gaussian | box | mixture: where values are distilled, for na
-    denoising_steps: int | None = None  # of the frozen policy, without noise; None: its own sampler
+    target_entropy: float | None = bounded(0.0, ge=-math.inf)  # of a latent; null: minus half its width
+    variant: str = bounded("na", choices=VARIANTS)  # na: noise-aliased critics | sac: critics of noise only
+    distillation_share: float = bounded(0.5, gt=0)  # distillation steps per critic update, for na
+    distillation_latents: str = bounded("gaussian", choices=DISTILLATION_LATENTS)  # where to distil, for na
+    denoising_steps: int | None = bounded(None, ge=1)  # of the frozen policy; null: its own sampler
     steering: Steering = field(default_factory=Steering)
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
-        self.require("variant", self.variant in VARIANTS, f"one of {', '.join(VARIANTS)}")
-        steps = self.denoising_steps
-        self.require("denoising_steps", steps is None or steps >= 1, "at least 1, or null")
-        self.require("distillation_share", 0 < self.distillation_share < math.inf, "positive and finite")
-        known = ", ".join(DISTILLATION_LATENTS)
-        self.require(
-            "distillation_latents", self.distillation_latents in DISTILLATION_LATENTS, f"one of {known}"
-        )
         self.require(
             "offline_ratio", not self.offline_ratio or self.variant == "na",
             "0 with algo.variant=sac: the noise behind recorded actions is unknown",
@@ -92,7 +253,7 @@ class DsrlConfig(OffPolicyConfig):
             meaning |= {"rank": policy.noise_shape[0], "sampler": repr(policy.sampler)}
             resume_invariants = meaning | {"variant": self.variant}
             offline = offline_table(self, setup, policy)
-            # By normal noise, also where an actor that knows something warms up by its own draws.
+            # By normal noise, also where a trained actor warms up with its own draws.
             normal = SteeredActor(policy, within_box=self.variant == "sac")
             look = partial(look_at_noise, normal)
             return OffPolicyRun(self, setup, learner, offline, resume_invariants, look)
@@ -110,7 +271,6 @@ class DsrlConfig(OffPolicyConfig):
             raise CapabilityError(f"algo={name_of('algo', self)}: {error}") from None
 
     def _warn_of_unused(self, init: SteeredPolicy) -> None:
-        """Say which settings of a policy that is steered already are not the ones asked for."""
         asked, has = asdict(self.steering), asdict(init.wrapper)
         unused = [
             f"steering.{name}={asked[name]}, it has {has[name]}" for name in has if asked[name] != has[name]
@@ -124,11 +284,7 @@ class DsrlConfig(OffPolicyConfig):
             )
 
     def _deciding(self, init: Policy) -> Policy:
-        """Return the policy with a sampler of so many steps that its start noise decides, if asked for.
-
-        Raises:
-            CapabilityError: If the policy takes no such number, or draws at every step all the same.
-        """
+        """Return the policy with a deterministic sampler of `denoising_steps`, if set."""
         steps = self.denoising_steps
         if steps is None or not init.noise_sensitive:
             return init
@@ -160,24 +316,17 @@ class DsrlConfig(OffPolicyConfig):
 
         Args:
             policy: To be trained.
-            is_fresh: Whether its actor knows nothing yet.
+            is_fresh: Whether its actor is untrained.
         """
         chunk, cond, device = policy.chunk, policy.encoder.cond_dim, policy.device
         within_box = self.variant == "sac"
         actor = SteeredActor(policy, self.density_form, within_box=within_box, is_fresh=is_fresh)
-        rules, critics = self.rules(actor.latent_dim, actor.highest_entropy), self.critic_config()
+        critics = self.critic_config()
         of_latents = critics.build(cond, policy.latent_dim).to(device, policy.dtype)
         if self.variant == "sac":
-            return SacUpdate(actor, of_latents, rules)
+            return SacUpdate(actor, of_latents, self)
         has_box = policy.wrapper.density == "tanh" or self.distillation_latents == "gaussian"
         rule = "gaussian with algo.steering.density=gaussian: its latents have no box"
         self.require("distillation_latents", has_box, rule)
         of_chunks = critics.build(cond, chunk.act_steps * chunk.action_dim).to(device, policy.dtype)
-        return NoiseAliasedUpdate(
-            actor,
-            of_chunks,
-            of_latents,
-            rules,
-            latents=self.distillation_latents,
-            share=self.distillation_share,
-        )
+        return NoiseAliasedUpdate(actor, of_chunks, of_latents, self)

@@ -14,7 +14,7 @@ no rollout is needed to minimise it over weights that add up to 1 (none negative
 
 That eps is the noise that was drawn, not its mean given x, adds one number to all of G, which cancels: the
 weights are those of the error against the true score. A composition is better than both members at a level
-where C < min(A, B), that is where members err differently. Whether it also acts better, only episodes tell.
+where C < min(A, B), that is where members err differently. Whether it acts better is measured in episodes.
 
 Source: GPC (arXiv 2510.01068), proposition 4.1; the grid of 11 weights is the paper's. Deviations: common
 episodes, intervals and halving instead of 100 or 200 episodes of every weight; the estimate is ours.
@@ -81,7 +81,6 @@ class Search:
 
     @property
     def best(self) -> tuple[float, ...]:
-        """The weights that won."""
         return self.final[0].weights
 
     def behind(self, trial: Trial) -> Comparison:

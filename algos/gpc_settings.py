@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from envs.evaluation.settings import check_seeds
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
 DIVISIONS = {2: 10, 3: 5}
@@ -15,33 +16,22 @@ MORE_DIVISIONS = 4
 
 
 @dataclass
-class SearchSettings:
+class SearchSettings(Checked):
     """How weights are searched."""
 
-    divisions: int | None = (
-        None  # steps of the grid of weights; null: 10 for two members, 5 for three, else 4
-    )
+    key: ClassVar[str] = "search"
+
+    divisions: int | None = bounded(None, ge=1)  # of the weight grid; null: 10 (2 members), 5 (3), else 4
     candidates: Any = None  # instead of the grid: a list of weights, each one number per member
-    episodes: tuple[int, ...] = (20, 100)  # of every weight, round by round
-    keep: tuple[int, ...] = (
-        3,
-    )  # weights that go on to the next round, one number after every round but the last
+    episodes: tuple[int, ...] = bounded((20, 100), ge=1)  # per candidate, round by round
+    keep: tuple[int, ...] = bounded((3,), ge=1)  # candidates kept after every round but the last
     first_seed: int = 2_000_000  # seed of the first episode; rounds follow each other
 
     def __post_init__(self) -> None:
-        """Check the values."""
+        super().__post_init__()
         self.episodes, self.keep = tuple(self.episodes), tuple(self.keep)
-        if (
-            not self.episodes
-            or len(self.keep) != len(self.episodes) - 1
-            or min(*self.episodes, *self.keep, 1) < 1
-        ):
-            raise ConfigError(
-                f"search.episodes and search.keep must be positive, with one fewer keep than rounds of "
-                f"episodes; got {list(self.episodes)} and {list(self.keep)}."
-            )
-        if self.divisions is not None and self.divisions < 1:
-            raise ConfigError(f"search.divisions must be at least 1; got {self.divisions}.")
+        rounds = len(self.episodes)
+        self.require("keep", rounds == len(self.keep) + 1, f"one entry fewer than search.episodes ({rounds})")
         check_seeds("search.first_seed", self.first_seed, sum(self.episodes))
 
     def weights(self, members: int, operator: str) -> list[tuple[float, ...]]:
@@ -71,18 +61,14 @@ class SearchSettings:
 
 
 @dataclass
-class EstimateSettings:
+class EstimateSettings(Checked):
     """How weights are estimated from demonstrations."""
 
-    windows: int = 512  # windows of the data, at most; spread evenly
-    levels: int = 10  # noise levels, evenly spaced in the lead's sampling time
-    seed: int = 0  # of the noise and of the resamples
+    key: ClassVar[str] = "estimate"
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        for name in ("windows", "levels"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"estimate.{name} must be at least 1; got {getattr(self, name)}.")
+    windows: int = bounded(512, ge=1)  # windows of the data, at most; evenly spaced
+    levels: int = bounded(10, ge=1)  # noise levels, evenly spaced in the lead's sampling time
+    seed: int = 0  # of noise and resamples
 
 
 def simplex(members: int, divisions: int) -> list[tuple[float, ...]]:

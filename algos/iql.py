@@ -17,7 +17,7 @@ Deviations from that reproduction:
     * the Gaussian learns its log-variance (`policies.networks.heads`), there the log of its deviation: a
     step of Adam
       moves the latter half as far; start (1) and limits of the deviation are the same;
-    * `return_range` is about returns of whole episodes; there, an episode without an end loses its last row,
+    * `normalize_returns` is about returns of whole episodes; there, an episode without an end loses its last row,
       and is then cut at every thousandth one, so that cuts slide into its neighbours;
     * no dropout: published for Adroit, and there given to a Gaussian actor, which ignores it.
 """
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -35,15 +35,14 @@ import torch
 from torch import Tensor
 
 from algos.base import Setup
-from algos.offline.batched_seeds import StackedEnsemble, actor_network, joined, stacked
 from algos.offline.chunk_loss import ChunkLoss
-from algos.offline.config import OfflineConfig, plain_actor
-from algos.offline.loop import OfflineRun, SeedBatch, precision
-from algos.optim import descend, restore_optimizer
+from algos.offline.config import OfflineConfig, OfflineData, plain_actor
+from algos.offline.loop import precision
+from algos.optim import descend, load_parts, save_parts
 from algos.transitions import Batch, TransitionTable
+from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.networks.critics import Ensemble, EnsembleConfig, aggregate, polyak
-from policies.networks.distributions import gaussian_log_prob
 from policies.policy import Policy, PolicyConfig
 from policies.processes.deterministic import DeterministicPolicy
 from policies.processes.gaussian import GaussianPolicy, GaussianProcess
@@ -53,12 +52,12 @@ _MAX_WEIGHT = 100.0
 
 
 def expectile_loss(u: Tensor, tau: float) -> Tensor:
-    """Return mean |tau - 1[u < 0]| u^2 of advantages (..., B) over rows, one for each seed."""
+    """Return mean |tau - 1[u < 0]| u^2 of advantages (B,)."""
     return (torch.where(u < 0, 1 - tau, tau) * u.square()).mean(dim=-1)
 
 
 class PolicyLoss:
-    """How badly recorded chunks fit a policy.
+    """Loss of a policy on recorded chunks.
 
     Negative log-likelihoods, and squared errors of a deterministic policy, are summed over the entries of a
     chunk; other matching losses are averaged.
@@ -68,36 +67,18 @@ class PolicyLoss:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._policy, self._cloning = policy, ChunkLoss(policy)
+        self.policy, self._cloning = policy, ChunkLoss(policy)
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return times and noise of the matching loss, empty for a density."""
         return self._cloning.draw(n, generator)
 
     def __call__(self, batch: Batch, draws: Mapping[str, Tensor]) -> Tensor:
-        """Return one number for every row, (B,)."""
+        """Return the loss of each row, (B,)."""
         loss = self._cloning(batch, draws).to(batch.real) * batch.real
-        if isinstance(self._policy, (GaussianPolicy, DeterministicPolicy)):
-            return self._policy.chunk.action_dim * loss.sum(dim=1)
+        if isinstance(self.policy, (GaussianPolicy, DeterministicPolicy)):
+            return self.policy.chunk.action_dim * loss.sum(dim=1)
         return loss.sum(dim=1) / batch.real.sum(dim=1)
-
-
-class StackedPolicyLoss:
-    """The same for the new actors of S seeds, which act in single steps: (S, B).
-
-    Raises:
-        CapabilityError: If one is not what `algos.offline.config.plain_actor` makes.
-    """
-
-    def __init__(self, policies: Sequence[Policy]) -> None:
-        self.network = stacked([actor_network(policy) for policy in policies])
-
-    def __call__(self, batch: Batch, draws: Mapping[str, Tensor]) -> Tensor:
-        """Return one number for every row, (S, B)."""
-        mean, std = self.network(batch.cond)
-        if std is None:
-            return (mean - batch.plan).square().sum(dim=-1).to(batch.plan)
-        return -gaussian_log_prob(batch.plan, mean, std).sum(dim=-1).to(batch.plan)
 
 
 class IqlLearner:
@@ -113,35 +94,16 @@ class IqlLearner:
     def __init__(self, policy: Policy, critic: Ensemble, value: Ensemble, config: IqlConfig) -> None:
         self.policy, self.critic, self.value, self.config = policy, critic, value, config
         self.target_critic = copy.deepcopy(critic).requires_grad_(False)
-        self._misfit: PolicyLoss | StackedPolicyLoss = PolicyLoss(policy)
+        self.policy_loss = PolicyLoss(policy)
         trained = [p for p in policy.parameters() if p.requires_grad]
         self.actor_optimizer = torch.optim.Adam(trained, lr=config.actor_lr, fused=True)
         self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=config.critic_lr, fused=True)
         self.value_optimizer = torch.optim.Adam(value.parameters(), lr=config.critic_lr, fused=True)
         self.steps = 0
 
-    @classmethod
-    def together(cls, learners: Sequence[IqlLearner]) -> IqlLearner:
-        """Return one learner that takes the steps of several; see `Td3Learner.together`.
-
-        Raises:
-            CapabilityError: If their actors cannot be stacked.
-        """
-        whole = copy.copy(learners[0])
-        del whole.policy  # the policies are those of the learners
-        whole._misfit = misfit = StackedPolicyLoss([one.policy for one in learners])
-        for name in ("critic", "value", "target_critic"):
-            setattr(whole, name, StackedEnsemble([getattr(one, name) for one in learners]))
-        trained = {"actor": misfit.network, "critic": whole.critic, "value": whole.value}
-        for name, network in trained.items():
-            parts = [getattr(one, f"{name}_optimizer") for one in learners]
-            setattr(whole, f"{name}_optimizer", joined(network.parameters(), parts))
-        return whole
-
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return times and noise of the matching loss, empty for a density."""
-        assert isinstance(self._misfit, PolicyLoss), "learners of one seed draw, see `together`"
-        return self._misfit.draw(n, generator)
+        return self.policy_loss.draw(n, generator)
 
     def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Take a step of value, critics and policy."""
@@ -153,19 +115,19 @@ class IqlLearner:
         with self._precision(batch):
             u = best - self._value_of(batch.cond)
         value_loss = expectile_loss(u, self.config.expectile)
-        descend(self.value_optimizer, value_loss.sum())
+        descend(self.value_optimizer, value_loss)
         with self._precision(batch):
             values = self.critic(batch.cond, batch.action)
         critic_loss = (values - target).square().mean(dim=(0, -1))
-        descend(self.critic_optimizer, critic_loss.sum())
+        descend(self.critic_optimizer, critic_loss)
         polyak(self.target_critic, self.critic, self.config.tau)
         u = u.detach()
         weight = (self.config.temperature * u).exp().clamp(max=_MAX_WEIGHT)
         self._set_rate()
         with self._precision(batch):
-            misfit = self._misfit(batch, draws)
-        actor_loss = (weight * misfit).mean(dim=-1)
-        descend(self.actor_optimizer, actor_loss.sum())
+            policy_loss = self.policy_loss(batch, draws)
+        actor_loss = (weight * policy_loss).mean(dim=-1)
+        descend(self.actor_optimizer, actor_loss)
         return {
             "value/loss": value_loss.detach(),
             "critic/loss": critic_loss.detach(),
@@ -183,7 +145,7 @@ class IqlLearner:
         return self.value(cond, cond.new_zeros(*cond.shape[:-1], 0))[0]
 
     def _set_rate(self) -> None:
-        """Let the rate of the policy fall to zero over the run, like a cosine."""
+        """Set the policy's learning rate: cosine decay to zero over the run."""
         share = (self.steps - 1) / self.config.steps
         for group in self.actor_optimizer.param_groups:
             group["lr"] = self.config.actor_lr * 0.5 * (1 + math.cos(math.pi * share))
@@ -194,14 +156,10 @@ class IqlLearner:
     )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a bit-exact continuation needs."""
-        return {"steps": self.steps} | {name: getattr(self, name).state_dict() for name in self._parts}
+        return {"steps": self.steps} | save_parts(self, self._parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        for name in self._parts:
-            part = getattr(self, name)
-            restore_optimizer(part, state[name]) if "optimizer" in name else part.load_state_dict(state[name])
+        load_parts(self, self._parts, state)
         self.steps = int(state["steps"])
 
 
@@ -220,44 +178,34 @@ class IqlConfig(OfflineConfig):
 
     fixed_length: ClassVar[bool] = True  # the actor's rate falls along it
 
-    expectile: float = 0.7  # of values
-    temperature: float = 3.0  # beta, of advantages in weights
-    value_dims: tuple[int, ...] = (256, 256)  # hidden widths of V; ReLU
-    deterministic: bool = False  # a new actor has no density and is regressed; false: Gaussian
+    expectile: float = bounded(0.7, gt=0, lt=1)  # tau, of the value loss
+    temperature: float = bounded(3.0, ge=0)  # beta, inverse temperature of the advantage weights
+    value_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of V; ReLU
+    deterministic: bool = False  # a new actor is deterministic and trained by regression; false: Gaussian
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         self.value_dims = tuple(self.value_dims)
-        self.require(
-            "value_dims", bool(self.value_dims) and min(self.value_dims) >= 1, "widths of at least 1"
-        )
-        self.require("expectile", 0 < self.expectile < 1, "in (0, 1)")
-        self.require("temperature", 0 <= self.temperature < math.inf, "0 or more and finite")
+        self.require("value_dims", bool(self.value_dims), "one or more widths")
 
-    def build_seeds(self, setup: Setup, seeds: Sequence[int]) -> list[OfflineRun]:
-        """Return one algorithm for each seed; see `OfflineConfig.build_seeds`.
+    def prepare(self, setup: Setup) -> OfflineData:
+        """Return the transitions; see `OfflineConfig.prepare`.
 
         Raises:
-            ConfigError: Also if a deterministic actor is asked for beside a policy to start from.
+            ConfigError: Also if `deterministic` is set together with `init`.
         """
         if self.deterministic and setup.init is not None:
             raise ConfigError(
                 "algo.deterministic must be false with init: it decides what a new actor is; got true. Set "
                 "algo.deterministic=false, or leave out init."
             )
-        return super().build_seeds(setup, seeds)
+        return super().prepare(setup)
 
     def actor_config(self) -> PolicyConfig:
-        """Return a Gaussian whose deviation is learned from 1 on, or a deterministic policy."""
         if self.deterministic:
             return super().actor_config()
         process = GaussianProcess(init_std=1.0, min_std=math.exp(-20), max_std=math.exp(2))
         return plain_actor(process, self.hidden_dims)
-
-    def together(self, runs: Sequence[OfflineRun]) -> SeedBatch:
-        """Return what takes the steps of runs of several seeds, made by `build_seeds`, at once."""
-        return SeedBatch(runs, IqlLearner.together)
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> IqlLearner:
         """Return the learner; see `OfflineConfig.learner`."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
 
@@ -37,7 +39,7 @@ def warmup_cosine(step: int, *, lr: float, min_lr: float, warmup: int, cycle: in
 def check_schedule(
     name: str, *, lr: float, min_lr: float, warmup: int, cycle: int, may_rise: bool = False
 ) -> None:
-    """Refuse a schedule that cannot be meant.
+    """Refuse an inconsistent schedule.
 
     Raises:
         ConfigError: If rates are not positive, `min_lr > lr` (unless it `may_rise`), or the warm-up does not
@@ -55,9 +57,9 @@ def check_schedule(
 
 
 def descend(optimizer: torch.optim.Optimizer, loss: Tensor) -> Tensor:
-    """Take one step down a loss; returns it, detached."""
+    """Take one optimiser step on a loss; several losses are summed. Returns the loss, detached."""
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    (loss.sum() if loss.ndim else loss).backward()
     optimizer.step()
     return loss.detach()
 
@@ -73,8 +75,23 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -
         group.update(values)
 
 
+def save_parts(owner: object, names: Sequence[str]) -> dict[str, Any]:
+    """Return the state of networks and optimisers, by the names of their attributes."""
+    return {name: getattr(owner, name).state_dict() for name in names}
+
+
+def load_parts(owner: object, names: Sequence[str], state: Mapping[str, Any]) -> None:
+    """Continue networks and optimisers from `save_parts`."""
+    for name in names:
+        part = getattr(owner, name)
+        if isinstance(part, torch.optim.Optimizer):
+            restore_optimizer(part, state[name])
+        else:
+            part.load_state_dict(state[name])
+
+
 class DecayRule(Protocol):
-    """Says how an average follows the weights."""
+    """How an average follows the weights."""
 
     def decay(self, count: int) -> float | None:
         """Return the share of the old average at the `count`-th update (0-based); None leaves it alone."""
@@ -82,58 +99,47 @@ class DecayRule(Protocol):
 
 
 @dataclass(frozen=True)
-class DelayedDecay:
+class DelayedDecay(Checked):
     """Copy the weights until `start`, then average; only every `every`-th update counts.
 
     Source:
         DPPO (arXiv 2409.00588), reference implementation of pre-training.
     """
 
-    value: float = 0.995  # share of the old average
-    start: int = 0  # updates before which the weights are copied
-    every: int = 10  # updates between two changes of the average
+    key: ClassVar[str] = "ema"
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        if not 0.0 <= self.value < 1.0 or self.every < 1 or self.start < 0:
-            raise ConfigError(
-                f"ema=delayed needs 0 <= value < 1, start >= 0 and every >= 1; got value={self.value}, "
-                f"start={self.start}, every={self.every}."
-            )
+    value: float = bounded(0.995, ge=0, lt=1)  # decay
+    start: int = bounded(0, ge=0)  # updates before which the weights are copied
+    every: int = bounded(10, ge=1)  # updates between two changes of the average
 
     def decay(self, count: int) -> float | None:
-        """See `DecayRule`."""
         if count % self.every:
             return None
         return 0.0 if count < self.start else self.value
 
 
 @dataclass(frozen=True)
-class PowerDecay:
+class PowerDecay(Checked):
     """Average with decay 1 - (1 + count / inv_gamma)^-power, within limits.
 
     Source:
         Diffusion Policy (arXiv 2303.04137), reference implementation.
     """
 
+    key: ClassVar[str] = "ema"
+
     power: float = 0.75
-    inv_gamma: float = 1.0  # updates; larger values follow the weights for longer
-    min_value: float = 0.0
-    max_value: float = 0.9999
+    inv_gamma: float = bounded(1.0, gt=0)  # updates; larger values follow the weights for longer
+    min_value: float = bounded(0.0, ge=0, lt=1)
+    max_value: float = bounded(0.9999, ge=0, lt=1)
     update_after: int = 0  # updates that only copy
-    every: int = 1  # updates between two changes of the average; `count` above counts changes
+    every: int = bounded(1, ge=1)  # updates between two changes of the average; `count` above counts changes
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        if not 0.0 <= self.min_value <= self.max_value < 1.0 or self.inv_gamma <= 0 or self.every < 1:
-            raise ConfigError(
-                f"ema=power needs 0 <= min_value <= max_value < 1, inv_gamma > 0 and every >= 1; got "
-                f"min_value={self.min_value}, max_value={self.max_value}, inv_gamma={self.inv_gamma}, "
-                f"every={self.every}."
-            )
+        super().__post_init__()
+        self.require("min_value", self.min_value <= self.max_value, f"at most max_value={self.max_value:g}")
 
     def decay(self, count: int) -> float | None:
-        """See `DecayRule`."""
         if count % self.every:
             return None
         step = (count - self.update_after) // self.every - 1
@@ -172,12 +178,10 @@ class Ema:
             own.copy_(other)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averaged weights and the count."""
         weights: dict[str, Tensor] = {k: v.clone() for k, v in self.module.state_dict().items()}
         return {"count": self.count, "module": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
         self.module.load_state_dict(state["module"])
         self.count = int(state["count"])
 

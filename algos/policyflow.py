@@ -3,7 +3,7 @@
 The flow acts with a little learned noise on the end of its path. How much likelier the new weights make an
 action follows from how far they move the velocity at one point of a straight line, so neither the density of
 the flow nor its path is needed. `algo=policyflow` fine-tunes a policy (`init`), or a fresh flow learns from
-the reward alone. The noise is dropped from the policy that is evaluated and shipped.
+the reward alone. The noise is not part of the evaluated and exported policy.
 
 Source:
     PolicyFlow, arXiv 2602.01156. Clip range and reduction are the published ones; what the text leaves open
@@ -13,7 +13,7 @@ Deviations from the paper:
     * Times are drawn when acting, `num_draws` for every action, and the old velocity is stored with them;
       the paper draws one anew for every update and keeps a copy of the old network.
     * Deviations of the noise lie between bounds.
-    * The Brownian term is a mean over entries, and off unless asked for: it widens a flow without end, which
+    * The Brownian term is a mean over entries, and off by default: it widens a flow without end, which
       takes a cloned one away from its demonstrations.
 """
 
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from algos.onpolicy.flow_setup import RectifiedConfig
 from algos.onpolicy.policyflow_ratio import EndNoise, EndNoiseConfig, PolicyflowRatio
 from algos.onpolicy.ratios import REDUCTIONS
+from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.registry import register
 
@@ -34,25 +35,16 @@ from policies.registry import register
 class PolicyFlowConfig(RectifiedConfig):
     """PolicyFlow; with `brownian_coef`, its regulariser."""
 
-    clip_range: float = 0.2  # of the ratio of one draw
-    max_grad_norm: float | None = 1.0  # of the actor
-    log_prob_reduction: str = "joint"  # joint | per_step | mean, over executed steps and dims
-    num_draws: int = 4  # n, times drawn for every action; each is a row
-    brownian_coef: float = 0.0  # weight of the Brownian term, which spreads the flow
+    clip_range: float = bounded(0.2, gt=0)  # of the ratio of one draw
+    max_grad_norm: float | None = bounded(1.0, gt=0, le=math.inf)  # gradient clipping of the actor; null: off
+    log_prob_reduction: str = bounded("joint", choices=REDUCTIONS)  # over executed steps and dims
+    num_draws: int = bounded(4, ge=1)  # n, times drawn for every action; each is a row
+    brownian_coef: float = bounded(0.0, ge=0)  # weight of the Brownian term, which spreads the flow
     noise: EndNoiseConfig = field(default_factory=EndNoiseConfig)
 
     needs = "shifts velocities along straight paths"
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        known = self.log_prob_reduction in REDUCTIONS
-        self.require("log_prob_reduction", known, f"one of {', '.join(REDUCTIONS)}")
-        self.require("num_draws", self.num_draws >= 1, "at least 1")
-        self.require("brownian_coef", 0 <= self.brownian_coef < math.inf, "at least 0 and finite")
-
     def estimator(self, policy: DenoisingPolicy) -> PolicyflowRatio:
-        """Return the ratio estimator of a policy, with noise that has learned nothing yet."""
         noise = EndNoise(self.noise, policy.chunk.action_dim)
         return PolicyflowRatio(
             policy,

@@ -38,12 +38,11 @@ class PpoConfig(OnPolicyConfig):
     log_prob_reduction: str = "mean"  # mean | per_step | joint, over executed steps and dims
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         known = self.reductions
         self.require("log_prob_reduction", self.log_prob_reduction in known, f"one of {', '.join(known)}")
-        if self.log_prob_range is not None:
-            self.require("log_prob_range", rising(self.log_prob_range), "two rising numbers, or empty")
+        bounds = self.log_prob_range
+        self.require("log_prob_range", bounds is None or rising(bounds), "two rising numbers, or empty")
 
     def build(self, setup: Setup) -> OnPolicy:
         """Return PPO on a copy of the Gaussian policy `setup.init`; without one, on a fresh policy.
@@ -66,7 +65,7 @@ class PpoConfig(OnPolicyConfig):
         policy.requires_grad_(False).head.requires_grad_(True)
         ratio, frozen = self.ratio(policy), self.frozen(setup, init)
         adapts = is_fresh and policy.normalizer.modes["state"] == "gaussian"
-        return OnPolicy.assemble(
+        return OnPolicy(
             self,
             setup,
             ratio=ratio,

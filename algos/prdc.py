@@ -5,7 +5,7 @@ Legend: pi the actor's action at a batch state s, (s_j, a_j) dataset rows::
     j*         = argmin_j beta^2 |s - s_j|^2 + |pi - a_j|^2
     constraint = mean (pi - a_j*)^2 over rows and entries; the neighbour is a constant
 
-Where j* is mostly the batch row itself, or a copy of it, the method is TD3+BC: `constraint/own_row` tells.
+Where j* is mostly the batch row itself, or a copy of it, the method is TD3+BC; see `constraint/own_row`.
 Larger beta means more of that. For a policy that samples, pi is its sampled chunk and a_j are recorded
 chunks.
 
@@ -19,8 +19,7 @@ Deviations from the released code:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,11 +27,11 @@ from typing import Any
 from torch import Tensor
 
 from algos.base import Draws, Quantities, Setup
-from algos.offline.actor import Actor
 from algos.offline.neighbor_autotune import SEARCHES, Load, Rows, build_search
 from algos.offline.neighbors import Search
-from algos.offline.td3_update import ConstrainedTd3Config, Regulariser, mean_square
+from algos.offline.td3_update import Actor, ConstrainedTd3Config, Regulariser, mean_square
 from algos.transitions import Batch, TransitionTable, deviations
+from policies.bounds import bounded
 from policies.networks.critics import Ensemble
 from policies.registry import register
 from policies.seeds import seeded_generator
@@ -65,36 +64,30 @@ class NearestRow(Regulariser):
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
-        """See `Regulariser`."""
         state = batch.cond if self._scale is None else batch.cond / self._scale
         query = action.detach()
-        found = self.search.nearest(batch.row.flatten(), state.flatten(0, -2), query.flatten(0, -2))
-        neighbour = self._action.index_select(0, found.row).view_as(action)
-        own = self._own(batch, state, found.row.view_as(batch.row), neighbour)
+        found = self.search.nearest(batch.row, state, query)
+        neighbour = self._action[found.row]
+        own = self._own(batch, state, found.row, neighbour)
         return mean_square(action, neighbour), {
             "constraint/own_row": own.float().mean(dim=-1),
-            "constraint/certified": found.certified.view_as(batch.row).float().mean(dim=-1),
+            "constraint/certified": found.certified.float().mean(dim=-1),
             "constraint/own_distance": mean_square(neighbour, batch.action).sqrt(),
         }
 
     def _own(self, batch: Batch, state: Tensor, found: Tensor, neighbour: Tensor) -> Tensor:
-        """Tell which rows found (..., B) are the own ones, or have the same state and action; bool."""
+        """Return which rows found (B,) are the batch rows, or equal them in state and action; bool."""
         own = found == batch.row
         if self._state is None:
             return own
-        alike = (self._state.index_select(0, found.flatten()).view_as(state) == state).all(dim=-1)
+        alike = (self._state[found] == state).all(dim=-1)
         return own | (alike & (neighbour == batch.action).all(dim=-1))
-
-    def together(self, others: Sequence[NearestRow]) -> NearestRow:
-        """Return itself: the rows are those of all, and one search looks for all queries."""
-        return self
 
     def state_dict(self) -> dict[str, Any]:
         """Return which way rows are searched: ways may break ties differently."""
         return {"search": self.search.name}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Search as the run did that is continued."""
         name = state.get("search", self.search.name)
         if name != self.search.name and self._other is not None:
             self.search = self._other(name)
@@ -112,18 +105,10 @@ class PrdcConfig(ConstrainedTd3Config):
         arXiv 2306.06569 and its released code.
     """
 
-    beta: float = 2.0  # weight of the state in the distance
-    neighbor_rank: int = 1  # which neighbour; published: 1. The released `k`: 3 means the third nearest alone
-    search: str = "auto"  # lists | tree | brute | approximate; auto: the fastest exact way, by trying once
-    list_length: int = 64  # neighbours that a list holds; 8 bytes each
-
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        self.require("beta", 0 < self.beta < math.inf, "positive and finite")
-        self.require("neighbor_rank", self.neighbor_rank >= 1, "at least 1")
-        self.require("search", self.search in SEARCHES, f"one of {', '.join(SEARCHES)}")
-        self.require("list_length", self.list_length >= 2, "at least 2")
+    beta: float = bounded(2.0, gt=0)  # weight of the state in the distance
+    neighbor_rank: int = bounded(1, ge=1)  # rank of the neighbour; published: 1; `k` of the released code
+    search: str = bounded("auto", choices=SEARCHES)  # neighbour search; auto: fastest exact one, by timing
+    list_length: int = bounded(64, ge=2)  # neighbours per list, 8 bytes each
 
     def resume_invariants(self) -> dict[str, Any]:
         """Return also what decides which row is near; see `OfflineConfig.lasting`."""
@@ -131,8 +116,8 @@ class PrdcConfig(ConstrainedTd3Config):
         return super().resume_invariants() | nearness
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> NearestRow:
-        """Return the distance from the nearest row, the same object for all seeds of a table."""
-        return table.once("nearest rows", lambda: self._nearest_row(table, setup))
+        """Return the distance from the nearest row; one search per table."""
+        return table.cached("nearest rows", lambda: self._nearest_row(table, setup))
 
     def _nearest_row(self, table: TransitionTable, setup: Setup) -> NearestRow:
         scale = None if setup.init is None else deviations(table.cond)  # a new actor standardises by itself
@@ -142,7 +127,7 @@ class PrdcConfig(ConstrainedTd3Config):
         build = partial(
             build_search,
             rows=rows,
-            load=Load(max(1, self.steps // self.policy_every), setup.num_seeds * self.batch_size),
+            load=Load(max(1, self.steps // self.policy_delay), setup.num_seeds * self.batch_size),
             generator=seeded_generator(setup.seed, "neighbour search"),
         )
         other = build if self.search == "auto" else None

@@ -21,17 +21,16 @@ Deviations from the released code:
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from algos.base import Draws, Quantities, Setup
-from algos.offline.actor import Actor
-from algos.offline.td3_update import ConstrainedTd3Config, Regulariser, Td3Learner, Td3Rules
+from algos.offline.td3_update import Actor, ConstrainedTd3Config, Regulariser, Td3Learner
 from algos.transitions import Batch, TransitionTable
+from policies.bounds import bounded
 from policies.networks.critics import Ensemble, EnsembleConfig
 from policies.policy import Policy, PolicyConfig
 from policies.registry import register
@@ -55,22 +54,16 @@ class BothActions(Regulariser):
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
-        """See `Regulariser`."""
         return self.actor_weight * (action - batch.action).square().sum(dim=-1).mean(dim=-1), {}
 
     def next_penalty(self, batch: Batch, action: Tensor) -> Tensor:
-        """See `Regulariser`."""
         distance = (action - batch.next_action).square().sum(dim=-1)
         return self.critic_weight * batch.has_next * distance
-
-    def together(self, others: Sequence[BothActions]) -> BothActions:
-        """Return itself; it holds nothing."""
-        return self
 
 
 @torch.no_grad()
 def begin_actor(policy: Policy) -> None:
-    """Let the weights of a new actor begin as published; see the top of the file.
+    """Initialise a new actor as published; see the top of the file.
 
     Drawn by torch's global generator on the CPU, as all initial weights.
     """
@@ -94,35 +87,25 @@ class RebracConfig(ConstrainedTd3Config):
         arXiv 2305.09836 and its released code.
     """
 
-    alpha: float = 1.0
-    batch_size: int = 1024
-    actor_lr: float = 1e-3
-    critic_lr: float = 1e-3
-    hidden_dims: tuple[int, ...] = (256, 256, 256)
-    critic_dims: tuple[int, ...] = (256, 256, 256)
-    actor_weight: float = 0.01  # beta1, of the distance of the actor from the data
-    critic_weight: float = 0.01  # beta2, of the distance of next actions from the data
+    actor_value: ClassVar[str] = "min"
+
+    alpha: float = bounded(1.0, ge=0)
+    batch_size: int = bounded(1024, ge=1)
+    actor_lr: float = bounded(1e-3, gt=0)
+    critic_lr: float = bounded(1e-3, gt=0)
+    hidden_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)
+    critic_dims: tuple[int, ...] = bounded((256, 256, 256), ge=1)
+    actor_weight: float = bounded(0.01, ge=0)  # beta1, weight of the actor's distance from the data
+    critic_weight: float = bounded(0.01, ge=0)  # beta2, weight of the next action's distance from the data
     critic_layer_norm: bool = True  # normalise after each activation
     normalize_states: bool = False  # a new actor and its critics see states of mean 0 and deviation 1
 
-    def __post_init__(self) -> None:
-        """Check the ranges."""
-        super().__post_init__()
-        for name in ("actor_weight", "critic_weight"):
-            self.require(name, 0 <= getattr(self, name) < math.inf, "0 or more and finite")
-
-    def rules(self) -> Td3Rules:
-        """Return the constants of the learner: the actor climbs the smaller value."""
-        return replace(super().rules(), actor_value="min")
-
     def actor_config(self) -> PolicyConfig:
-        """Return a deterministic policy of states as they are, unless they are to be normalised."""
         config = super().actor_config()
         modes = config.normalizer | ({} if self.normalize_states else {"state": "identity"})
         return replace(config, normalizer=modes)
 
     def critic_config(self) -> EnsembleConfig:
-        """Return critics whose layers are normalised after their activation, if at all."""
         return EnsembleConfig(
             hidden_dims=self.critic_dims,
             layer_norm=self.critic_layer_norm,
@@ -139,5 +122,4 @@ class RebracConfig(ConstrainedTd3Config):
         return super().learner(policy, table, setup)
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> BothActions:
-        """Return both penalties."""
         return BothActions(self.actor_weight, self.critic_weight)

@@ -2,7 +2,7 @@
 
 The deterministic sampler of the initial policy becomes a Markov chain: after every step noise is added, whose
 deviation a small network learns together with the velocity. The joint density of such a chain is known
-exactly, so PPO applies to whole chains. The noise is dropped from the policy that is evaluated and shipped.
+exactly, so PPO applies to whole chains. The noise is not part of the evaluated and exported policy.
 
 Legend: K denoising steps.
 
@@ -36,6 +36,7 @@ from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.loop import OnPolicy, check_setup
 from algos.onpolicy.reinflow_ratio import REDUCTIONS, PathTerm, ReinflowRatio
 from algos.ppo import PpoConfig
+from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError
 from policies.policy import Policy
@@ -53,34 +54,29 @@ class ReinFlowConfig(PpoConfig):
 
     reductions: ClassVar[tuple[str, ...]] = REDUCTIONS
 
-    batch_size: int = 50_000  # rows of a minibatch; a row is one chain
-    entropy_coef: float = 0.03  # weight of the entropy of the noise, reduced like the log-densities
+    batch_size: int = bounded(50_000, ge=1)  # rows of a minibatch; a row is one chain
+    entropy_coef: float = bounded(0.03, ge=-math.inf)  # weight of the noise entropy, reduced like densities
     log_prob_range: tuple[float, float] | None = None  # clamp of the reduced log-density; published: [-1, 1]
     log_prob_reduction: str = "mean"  # mean | per_step | per_dim | joint, over steps, rows and dims
-    bc_weight: float = 0.0  # weight of the mean squared distance from the initial policy's chunks
-    actor_lr: float = 4.5e-5  # AdamW, highest rate
-    actor_min_lr: float | None = 2e-5  # rate at the ends of a cycle; None: constant
+    bc_weight: float = bounded(0.0, ge=0)  # weight of the squared distance from the initial policy's chunks
+    actor_lr: float = bounded(4.5e-5, gt=0)  # AdamW, peak
+    actor_min_lr: float | None = bounded(2e-5, ge=0)  # learning rate at the ends of a cycle; null: constant
     actor_lr_cycle: int = 100  # iterations of a cosine cycle
-    critic_lr: float = 6.5e-4  # AdamW, highest rate
-    critic_min_lr: float | None = 3e-4  # rate at the ends of a cycle; None: constant
+    critic_lr: float = bounded(6.5e-4, gt=0)  # AdamW, peak
+    critic_min_lr: float | None = bounded(3e-4, ge=0)  # learning rate at the ends of a cycle; null: constant
     critic_lr_cycle: int = 100  # iterations of a cosine cycle
-    critic_weight_decay: float = 1e-5  # of AdamW
-    denoising_steps: int = 4  # K, exploring and evaluating
-    tuned_steps: int | None = None  # last denoising steps that explore and learn; None: all
+    critic_weight_decay: float = bounded(1e-5, ge=0)  # AdamW
+    denoising_steps: int = bounded(4, ge=1)  # K, in exploration and evaluation
+    tuned_steps: int | None = bounded(None, ge=1)  # last denoising steps, those that are tuned; null: all
     noise: NoiseConfig = field(default_factory=NoiseConfig)
-    noise_clip: float | None = 3.0  # exploration noise is clipped to this many deviations; None: not
-    clip_state: float | None = None  # bound on the mean of every step, normalised units; published: 1
-    count_start: bool = True  # the start noise is one more factor of the density that a mean runs over
+    noise_clip: float | None = bounded(3.0, gt=0)  # clip of exploration noise, standard deviations; null: off
+    clip_state: float | None = bounded(None, gt=0)  # clamp of every step's mean, normalised; published: 1
+    count_start: bool = True  # count the start noise as a factor of the density that a mean runs over
 
     def __post_init__(self) -> None:
-        """Check the values."""
         super().__post_init__()
         steps, tuned = self.denoising_steps, self.tuned_steps
-        self.require("denoising_steps", steps >= 1, "at least 1")
-        self.require("tuned_steps", tuned is None or 1 <= tuned <= steps, f"in 1..{steps}, or empty")
-        for name in ("noise_clip", "clip_state"):
-            value = getattr(self, name)
-            self.require(name, value is None or 0 < value < math.inf, "positive and finite, or empty")
+        self.require("tuned_steps", tuned is None or tuned <= steps, f"in 1..{steps}, or empty")
 
     def build(self, setup: Setup) -> OnPolicy:
         """Return ReinFlow on a copy of the flow policy `setup.init`.
@@ -95,7 +91,7 @@ class ReinFlowConfig(PpoConfig):
         explore, evaluate = self.samplers(init)
         policy = self.exploring(init, explore).to(setup.device)
         ratio, frozen = self.noisy_chain(policy, setup.seed), self.frozen(setup, init)
-        return OnPolicy.assemble(
+        return OnPolicy(
             self,
             setup,
             ratio=ratio,
@@ -118,7 +114,7 @@ class ReinFlowConfig(PpoConfig):
         return explore, replace(explore)
 
     def noisy_chain(self, policy: DenoisingPolicy, seed: int) -> ReinflowRatio:
-        """Return the ratio estimator of a policy, with noise that has learned nothing yet."""
+        """Return the ratio estimator of a policy, with untrained noise."""
         like = next(policy.field.parameters())
         with torch.no_grad(), torch_threads(1):
             times, cond = policy.scored_net.features(*self._probe(policy))

@@ -10,10 +10,13 @@ its own, where the release cuts one large batch into pieces; the share of the da
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from algos.sac import SacConfig
+from policies.bounds import bounded
+from policies.networks.critics import AGGREGATES
 from policies.registry import register
 
 
@@ -25,16 +28,15 @@ class RlpdConfig(SacConfig):
     entropy_share: ClassVar[float] = -0.5
     without_data: ClassVar[str] = "use algo=sac"
 
-    offline_ratio: float = 0.5  # share of a batch that comes from the dataset
-    updates_per_step: float = 20.0  # steps of the critics per executed control step
-    actor_every: int = 20  # steps of the critics per step of actor and temperature
-    critics: int = 10  # E
-    critic_layer_norm: bool = True  # normalise before each activation
-    aggregate: str = "subset_min"  # min | mean | subset_min | mean_std over the critics, in targets
-    actor_aggregate: str = "mean"  # the same in the actor's loss
-    target_entropy: float | None = None  # of an executed chunk; None: minus half its number of entries
+    offline_ratio: float = bounded(0.5, ge=0, lt=1)  # fraction of a batch drawn from the dataset
+    updates_per_step: float = bounded(20.0, gt=0)  # critic updates per executed control step
+    actor_every: int = bounded(20, ge=1)  # critic updates per update of actor and temperature
+    critics: int = bounded(10, ge=1)  # E, size of the critic ensemble
+    critic_layer_norm: bool = True  # layer normalisation before each activation
+    aggregate: str = bounded("subset_min", choices=AGGREGATES)  # reduction over critics in targets
+    actor_aggregate: str = bounded("mean", choices=AGGREGATES)  # reduction over critics in the actor loss
+    target_entropy: float | None = bounded(None, ge=-math.inf)  # of a chunk; null: minus half its size
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
         self.require("offline_ratio", self.offline_ratio > 0, "above 0 (algo=sac does without a dataset)")

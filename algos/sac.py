@@ -28,6 +28,7 @@ from algos.offpolicy.sac_update import SacUpdate
 from algos.onpolicy.loop import check_setup
 from algos.onpolicy.running_normalizer import fresh_policy
 from envs.fit import require_fit
+from policies.bounds import bounded
 from policies.errors import CapabilityError, ConfigError
 from policies.networks.distributions import highest_entropy, tanh_draw
 from policies.policy import Policy
@@ -44,18 +45,18 @@ class SacConfig(OffPolicyConfig):
 
     entropy_share: ClassVar[float] = -1.0
 
-    updates_per_step: float = 1.0  # steps of the critics per executed control step
+    updates_per_step: float = bounded(1.0, gt=0)  # critic updates per executed control step
     critic_dims: tuple[int, ...] = (256, 256)  # hidden widths
     critic_activation: str = "relu"  # relu, mish or tanh
-    critic_layer_norm: bool = False  # normalise before each activation
-    target_entropy: float | None = None  # of an executed chunk; None: minus its number of entries
+    critic_layer_norm: bool = False  # layer normalisation before each activation
+    target_entropy: float | None = bounded(None, ge=-math.inf)  # of an executed chunk; null: minus its size
 
     def build(self, setup: Setup) -> OffPolicyRun:
         """Check the setup and return the algorithm, ready to advance.
 
         Raises:
-            ConfigError: If environment or dataset is missing, sizes disagree, or nothing tells a fresh policy
-                the scale of observations.
+            ConfigError: If environment or dataset is missing, sizes disagree, or an untrained policy has no
+                scale of observations.
             CapabilityError: If the policy is no squashed Gaussian, or sees more than states.
         """
         algo = name_of("algo", self)
@@ -73,12 +74,11 @@ class SacConfig(OffPolicyConfig):
             with seeded_weights(derive_seed(setup.seed, "soft_critics")):
                 critic = self.critic_config().build(policy.encoder.cond_dim, actor.latent_dim)
             critic = critic.to(policy.device, policy.dtype)
-            rules = self.rules(actor.latent_dim, actor.highest_entropy)
-            learner = SacUpdate(actor, critic, rules, of_chunks=True)
+            learner = SacUpdate(actor, critic, self, of_chunks=True)
             return OffPolicyRun(self, setup, learner, offline_table(self, setup, policy))
 
     def _fresh(self, setup: Setup, algo: str) -> Policy:
-        """Return a policy that knows nothing; a dataset tells it the scale of observations."""
+        """Return an untrained policy; observations are scaled by the statistics of the dataset, if any."""
         if setup.dataset is not None and setup.env is not None:
             spec, source = setup.env.spec, setup.dataset.source
             advice = "Use a dataset of the same task."
@@ -87,10 +87,10 @@ class SacConfig(OffPolicyConfig):
         mode = setup.policy.normalizer["state"]
         if setup.env is not None and mode != "identity":
             raise ConfigError(
-                f"algo={algo} without init and dataset has nothing that tells the scale of observations, "
+                f"algo={algo} without init and dataset has no statistics of observations, "
                 f"which it remembers scaled; got policy.normalizer.state={mode}. Use "
                 "policy.normalizer.state=identity. Give init=<policy directory> to go on from a policy, or "
-                "dataset=<file>, which tells the scale."
+                "dataset=<file>, for the statistics."
             )
         return fresh_policy(setup, algo)
 
@@ -113,12 +113,11 @@ class SquashedActor:
 
     @property
     def latent_dim(self) -> int:
-        """A."""
         return self.policy.chunk.act_steps * self.policy.chunk.action_dim
 
     @property
     def highest_entropy(self) -> float:
-        """The largest entropy of an executed chunk [nats] that the network can say."""
+        """The largest entropy of an executed chunk [nats] that the network can represent."""
         return self.latent_dim * highest_entropy(self.policy.process.max_log_std)
 
     def on_cpu(self) -> SquashedActor:

@@ -6,7 +6,6 @@ Diffusion-QL (arXiv 2208.06193): a sampled chunk and a recorded one may be two g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +13,9 @@ from torch import Tensor
 
 from algos.base import Draws, Quantities, Setup
 from algos.cloning.validation import masked_mean
-from algos.offline.actor import Actor
 from algos.offline.chunk_loss import ChunkLoss
 from algos.offline.loop import precision
-from algos.offline.td3_update import ConstrainedTd3Config, Regulariser, mean_square
+from algos.offline.td3_update import Actor, ConstrainedTd3Config, Regulariser, mean_square
 from algos.transitions import Batch, TransitionTable
 from policies.networks.critics import Ensemble
 from policies.policy import Policy
@@ -30,12 +28,7 @@ class OwnAction(Regulariser):
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
-        """See `Regulariser`."""
         return mean_square(action, batch.action), {}
-
-    def together(self, others: Sequence[OwnAction]) -> OwnAction:
-        """Return itself; it holds nothing."""
-        return self
 
 
 class OwnLikelihood(Regulariser):
@@ -53,13 +46,11 @@ class OwnLikelihood(Regulariser):
         self._cloning, self._autocast = ChunkLoss(policy), autocast
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Draw times and noise."""
         return self._cloning.draw(n, generator)
 
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
-        """See `Regulariser`."""
         with precision(self._autocast, batch.plan.device):
             loss = self._cloning(batch, draws)
         return masked_mean(loss.to(batch.real), batch.real), {}
@@ -75,5 +66,4 @@ class Td3BcConfig(ConstrainedTd3Config):
     """
 
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> Regulariser:
-        """Return the distance from recorded actions, or from recorded chunks by their matching loss."""
         return OwnLikelihood(actor.policy, self.autocast) if actor.policy.noise_sensitive else OwnAction()

@@ -33,13 +33,13 @@ _STILL = 1e-4  # deviation below which a number counts as constant
 _ROUNDING = 1e-5  # of the width of a box, that its actions may lie outside by rounding alone
 _CLIPPED = {
     True: ("the task", "as the simulator does"),
-    False: ("the policy of init", "for no task says what is possible. Give env=<task>"),
+    False: ("the policy of init", "for there is no task with action limits. Give env=<task>"),
 }
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of transitions, normalised. All may have a leading axis of seeds.
+    """Rows of transitions, normalised.
 
     Shapes:
         cond, next_cond: (B, C). action, next_action: (B, A). reward, discount: (B,). has_next: (B,), 1 where
@@ -72,7 +72,7 @@ class TransitionTable:
         reward: (M,).
         next_cond: (M, C).
         discount: (M,).
-        next_action: (M, A); None: nobody asks for it.
+        next_action: (M, A); None: not used.
         has_next: (M,).
         plan: (M, Th Da).
         real: (M, Th).
@@ -94,7 +94,7 @@ class TransitionTable:
         frame: Tensor | None = None,
     ) -> None:
         self.frame = frame
-        self._made: dict[str, Any] = {}
+        self._cache: dict[str, Any] = {}
         none = action.new_zeros(len(reward), 0)
         has_next = torch.zeros_like(reward) if has_next is None else has_next
         single = (reward[:, None], discount[:, None], has_next[:, None])
@@ -109,7 +109,6 @@ class TransitionTable:
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
         return self._rows.device
 
     @property
@@ -122,14 +121,11 @@ class TransitionTable:
         """Flattened chunks (M, A); a view."""
         return self._split(self._rows)[1]
 
-    def once(self, name: str, make: Callable[[], T]) -> T:
-        """Return what is made of the transitions, one object for all who ask by a name, made for the first.
-
-        What it is made with must be the same for all: tables are made by one configuration.
-        """
-        if name not in self._made:
-            self._made[name] = make()
-        return self._made[name]
+    def cached(self, name: str, make: Callable[[], T]) -> T:
+        """Return `make()`, called at the first use of a name only."""
+        if name not in self._cache:
+            self._cache[name] = make()
+        return self._cache[name]
 
     def gather(self, row: Tensor) -> Batch:
         """Return transitions (...,)."""
@@ -163,7 +159,7 @@ def tabulate(dataset: EpisodeDataset, policy: Policy, rewarding: Rewarding) -> T
 
     Args:
         dataset: On the device of the policy.
-        policy: Of states; says history, executed steps, encoding and normalisation.
+        policy: Of states; its history, executed steps, encoding and normalisation are used.
         rewarding: See there.
 
     Raises:
@@ -288,7 +284,7 @@ def _successors(dataset: EpisodeDataset, frame: Tensor) -> Tensor:
 def box_of(dataset: EpisodeDataset, spec: Any) -> dict[str, Tensor]:
     """Return the statistics of the box that actions fill: the task's, or the data's where no task is given.
 
-    Without a task, data within [-1, 1] have that box; that others are taken as they are is said in a warning.
+    Without a task, data within [-1, 1] have that box; others have their range, with a warning.
     """
     low, high = dataset.actions.amin(0), dataset.actions.amax(0)
     if spec is not None:
@@ -298,7 +294,7 @@ def box_of(dataset: EpisodeDataset, spec: Any) -> dict[str, Tensor]:
     else:
         outside = int((dataset.actions.abs() > 1).sum())
         _log.warning(
-            "%s: %d action entries (%.2g %%) lie outside [-1, 1], and no task says which box they should "
+            "%s: %d action entries (%.2g %%) lie outside [-1, 1], and there is no task whose box they "
             "fill; the range of the data is taken for it, and nothing is clipped. Give env=<task>.",
             dataset.source, outside, 100 * outside / dataset.actions.numel(),
         )  # fmt: skip
@@ -308,7 +304,7 @@ def box_of(dataset: EpisodeDataset, spec: Any) -> dict[str, Tensor]:
 def actions_for(dataset: EpisodeDataset, policy: Policy, spec: Any) -> EpisodeDataset:
     """Return the dataset with actions within the box of the task or, where none is given, of a policy.
 
-    A policy whose actions are normalised by their mean and deviation knows no box, and nothing is clipped.
+    A policy whose actions are normalised by mean and standard deviation has no box, and nothing is clipped.
 
     Args:
         dataset: The data.
@@ -329,7 +325,7 @@ def actions_for(dataset: EpisodeDataset, policy: Policy, spec: Any) -> EpisodeDa
 def clipped_actions(
     dataset: EpisodeDataset, box: dict[str, Tensor], *, of_task: bool = True
 ) -> EpisodeDataset:
-    """Return the dataset with actions within the box, and tell how many entries were outside.
+    """Return the dataset with actions clipped to the box, with a warning if any were outside.
 
     Args:
         dataset: The data.

@@ -48,8 +48,9 @@ class Bounds:
     def __str__(self) -> str:
         """Return the range in words, e.g. `in [0, 1)`, `at least 1`, `above 0`, `one of a, b`."""
         if self.choices:
-            return f"one of {', '.join(map(str, self.choices))}"
+            return ("one of " if len(self.choices) > 1 else "") + ", ".join(map(str, self.choices))
         low, high = self.ge if self.gt is None else self.gt, self.le if self.lt is None else self.lt
+        low = None if low == -math.inf else low
         if low is None and high is None:
             return "finite"
         if high is None or high == math.inf:

@@ -27,7 +27,7 @@ SMALL = DppoConfig(
     tuned_steps=3,
     actor_lr=1e-3,
     critic=CriticConfig(width=8),
-    chunk_rows=16,
+    microbatch_size=16,
 )
 
 
@@ -63,7 +63,7 @@ def make_run(config: DppoConfig = SMALL, init: Policy | None = None, **setup: An
 
 def experience_of(run: OnPolicy) -> Experience:
     """Collect one rollout and appraise it."""
-    return run.appraise(run.collect(), run.policy, run.learner.critic, run.scaler)
+    return run.estimate_advantages(run.collect(), run.policy, run.learner.critic, run.scaler)
 
 
 def draws(seed: int = 0) -> GeneratorDraws:

@@ -22,7 +22,7 @@ from policies.samplers.ode import Euler
 
 SIZES: dict[str, Any] = {
     "num_envs": 4, "steps_per_iteration": 8, "iterations": 4, "batch_size": 16, "update_epochs": 2,
-    "critic": CriticConfig(width=8), "chunk_rows": 8,
+    "critic": CriticConfig(width=8), "microbatch_size": 8,
 }  # fmt: skip
 RATES: dict[str, Any] = {
     "actor_lr": 1e-3, "actor_min_lr": None, "actor_lr_warmup": 0, "critic_lr": 3e-3, "critic_min_lr": None,

@@ -21,7 +21,7 @@ from policies.samplers.ddpm import DDIM
 from policies.wrappers.noise_policy import Steering
 
 SMALL = DsrlConfig(
-    total_steps=60, warmup_steps=0, num_envs=2, steps_per_iteration=3, block_steps=1, updates_per_step=0.5,
+    total_steps=60, warmup_steps=0, num_envs=2, steps_per_iteration=3, log_every=1, updates_per_step=0.5,
     batch_size=8, critic_dims=(8,), steering=Steering(hidden_dims=(8,)),
 )  # fmt: skip
 

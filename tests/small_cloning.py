@@ -27,7 +27,7 @@ def tiny(**changes: Any) -> BcConfig:
     values = {
         "steps": 6,
         "batch_size": 8,
-        "block_steps": 2,
+        "log_every": 2,
         "warmup_steps": 2,
         "validation_fraction": 0.0,
         "ema_every": 1,

@@ -34,7 +34,7 @@ from policies.storage.policy_folder import CONFIG, WEIGHTS, save_policy
 TASK = env("avoid")
 OBS, ACT = TASK.spec.obs_dim, TASK.spec.action_dim
 LEVELS = 5
-TINY = {"steps": 4, "block_steps": 2, "warmup_steps": 0, "batch_size": 4, "validation_fraction": 0.5}
+TINY = {"steps": 4, "log_every": 2, "warmup_steps": 0, "batch_size": 4, "validation_fraction": 0.5}
 
 
 # -- good input, to be spoilt ---------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from algos.base import Setup
 from algos.bc import BcConfig
 from algos.dppo import DppoConfig
 from algos.iql import IqlConfig
+from algos.offline.batched_seeds import SeedBatch, build_seeds
 from algos.offline.neighbor_autotune import Load, Rows, build_search
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
@@ -74,7 +75,7 @@ def test_workers_evaluate_a_policy_on_the_cpu() -> None:
 def test_cloning_steps_stay_on_the_device_and_lower_the_loss() -> None:
     setup = two_mode_setup()
     setup.device = torch.device("cuda")
-    run = BcConfig(steps=200, batch_size=64, warmup_steps=5, block_steps=50, validation_fraction=0.0).build(
+    run = BcConfig(steps=200, batch_size=64, warmup_steps=5, log_every=50, validation_fraction=0.0).build(
         setup
     )
     losses = [float(run.advance()["policy/loss"]) for _ in range(4)]
@@ -113,7 +114,7 @@ def rewarded() -> EpisodeDataset:
 
 
 def test_offline_steps_stay_on_the_device() -> None:
-    config = PrdcConfig(steps=4, block_steps=4, batch_size=16, hidden_dims=(8,), critic_dims=(8,))
+    config = PrdcConfig(steps=4, log_every=4, batch_size=16, hidden_dims=(8,), critic_dims=(8,))
     setup = Setup(dataset=rewarded(), device=torch.device("cuda"))
     run = config.build(setup)
     assert all(torch.as_tensor(value).isfinite() for value in run.advance().values())
@@ -125,10 +126,10 @@ def test_several_seeds_learn_together_on_the_device_what_they_learn_alone(kind: 
     narrow = {"hidden_dims": (8,), "critic_dims": (8,), "value_dims": (8,), "vae_width": 8}
     known = {f.name for f in fields(kind)}
     sizes = {name: value for name, value in narrow.items() if name in known}
-    config = kind(steps=8, block_steps=4, batch_size=16, **sizes)
+    config = kind(steps=8, log_every=4, batch_size=16, **sizes)
     setup = Setup(dataset=rewarded(), seed=1, device=torch.device("cuda"))
-    runs = config.build_seeds(setup, [0, 1, 2])
-    group, alone = config.together(runs), config.build(setup)
+    runs = build_seeds(config, setup, [0, 1, 2])
+    group, alone = SeedBatch(runs), config.build(setup)
     group.advance()
     alone.load_state_dict(copy.deepcopy(runs[1].state_dict()))
     group.advance()

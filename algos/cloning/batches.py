@@ -1,4 +1,4 @@
-"""CloningBatch as an algorithm wants them: batches of (observation mapping, chunk, mask), shuffled."""
+"""Batches for behaviour cloning: (observation mapping, chunk, mask), shuffled."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CloningBatch:
 
 
 class WindowSampler:
-    """The windows of a dataset, with the goal and the images of each where the policy wants some.
+    """The windows of a dataset, with goals and images where the policy uses them.
 
     Args:
         dataset: On the device it is used on.
@@ -62,7 +62,6 @@ class WindowSampler:
 
     @property
     def num(self) -> int:
-        """Number of windows."""
         return self._windows.num
 
     @property
@@ -72,7 +71,6 @@ class WindowSampler:
 
     @property
     def device(self) -> torch.device:
-        """Where the windows live."""
         return self._windows.device
 
     def gather(self, index: Tensor) -> CloningBatch:
@@ -89,7 +87,7 @@ class Shuffle:
 
     Args:
         num: Number of indices.
-        generator: Decides the orders; lives on the device where the indices are wanted.
+        generator: Of the permutations; on the device of the indices.
     """
 
     def __init__(self, num: int, generator: torch.Generator) -> None:
@@ -111,7 +109,6 @@ class Shuffle:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _reorder(self) -> None:
-        """Begin a new pass."""
         self._start = capture_generator(self._generator)
         self._order = torch.randperm(self.num, generator=self._generator, device=self._generator.device)
         self._cursor = 0

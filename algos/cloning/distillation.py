@@ -30,7 +30,7 @@ UNITS_RTOL, UNITS_ATOL = 1e-4, 1e-5
 
 
 class Teacher:
-    """Asks a frozen policy where its trajectories lead; no part of the student: neither saved nor averaged.
+    """Targets from the trajectories of a frozen policy. No part of the student: neither saved nor averaged.
 
     Args:
         policy: The teacher; kept as a frozen copy on the student's device.
@@ -65,7 +65,6 @@ class Teacher:
 
 
 def _require_match(teacher: Policy, student: Policy) -> None:
-    """Refuse a pair of which one cannot learn from the other."""
     process: Any = student.config.process
     if not isinstance(process, Consistency):
         raise ConfigError(
@@ -90,7 +89,6 @@ def _require_match(teacher: Policy, student: Policy) -> None:
 
 
 def _require_same_view(teacher: Policy, student: Policy) -> None:
-    """Compare what the two see of a window and which actions they predict."""
     facts = {
         "observation width": (teacher.obs_dim, student.obs_dim),
         "goal width": (teacher.goal_dim, student.goal_dim),
@@ -121,7 +119,6 @@ def _require_same_units(teacher: Policy, student: Policy) -> None:
 
 
 def _require_reach(teacher: Any, process: Consistency) -> None:
-    """Compare the noisiest level of the student with the noisiest of the teacher."""
     alpha, sigma = (float(a) for a in teacher.alpha_sigma(torch.zeros((), dtype=torch.float64)))
     reach = sigma / alpha if alpha else math.inf
     if process.noise_max > reach * (1 + 1e-6):

@@ -1,6 +1,6 @@
 """Validation of a cloned policy: how far are sampled actions from what the demonstrator did?
 
-The matching loss of held-out data is reported beside it but says little about behaviour: it can rise
+The matching loss of held-out data is reported beside it but is a poor measure of behaviour: it can rise
 while the policy improves.
 
 Legend: B windows, n samples per window, Th predicted horizon.

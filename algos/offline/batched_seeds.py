@@ -1,36 +1,219 @@
-"""Several networks of one shape as one, for seeds that are trained together.
+"""Several seeds of an offline algorithm, trained by one batched learner around those of single seeds.
 
 Legend: S seeds, B rows of a batch, E members of an ensemble. A parameter (...) of S modules becomes one of
-shape (S, ...), and the modules' own become views of it: they stay what is saved, averaged and shipped, while
-one product does the work of S. Products are computed as those of a single module, one per seed, so numbers
-agree to rounding.
+shape (S, ...), and the modules' own become views of it: each seed is still saved, averaged and exported from
+its own modules, while one batched product does the work of S. Learners reduce over the last axes of what
+they compute, so a batch (S, B, ...) gives one loss per seed; `descend` adds them up. Numbers agree with those
+of single seeds to rounding.
 
-Whoever's parameters are such views must not step by itself any more. Writes to a whole do not advance the
-versions of its views, so what is computed from the weights of one and kept
-(`policies.networks.weight_cache`) would grow stale: modules that do so are refused.
+Modules whose parameters are such views must not be trained by themselves any more. Writes to a whole do not
+advance the versions of its views, so values that were computed from weights and cached
+(`policies.networks.weight_cache`) would become stale: modules that cache are refused.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn, TypeVar
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from algos.offline.actor import Actor
-from policies.errors import CapabilityError
+from algos.base import Metrics, Setup
+from algos.iql import PolicyLoss
+from algos.offline.config import OfflineConfig
+from algos.offline.loop import OfflineRun
+from algos.offline.neighbors import Nearest, Search
+from algos.offline.td3_update import Actor, ActorNetwork, Regulariser, actor_network
+from algos.training.metrics import Means
+from algos.transitions import Batch
+from policies.errors import CapabilityError, ConfigError
 from policies.networks.critics import Ensemble
-from policies.networks.heads import GaussianHead
-from policies.networks.mlp_blocks import PlainTrunk
+from policies.networks.distributions import gaussian_log_prob
 from policies.networks.weight_cache import keeps_values
 from policies.policy import Policy
-from policies.processes.deterministic import DeterministicPolicy
-from policies.processes.gaussian import GaussianPolicy
+from policies.threads import torch_threads
 
 M = TypeVar("M", bound=nn.Module)
 ONE_BY_ONE = "Train the seeds one by one: --multirun seed=0,1,2."
+
+
+class SeedRun(OfflineRun):
+    """A run of one seed, which a `SeedBatch` trains once that has begun."""
+
+    is_batched = False
+
+    def advance(self) -> Metrics:
+        """Take gradient steps alone.
+
+        Raises:
+            CapabilityError: If a `SeedBatch` trains it.
+        """
+        self._require_alone()
+        return super().advance()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state_dict`.
+
+        Raises:
+            CapabilityError: If a `SeedBatch` trains it.
+        """
+        self._require_alone()
+        super().load_state_dict(state)
+
+    def _require_alone(self) -> None:
+        if self.is_batched:
+            raise CapabilityError(
+                "this run takes its steps together with other seeds. Build it anew to advance it alone or to "
+                "continue it from a state."
+            )
+
+
+def build_seeds(config: OfflineConfig, setup: Setup, seeds: Sequence[int]) -> list[OfflineRun]:
+    """Return one run for each seed, as `config.build` would; they share the transitions.
+
+    Args:
+        config: Of all.
+        setup: Its own seed is not used.
+        seeds: Different ones.
+    """
+    setups = [replace(setup, seed=seed, num_seeds=len(seeds)) for seed in seeds]
+    data = config.prepare(setups[0])
+    return [config.run(own, data, SeedRun) for own in setups]
+
+
+class SeedBatch:
+    """Runs of several seeds that one batched learner trains.
+
+    Every run draws what it would draw alone, and is saved, evaluated and exported by itself, but once the
+    batch has taken a step, runs advance and load only here. Seeds that are behind go first, together.
+
+    Args:
+        runs: Made by `build_seeds`; each may have been continued.
+
+    Raises:
+        ConfigError: If they were made apart: they must share their transitions.
+    """
+
+    def __init__(self, runs: Sequence[OfflineRun]) -> None:
+        if any(run.table is not runs[0].table for run in runs):
+            raise ConfigError("runs that are trained together must be made together, by build_seeds.")
+        self.runs = runs
+        self._moving: tuple[OfflineRun, ...] = ()
+        self._learner: Any = None
+
+    def advance(self) -> list[Metrics]:
+        """Take gradient steps with every seed that is furthest behind.
+
+        Returns:
+            What `OfflineRun.advance` would, for each run; empty for those that stood still.
+        """
+        done = min(run.progress for run in self.runs)
+        learner, moving = self._learner_of([run for run in self.runs if run.progress == done])
+        ahead = [run.progress for run in self.runs if run.progress > done]
+        config, start, means = moving[0].config, time.perf_counter(), Means()
+        count = min([config.log_every, moving[0].total - done, *(other - done for other in ahead)])
+        with torch_threads(moving[0].num_threads):
+            for _ in range(count):
+                means.add(step_together(learner, moving))
+            measured = {name: value.unbind(0) for name, value in means.tensors().items()}
+            biases = [run.overestimation() for run in moving]
+        rate = {"time/steps_per_s": count / (time.perf_counter() - start)}
+        found: dict[int, Metrics] = {
+            id(run): {**{name: value[s] for name, value in measured.items()}, **biases[s], **rate}
+            for s, run in enumerate(moving)
+        }
+        return [found.get(id(run), {}) for run in self.runs]
+
+    def _learner_of(self, runs: Sequence[OfflineRun]) -> tuple[Any, tuple[OfflineRun, ...]]:
+        """Return the batched learner of these runs; made anew when other runs moved before."""
+        if self._learner is None or self._moving != tuple(runs):
+            self._moving = tuple(runs)
+            self._learner = batched([run.learner for run in runs])
+            for run in runs:
+                run.is_batched = True  # type: ignore[attr-defined]
+        return self._learner, self._moving
+
+
+def step_together(learner: Any, runs: Sequence[OfflineRun], rows: Tensor | None = None) -> dict[str, Tensor]:
+    """Take a step of every run; returns metrics, each (S,).
+
+    Args:
+        learner: Of all runs; see `batched`.
+        runs: Whose draws are used.
+        rows: (S, B), in place of those that they draw.
+    """
+    drawn, draws = zip(*(run.draw() for run in runs), strict=True)
+    together = {name: torch.stack([each[name] for each in draws]) for name in draws[0]}
+    measured: dict[str, Tensor] = learner.step(
+        runs[0].table.gather(torch.stack(drawn) if rows is None else rows), together
+    )
+    for run in runs:
+        run.learner.steps = learner.steps
+        run.count_step()
+    return measured
+
+
+def batched(learners: Sequence[Any]) -> Any:
+    """Return one learner that takes the steps of several, which differ by their seeds only.
+
+    Networks, optimisers and regularisers are stacked attribute by attribute; constants are those of the
+    first. The networks of the given learners become views: they can be read and saved, but must not step or
+    load by themselves any more. The whole has no policy of its own.
+
+    Raises:
+        CapabilityError: If an actor or a module cannot be stacked.
+    """
+    whole = copy.copy(learners[0])
+    values = {name: [vars(one)[name] for one in learners] for name in vars(whole)}
+    for name, parts in values.items():
+        setattr(whole, name, _stacked_attribute(parts))
+    networks = [getattr(part, "network", part) for part in vars(whole).values()]
+    stacks = [p for part in networks if isinstance(part, nn.Module) for p in part.parameters()]
+    by_place = {parameter.data_ptr(): parameter for parameter in stacks}
+    for name, parts in values.items():
+        if isinstance(parts[0], torch.optim.Adam):
+            own = parts[0].param_groups[0]["params"]  # views of the first seed, at the start of each stack
+            setattr(whole, name, joined([by_place[parameter.data_ptr()] for parameter in own], parts))
+    return whole
+
+
+def _stacked_attribute(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    match first:
+        case Actor():
+            return BatchedActor(parts)
+        case PolicyLoss():
+            return BatchedPolicyLoss([part.policy for part in parts])
+        case Search():
+            return FlatSearch(first)
+        case Regulariser():
+            return batched(parts)
+        case Ensemble():
+            return StackedEnsemble(parts)
+        case Policy():
+            return None
+        case nn.Module():
+            return stacked(parts)
+    return first
+
+
+@dataclass(frozen=True)
+class FlatSearch:
+    """A search for the rows nearest to queries with further axes in front."""
+
+    search: Search
+
+    @property
+    def name(self) -> str:
+        return self.search.name
+
+    def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
+        found = self.search.nearest(row.flatten(), state.flatten(0, -2), action.flatten(0, -2))
+        return Nearest(found.row.view_as(row), found.certified.view_as(row))
 
 
 def stack_parameters(parts: Sequence[Tensor]) -> nn.Parameter:
@@ -127,73 +310,47 @@ class StackedEnsemble(Ensemble):
         return [stack.detach() if frozen else stack for stack in stacks]
 
 
-class StackedActor(Actor):
+class BatchedActor(Actor):
     """The actors of S seeds: conditions (S, B, C) to actions (S, B, A).
 
     Raises:
-        CapabilityError: If one is not what `algos.offline.config.plain_actor` makes.
+        CapabilityError: If one was not made by `algos.offline.config.plain_actor`.
     """
 
     def __init__(self, actors: Sequence[Actor]) -> None:
         self.limit = actors[0].limit
-        self._network = stacked([actor_network(actor.policy) for actor in actors])
+        self._network = stacked([require_actor_network(actor.policy) for actor in actors])
 
     @property
     def network(self) -> nn.Module:
-        """What is trained."""
-        return self._network
-
-    @property
-    def policy(self) -> Policy:
-        """The policies are those of the actors that are stacked.
-
-        Raises:
-            CapabilityError: Always.
-        """
-        raise CapabilityError("actors of several seeds have several policies; ask one of them for its own.")
-
-    def __call__(self, cond: Tensor, noise: Tensor, *, grad: bool = True) -> Tensor:
-        """Return actions in [-L, L]; noise has no influence."""
-        with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
-            action = self._network(cond)[0]
-        return action if self.limit == 1.0 else action * self.limit
+        return self._network  # type: ignore[return-value]
 
 
-class ActorNetwork(nn.Module):
-    """What a new actor learns: from conditions (..., B, C) to means (..., B, A) and deviations, if any.
-
-    It shares the parameters of the policy.
-
-    Args:
-        trunk: To the mean before tanh.
-        head: Of a Gaussian, whose deviations it has.
-    """
-
-    def __init__(self, trunk: PlainTrunk, head: GaussianHead | None = None) -> None:
-        super().__init__()
-        self.trunk, self._density = trunk, None if head is None else head.config
-        self.log_var = None if head is None else head.log_var
-
-    def forward(self, cond: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return both; deviations (..., 1, A)."""
-        mean = torch.tanh(self.trunk(cond))
-        if self._density is None or self.log_var is None:
-            return mean, None
-        return mean, self._density.std_of(self.log_var).unsqueeze(-2)
-
-
-def actor_network(policy: Policy) -> ActorNetwork:
-    """Return what is trained of a policy that `algos.offline.config.plain_actor` describes.
+class BatchedPolicyLoss:
+    """`PolicyLoss` of the new actors of S seeds, which act in single steps: (S, B).
 
     Raises:
-        CapabilityError: If it is another.
+        CapabilityError: If one was not made by `algos.offline.config.plain_actor`.
     """
-    network = None
-    if policy.chunk.horizon == 1 and isinstance(policy, DeterministicPolicy):
-        network = _network_of(policy.trunk)
-    if policy.chunk.horizon == 1 and isinstance(policy, GaussianPolicy):
-        network = _network_of(policy.head.trunk, policy.head)
-    if network is None or _trained(network) != _trained(policy):
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        self.network = stacked([require_actor_network(policy) for policy in policies])
+
+    def __call__(self, batch: Batch, draws: Mapping[str, Tensor]) -> Tensor:
+        mean, std = self.network(batch.cond)
+        if std is None:
+            return (mean - batch.plan).square().sum(dim=-1).to(batch.plan)
+        return -gaussian_log_prob(batch.plan, mean, std).sum(dim=-1).to(batch.plan)
+
+
+def require_actor_network(policy: Policy) -> ActorNetwork:
+    """Return the network of a policy made by `algos.offline.config.plain_actor`.
+
+    Raises:
+        CapabilityError: If it is another policy.
+    """
+    network = actor_network(policy)
+    if network is None:
         raise CapabilityError(
             "seeds are trained together where algo makes its own actor; init has a policy of another kind. "
             f"{ONE_BY_ONE}"
@@ -201,26 +358,18 @@ def actor_network(policy: Policy) -> ActorNetwork:
     return network
 
 
-def _network_of(trunk: nn.Module, head: GaussianHead | None = None) -> ActorNetwork | None:
-    return ActorNetwork(trunk, head) if isinstance(trunk, PlainTrunk) else None
+def joined(parameters: Sequence[nn.Parameter], parts: Sequence[torch.optim.Adam]) -> torch.optim.Adam:
+    """Return one optimiser of stacked parameters that continues from the moments of every seed.
 
-
-def _trained(module: nn.Module) -> set[int]:
-    return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-
-
-def joined(parameters: Iterable[nn.Parameter], parts: Sequence[torch.optim.Adam]) -> torch.optim.Adam:
-    """Return one optimiser of stacked parameters that goes on from the moments of those of every seed.
-
-    Their moments become views of its own, and its count of steps is theirs: none of them may step by itself
-    any more. Those that have taken no step yet begin at zero, as Adam does.
+    The moments of the given optimisers become views of its own and share its step count: none of them may
+    step by itself any more. Those that have taken no step yet begin at zero, as Adam does.
 
     Args:
-        parameters: (S, ...), those that learn.
+        parameters: (S, ...).
         parts: Over the parameters of every seed, in the same order, after equally many steps.
     """
     options = {name: value for name, value in parts[0].param_groups[0].items() if name != "params"}
-    whole = torch.optim.Adam([p for p in parameters if p.requires_grad], **options)
+    whole = torch.optim.Adam(parameters, **options)
     groups = [one.param_groups[0]["params"] for one in (whole, *parts)]
     for parameter, *own in zip(*groups, strict=True):
         states = [one.state[each] for one, each in zip(parts, own, strict=True)]

@@ -1,20 +1,19 @@
-"""How learning from a fixed dataset begins: settings, the actor to train, and what is refused."""
+"""Settings of offline algorithms, the actor to train, and the checks of a setup."""
 
 from __future__ import annotations
 
 import logging
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from algos.base import Setup, require_one_policy, require_states_only
-from algos.offline.loop import THREADS, Learner, OfflineRun
-from algos.offline.overestimation import probes_of
+from algos.offline.loop import THREADS, Learner, OfflineRun, Probes, probes_of
 from algos.optim import DelayedDecay, Ema
 from algos.transitions import (
     Rewarding,
@@ -28,7 +27,7 @@ from envs.datasets.episodes import EpisodeDataset
 from envs.fit import require_fit
 from envs.spec import EnvSpec
 from policies.backbones.mlp import MlpConfig
-from policies.bounds import Checked
+from policies.bounds import Checked, bounded
 from policies.build import build_policy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy, PolicyConfig
@@ -44,6 +43,16 @@ _BEYOND = 1e-4  # of normalised actions, that rounding may put beyond ±1
 STD_MARGIN = 1e-3  # added to the deviation of every entry of the state, as in the released programs
 
 
+@dataclass(frozen=True)
+class OfflineData:
+    """What runs of several seeds share: dataset, box of its actions (empty with `init`), table, probes."""
+
+    dataset: EpisodeDataset
+    box: dict[str, Tensor]
+    table: TransitionTable
+    probes: Probes | None
+
+
 @dataclass
 class OfflineConfig(Checked):
     """Settings of every algorithm that learns from the rewards of a fixed dataset.
@@ -56,62 +65,55 @@ class OfflineConfig(Checked):
 
     fixed_length: ClassVar[bool] = False  # whether `steps` shapes what is learned on the way
 
-    steps: int = 1_000_000  # gradient steps of the critic; a run may be continued with more of them
-    batch_size: int = 256  # transitions
-    gamma: float = 0.99  # discount per environment step
-    reward_scale: float = 1.0  # rewards are scale r + shift
-    reward_shift: float = 0.0  # see reward_scale
-    return_range: float | None = None  # scale rewards so that returns of the data span so much; null: do not
-    actor_lr: float = 3e-4  # Adam
-    critic_lr: float = 3e-4  # Adam
-    tau: float = 0.005  # share of the way that target weights go
-    ema_decay: float = 0.0  # share of the old average of the policy's weights, which ships; 0: the weights do
-    hidden_dims: tuple[int, ...] = (256, 256)  # of a new actor; ReLU
-    critic_dims: tuple[int, ...] = (256, 256)  # hidden widths of a critic; ReLU
-    block_steps: int = 1000  # gradient steps between two reports
-    autocast: str | None = None  # bfloat16 in hidden layers, faster with AMX or AVX512_BF16; null: float32
+    steps: int = bounded(1_000_000, ge=1)  # gradient steps of the critic
+    batch_size: int = bounded(256, ge=1)  # transitions
+    gamma: float = bounded(0.99, ge=0, le=1)  # discount per environment step
+    reward_scale: float = bounded(1.0, gt=0)  # rewards are scale r + shift
+    reward_shift: float = bounded(0.0, ge=-math.inf)  # see reward_scale
+    normalize_returns: float | None = bounded(None, gt=0, was="return_range")  # span of scaled returns
+    actor_lr: float = bounded(3e-4, gt=0)  # Adam
+    critic_lr: float = bounded(3e-4, gt=0)  # Adam
+    tau: float = bounded(0.005, gt=0, le=1)  # Polyak coefficient of the target networks
+    ema_decay: float = bounded(0.0, ge=0, lt=1)  # EMA decay of the exported weights; 0 disables EMA
+    hidden_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of a new actor; ReLU
+    critic_dims: tuple[int, ...] = bounded((256, 256), ge=1)  # hidden widths of a critic; ReLU
+    log_every: int = bounded(1000, ge=1, was="block_steps")  # gradient steps between two log rows
+    autocast: str | None = bounded(None, choices=("bfloat16",))  # autocast dtype; null: float32
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        self.require("autocast", self.autocast in (None, "bfloat16"), "bfloat16 or null")
-        for name in ("steps", "batch_size", "block_steps"):
-            self.require(name, getattr(self, name) >= 1, "at least 1")
-        self.require("gamma", 0 <= self.gamma <= 1, "in [0, 1]")
-        self.require("tau", 0 < self.tau <= 1, "in (0, 1]")
-        self.require("ema_decay", 0 <= self.ema_decay < 1, "in [0, 1)")
-        for name in ("actor_lr", "critic_lr", "reward_scale"):
-            self.require(name, 0 < getattr(self, name) < math.inf, "positive and finite")
-        self.require("reward_shift", math.isfinite(self.reward_shift), "finite")
-        span = self.return_range
-        self.require("return_range", span is None or 0 < span < math.inf, "positive and finite, or null")
-        self.require("return_range", span is None or self.reward_scale == 1, "null with algo.reward_scale")
+        super().__post_init__()
+        self.require(
+            "normalize_returns",
+            self.normalize_returns is None or self.reward_scale == 1,
+            "null with algo.reward_scale",
+        )
         for name in ("hidden_dims", "critic_dims"):
-            widths = tuple(getattr(self, name))
-            setattr(self, name, widths)
-            self.require(name, bool(widths) and min(widths) >= 1, "one or more widths, all at least 1")
+            setattr(self, name, tuple(getattr(self, name)))
+            self.require(name, bool(getattr(self, name)), "one or more widths")
 
     def rewarding(self, dataset: EpisodeDataset) -> Rewarding:
         """Return what is made of a reward.
 
         Raises:
-            ConfigError: If all episodes have the same return and `return_range` is given.
+            ConfigError: If all episodes have the same return and `normalize_returns` is given.
         """
         scale = self.reward_scale
-        if self.return_range is not None:
+        if self.normalize_returns is not None:
             span = float(dataset.returns.max() - dataset.returns.min())
             if span <= 0:
                 raise ConfigError(
-                    f"algo.return_range needs episodes of different returns; all {dataset.num_episodes} of "
-                    f"{dataset.source} have the same. Use algo.reward_scale."
+                    f"algo.normalize_returns needs episodes of different returns; all {dataset.num_episodes} "
+                    f"of {dataset.source} have the same. Use algo.reward_scale."
                 )
-            scale = self.return_range / span
+            scale = self.normalize_returns / span
             _log.info("%s: returns span %.6g; rewards are multiplied by %.6g", dataset.source, span, scale)
         return Rewarding(self.gamma, scale, self.reward_shift)
 
     def resume_invariants(self) -> dict[str, Any]:
         """Return what values and the constraint mean, by key: it must stay when a run is continued."""
-        names = ("gamma", "reward_scale", "reward_shift", "return_range")
-        return {f"algo.{name}": getattr(self, name) for name in names}
+        names = ("gamma", "reward_scale", "reward_shift")
+        facts = {f"algo.{name}": getattr(self, name) for name in names}
+        return facts | {"algo.return_range": self.normalize_returns}  # its key in saved training states
 
     def actor_config(self) -> PolicyConfig:
         """Return what a new actor is made of."""
@@ -123,80 +125,68 @@ class OfflineConfig(Checked):
         Raises:
             ConfigError: If there is no dataset, widths of dataset, environment and policy differ, or all
                 rewards are 0.
-            CapabilityError: If the policy to start from cannot be trained in this way, or the task tells its
+            CapabilityError: If the policy to start from cannot be trained in this way, or the task has its
                 goal beside the state.
             DatasetError: If the dataset has no transition.
         """
-        return self.build_seeds(setup, [setup.seed])[0]
+        return self.run(setup, self.prepare(setup))
 
-    def build_seeds(self, setup: Setup, seeds: Sequence[int]) -> list[OfflineRun]:
-        """Return one algorithm for each seed, as `build` would; they share the transitions.
-
-        Args:
-            setup: Its own seed is not used.
-            seeds: Different ones.
-        """
+    def prepare(self, setup: Setup) -> OfflineData:
+        """Return the transitions as the policy encodes them; the same for every seed."""
         if self.autocast is not None and setup.device.type == "cpu":
             warn_of_slow_bfloat16()
         with torch_threads(setup.threads(THREADS)):
-            dataset, begin = self.start(setup)
-            rewarding = self.rewarding(dataset)
-            _require_rewards(dataset, rewarding, name_of("algo", self))
-            policies = [begin(seed) for seed in seeds]
-            table = tabulate(dataset.to(setup.device), policies[0], rewarding)
-            probes = probes_of(table, dataset.to(setup.device), rewarding)
-            runs = []
-            for seed, policy in zip(seeds, policies, strict=True):
-                own = replace(setup, seed=seed, num_seeds=len(seeds))
-                with seeded_weights(derive_seed(seed, "learner")):
-                    learner = self.learner(policy, table, own)
-                ema = Ema(policy, DelayedDecay(self.ema_decay, every=1)) if self.ema_decay else None
-                runs.append(
-                    OfflineRun(
-                        self,
-                        own,
-                        learner,
-                        table,
-                        dataset,
-                        probes=probes,
-                        ema=ema,
-                        resume_invariants=self.resume_invariants(),
-                    )
+            algo, dataset, spec = name_of("algo", self), setup.dataset, None
+            if dataset is None:
+                raise ConfigError(
+                    f"algo={algo} needs transitions with rewards; got none. Give dataset=<file>."
                 )
-            return runs
+            advice = "Use a dataset of the same task."
+            if setup.env is not None:
+                spec = setup.env.spec
+                _refuse_goals(spec, algo)
+                require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
+            if setup.init is not None:
+                _refuse_several(setup.init, algo)
+                require_states_only(setup.init, algo)
+                require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
+                dataset = actions_for(dataset, setup.init, spec)
+                box = {}
+            else:
+                box = box_of(dataset, spec)
+                dataset = clipped_actions(dataset, box)
+            rewarding = self.rewarding(dataset)
+            _require_rewards(dataset, rewarding, algo)
+            policy = self.initial_policy(setup, dataset, box)
+            on_device = dataset.to(setup.device)
+            table = tabulate(on_device, policy, rewarding)
+            return OfflineData(dataset, box, table, probes_of(table, on_device, rewarding))
 
-    def start(self, setup: Setup) -> tuple[EpisodeDataset, Callable[[int], Policy]]:
-        """Return the dataset, its actions within the box of task or policy, and the policy of a seed."""
-        algo = name_of("algo", self)
-        if setup.dataset is None:
-            raise ConfigError(f"algo={algo} needs transitions with rewards; got none. Give dataset=<file>.")
-        dataset, advice = setup.dataset, "Use a dataset of the same task."
-        spec = None if setup.env is None else setup.env.spec
-        if spec is not None:
-            _refuse_goals(spec, algo)
-            require_fit(f"env={spec.name}", spec, dataset.source, dataset, advice=advice)
+    def run(self, setup: Setup, data: OfflineData, kind: type[OfflineRun] = OfflineRun) -> OfflineRun:
+        """Return the algorithm on prepared transitions."""
+        with torch_threads(setup.threads(THREADS)):
+            policy = self.initial_policy(setup, data.dataset, data.box)
+            with seeded_weights(derive_seed(setup.seed, "learner")):
+                learner = self.learner(policy, data.table, setup)
+            ema = Ema(policy, DelayedDecay(self.ema_decay, every=1)) if self.ema_decay else None
+            facts = self.resume_invariants()
+            return kind(
+                self, setup, learner, data.table, data.dataset,
+                probes=data.probes, ema=ema, resume_invariants=facts,
+            )  # fmt: skip
+
+    def initial_policy(self, setup: Setup, dataset: EpisodeDataset, box: dict[str, Tensor]) -> Policy:
+        """Return a trainable copy of `init`, or a new actor whose actions fill the box."""
         if setup.init is not None:
-            _refuse_several(setup.init, algo)
-            require_states_only(setup.init, algo)
-            require_fit("the policy of init", setup.init, dataset.source, dataset, advice=advice)
-            init = setup.init
-            dataset = actions_for(dataset, init, spec)
-            return dataset, lambda _: init.clone().to(setup.device).train().requires_grad_(True)
-        box = box_of(dataset, spec)
-        dataset = clipped_actions(dataset, box)
-        statistics = {"state": _state_statistics(dataset), "action": box}
-
-        def begin(seed: int) -> Policy:
-            policy = build_policy(
-                self.actor_config(),
-                obs_dim=dataset.obs_dim,
-                action_dim=dataset.action_dim,
-                statistics=statistics,
-                seed=derive_seed(seed, "actor"),
-            )
-            return policy.to(setup.device).train()
-
-        return dataset, begin
+            return setup.init.clone().to(setup.device).train().requires_grad_(True)
+        policy = build_policy(
+            self.actor_config(),
+            obs_dim=dataset.obs_dim,
+            action_dim=dataset.action_dim,
+            statistics={"state": _state_statistics(dataset), "action": box},
+            seed=derive_seed(setup.seed, "actor"),
+        )
+        return policy.to(setup.device).train()
 
     @abstractmethod
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Learner:
@@ -204,7 +194,7 @@ class OfflineConfig(Checked):
 
 
 def warn_of_slow_bfloat16() -> None:
-    """Warn where the CPU has no instructions for products of bfloat16; old releases of torch do not tell."""
+    """Warn where the CPU has no instructions for products of bfloat16; unknown to old releases of torch."""
     known: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     if known.get("architecture") == "x86_64" and not (known["amx_bf16"] or known["avx512_bf16"]):
         _log.warning(
@@ -215,11 +205,7 @@ def warn_of_slow_bfloat16() -> None:
 
 
 def _require_rewards(dataset: EpisodeDataset, rewarding: Rewarding, algo: str) -> None:
-    """Refuse rewards that are all 0, and warn of constant ones where no end of the task tells actions apart.
-
-    Raises:
-        ConfigError: If all are 0 after `reward_scale` and `reward_shift`.
-    """
+    """Refuse rewards that are all 0; warn of constant ones in a task that never ends."""
     least, most = (float(bound) for bound in dataset.rewards.aminmax())
     given = rewarding.scale * least + rewarding.shift
     if least != most or (given and bool(dataset.over.any())):
@@ -236,8 +222,8 @@ def _require_rewards(dataset: EpisodeDataset, rewarding: Rewarding, algo: str) -
     )
 
 
-def warn_of_reach(table: TransitionTable, setup: Setup, algo: str) -> None:
-    """Tell of recorded actions that a policy to start from normalises beyond ±1, where actions are cut off.
+def warn_of_clipped_actions(table: TransitionTable, setup: Setup, algo: str) -> None:
+    """Warn of recorded actions that `init` normalises beyond ±1, where actions are clipped.
 
     Args:
         table: Encoded for that policy.
@@ -257,24 +243,16 @@ def warn_of_reach(table: TransitionTable, setup: Setup, algo: str) -> None:
 
 
 def _refuse_goals(spec: EnvSpec, algo: str) -> None:
-    """Refuse a task that tells its goal beside the state, for what is trained here is not told.
-
-    Raises:
-        CapabilityError: If it does.
-    """
+    """Refuse a task whose goal is not part of the state."""
     if spec.goal_dim:
         raise CapabilityError(
-            f"algo={algo} learns from states; env={spec.name} tells its goal beside them. Use "
+            f"algo={algo} learns from states; env={spec.name} has its goal beside them. Use "
             f"env.goal=appended, where goals of the dataset end the states as well."
         )
 
 
 def _refuse_several(policy: Policy, algo: str) -> None:
-    """Refuse a policy that is made of policies: only one with weights of its own is trained.
-
-    Raises:
-        CapabilityError: If it is a composition, or something stands in front of it.
-    """
+    """Refuse a policy that is made of policies: only one with weights of its own is trained."""
     require_one_policy(policy, algo)
     if isinstance(policy, WrappedPolicy):
         raise CapabilityError(

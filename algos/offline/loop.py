@@ -1,33 +1,41 @@
-"""A run that learns from a fixed dataset: it owns a table of transitions and a learner.
+"""The loop of offline algorithms: draw a batch of transitions, take a gradient step, report.
 
-The learner takes a step on a batch with random numbers that it is handed, and knows nothing of datasets,
-budgets or reports.
+Legend: G_t = sum over k of gamma^k (scale r_{t+k} + shift), to the end of the recorded episode. Values far
+above the returns of the data are the symptom of actors that leave the data::
+
+    overestimation = mean over probes of mean over critics of Q(s_t, a_t) - G_t
+
+Critics value the actor's future, G that of what recorded the data, so a good actor raises the difference too:
+compare it between runs and over time. Where a recording was cut off, G lacks what came later; only rows count
+for which that weighs less than 1 %: gamma^remaining < 0.01.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from algos.base import Metrics, Setup
-from algos.offline.overestimation import Probes
 from algos.optim import Ema
 from algos.training.metrics import Means
 from algos.training.resume_checks import init_facts, require_unchanged
 from algos.training.serialization import capture_generator, restore_generator
-from algos.transitions import Batch, TransitionTable
+from algos.transitions import Batch, Rewarding, TransitionTable
 from envs.datasets.episodes import EpisodeDataset
-from policies.errors import CapabilityError, ConfigError
+from policies.networks.critics import Ensemble
 from policies.policy import Policy
 from policies.seeds import seeded_generator
 from policies.threads import torch_threads
 
-THREADS = 1  # of torch, unless `num_threads` says otherwise
+THREADS = 1  # of torch, unless `num_threads` is set
+_PROBES = 4096  # rows, at most
+_CUT_WEIGHT = 0.01  # of what a cut recording lacks
 
 
 class Learner(Protocol):
@@ -40,56 +48,21 @@ class Learner(Protocol):
     steps: int
 
     @property
-    def policy(self) -> Policy:
-        """The policy in training."""
-        ...
+    def policy(self) -> Policy: ...
 
-    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the random numbers of the coming step on n rows."""
-        ...
+    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]: ...
 
     def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Take a step; return detached scalars by name."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything a continuation needs."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        ...
-
-
-class StackedLearner(Protocol):
-    """Takes the steps of several seeds on batches (S, B, ...).
-
-    Attributes:
-        steps: How many it has taken.
-    """
-
-    steps: int
-
-    def step(self, batch: Batch, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Take a step; return detached tensors (S,) by name."""
-        ...
-
-
-@runtime_checkable
-class TrainsSeeds(Protocol):
-    """A configuration of an algorithm that can train several seeds at once."""
-
-    def build_seeds(self, setup: Setup, seeds: Sequence[int]) -> list[OfflineRun]:
-        """Return one algorithm for each seed; they share the transitions."""
-        ...
-
-    def together(self, runs: Sequence[OfflineRun]) -> SeedBatch:
-        """Return what takes the steps of runs of several seeds, made by `build_seeds`, at once."""
-        ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Budget(Protocol):
-    """What a run is told: gradient steps, transitions of a batch, gradient steps between two reports.
+    """Settings that the loop uses.
 
     Attributes:
         fixed_length: Whether a rate follows the number of steps, so that a run cannot be made longer.
@@ -98,7 +71,7 @@ class Budget(Protocol):
     fixed_length: ClassVar[bool]
     steps: int
     batch_size: int
-    block_steps: int
+    log_every: int
 
 
 class OfflineRun:
@@ -131,16 +104,13 @@ class OfflineRun:
             **(resume_invariants or {}),
         }
         self._done = 0
-        self.is_led = False  # steps are taken by `SeedBatch`, for good
 
     @property
     def progress(self) -> int:
-        """Gradient steps done."""
         return self._done
 
     @property
     def total(self) -> int:
-        """Gradient steps to do."""
         return self.config.steps
 
     @property
@@ -149,31 +119,19 @@ class OfflineRun:
         return None if self.config.fixed_length else "algo.steps"
 
     def advance(self) -> Metrics:
-        """Take a block of gradient steps and report the means of what was measured.
-
-        Raises:
-            CapabilityError: If it is trained together with others; see `SeedBatch`.
-        """
-        self._require_alone()
-        count = min(self.config.block_steps, self.total - self._done)
+        """Take `log_every` gradient steps and return the means of their metrics."""
+        count = min(self.config.log_every, self.total - self._done)
         start, means = time.perf_counter(), Means()
         with torch_threads(self.num_threads):
             for _ in range(count):
                 means.add(self._step())
-            measured = means.read() | self.judged()
+            measured = means.read() | self.overestimation()
         return measured | {"time/steps_per_s": count / (time.perf_counter() - start)}
-
-    def judged(self) -> Metrics:
-        """Return what the critics are too sure of, where there are critics and probes."""
-        critic = getattr(self.learner, "critic", None)
-        if critic is None or self._probes is None:
-            return {}
-        return {"critic/overestimation": self._probes.overestimation(critic)}
 
     def _step(self) -> dict[str, Tensor]:
         row, draws = self.draw()
         measured = self.learner.step(self.table.gather(row), draws)
-        self.follow()
+        self.count_step()
         return measured
 
     def draw(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -182,11 +140,18 @@ class OfflineRun:
         row = torch.randint(len(self.table), (size,), generator=self._index, device=device)
         return row, self.learner.draw(size, self._noise)
 
-    def follow(self) -> None:
-        """Let the averaged weights follow a step that was taken."""
+    def count_step(self) -> None:
+        """Count a gradient step and update the averaged weights."""
         self._done += 1
         if self._ema is not None:
             self._ema.update(self.learner.policy)
+
+    def overestimation(self) -> Metrics:
+        """Return how far the critics exceed the returns of the data; empty without critics or probes."""
+        critic = getattr(self.learner, "critic", None)
+        if critic is None or self._probes is None:
+            return {}
+        return {"critic/overestimation": self._probes.overestimation(critic)}
 
     def snapshot(self) -> Policy:
         """Return a copy of the policy, its weights averaged where they are to be, in evaluation mode."""
@@ -194,7 +159,6 @@ class OfflineRun:
         return policy.clone().eval().requires_grad_(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a bit-exact continuation needs."""
         return {
             "done": self._done,
             "learner": self.learner.state_dict(),
@@ -210,9 +174,7 @@ class OfflineRun:
         Raises:
             CheckpointError: If length, data, seed, the policy to start from or what is made of rewards are
                 not those of the run.
-            CapabilityError: If it is trained together with others; see `SeedBatch`.
         """
-        self._require_alone()
         require_unchanged(state, self._lasting)
         self.learner.load_state_dict(state["learner"])
         if self._ema is not None:
@@ -221,90 +183,47 @@ class OfflineRun:
         restore_generator(self._noise, state["noise"])
         self._done = int(state["done"])
 
-    def _require_alone(self) -> None:
-        if self.is_led:
-            raise CapabilityError(
-                "this run takes its steps together with other seeds. Build it anew to advance it alone or to "
-                "continue it from a state."
-            )
-
     def close(self) -> None:
         """Nothing to release."""
 
 
-class SeedBatch:
-    """Runs of several seeds whose steps are taken by one learner.
+@dataclass(frozen=True)
+class Probes:
+    """Conditions (P, C), actions (P, A) and discounted returns to go (P,) of rows of the data."""
 
-    Every run draws what it would draw alone and stays what is saved, evaluated and shipped, but advances and
-    loads only here from the first steps on. Seeds that are behind go first and together.
+    cond: Tensor
+    action: Tensor
+    to_go: Tensor
 
-    Args:
-        runs: Of one configuration, made by `OfflineConfig.build_seeds`; each may have been continued.
-        combine: Returns the learner of several; see `Td3Learner.together`.
+    @torch.no_grad()
+    def overestimation(self, critic: Ensemble) -> Tensor:
+        """Return by how much the values of the critics exceed the returns, a scalar."""
+        return (critic(self.cond, self.action).mean(dim=0) - self.to_go).mean()
 
-    Raises:
-        ConfigError: If they were made apart: they must share their transitions.
+
+def probes_of(table: TransitionTable, dataset: EpisodeDataset, rewarding: Rewarding) -> Probes | None:
+    """Return evenly spread rows whose return to go is known; None where there are none.
+
+    None too where recordings go on after the task was over (`masks`): those returns are not the task's.
     """
-
-    def __init__(
-        self, runs: Sequence[OfflineRun], combine: Callable[[Sequence[Any]], StackedLearner]
-    ) -> None:
-        if any(run.table is not runs[0].table for run in runs):
-            raise ConfigError("runs that are trained together must be made together, by build_seeds.")
-        self.runs, self._combine = runs, combine
-        self._moving: tuple[OfflineRun, ...] = ()
-        self._learner: StackedLearner | None = None
-
-    def advance(self) -> list[Metrics]:
-        """Take a block of gradient steps with every seed that is furthest behind.
-
-        Returns:
-            What `OfflineRun.advance` would, for each run; empty for those that stood still.
-        """
-        done = min(run.progress for run in self.runs)
-        learner, moving = self._learner_of([run for run in self.runs if run.progress == done])
-        ahead = [run.progress for run in self.runs if run.progress > done]
-        config, start, means = moving[0].config, time.perf_counter(), Means()
-        count = min([config.block_steps, moving[0].total - done, *(other - done for other in ahead)])
-        with torch_threads(moving[0].num_threads):
-            for _ in range(count):
-                means.add(step_together(learner, moving))
-            measured = {name: value.unbind(0) for name, value in means.tensors().items()}
-            judged = [run.judged() for run in moving]
-        rate = {"time/steps_per_s": count / (time.perf_counter() - start)}
-        found: dict[int, Metrics] = {
-            id(run): {**{name: value[s] for name, value in measured.items()}, **judged[s], **rate}
-            for s, run in enumerate(moving)
-        }
-        return [found.get(id(run), {}) for run in self.runs]
-
-    def _learner_of(self, runs: Sequence[OfflineRun]) -> tuple[StackedLearner, tuple[OfflineRun, ...]]:
-        """Return what takes the steps of these runs; made anew where others moved before."""
-        if self._learner is None or self._moving != tuple(runs):
-            self._moving = tuple(runs)
-            self._learner = self._combine([run.learner for run in runs])
-            for run in runs:
-                run.is_led = True
-        return self._learner, self._moving
+    if table.frame is None or "masks" in dataset.extras:
+        return None
+    known = _known(dataset, rewarding.gamma)[table.frame].nonzero().squeeze(1)
+    if not len(known):
+        return None
+    places = torch.linspace(0, len(known) - 1, min(_PROBES, len(known)), device=known.device).long()
+    row = known[places]
+    rewards = rewarding.scale * dataset.rewards + rewarding.shift
+    to_go = replace(dataset, rewards=rewards).returns_to_go(rewarding.gamma)[table.frame[row]]
+    batch = table.gather(row)
+    return Probes(batch.cond.contiguous(), batch.action.contiguous(), to_go.to(batch.reward))
 
 
-def step_together(
-    learner: StackedLearner, runs: Sequence[OfflineRun], rows: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Take a step of every run; returns measured quantities, each (S,).
-
-    Args:
-        learner: Of all runs.
-        runs: What they draw is used.
-        rows: (S, B), in place of those that they draw.
-    """
-    drawn, draws = zip(*(run.draw() for run in runs), strict=True)
-    together = {name: torch.stack([each[name] for each in draws]) for name in draws[0]}
-    measured = learner.step(runs[0].table.gather(torch.stack(drawn) if rows is None else rows), together)
-    for run in runs:
-        run.learner.steps = learner.steps
-        run.follow()
-    return measured
+def _known(dataset: EpisodeDataset, gamma: float) -> Tensor:
+    """Return which frames (N,) have a return to go that no cut changes much."""
+    last = (dataset.episode_start[1:] - 1).repeat_interleave(dataset.lengths)
+    remaining = last - torch.arange(dataset.num_frames, device=last.device) + 1
+    return dataset.terminated[last] | (gamma ** remaining.double() < _CUT_WEIGHT)
 
 
 def precision(autocast: str | None, device: torch.device) -> AbstractContextManager[Any]:

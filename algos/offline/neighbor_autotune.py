@@ -58,7 +58,7 @@ class Load:
     queries: int
 
     def rows(self, among: int) -> float:
-        """Return how many different rows are asked for, of so many."""
+        """Return the expected number of different rows that are queried."""
         return among * -math.expm1(-self.batches * self.queries / among)
 
 
@@ -99,21 +99,17 @@ class Rows:
         return max(lists, copies) + listing + boxes_bytes(num, width)
 
     def has_room(self, how: str) -> bool:
-        """Tell whether there is memory for a way of searching, where it searches."""
+        """Return whether there is memory for a way of searching, on the device where it searches."""
         if self._is_there(how):
             return self.bytes_of(how) <= SHARE * _free_of(self.state.device)
         return fits(self.bytes_of(how))
 
     def _is_there(self, how: str) -> bool:
-        """Tell whether a way takes memory of an accelerator: only brute force does, where the rows are."""
+        """Return whether a way uses accelerator memory: only brute force does."""
         return how == "brute" and self.state.device.type != "cpu"
 
     def _require_room(self, how: str) -> None:
-        """Refuse a way of searching without room.
-
-        Raises:
-            ConfigError: If there is not enough memory; names both and other ways.
-        """
+        """Refuse a way of searching without room."""
         if self.has_room(how):
             return
         free = _free_of(self.state.device) if self._is_there(how) else free_memory() or 0
@@ -196,7 +192,7 @@ def build_search(
 
 
 def _with_room(ways: list[str], rows: Rows) -> list[str]:
-    """Return the ways for which there is memory; the last of all where there are none, which will say so."""
+    """Return the ways for which there is memory; without any the last one, which raises."""
     possible = [way for way in ways if rows.has_room(way)]
     for way in ways:
         if possible and way not in possible:
@@ -207,7 +203,6 @@ def _with_room(ways: list[str], rows: Rows) -> list[str]:
 def _fastest(
     searches: Iterable[Search], rows: Rows, load: Load, generator: torch.Generator, clock: Clock
 ) -> Search:
-    """Try every search and keep the one with which the run is expected to take the least time."""
     tried = min(_TRIED, load.queries, len(rows))
     row = torch.randint(len(rows), (tried,), generator=generator).to(rows.state.device)
     action = _actions(rows.action[row], generator)

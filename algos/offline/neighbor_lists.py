@@ -54,12 +54,10 @@ class NeighborLists:
         return "tree" if between - started <= self._clock() - between else "product"
 
     def by_tree(self, rows: Tensor) -> Found:
-        """See `nearest`."""
         index = self._tree.query(self._state[rows].numpy(), k=self._length)[1]
         return self._ordered(rows, torch.from_numpy(index.reshape(len(rows), self._length)))
 
     def by_product(self, rows: Tensor) -> Found:
-        """See `nearest`."""
         at_once = max(1, _TILE // len(self._state))
         # One tile for all: each of its own would leave a hole in the heap that the next one does not fit in.
         tile = self._state.new_empty(min(at_once, len(rows)), len(self._state))

@@ -112,7 +112,6 @@ class NeighborTree:
     def _compare(
         self, query: Tensor, owner: Tensor, leaf: Tensor, best: Tensor, index: Tensor, tail_limit: Tensor
     ) -> None:
-        """Compare queries with the rows of leaves whose tails are near enough."""
         heads, tails = query.split([query.shape[1] - self._tail, self._tail], dim=1)
         gap = self._tails.index_select(0, leaf).sub_(tails.index_select(0, owner)[:, :, None])
         square = gap.square_().sum(dim=1)

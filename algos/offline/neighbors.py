@@ -18,7 +18,7 @@ Source: PRDC, arXiv 2306.06569, whose tree this is; lists, certificate and boxes
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -41,13 +41,12 @@ class Nearest:
     certified: Tensor
 
 
+@runtime_checkable
 class Search(Protocol):
     """Finds the nearest row."""
 
     @property
-    def name(self) -> str:
-        """How `algo.search` calls it."""
-        ...
+    def name(self) -> str: ...
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
         """Return the nearest rows of queries; any rows where actions are not finite.
@@ -77,7 +76,6 @@ class TreeSearch:
         self._tree = KDTree(_keys(state, action, beta), balanced_tree=False, compact_nodes=True)
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
-        """See `Search`."""
         # scipy refuses NaN before the trainer sees the loss, names it, and keeps the last good checkpoint.
         keys = np.nan_to_num(_keys(state, action, self._beta))
         index = self.query(keys)[1]
@@ -108,7 +106,6 @@ class BruteSearch:
         self._square = self._data.square().sum(dim=1)
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
-        """See `Search`."""
         query = _scaled(state, action, self._beta).double()
         best, index = None, None
         for start in range(0, len(self._data), _TILE):
@@ -152,7 +149,6 @@ class ListSearch:
 
     @property
     def listed(self) -> float:
-        """Share of the rows whose list has been made."""
         return float(self._listed.float().mean())
 
     def make_lists(self, rows: Tensor) -> None:
@@ -166,7 +162,6 @@ class ListSearch:
         self._listed[missing] = True
 
     def nearest(self, row: Tensor, state: Tensor, action: Tensor) -> Nearest:
-        """See `Search`."""
         device, row, state, action = row.device, row.cpu(), state.cpu(), action.cpu()
         self.make_lists(row)
         index, best, certified = self._scan(row, action, min(_PREFIX, self._length))

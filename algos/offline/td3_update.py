@@ -1,4 +1,4 @@
-"""TD3 on a fixed dataset with an actor that is kept near the data: one core, several ways of keeping it.
+"""TD3 on a fixed dataset with an actor that is kept near the data: one update, several regularisers.
 
 Legend: Q1, Q2 critics, bar target copy, pi actor, a data action, L bound of learner actions (1: normalised),
 eps standard normal, B rows of a batch::
@@ -6,16 +6,13 @@ eps standard normal, B rows of a batch::
     a'    = clip(pi_bar(s') + clip(sigma L eps, +-c L), +-L)
     y     = r + discount min(Q1_bar, Q2_bar)(s', a')            discount = gamma^l, 0 where the task ended
     critic loss = mean (Q1 - y)^2 + mean (Q2 - y)^2
-    actor loss  = -lambda mean Q1(s, pi(s)) + constraint,       lambda = alpha / mean |Q1(s, pi(s))|, constant
+    actor loss  = -lambda mean Q1(s, pi(s)) + penalty,          lambda = alpha / mean |Q1(s, pi(s))|, constant
 
-The actor and all targets move every `policy_every`-th step; an actor that is already a good policy may wait
-for `warmup_steps`, or critics that know nothing yet spoil it. What the constraint is says a `Regulariser`:
-the data action (TD3+BC), the nearest row of the dataset (PRDC), a generative guide (A2PR), or penalties on
-actor and target (ReBRAC). The actor may be any policy: for one that samples, the constraint acts on sampled
-chunks and gradients pass through all of its denoising steps.
-
-Batches may have a leading axis of seeds, (S, B, ...): losses are means over rows and sums over seeds, so one
-learner takes the steps of several; see `Td3Learner.together`.
+Actor and targets are updated at every `policy_delay`-th step; an actor that is already trained waits for
+`warmup_steps`, until the critics have learned something. The penalty is that of a `Regulariser`: the distance
+from the data action (TD3+BC), from the nearest row of the dataset (PRDC) or from a generative guide (A2PR),
+or penalties on actor and target (ReBRAC). The actor may be any policy: for one that samples, the penalty acts
+on sampled chunks and gradients pass through all denoising steps.
 
 Source: TD3+BC, arXiv 2106.06860; PRDC, arXiv 2306.06569; released code of PRDC and A2PR.
 """
@@ -23,184 +20,214 @@ Source: TD3+BC, arXiv 2106.06860; PRDC, arXiv 2306.06569; released code of PRDC 
 from __future__ import annotations
 
 import copy
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from algos.base import AT_BOUND, Draws, Quantities, Setup
-from algos.offline.actor import Actor
-from algos.offline.batched_seeds import ONE_BY_ONE, StackedActor, StackedEnsemble, joined
-from algos.offline.config import OfflineConfig, warn_of_reach
-from algos.offline.loop import OfflineRun, SeedBatch, precision
-from algos.optim import descend, restore_optimizer
+from algos.offline.config import OfflineConfig, warn_of_clipped_actions
+from algos.offline.loop import precision
+from algos.optim import descend, load_parts, save_parts
 from algos.transitions import Batch, TransitionTable
-from policies.errors import CapabilityError
+from policies.bounds import bounded
 from policies.networks.critics import Ensemble, EnsembleConfig, aggregate, polyak
+from policies.networks.heads import GaussianHead
+from policies.networks.mlp_blocks import PlainTrunk
 from policies.policy import Policy
+from policies.processes.deterministic import DeterministicPolicy
+from policies.processes.gaussian import GaussianPolicy
+from policies.protocols import Cond
 from policies.registry import name_of
 
 
 @dataclass(frozen=True)
-class Td3Rules:
-    """Constants of the learner; noises are in units of L."""
-
-    alpha: float = 2.5
-    tau: float = 0.005
-    policy_noise: float = 0.2
-    noise_clip: float = 0.5
-    policy_every: int = 2
-    warmup_steps: int = 0
-    actor_value: str = "first"  # the critic that the actor climbs: first | min
-    actor_lr: float = 3e-4
-    critic_lr: float = 3e-4
-    limit: float = 1.0
-    autocast: str | None = None  # number type of products; None: that of the weights
-
-
-@dataclass(frozen=True)
 class Backup:
-    """What the critic was moved towards: next actions (..., B, A) and targets (..., B)."""
+    """What the critic is regressed on: next actions (B, A) and targets (B,)."""
 
     next_action: Tensor
     target: Tensor
 
 
 def mean_square(action: Tensor, other: Tensor) -> Tensor:
-    """Return mean (a - b)^2 of actions (..., B, A) over rows and entries, one for each seed."""
+    """Return mean (a - b)^2 of actions (B, A) over rows and entries."""
     return (action - other).square().mean(dim=(-2, -1))
 
 
 class Regulariser(ABC):
-    """Keeps an actor near the data. Batches and actions may have a leading axis of seeds."""
+    """Keeps an actor near the data."""
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return random numbers for one step of n rows."""
+        """Return the random numbers of one step on n rows."""
         return {}
 
     def learn(self, batch: Batch, backup: Backup, critic: Ensemble, draws: Draws) -> Quantities:
-        """Learn what the constraint needs, after every step of the critic."""
+        """Update the regulariser's own networks, after every critic update."""
         return {}
 
     @abstractmethod
     def penalty(
         self, batch: Batch, action: Tensor, critic: Ensemble, draws: Draws
     ) -> tuple[Tensor, Quantities]:
-        """Return what is added to the actor's loss for its actions (..., B, A), and what to report.
-
-        One number for each seed, (...).
-        """
+        """Return the term added to the actor loss for its actions (B, A), and metrics."""
 
     def next_penalty(self, batch: Batch, action: Tensor) -> Tensor | None:
-        """Return what next actions (..., B, A) cost in the target (..., B); None: nothing."""
+        """Return what next actions (B, A) cost in the target (B,); None: nothing."""
         return None
 
-    def together(self, others: Sequence[Any]) -> Regulariser:
-        """Return one constraint in place of this one and those of further seeds, which are of its class.
-
-        Raises:
-            CapabilityError: If there is none.
-        """
-        raise CapabilityError(f"{type(self).__name__} constrains one seed at a time. {ONE_BY_ONE}")
-
     def state_dict(self) -> dict[str, Any]:
-        """Return what a continuation needs."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Continue from `state_dict`."""
 
 
+class ActorNetwork(nn.Module):
+    """Network of an actor made by `plain_actor`, which shares the parameters of the policy.
+
+    Args:
+        trunk: From conditions to the mean before tanh.
+        head: Of a Gaussian, with its standard deviations; None for a deterministic policy.
+    """
+
+    def __init__(self, trunk: PlainTrunk, head: GaussianHead | None = None) -> None:
+        super().__init__()
+        self.trunk, self._density = trunk, None if head is None else head.config
+        self.log_var = None if head is None else head.log_var
+
+    def forward(self, cond: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return means (B, A) and, for a Gaussian, standard deviations (1, A) for conditions (B, C)."""
+        mean = torch.tanh(self.trunk(cond))
+        if self._density is None or self.log_var is None:
+            return mean, None
+        return mean, self._density.std_of(self.log_var).unsqueeze(-2)
+
+
+def actor_network(policy: Policy) -> ActorNetwork | None:
+    """Return the network of a policy made by `plain_actor`; None for other policies."""
+    network = None
+    if policy.chunk.horizon == 1 and isinstance(policy, DeterministicPolicy):
+        network = _network_of(policy.trunk)
+    if policy.chunk.horizon == 1 and isinstance(policy, GaussianPolicy):
+        network = _network_of(policy.head.trunk, policy.head)
+    return None if network is None or _trainable(network) != _trainable(policy) else network
+
+
+def _network_of(trunk: nn.Module, head: GaussianHead | None = None) -> ActorNetwork | None:
+    return ActorNetwork(trunk, head) if isinstance(trunk, PlainTrunk) else None
+
+
+def _trainable(module: nn.Module) -> set[int]:
+    return {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+
+
+class Actor:
+    """A policy as actor-critic methods use it: encoded observation in, flat executed chunk out.
+
+    Args:
+        policy: Any policy; one that ignores noise is deterministic.
+        limit: L; learner actions are the normalised ones times L.
+
+    Attributes:
+        width: A, of a flat executed chunk.
+        device: Of the policy.
+    """
+
+    def __init__(self, policy: Policy, limit: float = 1.0) -> None:
+        self.policy, self.limit = policy, limit
+        self.width = policy.chunk.act_steps * policy.chunk.action_dim
+        self.device, self._noise_shape = policy.device, policy.noise_shape
+        # One network without a sampler is evaluated directly; any other policy decodes noise.
+        self._network = actor_network(policy) if isinstance(policy, DeterministicPolicy) else None
+
+    @property
+    def network(self) -> nn.Module:
+        return self.policy
+
+    def draw(self, n: int, generator: torch.Generator) -> Tensor:
+        """Return the start noise of n actions; zeros where it has no influence."""
+        if self._network is not None or not self.policy.noise_sensitive:
+            return torch.zeros(n, *self._noise_shape, device=self.device)
+        return self.policy.sample_noise(n, generator=generator)
+
+    def __call__(self, cond: Tensor, noise: Tensor, *, grad: bool = True) -> Tensor:
+        """Return actions (B, A) in [-L, L] for conditions (B, C)."""
+        if self._network is not None:
+            with torch.set_grad_enabled(grad and torch.is_grad_enabled()):
+                action = self._network(cond)[0]
+        else:
+            action = self.policy.decode(Cond(cond), noise, grad=grad)[:, self.policy.chunk.executed].flatten(
+                1
+            )
+        return action if self.limit == 1.0 else action * self.limit
+
+
 class Td3Learner:
-    """Actor, critics, their target copies and optimisers; takes one step on one batch.
+    """Actor, critics, their target copies and optimisers.
 
     Args:
         actor: Whose policy is trained.
         critic: Action values.
-        regulariser: Constraint.
-        rules: Constants.
+        regulariser: Keeps the actor near the data.
+        config: Constants.
     """
 
-    def __init__(self, actor: Actor, critic: Ensemble, regulariser: Regulariser, rules: Td3Rules) -> None:
-        self.actor, self.critic, self.regulariser, self.rules = actor, critic, regulariser, rules
+    def __init__(
+        self, actor: Actor, critic: Ensemble, regulariser: Regulariser, config: ConstrainedTd3Config
+    ) -> None:
+        self.actor, self.critic, self.regulariser, self.config = actor, critic, regulariser, config
         self.target_actor, self.target_critic = copy.deepcopy(actor), copy.deepcopy(critic)
         for target in (self.target_actor.network, self.target_critic):
             target.requires_grad_(False)
         trained = [p for p in actor.network.parameters() if p.requires_grad]
-        self.actor_optimizer = torch.optim.Adam(trained, lr=rules.actor_lr, fused=True)
-        self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=rules.critic_lr, fused=True)
+        self.actor_optimizer = torch.optim.Adam(trained, lr=config.actor_lr, fused=True)
+        self.critic_optimizer = torch.optim.Adam(critic.parameters(), lr=config.critic_lr, fused=True)
         self.steps = 0
-
-    @classmethod
-    def together(cls, learners: Sequence[Td3Learner]) -> Td3Learner:
-        """Return one learner that takes the steps of several, which differ by their seeds only.
-
-        What the others hold becomes a view of what it holds: each can still be asked for its policy and its
-        state, but must not step or load by itself any more. It has no policy of its own.
-
-        Raises:
-            CapabilityError: If their actors or constraints cannot be stacked.
-        """
-        first, *others = learners
-        whole = copy.copy(first)
-        for name in ("actor", "target_actor"):
-            setattr(whole, name, StackedActor([getattr(one, name) for one in learners]))
-        for name in ("critic", "target_critic"):
-            setattr(whole, name, StackedEnsemble([getattr(one, name) for one in learners]))
-        whole.regulariser = first.regulariser.together([other.regulariser for other in others])
-        trained = {"actor_optimizer": whole.actor.network, "critic_optimizer": whole.critic}
-        for name, network in trained.items():
-            setattr(whole, name, joined(network.parameters(), [getattr(one, name) for one in learners]))
-        return whole
 
     @property
     def policy(self) -> Policy:
-        """The policy in training; see `StackedActor.policy`."""
         return self.actor.policy
 
     def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the random numbers of the coming step on n rows."""
-        policy, actor = self.policy, self.actor
-        width, device = policy.chunk.act_steps * policy.chunk.action_dim, policy.device
-        target = torch.randn(n, width, generator=generator, device=generator.device).to(device)
-        draws = {"target": target, "next_start": actor.draw(n, generator)}
-        if self._moves_actor(self.steps + 1):
-            draws["start"] = actor.draw(n, generator)
+        eps = torch.randn(n, self.actor.width, generator=generator, device=generator.device)
+        draws = {"target": eps.to(self.actor.device), "next_start": self.actor.draw(n, generator)}
+        if self._updates_actor(self.steps + 1):
+            draws["start"] = self.actor.draw(n, generator)
         return draws | self.regulariser.draw(n, generator)
 
     def step(self, batch: Batch, draws: Draws) -> Quantities:
-        """Take one step of the critic and, where it is due, of the actor and of the targets."""
+        """Update the critic and, every `policy_delay` steps, the actor and the targets."""
         self.steps += 1
-        backup, out = self._move_critic(batch, draws)
+        backup = self.backup(batch, draws)
+        out = self._update_critic(batch, backup)
         out |= self.regulariser.learn(batch, backup, self.critic, draws)
-        if self._moves_actor(self.steps):
-            out |= self._move_actor(batch, draws)
-        if self._moves_targets(self.steps):
-            polyak(self.target_critic, self.critic, self.rules.tau)
-            polyak(self.target_actor.network, self.actor.network, self.rules.tau)
+        if self._updates_actor(self.steps):
+            out |= self._update_actor(batch, draws)
+        if self._updates_targets(self.steps):
+            polyak(self.target_critic, self.critic, self.config.tau)
+            polyak(self.target_actor.network, self.actor.network, self.config.tau)
         return out
 
-    def _moves_targets(self, step: int) -> bool:
-        return step % self.rules.policy_every == 0
+    def _updates_targets(self, step: int) -> bool:
+        return step % self.config.policy_delay == 0
 
-    def _moves_actor(self, step: int) -> bool:
-        return self._moves_targets(step) and step > self.rules.warmup_steps
+    def _updates_actor(self, step: int) -> bool:
+        return self._updates_targets(step) and step > self.config.warmup_steps
 
     def _precision(self, batch: Batch) -> AbstractContextManager[Any]:
-        """Return what the networks are evaluated in."""
-        return precision(self.rules.autocast, batch.cond.device)
+        return precision(self.config.autocast, batch.cond.device)
 
     @torch.no_grad()
     def backup(self, batch: Batch, draws: Draws) -> Backup:
-        """Return next actions and targets; see the top of the file."""
-        rules, limit = self.rules, self.rules.limit
-        bound = rules.noise_clip * limit
-        noise = (draws["target"] * (rules.policy_noise * limit)).clamp_(-bound, bound)
+        """Return a' and y; see the top of the file."""
+        config, limit = self.config, self.actor.limit
+        bound = config.noise_clip * limit
+        noise = (draws["target"] * (config.policy_noise * limit)).clamp_(-bound, bound)
         with self._precision(batch):
             action = self.target_actor(batch.next_cond, draws["next_start"], grad=False)
             action = (action + noise).clamp_(-limit, limit)
@@ -210,28 +237,27 @@ class Td3Learner:
             value = value - cost
         return Backup(action, torch.addcmul(batch.reward, batch.discount, value))
 
-    def _move_critic(self, batch: Batch, draws: Draws) -> tuple[Backup, Quantities]:
-        backup = self.backup(batch, draws)
+    def _update_critic(self, batch: Batch, backup: Backup) -> Quantities:
         with self._precision(batch):
             values = self.critic(batch.cond, batch.action)
-        loss = (values - backup.target).square().mean(dim=-1).sum(dim=0)
-        descend(self.critic_optimizer, loss.sum())
+        loss = (values - backup.target).square().mean(dim=-1).sum(dim=0)  # (E, B): mean over B, sum over E
+        descend(self.critic_optimizer, loss)
         value, target = values.detach().mean(dim=(0, -1)), backup.target.mean(dim=-1)
-        return backup, {"critic/loss": loss.detach(), "critic/value": value, "critic/target": target}
+        return {"critic/loss": loss.detach(), "critic/value": value, "critic/target": target}
 
-    def _move_actor(self, batch: Batch, draws: Draws) -> Quantities:
+    def _update_actor(self, batch: Batch, draws: Draws) -> Quantities:
         with self._precision(batch):
             action = self.actor(batch.cond, draws["start"]).to(batch.action)
             value = self.actor_value(batch, action)
-        scale = self.rules.alpha / value.detach().abs().mean(dim=-1)
-        climb = -scale * value.mean(dim=-1)
+        scale = self.config.alpha / value.detach().abs().mean(dim=-1)  # lambda
+        value_loss = -scale * value.mean(dim=-1)
         penalty, out = self.regulariser.penalty(batch, action, self.critic, draws)
-        descend(self.actor_optimizer, (climb + penalty).sum())
+        descend(self.actor_optimizer, value_loss + penalty)
         with torch.no_grad():
-            saturated = action.abs() > AT_BOUND * self.rules.limit
+            saturated = action.abs() > AT_BOUND * self.actor.limit
             out |= {
                 "actor/value": value.mean(dim=-1),
-                "actor/value_loss": climb,
+                "actor/value_loss": value_loss,
                 "actor/constraint": penalty,
                 "actor/data_distance": mean_square(action, batch.action).sqrt(),
                 "actor/saturated_fraction": saturated.float().mean(dim=(-2, -1)),
@@ -239,68 +265,49 @@ class Td3Learner:
         return {name: value.detach() for name, value in out.items()}
 
     def actor_value(self, batch: Batch, action: Tensor) -> Tensor:
-        """Return the value (..., B) that the actor climbs; no gradient reaches the critic."""
-        if self.rules.actor_value == "first":
+        """Return the value (B,) that the actor maximises; the critic's weights get no gradient."""
+        if self.config.actor_value == "first":
             return self.critic(batch.cond, action, members=1, frozen=True)[0]
         return aggregate(self.critic(batch.cond, action, frozen=True), "min")
 
+    @property
+    def target_policy(self) -> Policy:
+        """The policy of the target actor."""
+        return self.target_actor.policy
+
+    _parts: ClassVar[tuple[str, ...]] = (
+        *("policy", "critic", "target_policy", "target_critic"),
+        *("actor_optimizer", "critic_optimizer", "regulariser"),
+    )
+
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a bit-exact continuation needs."""
-        return {
-            "steps": self.steps,
-            "policy": self.policy.state_dict(),
-            "critic": self.critic.state_dict(),
-            "target_policy": self.target_actor.policy.state_dict(),
-            "target_critic": self.target_critic.state_dict(),
-            "actor_optimizer": self.actor_optimizer.state_dict(),
-            "critic_optimizer": self.critic_optimizer.state_dict(),
-            "regulariser": self.regulariser.state_dict(),
-        }
+        return {"steps": self.steps} | save_parts(self, self._parts)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        self.policy.load_state_dict(state["policy"])
-        self.critic.load_state_dict(state["critic"])
-        self.target_actor.policy.load_state_dict(state["target_policy"])
-        self.target_critic.load_state_dict(state["target_critic"])
-        restore_optimizer(self.actor_optimizer, state["actor_optimizer"])
-        restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
-        self.regulariser.load_state_dict(state["regulariser"])
+        load_parts(self, self._parts, state)
         self.steps = int(state["steps"])
 
 
 @dataclass
 class ConstrainedTd3Config(OfflineConfig):
-    """Settings of every algorithm on this core."""
+    """Settings shared by the algorithms on this update.
 
-    alpha: float = 2.5  # weight of the value against the constraint
-    policy_noise: float = 0.2  # deviation of the noise on next actions, normalised units
-    noise_clip: float = 0.5  # largest magnitude of that noise
-    policy_every: int = 2  # steps of the critic per step of the actor and the targets
-    warmup_steps: int = 0  # steps of the critic before the actor moves for the first time; of use with `init`
-    critic_layer_norm: bool = False  # normalise before each activation
+    Attributes:
+        actor_value: Critic that the actor maximises: `first`, or `min` over both.
+    """
+
+    actor_value: ClassVar[str] = "first"
+
+    alpha: float = bounded(2.5, ge=0)  # weight of the value term of the actor loss
+    policy_noise: float = bounded(0.2, ge=0)  # std of the target policy noise, normalised action units
+    noise_clip: float = bounded(0.5, ge=0)  # clip of the target policy noise
+    policy_delay: int = bounded(2, ge=1, was="policy_every")  # critic updates per actor and target update
+    warmup_steps: int = bounded(0, ge=0)  # critic updates before the first actor update; for use with `init`
+    critic_layer_norm: bool = False  # layer normalisation before each activation
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
-        for name in ("alpha", "policy_noise", "noise_clip"):
-            self.require(name, 0 <= getattr(self, name) < math.inf, "0 or more and finite")
-        self.require("policy_every", self.policy_every >= 1, "at least 1")
-        self.require("warmup_steps", 0 <= self.warmup_steps < self.steps, "0 or more and below algo.steps")
-
-    def rules(self) -> Td3Rules:
-        """Return the constants of the learner."""
-        return Td3Rules(
-            alpha=self.alpha,
-            tau=self.tau,
-            policy_noise=self.policy_noise,
-            noise_clip=self.noise_clip,
-            policy_every=self.policy_every,
-            warmup_steps=self.warmup_steps,
-            actor_lr=self.actor_lr,
-            critic_lr=self.critic_lr,
-            autocast=self.autocast,
-        )
+        self.require("warmup_steps", self.warmup_steps < self.steps, "0 or more and below algo.steps")
 
     def critic_config(self) -> EnsembleConfig:
         """Return the shape of the critics."""
@@ -308,15 +315,10 @@ class ConstrainedTd3Config(OfflineConfig):
 
     @abstractmethod
     def regulariser(self, actor: Actor, table: TransitionTable, setup: Setup) -> Regulariser:
-        """Return the constraint."""
-
-    def together(self, runs: Sequence[OfflineRun]) -> SeedBatch:
-        """Return what takes the steps of runs of several seeds, made by `build_seeds`, at once."""
-        return SeedBatch(runs, Td3Learner.together)
+        """Return what keeps the actor near the data."""
 
     def learner(self, policy: Policy, table: TransitionTable, setup: Setup) -> Td3Learner:
-        """Return the learner; see `OfflineConfig.learner`."""
-        warn_of_reach(table, setup, name_of("algo", self))
+        warn_of_clipped_actions(table, setup, name_of("algo", self))
         actor, like = Actor(policy), table.cond
         critic = self.critic_config().build(like.shape[1], table.action.shape[1]).to(like.device, like.dtype)
-        return Td3Learner(actor, critic, self.regulariser(actor, table, setup), self.rules())
+        return Td3Learner(actor, critic, self.regulariser(actor, table, setup), self)

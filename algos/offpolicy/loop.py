@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from algos.base import Metrics, Quantities, Setup
 from algos.offline.loop import THREADS
 from algos.offpolicy.config import OffPolicyConfig
-from algos.offpolicy.replay_buffer import ChunkBatch, Mixture, Replay
-from algos.offpolicy.sac_update import LatentActor
+from algos.offpolicy.replay_buffer import Mixture, Replay
+from algos.offpolicy.sac_update import LatentActor, SacUpdate
 from algos.optim import DelayedDecay, Ema
 from algos.training.metrics import Means
 from algos.training.resume_checks import init_facts, require_unchanged
@@ -38,42 +38,6 @@ from policies.threads import torch_threads
 _log = logging.getLogger(__name__)
 
 LOOKED_AT = 64  # transitions of the warm-up, before the first update
-
-
-class Learner(Protocol):
-    """What the loop asks of a learner."""
-
-    @property
-    def actor(self) -> LatentActor:
-        """What acts."""
-        ...
-
-    @property
-    def policy(self) -> Policy:
-        """The policy in training."""
-        ...
-
-    def draw(self, n: int, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the random numbers of a step."""
-        ...
-
-    def step(self, batch: ChunkBatch, draws: Mapping[str, Tensor], *, moves_actor: bool = True) -> Quantities:
-        """Take a step."""
-        ...
-
-    def finish_round(
-        self, count: int, size: int, source: Mixture, generator: torch.Generator
-    ) -> list[Quantities]:
-        """Do what follows `count` steps, on batches of `size` rows."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything a continuation needs."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        ...
 
 
 class Explorer:
@@ -147,7 +111,7 @@ class OffPolicyRun:
         self,
         config: OffPolicyConfig,
         setup: Setup,
-        learner: Learner,
+        learner: SacUpdate,
         offline: TransitionTable | None = None,
         resume_invariants: Mapping[str, Any] | None = None,
         look: Callable[[Tensor, torch.Generator], Quantities] | None = None,
@@ -206,7 +170,7 @@ class OffPolicyRun:
     def advance(self) -> Metrics:
         """Act and learn for a block, which ends with so many control steps or updates, and report it."""
         before, means, seconds = self.progress, Means(), {"rollout": 0.0, "update": 0.0}
-        until, last = min(before + self.config.block_steps, self.total), self._steps + self.config.block_steps
+        until, last = min(before + self.config.log_every, self.total), self._steps + self.config.log_every
         episodes: list[EpisodeRow] = []
         with torch_threads(self._num_threads):
             while self.progress < until and self._steps < last:
@@ -224,7 +188,6 @@ class OffPolicyRun:
         return found | _summary(episodes, self.pool.env) | {"replay/rows": float(len(self.replay))} | spent
 
     def _collect(self) -> Rollout:
-        """Execute chunks in all environments and remember them."""
         is_warmup = self.progress < self.config.warmup_steps
         rollout = self.pool.collect(
             Explorer(self._actor_on_cpu(), is_warmup=is_warmup), self.config.steps_per_iteration
@@ -249,13 +212,12 @@ class OffPolicyRun:
         return self._acting
 
     def _wait(self) -> None:
-        """Let the device finish, so that its time counts as an update's; the next round's copy would wait."""
+        """Wait for the device, so that its time counts as update time instead of the next copy's."""
         device = self.learner.policy.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     def _learn(self, means: Means) -> None:
-        """Take the steps that are due."""
         count = math.floor(self._owed)
         self._owed -= count
         size, generator = self.config.batch_size, self._generator
@@ -265,9 +227,9 @@ class OffPolicyRun:
         for _ in range(count):
             self._steps += 1
             batch, draws = self.source.draw(size, generator), self.learner.draw(size, generator)
-            moves_actor = self._steps % self.config.actor_every == 0
-            means.add(self.learner.step(batch, draws, moves_actor=moves_actor))
-            if self._ema is not None and moves_actor:
+            updates_actor = self._steps % self.config.actor_every == 0
+            means.add(self.learner.step(batch, draws, updates_actor=updates_actor))
+            if self._ema is not None and updates_actor:
                 self._ema.update(self._trained)
         if count:
             for found in self.learner.finish_round(count, size, self.source, generator):
@@ -286,7 +248,6 @@ class OffPolicyRun:
         return policy
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything a bit-exact continuation needs."""
         return {
             "progress": self.progress,
             "steps": self._steps,
@@ -350,11 +311,7 @@ def offline_table(config: OffPolicyConfig, setup: Setup, policy: Policy) -> Tran
 
 
 def _require_ends(dataset: EpisodeDataset, env: EnvConfig) -> None:
-    """Refuse episodes that go on where success ends those of the task; warn of the opposite.
-
-    Raises:
-        ConfigError: If success is to terminate, and no episode of the dataset terminates.
-    """
+    """Refuse episodes that go on where success ends those of the task; warn of the opposite."""
     name, terminated = env.spec.name, int(dataset.terminated.sum())
     if env.spec.terminate_on_success and not terminated:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""How much a frozen policy depends on the noise that steering chooses, beside the states that it sees."""
+"""Sensitivity of a frozen policy to its start noise, compared with that to states."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def look_at_noise(actor: LatentActor, cond: Tensor, generator: torch.Generator) 
         generator: Draws standard normal noise.
 
     Raises:
-        CapabilityError: If chunks are the same from every noise, whatever the policy says of itself.
+        CapabilityError: If chunks do not depend on the noise.
     """
     seen = cond.repeat(NOISES, 1)
     eps = torch.randn(len(seen), actor.latent_dim, generator=generator, device=generator.device)

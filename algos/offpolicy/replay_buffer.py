@@ -117,12 +117,10 @@ class Replay:
 
     @property
     def capacity(self) -> int:
-        """Rows that there is place for."""
         return len(self._rows)
 
     @property
     def device(self) -> torch.device:
-        """Where the rows are."""
         return self._rows.device
 
     def add(
@@ -158,7 +156,6 @@ class Replay:
         return ChunkBatch(cond, latent, action, reward, discount, next_cond)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rows and the place of the next one."""
         return {"rows": self._rows[: self._size].clone(), "next": self._next, "capacity": self.capacity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What on-policy learning keeps of a rollout: encoded states, records of the actor, advantages.
+"""Experience of an on-policy iteration: encoded states, records of the actor, advantages.
 
 Legend: T chunk steps, N environments, M = T N environment steps (time-major), C condition width.
 """

@@ -7,7 +7,7 @@ action width. The deviation of every entry of every step lies between two bounds
 
 The upper bound may fall over a run. The network starts from what the policy's network makes of times and
 conditions; no gradient reaches the embedding of times through it. It belongs to learning alone: policies are
-shipped without it.
+exported without it.
 
 Source: ReinFlow, arXiv 2505.22094, section 4 and released code.
 """
@@ -18,11 +18,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 from policies.networks.embeddings import TimeEmbedding
 
 INPUTS = ("state_time", "state")
@@ -31,43 +32,28 @@ ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "mish": nn.Mish, "elu": nn.ELU,
 
 
 @dataclass(frozen=True)
-class NoiseConfig:
+class NoiseConfig(Checked):
     """Exploration noise of a flow."""
 
-    level: str = "learned"  # learned | constant: always max_std
-    input: str = "state_time"  # state_time | state: what the deviation may depend on
-    min_std: float = 0.10  # smallest deviation, normalised action units
-    max_std: float = 0.24  # largest deviation
-    hold: float = 0.35  # share of the run before the largest deviation falls; 1 keeps it
-    final_share: float = 0.7  # it ends at final_share max_std + (1 - final_share) min_std
-    hidden_dims: tuple[int, ...] = (64, 64)  # of the network
-    activation: str = "tanh"  # of the network
-    own_time_dim: int = 0  # width of a time embedding of its own; 0: that of the policy's network, as it is
+    key: ClassVar[str] = "algo.noise"
+
+    level: str = bounded("learned", choices=LEVELS)  # constant: always max_std
+    input: str = bounded("state_time", choices=INPUTS)  # inputs of the noise network
+    min_std: float = bounded(0.10, gt=0)  # smallest std, normalised action units
+    max_std: float = bounded(0.24, gt=0)  # largest std
+    hold: float = bounded(0.35, ge=0, le=1)  # fraction of the run before the largest std decays; 1 keeps it
+    final_share: float = bounded(0.7, ge=0, le=1)  # ends at final_share max_std + (1 - final_share) min_std
+    hidden_dims: tuple[int, ...] = bounded((64, 64), ge=1)  # of the network
+    activation: str = bounded("tanh", choices=tuple(ACTIVATIONS))  # of the network
+    own_time_dim: int = bounded(0, ge=0)  # width of its own time embedding; 0: that of the policy's network
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        choices = (("level", LEVELS), ("input", INPUTS), ("activation", tuple(ACTIVATIONS)))
-        for name, known in choices:
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"algo.noise.{name} must be one of {', '.join(known)}; got '{getattr(self, name)}'."
-                )
-        if not 0 < self.min_std <= self.max_std < math.inf:
-            raise ConfigError(
-                "algo.noise needs 0 < min_std <= max_std: without noise there is no density; got "
-                f"{self.min_std} and {self.max_std}."
-            )
-        for name in ("hold", "final_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"algo.noise.{name} must lie in [0, 1]; got {getattr(self, name)}.")
-        if any(dim < 1 for dim in self.hidden_dims):
-            raise ConfigError(
-                f"algo.noise.hidden_dims must all be at least 1; got {tuple(self.hidden_dims)}."
-            )
-        if self.own_time_dim and (self.own_time_dim < 4 or self.own_time_dim % 2):
-            raise ConfigError(
-                f"algo.noise.own_time_dim must be even and at least 4, or 0; got {self.own_time_dim}."
-            )
+        super().__post_init__()
+        self.require("max_std", self.min_std <= self.max_std, f"at least algo.noise.min_std={self.min_std:g}")
+        width = self.own_time_dim
+        self.require(
+            "own_time_dim", not width or (width >= 4 and width % 2 == 0), "even and at least 4, or 0"
+        )
 
     def max_std_at(self, progress: float) -> float:
         """Return the largest deviation at a share of the run (0 to 1): held, then falling like a cosine."""
@@ -124,7 +110,6 @@ class NoiseNet(nn.Module):
 
 
 def _stack(sizes: Sequence[int], activation: str) -> list[nn.Module]:
-    """Return linear layers of these sizes with activations between them."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), ACTIVATIONS[activation]()]

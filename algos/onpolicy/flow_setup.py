@@ -1,4 +1,4 @@
-"""What the algorithms that learn a rectified flow share: which policy they take, and how it is set up.
+"""Setup shared by the algorithms that learn a rectified flow.
 
 They act by the deterministic sampler of the policy and ask its network on the line between noise and action;
 they differ in the ratio that they make of it. Without `init` a fresh flow learns from the reward alone.
@@ -16,6 +16,7 @@ from algos.onpolicy.loop import OnPolicy, check_setup
 from algos.onpolicy.ratios import FlowRatio
 from algos.onpolicy.reinflow_ratio import PathTerm
 from algos.onpolicy.running_normalizer import RunningMeanStd
+from policies.bounds import bounded
 from policies.denoising import DenoisingPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.policy import Policy
@@ -34,13 +35,7 @@ class RectifiedConfig(OnPolicyConfig):
 
     needs: ClassVar[str]
 
-    denoising_steps: int | None = None  # K; None: as many as the sampler of the policy
-
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        steps = self.denoising_steps
-        self.require("denoising_steps", steps is None or steps >= 1, "at least 1")
+    denoising_steps: int | None = bounded(None, ge=1)  # K; null: as many as the sampler of the policy
 
     @abstractmethod
     def estimator(self, policy: DenoisingPolicy) -> FlowRatio:
@@ -65,12 +60,12 @@ class RectifiedConfig(OnPolicyConfig):
         steps = self.denoising_steps
         own = on_even_times(flow.sampler)
         evaluate = own if steps is None else replace(own, steps=steps)
-        explore = replace(evaluate, clip_action=None)  # a bound would make actions that no record knows
+        explore = replace(evaluate, clip_action=None)  # a bound would change recorded actions
         policy = flow.with_sampler(explore).clone().to(setup.device).requires_grad_(False)
         policy.field.requires_grad_(True)
         ratio, frozen = self.estimator(policy), self.frozen(setup, flow)
         adapts = is_fresh and policy.normalizer.modes["state"] == "gaussian"
-        return OnPolicy.assemble(
+        return OnPolicy(
             self,
             setup,
             ratio=ratio,
@@ -82,9 +77,9 @@ class RectifiedConfig(OnPolicyConfig):
 
 
 def on_even_times(sampler: Any) -> Any:
-    """Return a sampler that asks the network where its steps begin, not at the times of released weights.
+    """Return a sampler that evaluates the network at the starts of its steps, not at released times.
 
-    Ratios are made at the starts of steps, so every algorithm that tunes a flow explores and ships there.
+    Ratios are made at the starts of steps, so flows are explored, fine-tuned and exported with these times.
     """
     return replace(sampler, released_times=False) if isinstance(sampler, Euler) else sampler
 
@@ -92,7 +87,7 @@ def on_even_times(sampler: Any) -> Any:
 def require_rectified(policy: Policy, algo: str, needs: str) -> DenoisingPolicy:
     """Return the policy if its network gives velocities along the path of a deterministic sampler.
 
-    A model of whole steps does not: what its sampler asks for is no velocity at a time.
+    A model of whole steps does not: its outputs are no velocities at a time.
 
     Raises:
         CapabilityError: If it is not a rectified flow, or its sampler adds noise.

@@ -38,7 +38,7 @@ _MARGIN = 0.005  # times of a density keep this distance from both ends
 
 @dataclass(frozen=True)
 class Matching:
-    """How an action is judged.
+    """The matching loss of an action and its bounds.
 
     Attributes:
         prediction: What is compared: `velocity`, `eps` or `x0`.
@@ -99,7 +99,7 @@ class Matching:
 
 
 class Comparison(NamedTuple):
-    """Of pairs (P,): their log ratio, whether a bound took its gradient, and how far the loss fell."""
+    """Of pairs (P,): log ratio, whether a bound stops its gradient, decrease of the loss."""
 
     log_ratio: Tensor
     stopped: Tensor
@@ -125,10 +125,10 @@ class FpoRatio(FlowRatio):
 
     Args:
         policy: A denoising policy.
-        matching: How an action is judged.
+        matching: The matching loss and its bounds.
         num_draws: n.
         per_draw: Every draw is a row with its own ratio; else one ratio per action.
-        times: `grid`, the times at which the sampler asks the network, or `density`.
+        times: `grid`, the times at which the sampler evaluates the network, or `density`.
         time_power: Of `density`: times of noise amplitude s have the density of 1 - (1 - u)^(1 / power), u
             uniform; 1 is uniform.
         action_noise: Deviation of noise added to finished chunks, normalised units.
@@ -156,17 +156,14 @@ class FpoRatio(FlowRatio):
 
     @property
     def inner_steps(self) -> int:
-        """Draws with a ratio of their own."""
         return self.num_draws if self.per_draw else 1
 
     @property
     def evaluations(self) -> int:
-        """One per draw that shares a ratio."""
         return 1 if self.per_draw else self.num_draws
 
     @property
     def factors(self) -> float | None:
-        """Executed entries that a reduced loss stands for."""
         rows, dims = self.policy.chunk.act_steps, self.policy.chunk.shape[1]
         return {"mean": rows * dims, "sqrt": (rows * dims) ** 0.5, "per_step": dims}.get(
             self.matching.reduction, 1.0
@@ -199,7 +196,7 @@ class FpoRatio(FlowRatio):
 
     @property
     def grid(self) -> Tensor:
-        """Times at which the sampler asks the network and the loss has weight."""
+        """Times at which the sampler evaluates the network and the loss has weight."""
         times = torch.tensor(self.policy.table.times[:-1], dtype=torch.float64)
         return times[times > 0] if self.matching.prediction == "eps" else times
 
@@ -246,12 +243,12 @@ class FpoRatio(FlowRatio):
 class AwmRatio(FpoRatio):
     """Matching losses weighted by advantages: ratios are 1, and only their gradients differ.
 
-    The recorded losses only tell how far the loss fell, so several passes over the same data have nothing
-    that holds them back but `target_kl`.
+    The recorded losses only measure the decrease of the loss, so only `target_kl` limits several passes over
+    the same data.
 
     Args:
         policy: A denoising policy.
-        matching: How an action is judged.
+        matching: The matching loss and its bounds.
         weight: Of the noise amplitude s of a draw: `one`, `noise` (s), `noise_squared` (s^2), or `huber`:
             s ((loss + 1e-10)^p - 1e-10^p) / p with p = 1/4 replaces the loss.
         **options: As for `FpoRatio`.

@@ -1,4 +1,4 @@
-"""Tuning the last denoising steps alone: the earlier ones keep the network that they had."""
+"""Fine-tuning of the last denoising steps: earlier ones keep a frozen copy of the network."""
 
 from __future__ import annotations
 

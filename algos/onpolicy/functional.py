@@ -62,7 +62,7 @@ def gae(
         truncated: (T, N) the episode was cut: `next_value` follows, but no further step does.
         gamma: Discount per chunk step.
         lam: Weight of longer sums, in [0, 1].
-        paper_compat: Let the lambda-sum run across truncation, as the DPPO reference does.
+        paper_compat: The lambda-sum runs across truncation, as in the DPPO reference.
 
     Returns:
         (advantage, return), each (T, N); return = advantage + value.
@@ -242,7 +242,6 @@ class RewardScaler:
         return (reward / torch.sqrt(self.var + 1e-8)).clamp(-self.clip, self.clip)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the statistic and the carried returns."""
         return {"mean": self.mean, "var": self.var, "count": self.count, "carried": self.carried.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,11 +1,11 @@
-"""The loop of on-policy algorithms: collect, appraise, update; and what of it is saved."""
+"""The loop of on-policy algorithms: collect a rollout, estimate advantages, update."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -29,7 +29,7 @@ from policies.threads import torch_threads
 _log = logging.getLogger(__name__)
 
 SATURATED_SHARE = 0.1  # share of terms without gradient above which a run warns, once
-THREADS = 2  # that share a gradient, unless `num_threads` says otherwise; results do not depend on it
+THREADS = 2  # gradient threads, unless `num_threads` is set; results do not depend on it
 
 
 def check_setup(setup: Setup, algo: str) -> Policy:
@@ -80,43 +80,18 @@ class OnPolicy:
 
     Args:
         config: Hyper-parameters.
+        setup: Environment, seed, threads, workers, device.
         ratio: Acts and scores; holds the policy in training with its exploration sampler.
-        learner: Updates actor and critic.
-        pool: Where experience comes from.
-        draws: Source of the permutations and the noise of updates.
+        trainable: The part of the policy that is trained.
+        bc_term: Keeps the policy near the one that it started from; None: no such term.
         export_policy: Returns an independent copy of the policy with its evaluation sampler.
-        origin: Facts of the policy that the run started from, compared on resuming; None: not compared.
-        moments: Of the observations met, for a policy whose normaliser is fitted on the way; None: it stays.
+        moments: Running statistics of observations, for a policy whose normaliser is fitted during training.
     """
 
     unit = "env_steps"
 
     def __init__(
         self,
-        config: OnPolicyConfig,
-        *,
-        ratio: RatioEstimator,
-        learner: PpoUpdate,
-        pool: RolloutPool,
-        draws: GeneratorDraws,
-        export_policy: Callable[[], Policy],
-        origin: Mapping[str, Any] | None = None,
-        moments: RunningMeanStd | None = None,
-    ) -> None:
-        self.config, self.ratio, self.learner, self.pool = config, ratio, learner, pool
-        self.draws, self.export_policy, self._origin, self.moments = draws, export_policy, origin, moments
-        gamma, clip = config.reward_scale_gamma, config.reward_scale_clip
-        self.scaler = RewardScaler(config.num_envs, gamma=gamma, clip=clip) if config.reward_scaling else None
-        self.appraise = AdvantageEstimator(
-            config.gamma, config.gae_lambda, config.reward_scale_const, config.paper_compat
-        )
-        self.iteration = 0
-        self.progress = 0
-        self._warned = False
-
-    @classmethod
-    def assemble(
-        cls,
         config: OnPolicyConfig,
         setup: Setup,
         *,
@@ -125,23 +100,14 @@ class OnPolicy:
         bc_term: BcTerm | None,
         export_policy: Callable[[], Policy],
         moments: RunningMeanStd | None = None,
-    ) -> Self:
-        """Add critic, optimisers, environments and random numbers to a checked policy.
-
-        Args:
-            config: Hyper-parameters.
-            setup: Environment, seed, threads, workers, device.
-            ratio: Estimator around the policy in training.
-            trainable: The part of it that is trained.
-            bc_term: Keeps the policy near the one that it started from; None: nothing does.
-            export_policy: See the class.
-            moments: See the class.
-        """
+    ) -> None:
+        assert setup.env is not None
         policy: Policy = ratio.policy
         require_states_only(policy, name_of("algo", config))
+        self.config, self.ratio, self.moments, self.export_policy = config, ratio, moments, export_policy
         with seeded_weights(derive_seed(setup.seed, "critic")):
             critic = config.critic.build(policy.encoder.cond_dim).to(setup.device, policy.dtype)
-        learner = PpoUpdate(
+        self.learner = PpoUpdate(
             config,
             ratio=ratio,
             actor=list(trainable.parameters()),
@@ -150,8 +116,7 @@ class OnPolicy:
             num_threads=setup.threads(THREADS),
         )
         warn_of_a_long_iteration(config, policy.chunk.act_steps)
-        assert setup.env is not None
-        pool = RolloutPool(
+        self.pool = RolloutPool(
             setup.env,
             num_envs=config.num_envs,
             num_workers=setup.num_workers,
@@ -159,21 +124,18 @@ class OnPolicy:
             seed=setup.seed,
             engine=setup.engine,
         )
-        draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
-        return cls(
-            config,
-            ratio=ratio,
-            learner=learner,
-            pool=pool,
-            draws=draws,
-            export_policy=export_policy,
-            origin=init_facts(setup.init, policy),
-            moments=moments,
+        self.draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
+        self._init_facts = init_facts(setup.init, policy)
+        gamma, clip = config.reward_scale_gamma, config.reward_scale_clip
+        self.scaler = RewardScaler(config.num_envs, gamma=gamma, clip=clip) if config.reward_scaling else None
+        self.estimate_advantages = AdvantageEstimator(
+            config.gamma, config.gae_lambda, config.reward_scale_const, config.paper_compat
         )
+        self.iteration, self.progress = 0, 0
+        self._warned = False
 
     @property
     def budget(self) -> str:
-        """The key that lengthens the run."""
         return "algo.iterations" if self.config.env_steps is None else "algo.env_steps"
 
     @property
@@ -193,7 +155,7 @@ class OnPolicy:
         )
 
     def advance(self) -> Metrics:
-        """Run one iteration: collect, appraise, update."""
+        """Run one iteration: collect, estimate advantages, update."""
         with torch_threads(1):
             return self._iterate()
 
@@ -202,7 +164,7 @@ class OnPolicy:
         started = time.perf_counter()
         rollout = self.collect()
         collected = time.perf_counter()
-        experience = self.appraise(rollout, self.policy, self.learner.critic, self.scaler)
+        experience = self.estimate_advantages(rollout, self.policy, self.learner.critic, self.scaler)
         metrics: Metrics = dict(self.learner.update(experience, iteration=self.iteration, draws=self.draws))
         self._warned = self._warned or warn_of_saturation(float(metrics["policy/saturated_fraction"]))
         metrics |= rollout_metrics(rollout, experience, self.pool.env)
@@ -224,7 +186,7 @@ class OnPolicy:
         return min(1.0, self.iteration / self.config.iterations)
 
     def _adapt(self, rollout: Rollout) -> None:
-        """Let the normaliser follow the observations met, once everything of the iteration is learned."""
+        """Refit the normaliser to all observations so far, at the end of the iteration."""
         if self.moments is not None:
             self.moments.see(rollout.obs[:, :, -1])
             self.moments.apply(self.policy.normalizer)
@@ -235,11 +197,10 @@ class OnPolicy:
         return self.pool.collect(actor, config.steps_per_iteration, reset=config.reset_each_iteration)
 
     def snapshot(self) -> Policy:
-        """Return an independent copy of the policy as it would be shipped now."""
+        """Return an independent copy of the policy to export."""
         return self.export_policy().eval().requires_grad_(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a bit-exact continuation needs."""
         return {
             "iteration": self.iteration,
             "progress": self.progress,
@@ -254,12 +215,11 @@ class OnPolicy:
         }
 
     def _lasting(self) -> dict[str, Any]:
-        """Return what must not change when the run is continued."""
         facts: dict[str, Any] = {
             "inner_steps": self.ratio.inner_steps,
             "switch_time": getattr(getattr(self.policy, "field", None), "switch_time", None),
         }
-        return facts | dict(self._origin or {})
+        return facts | self._init_facts
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from `state_dict`.

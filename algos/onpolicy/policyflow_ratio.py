@@ -10,7 +10,7 @@ Da action width; z start noise, e the end of the flow from z, s the deviation of
 A small change of the velocity moves the end of the flow by about as much, so the new policy makes the old
 action with noise around an end that is shifted. One evaluation per draw, no path is followed again. The
 Brownian term draws the velocity towards minus the score of the flow, so that ends keep spreading; its value
-is that of an entropy that nobody can compute.
+is that of an entropy, which has no closed form here.
 
 Source: PolicyFlow, arXiv 2602.01156; the first velocity of the Brownian term is the learned one, as in its
 algorithm (the equation in the text has the old one, which has no gradient).
@@ -21,34 +21,35 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from algos.onpolicy.advantages import Experience
 from algos.onpolicy.ratios import NoisyFlowRatio, Rows, Score, reduce_log_prob
+from policies.bounds import Checked, bounded
 from policies.denoising import DenoisingPolicy
-from policies.errors import ConfigError
 from policies.networks.distributions import gaussian_entropy, gaussian_log_prob
 from policies.protocols import Cond
 
 
 @dataclass(frozen=True)
-class EndNoiseConfig:
-    """Noise on finished chunks, learned between two bounds."""
+class EndNoiseConfig(Checked):
+    """Learned noise on finished chunks."""
 
-    min_std: float = 0.05  # smallest deviation, normalised action units
-    max_std: float = 0.3  # largest deviation; without a bound it grows
-    initial_std: float = 0.15  # to begin with
+    key: ClassVar[str] = "algo.noise"
+
+    min_std: float = bounded(0.05, gt=0)  # smallest std, normalised action units
+    max_std: float = bounded(0.3, gt=0)  # largest std; without a bound it grows
+    initial_std: float = bounded(0.15, gt=0)  # initial std
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        low, first, high = self.min_std, self.initial_std, self.max_std
-        if not 0 < low < first < high < math.inf:
-            raise ConfigError(
-                "algo.noise needs 0 < min_std < initial_std < max_std, all finite; got "
-                f"{low}, {first} and {high}."
-            )
+        super().__post_init__()
+        low, high = self.min_std, self.max_std
+        self.require(
+            "initial_std", low < self.initial_std < high, f"between min_std={low:g} and max_std={high:g}"
+        )
 
 
 class EndNoise(nn.Module):
@@ -71,8 +72,7 @@ class PolicyflowRatio(NoisyFlowRatio):
     Args:
         policy: A rectified flow with a deterministic sampler that does not bound its chunks.
         noise: Deviations of the noise on finished chunks.
-        num_draws: n, times drawn for every action from those at which the sampler asks the network; each is a
-            row with a ratio of its own.
+        num_draws: n, times drawn for every action among those of the sampler; each is a row with a ratio.
         reduction: Over executed entries: `joint` (the published one), `per_step` or `mean`; see
             `algos.onpolicy.ratios.reduce_log_prob`.
         brownian_coef: Weight of the Brownian term.

@@ -31,7 +31,7 @@ from algos.onpolicy.functional import (
 )
 from algos.onpolicy.gradient_threads import GradientThreads, Task
 from algos.onpolicy.ratios import BcTerm, RatioEstimator, Rows
-from algos.optim import restore_optimizer, warmup_cosine
+from algos.optim import load_parts, save_parts, warmup_cosine
 from policies.protocols import Cond
 
 Metrics = dict[str, Tensor]
@@ -49,9 +49,7 @@ class Draws(Protocol):
         """Return a permutation of 0..n-1, (n,)."""
         ...
 
-    def noise(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """Return standard normals of a shape, with the type and device of `like`."""
-        ...
+    def noise(self, shape: tuple[int, ...], like: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,9 @@ class GeneratorDraws:
     generator: torch.Generator
 
     def permutation(self, n: int) -> Tensor:
-        """See `Draws`."""
         return torch.randperm(n, generator=self.generator)
 
     def noise(self, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """See `Draws`."""
         return torch.randn(shape, generator=self.generator, dtype=like.dtype).to(like.device)
 
 
@@ -170,7 +166,7 @@ class PpoUpdate:
         drawn = index.to(experience.advantage.device)
         index = drawn.sort().values
         advantage = self.weighted_advantage(experience, index)
-        size = self.chunk_rows(index)
+        size = self.microbatch_size(index)
         tasks = [
             Task(self.actor, partial(self.surrogate, experience, rows, part, len(index)))
             for rows, part in zip(index.split(size), advantage.split(size), strict=True)
@@ -224,7 +220,7 @@ class PpoUpdate:
             return []
         state = index[: self.config.bc_rows].sort().values // self.ratio.inner_steps
         noise = draws.noise((len(state), *self.cloning.noise_shape), experience.advantage)
-        size = self.chunk_rows(index)
+        size = self.microbatch_size(index)
         return [
             Task(
                 self.actor,
@@ -247,7 +243,7 @@ class PpoUpdate:
         """Return the gradient of the value loss over the rows `index`, and the loss itself."""
         index = index.to(experience.advantage.device).sort().values
         rows = Rows.sorted_from(index, self.ratio.inner_steps)
-        size = self.chunk_rows(index)
+        size = self.microbatch_size(index)
         tasks = [
             Task(
                 self.critic_params,
@@ -268,11 +264,11 @@ class PpoUpdate:
         loss = (losses * count).sum() / total
         return self.config.vf_coef * loss, loss
 
-    def chunk_rows(self, index: Tensor) -> int:
+    def microbatch_size(self, index: Tensor) -> int:
         """Return the rows of a chunk: cache-sized on a CPU, the whole minibatch elsewhere."""
         if index.device.type != "cpu":
             return len(index)
-        return max(1, self.config.chunk_rows // self.ratio.evaluations)
+        return max(1, self.config.microbatch_size // self.ratio.evaluations)
 
     def close(self) -> None:
         """End the gradient threads."""
@@ -280,20 +276,13 @@ class PpoUpdate:
 
     # -- saving ----------------------------------------------------------------------------------------
 
+    _parts = ("critic", "actor_optimizer", "critic_optimizer")
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the critic and both optimisers."""
-        state = {
-            "critic": self.critic.state_dict(),
-            "actor_optimizer": self.actor_optimizer.state_dict(),
-            "critic_optimizer": self.critic_optimizer.state_dict(),
-        }
-        return copy.deepcopy(state)
+        return copy.deepcopy(save_parts(self, self._parts))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
-        self.critic.load_state_dict(state["critic"])
-        restore_optimizer(self.actor_optimizer, state["actor_optimizer"])
-        restore_optimizer(self.critic_optimizer, state["critic_optimizer"])
+        load_parts(self, self._parts, state)
 
 
 def adamw(params: Sequence[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.AdamW:

@@ -58,7 +58,7 @@ class Score:
     """Of each row: log ratio (B,), entropy (B,) and the fraction of its terms without gradient (B,).
 
     The last counts the terms beyond a bound. `penalty` (B,), where there is one, is added to the loss as it
-    is. `drift` (B,) says how far the policy moved where the log ratio does not; None: the log ratio does.
+    is. `drift` (B,) replaces the log ratio in the KL estimate; None: the log ratio is used.
     """
 
     log_ratio: Tensor
@@ -93,7 +93,6 @@ class RatioEstimator(ABC):
 
     @property
     def evaluations(self) -> int:
-        """Evaluations of the network that scoring one row takes."""
         return 1
 
     @abstractmethod
@@ -128,7 +127,7 @@ class RatioEstimator(ABC):
 
 
 class FlowRatio(RatioEstimator):
-    """An estimator around a denoising policy, which knows what of it learns."""
+    """An estimator around a denoising policy."""
 
     policy: DenoisingPolicy
 
@@ -144,7 +143,6 @@ class NoisyFlowRatio(FlowRatio):
     noise: nn.Module
 
     def on_cpu(self) -> Self:
-        """Return the estimator as workers use it."""
         twin = super().on_cpu()
         twin.noise = copy.deepcopy(self.noise).cpu()
         return twin
@@ -154,7 +152,6 @@ class NoisyFlowRatio(FlowRatio):
         return copy.deepcopy(self.noise.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
         self.noise.load_state_dict(state)
 
 
@@ -259,9 +256,7 @@ class BcTerm(Protocol):
     """Keeps a policy near another one."""
 
     @property
-    def noise_shape(self) -> tuple[int, ...]:
-        """Shape of the noise of one row."""
-        ...
+    def noise_shape(self) -> tuple[int, ...]: ...
 
     def losses(self, cond: Cond, noise: Tensor) -> Tensor:
         """Return the loss of each row (B,); noise is (B, *noise_shape)."""

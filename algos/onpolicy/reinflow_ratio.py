@@ -72,17 +72,14 @@ class ReinflowRatio(NoisyFlowRatio):
 
     @property
     def inner_steps(self) -> int:
-        """One ratio per chain."""
         return 1
 
     @property
     def evaluations(self) -> int:
-        """One per tuned step."""
         return self.policy.tuned_steps
 
     @property
     def first(self) -> int:
-        """The first tuned step."""
         return self.policy.table.num_steps - self.policy.tuned_steps
 
     @property
@@ -106,7 +103,6 @@ class ReinflowRatio(NoisyFlowRatio):
         return 1.0
 
     def set_progress(self, progress: float) -> None:
-        """Let the bounds of the noise follow the share of the run that is done."""
         self.noise.set_progress(progress)
 
     # -- acting ----------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""What learning without demonstrations needs: a fresh policy, and a normaliser fitted to what is met.
+"""Learning without demonstrations: an untrained policy, and a normaliser fitted to visited observations.
 
 Actions are scaled by the box of the task. Observations have no statistics before the first rollout; they are
 gathered while learning goes on, and the maps change between iterations only: within one, an observation that
-is collected, appraised and learned from is the same numbers every time.
+has the same normalised value when it is collected and whenever it is learned from.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def fresh_policy(setup: Setup, algo: str, state: Mapping[str, Tensor] | None = N
     spec, mode = setup.env.spec, setup.policy.normalizer["state"]
     if mode == "limits" and state is None:
         raise ConfigError(
-            f"algo={algo} without init has no demonstrations that tell the limits of observations; got "
+            f"algo={algo} without init has no demonstrations for the limits of observations; got "
             "policy.normalizer.state=limits. Use gaussian, which is learned on the way, or identity. "
             "Give init=<policy directory> to fine-tune a policy instead."
         )
     if spec.goal_dim:
         raise ConfigError(
-            f"algo={algo} without init has no demonstrations that tell the scale of goals, and "
+            f"algo={algo} without init has no demonstrations for the scale of goals, and "
             f"env={spec.name} has goals. Give init=<policy directory>."
         )
     low, high = (torch.tensor(side) for side in (spec.action_low, spec.action_high))
@@ -86,17 +86,15 @@ class RunningMeanStd:
         return (self.squares / max(1, self.count - 1)).sqrt()
 
     def apply(self, normalizer: Normalizer, feature: str = "state") -> None:
-        """Let a normaliser map what was seen so far to mean 0 and deviation 1; nothing before that."""
+        """Fit a normaliser to the observations so far: mean 0, standard deviation 1."""
         if not self.count:
             return
         moments = {"mean": self.mean, "std": self.std, "min": self.mean, "max": self.mean}
         normalizer.refit(feature, moments)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the moments."""
         return {"count": self.count, "mean": self.mean.clone(), "squares": self.squares.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
         self.count = int(state["count"])
         self.mean, self.squares = state["mean"].clone(), state["squares"].clone()

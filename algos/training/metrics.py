@@ -1,4 +1,4 @@
-"""Numbers of a run on their way to the disk: one JSON object per line, and optional other writers."""
+"""Metrics of a run: one JSON object per line, and optional other writers."""
 
 from __future__ import annotations
 
@@ -118,13 +118,9 @@ def _complete_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 class Writer(Protocol):
     """A second place for the numbers, beside metrics.jsonl."""
 
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        """Write one row."""
-        ...
+    def write(self, values: Mapping[str, float], step: int) -> None: ...
 
-    def close(self) -> None:
-        """Flush and release files."""
-        ...
+    def close(self) -> None: ...
 
 
 class TensorBoardWriter:

@@ -1,4 +1,4 @@
-"""How far a run is, for the person who waits: a live bar on a terminal, plain log lines elsewhere."""
+"""Progress of a run: a live bar on a terminal, plain log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -40,13 +40,9 @@ _INTERESTING = (
 class Display(Protocol):
     """Shows the progress of a run."""
 
-    def show(self, done: int, total: int, values: Mapping[str, float]) -> None:
-        """Show the units done, how many there will be as far as known now, and the newest numbers."""
-        ...
+    def show(self, done: int, total: int, values: Mapping[str, float]) -> None: ...
 
-    def close(self) -> None:
-        """Leave the terminal as it was found."""
-        ...
+    def close(self) -> None: ...
 
 
 def open_display(title: str, unit: str, total: int, done: int, *, bar: bool | None) -> Display:
@@ -57,7 +53,7 @@ def open_display(title: str, unit: str, total: int, done: int, *, bar: bool | No
 
 
 def key_numbers(values: Mapping[str, float], count: int = 3) -> str:
-    """Format the numbers a person looks at first."""
+    """Format the most important numbers."""
     names = [name for name in _INTERESTING if name in values]
     names += [name for name in values if name not in names and not name.startswith("time/")]
     return "  ".join(f"{name} {values[name]:.4g}" for name in names[:count])
@@ -90,7 +86,7 @@ LONG_S = 3600.0
 
 
 def planned(total: int, unit: str, rate: float) -> str:
-    """Say how much a run will do and how long that takes, for whoever did not mean to start a long one.
+    """Return a line with the length of a run and its expected duration.
 
     Args:
         total: Units of the whole run.
@@ -167,7 +163,6 @@ class Bar:
         return self._console.width - len(f"{total:,}/{total:,} {self._unit}") - RATE_WIDTH - times - columns
 
     def show(self, done: int, total: int, values: Mapping[str, float]) -> None:
-        """See `Display`."""
         self._values |= values
         room = self._room(max(done, total)) - self._title_width - self._bar_width
         candidates = (key_numbers(self._values, count) for count in (3, 2, 1))
@@ -175,7 +170,6 @@ class Bar:
         self._progress.update(self._task, completed=done, total=total, numbers=numbers)
 
     def close(self) -> None:
-        """See `Display`."""
         self._progress.stop()
 
 
@@ -189,7 +183,6 @@ class Lines:
         self._values: dict[str, float] = {}
 
     def show(self, done: int, total: int, values: Mapping[str, float]) -> None:
-        """See `Display`."""
         self._values |= values
         now = time.monotonic()
         if done < total and now - self._last < SECONDS_BETWEEN_LINES:

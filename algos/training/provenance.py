@@ -1,4 +1,4 @@
-"""Where a run was made: versions, platform, threads, source commit."""
+"""Provenance of a run: versions, platform, threads, source commit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ def processor_name() -> str:
 
 
 def _version(package: str) -> str | None:
-    """Return the installed version of a package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

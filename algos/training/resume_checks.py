@@ -1,4 +1,4 @@
-"""What must stay as it was for a training state to be continued."""
+"""Facts of a run that must not change when it is continued."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _WHAT = {
     "teacher": "the weights of the policy to learn from (algo.teacher)",
     "dataset": "the content of the dataset",
     "total": "the length of the run (algo.steps)",
+    "algo.return_range": "algo.normalize_returns",
     "inner_steps": "the number of trained inner steps (algo.tuned_steps)",
     "variant": "what values are of (algo.variant)",
     "bound": "the unit of remembered latents (algo.steering.bound)",
@@ -67,10 +68,10 @@ def digest_of(module: nn.Module | None) -> str | None:
 
 
 def facts_of(name: str, policy: nn.Module | None) -> dict[str, Any]:
-    """Return what must stay of a policy that a run begins with or asks: its weights, and how it uses them.
+    """Return the facts of a policy that a run starts or learns from: its weights and its settings.
 
     Args:
-        name: Of the policy; its settings are told by their places in config.json, e.g.
+        name: Of the policy; its settings are named by their places in config.json, e.g.
             `init.parts.sampler.steps`. One that an earlier version did not save is not compared.
         policy: The policy; None: there is none.
     """

@@ -1,8 +1,8 @@
-"""The run directory: what a training run leaves behind, and what it resumes from.
+"""The run directory: files of a training run, and the state that it resumes from.
 
     <root>/<date>/<name>/
       config.yaml  overrides.txt  environment.json  metrics.jsonl  eval/*.json
-      checkpoints/<step>/policy/                    what is shipped (see policies.storage.policy_folder)
+      checkpoints/<step>/policy/                    the exported policy (see policies.storage.policy_folder)
       checkpoints/<step>/training_state/state.pt    what is resumed from: tensors and plain values
       checkpoints/<step>/SHA256SUMS                 checksums of both; what is resumed from is compared
       checkpoints/last -> <step>
@@ -62,7 +62,7 @@ class EvalFile(NamedTuple):
 
     step: int
     path: Path  # JSON
-    is_of_training: bool  # made while training; others were asked for
+    is_of_training: bool  # made during training, not by `burnish eval`
 
 
 def eval_name(step: int, *details: str) -> str:
@@ -70,7 +70,7 @@ def eval_name(step: int, *details: str) -> str:
 
     Args:
         step: The checkpoint.
-        details: What tells it from the one that training made.
+        details: Distinguish it from the evaluation during training.
     """
     return "-".join([f"step-{step}", *details])
 
@@ -78,7 +78,7 @@ def eval_name(step: int, *details: str) -> str:
 class RunDirectory:
     """One training run on the disk.
 
-    Reading needs nothing; writing checkpoints and metrics belongs to whoever holds `claim`.
+    Reading needs no lock; checkpoints and metrics are written under `claim`.
 
     Args:
         path: An existing run directory; see `create_at` and `open`.
@@ -93,7 +93,7 @@ class RunDirectory:
     def create_at(
         cls, path: str | Path, config: Mapping[str, Any], overrides: Sequence[str] = ()
     ) -> RunDirectory:
-        """Make a run of a folder that somebody else chose (and may have made), and describe it there.
+        """Make a run in a given folder, which may exist, and write its configuration.
 
         The run is held for writing from here to the end of its first `claim`.
 
@@ -129,8 +129,8 @@ class RunDirectory:
         return cls(path)
 
     def is_bare(self) -> bool:
-        """Tell whether the folder holds what `create_at` wrote and nothing that was learned."""
-        if not self.path.is_dir():  # somebody else took it away
+        """Return whether the folder holds only what `create_at` wrote."""
+        if not self.path.is_dir():  # removed meanwhile
             return True
         folders = [self.path / name for name in (_CHECKPOINTS, _EVAL)]
         others = set(self.path.iterdir()) - {*self._written(), *folders}
@@ -221,7 +221,6 @@ class RunDirectory:
             yield
 
     def _take_lock(self) -> IO[str]:
-        """Return the open file whose lock keeps other writers out until it is closed."""
         lock = (self.path / ".lock").open("w")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -275,7 +274,7 @@ class RunDirectory:
 
         Args:
             step: Units done.
-            policy: What is shipped.
+            policy: The exported policy.
             training_state: What is resumed from; see `algos.training.serialization`.
             provenance: Facts for the model card.
 
@@ -454,7 +453,7 @@ def _require_plain(value: Any) -> None:
 
 
 def new_folder(path: Path) -> Path:
-    """Make a folder that nobody else made, `path` or where that is taken `path-2`, `path-3`, …; return it."""
+    """Make and return a new folder: `path` or, where that exists, `path-2`, `path-3`, …."""
     path.parent.mkdir(parents=True, exist_ok=True)
     made, number = path, 1
     while True:

@@ -1,4 +1,4 @@
-"""What a training state may hold: tensors and plain values, so that loading one runs no code.
+"""Serialisation of training states as tensors and plain values, so that loading runs no code.
 
 Arrays become tagged tensors, generators become their state; everything else that is not a number, a
 string, a tensor or a container of these is refused when it is saved, not when it is needed.
@@ -100,7 +100,6 @@ def restore_global_rng(state: Mapping[str, Any]) -> None:
 
 
 def _array_to_tensor(value: np.ndarray, where: str) -> Tensor:
-    """Copy an array into a tensor of the same type."""
     try:
         return torch.from_numpy(np.array(value, order="C"))
     except TypeError:

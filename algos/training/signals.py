@@ -1,4 +1,4 @@
-"""How a run is stopped: the first signal lets it finish what it is at, the second ends it at once."""
+"""Stop signals: after the first the iteration finishes and is saved, the second ends the run at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEFAULT: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SI
 
 
 class StopSignals:
-    """Remembers the first SIGINT or SIGTERM; the second one acts as it would without us.
+    """Records the first SIGINT or SIGTERM; the second one has its default effect.
 
     A program that was started with signals ignored (in the background of a script) stops all the same.
     """

@@ -44,14 +44,14 @@ def train(
     """Train to the end, from the newest checkpoint of the run where there is one.
 
     A continued run takes the same steps, bit for bit on the CPU, as one that was never stopped. The first
-    SIGINT or SIGTERM lets the iteration finish, writes a checkpoint and raises `Interrupted`; the second
-    stops at once. The algorithm is left open; whoever built it closes it.
+    SIGINT or SIGTERM ends the run after the iteration, with a checkpoint and `Interrupted`; the second
+    stops at once. The algorithm is not closed here.
 
     Args:
         algorithm: Built from the configuration of the run.
         run: Where everything is written.
         settings: Intervals.
-        evaluator: Called with the policy that would be shipped, after the checkpoint of its step.
+        evaluator: Called with the exported policy, after the checkpoint of its step.
         progress: True shows a bar, False log lines, None decides by the terminal.
         provenance: Facts for the model card of every checkpoint.
         amendment: Configuration and overrides that the run is continued with where they differ from its
@@ -187,7 +187,6 @@ class _Group:
                 session.run.keep_newest(count)
 
     def _iterate(self, stop: StopSignals) -> None:
-        """Do one iteration and report it."""
         before, began = [session.algorithm.progress for session in self.sessions], time.monotonic()
         is_first = self._advances == 0 and self._display is not None
         try:
@@ -258,7 +257,7 @@ class _Session:
         self.algorithm, self.run, self.settings = member.algorithm, member.run, settings
         self.evaluator, self.provenance = member.evaluator, dict(member.provenance)
         self.writers: list[Writer] = []
-        self.fresh: dict[str, float] = {}  # numbers that nobody has been shown
+        self.fresh: dict[str, float] = {}  # numbers not displayed yet
         self.elapsed_s, self.started = 0.0, time.monotonic()
         self.evaluated = -1 if settings.eval_first else 0
         self.saved, self._metrics_bytes, self._company = 0, 0, company
@@ -267,16 +266,13 @@ class _Session:
 
     @property
     def is_beyond(self) -> bool:
-        """Whether more is done than is asked for now."""
         return self.algorithm.progress > self.algorithm.total
 
     @property
     def is_finished(self) -> bool:
-        """Whether there is nothing left to do."""
         return self.algorithm.progress >= self.algorithm.total
 
     def _load(self, step: int) -> None:
-        """Continue from a checkpoint."""
         state = self.run.load_training_state(step)
         try:
             self.algorithm.load_state_dict(state["algorithm"])
@@ -303,7 +299,7 @@ class _Session:
             self._takes_over_evaluation()
 
     def _takes_over_evaluation(self) -> bool:
-        """Count the present step as evaluated if the last row says so, and tell whether it does."""
+        """Return whether the last row evaluates the present step, which then counts as evaluated."""
         rows = read_jsonl(self.run.metrics_path)
         last = rows[-1] if rows else {}
         if last.get("step") != self.saved or not any(name.startswith("eval/") for name in last):
@@ -313,7 +309,7 @@ class _Session:
         return True
 
     def say_if_finished(self) -> None:
-        """Tell whoever resumes a finished run how to go on."""
+        """Log how to continue a finished run."""
         algorithm = self.algorithm
         if 0 < algorithm.total <= algorithm.progress == self.saved:
             budget, unit = getattr(algorithm, "budget", None), algorithm.unit.replace("_", " ")
@@ -397,7 +393,6 @@ class _Session:
         self.saved = step
 
     def _record(self, values: Scalars) -> None:
-        """Write a row everywhere."""
         row, step = {**values, "time/elapsed_s": self._elapsed()}, self.algorithm.progress
         self.run.log(row, step)
         for writer in self.writers:
@@ -409,11 +404,9 @@ class _Session:
         return self.elapsed_s + time.monotonic() - self.started
 
     def _tenth(self, every: int | None) -> int:
-        """Fill in the default interval."""
         return max(self.algorithm.total // 10, 1) if every is None else every
 
     def _last_good(self) -> str:
-        """Say what can be continued from."""
         if self.saved == 0:
             return f"{self.run.path} has no earlier checkpoint."
         return f"The last good checkpoint is {self.run.checkpoint_path(self.saved)}."

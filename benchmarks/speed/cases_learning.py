@@ -153,7 +153,7 @@ def _our_cloning(states: Tensor, actions: Tensor, starts: Tensor, batch: int) ->
     ends[starts[1:] - 1] = True
     data = EpisodeDataset(states, actions, torch.zeros(len(states)), flags, ends, starts)
     config = BcConfig(
-        steps=10**9, batch_size=batch, block_steps=BLOCK, validation_fraction=0.0, validation_every=0
+        steps=10**9, batch_size=batch, log_every=BLOCK, validation_fraction=0.0, validation_every=0
     )
     run = config.build(Setup(policy=PolicyConfig(process=VPDiffusion(num_levels=LEVELS)), dataset=data))
     copy_trunk(plain_nets()[0], run.policy.field)

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from algos.dsrl import DsrlConfig
-from algos.offpolicy.dsrl_update import NoiseAliasedUpdate
+from algos.dsrl import DsrlConfig, NoiseAliasedUpdate
 from algos.offpolicy.replay_buffer import Discounting, Mixture, Replay
 from benchmarks.speed import peers
 from benchmarks.speed.peers_offpolicy import PlainDsrl, PlainReplay

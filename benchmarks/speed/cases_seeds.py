@@ -12,7 +12,8 @@ from torch import Tensor
 from algos.a2pr import A2prConfig
 from algos.base import Setup
 from algos.iql import IqlConfig
-from algos.offline.loop import OfflineRun, step_together
+from algos.offline.batched_seeds import SeedBatch, batched, build_seeds, step_together
+from algos.offline.loop import OfflineRun
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
@@ -52,10 +53,10 @@ TREE_ON_FILE = (3.0, 2.5)
 def seeds(options: argparse.Namespace) -> Iterator[Figure]:
     """Several seeds at once against single runs; PRDC, its lists made, also against a tree per step."""
     setup, seeds = Setup(dataset=dataset_of(options), seed=0), range(options.seeds)
-    require_equal_seeds(Td3BcConfig(steps=2, block_steps=2), setup, seeds)
+    require_equal_seeds(Td3BcConfig(steps=2, log_every=2), setup, seeds)
     for name, kind, autocast, floor in CASES:
         config = kind(steps=10**9, autocast=autocast)
-        runs, alone = config.build_seeds(setup, seeds), config.build(setup)
+        runs, alone = build_seeds(config, setup, seeds), config.build(setup)
         pool = torch.arange(len(alone.table))
         times = timed(options, blocks_of(combined(runs), runs, alone, pool))
         title = f"{name} step, {len(seeds)} seeds, {autocast or 'float32'}"
@@ -65,8 +66,8 @@ def seeds(options: argparse.Namespace) -> Iterator[Figure]:
 
 def require_equal_seeds(config: Td3BcConfig, setup: Setup, seeds: Sequence[int]) -> None:
     """Take two steps of every seed together and alone, and compare actors and critics."""
-    runs = config.build_seeds(setup, seeds)
-    config.together(runs).advance()
+    runs = build_seeds(config, setup, seeds)
+    SeedBatch(runs).advance()
     for seed, run in enumerate(runs):
         alone = config.build(Setup(dataset=setup.dataset, seed=seed))
         alone.advance()
@@ -81,8 +82,7 @@ def _weights(run: OfflineRun) -> list[Tensor]:
 
 def combined(runs: Sequence[OfflineRun]) -> Any:
     """Return the learner that takes the steps of all runs."""
-    kind: Any = type(runs[0].learner)
-    return kind.together([run.learner for run in runs])
+    return batched([run.learner for run in runs])
 
 
 def blocks_of(
@@ -110,7 +110,7 @@ def _block(learner: Any, runs: Sequence[OfflineRun], pool: Tensor) -> Callable[[
 def _prdc(options: argparse.Namespace, setup: Setup, seeds: Sequence[int]) -> Iterator[Figure]:
     """PRDC in bfloat16, the plain program in float32."""
     config = PrdcConfig(steps=10**9, autocast=HALF, search="lists")
-    runs, alone = config.build_seeds(setup, seeds), config.build(setup)
+    runs, alone = build_seeds(config, setup, seeds), config.build(setup)
     peer = PlainPrdc(arrays_of(alone))
     pool = torch.randperm(len(alone.table), generator=torch.Generator().manual_seed(5))[:POOL]
     for run in (runs[0], alone):

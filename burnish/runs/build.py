@@ -52,8 +52,10 @@ def build(run: ResolvedRun) -> Built:
         algorithm = config.algo.build(setup)
         built = Built([algorithm], lambda: [algorithm.advance()])
     else:
-        algorithms = config.algo.build_seeds(setup, [one.seed for one in run.configs])
-        built = Built(algorithms, config.algo.together(algorithms).advance)
+        from algos.offline.batched_seeds import SeedBatch, build_seeds  # a single run has no use for it
+
+        algorithms = build_seeds(config.algo, setup, [one.seed for one in run.configs])
+        built = Built([*algorithms], SeedBatch(algorithms).advance)
     try:
         if config.env is not None and config.evaluation.episodes:
             policy = built.algorithms[0].snapshot()

@@ -115,11 +115,11 @@ def require_together(config: TrainConfig) -> None:
         ConfigError: If this is one, or there is a policy to start from.
     """
     from algos.offline.batched_seeds import ONE_BY_ONE  # a single run has no use for these modules
-    from algos.offline.loop import TrainsSeeds
+    from algos.offline.config import OfflineConfig
 
     name = registry.name_of("algo", config.algo)
-    if not isinstance(config.algo, TrainsSeeds):
-        able = [algo for algo, part in registry.parts("algo").items() if issubclass(part, TrainsSeeds)]
+    if not isinstance(config.algo, OfflineConfig):
+        able = [algo for algo, part in registry.parts("algo").items() if issubclass(part, OfflineConfig)]
         raise ConfigError(
             f"seeds=[…] is for the algorithms {', '.join(able)}; algo={name} trains one seed at a time. "
             f"{ONE_BY_ONE}"

@@ -38,7 +38,7 @@ def test_every_process_trains_and_reports(process: object) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_both_modes_are_learned_within_1500_steps(process: object, seed: int) -> None:
     config = BcConfig(
-        steps=1500, batch_size=128, lr=3e-3, block_steps=500, validation_fraction=0.1, validation_samples=16
+        steps=1500, batch_size=128, lr=3e-3, log_every=500, validation_fraction=0.1, validation_samples=16
     )
     algorithm = config.build(two_mode_setup(seed, process=process, width=64))
     last = finish(algorithm)[-1]
@@ -64,7 +64,7 @@ def test_training_continues_from_a_given_policy_and_keeps_its_statistics() -> No
     shifted = two_mode_dataset()
     shifted = replace(shifted, actions=shifted.actions * 3.0)
     setup = replace(two_mode_setup(), init=base, dataset=shifted)
-    algorithm = tiny(lr=1e-5, min_lr=1e-5, block_steps=1).build(setup)
+    algorithm = tiny(lr=1e-5, min_lr=1e-5, log_every=1).build(setup)
     assert torch.equal(weights(algorithm.snapshot()), weights(base))
     assert torch.equal(algorithm.policy.normalizer.action_scale, base.normalizer.action_scale)
     before = weights(base)
@@ -84,7 +84,7 @@ def test_few_episodes_are_all_used_for_training() -> None:
 
 
 def test_learning_rate_warms_up_then_falls_to_its_minimum() -> None:
-    algorithm = tiny(steps=10, block_steps=1, lr=1.0e-3, min_lr=1.0e-4).build(two_mode_setup())
+    algorithm = tiny(steps=10, log_every=1, lr=1.0e-3, min_lr=1.0e-4).build(two_mode_setup())
     rates = [row["policy/lr"] for row in finish(algorithm)]
     assert rates[:3] == pytest.approx([1e-4, 5.5e-4, 1e-3])
     assert rates[3:] == sorted(rates[3:], reverse=True)
@@ -117,7 +117,7 @@ def test_rows_of_padding_are_not_averaged_over() -> None:
 
 
 def test_clipping_bounds_the_gradient() -> None:
-    algorithm = tiny(max_grad_norm=1e-3, block_steps=1).build(two_mode_setup())
+    algorithm = tiny(max_grad_norm=1e-3, log_every=1).build(two_mode_setup())
     algorithm.advance()
     norm = torch.nn.utils.get_total_norm(
         [p.grad for p in algorithm.policy.parameters() if p.grad is not None]
@@ -156,7 +156,7 @@ def test_torch_uses_the_threads_that_training_is_given(given: int | None, expect
 
 
 def test_snapshot_is_the_average_of_all_weights_so_far() -> None:
-    algorithm = tiny(ema="delayed", ema_decay=0.75, ema_start=2, block_steps=1).build(two_mode_setup())
+    algorithm = tiny(ema="delayed", ema_decay=0.75, ema_start=2, log_every=1).build(two_mode_setup())
     average = weights(algorithm.policy)
     for step in range(6):
         algorithm.advance()
@@ -176,7 +176,7 @@ def test_snapshot_stays_as_it_was_while_training_goes_on() -> None:
 
 
 def test_power_rule_changes_the_average_every_few_steps_only() -> None:
-    algorithm = tiny(steps=9, ema="power", ema_every=2, block_steps=1).build(two_mode_setup())
+    algorithm = tiny(steps=9, ema="power", ema_every=2, log_every=1).build(two_mode_setup())
     average = weights(algorithm.policy)
     decays = [0.0, None, 0.0, None, 1 - 2**-0.75, None, 1 - 3**-0.75, None, 1 - 4**-0.75]
     for decay in decays:

@@ -55,7 +55,7 @@ def setup(dataset: EpisodeDataset, encoder: object = VIT, process: object = None
 
 def test_a_policy_learns_what_only_the_picture_tells() -> None:
     data = told_by_pictures()
-    algorithm = tiny(steps=100, batch_size=16, warmup_steps=10, lr=3e-3, block_steps=50).build(
+    algorithm = tiny(steps=100, batch_size=16, warmup_steps=10, lr=3e-3, log_every=50).build(
         setup(data, process=GaussianProcess())
     )
     finish(algorithm)

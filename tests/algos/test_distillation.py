@@ -64,7 +64,7 @@ def setup_with(teacher: Policy, process: Any = None) -> Setup:
 
 
 def test_a_student_learns_the_map_of_its_teacher() -> None:
-    config = BcConfig(steps=250, batch_size=128, lr=3e-3, block_steps=250, validation_fraction=0.0)
+    config = BcConfig(steps=250, batch_size=128, lr=3e-3, log_every=250, validation_fraction=0.0)
     teacher, process = exact_teacher(), Consistency(noise_max=2.0, num_levels=10)
     algorithm = config.build(setup_with(teacher, process))
     x = torch.linspace(-0.9, 0.9, 200)

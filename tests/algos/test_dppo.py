@@ -69,7 +69,7 @@ def test_compat_takes_the_next_episode_s_value_inside_a_rollout_and_the_true_one
     assert rollout.truncated[[2, 5]].all()
     critic, value = run.learner.critic, torch.rand(6, 4, dtype=torch.float64)
     true, compat = (
-        replace(run.appraise, paper_compat=flag).successors(rollout, run.policy, critic, value)
+        replace(run.estimate_advantages, paper_compat=flag).successors(rollout, run.policy, critic, value)
         for flag in (False, True)
     )
     final = evaluate_rows(critic, encode(run.policy, rollout.final_obs)).view(2, 4)

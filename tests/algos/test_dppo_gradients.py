@@ -98,9 +98,9 @@ def relative_error(ours: list[Tensor], theirs: list[Tensor]) -> float:
     return float((ours_flat - theirs_flat).norm() / theirs_flat.norm())
 
 
-@pytest.mark.parametrize(("chunk_rows", "num_threads"), [(1, 1), (7, 2), (1000, 1), (16, 3)])
-def test_chunked_gradients_equal_the_naive_ones(chunk_rows: int, num_threads: int) -> None:
-    config = replace(SMALL, chunk_rows=chunk_rows, clip_range=0.2, clip_range_base=0.05)
+@pytest.mark.parametrize(("microbatch_size", "num_threads"), [(1, 1), (7, 2), (1000, 1), (16, 3)])
+def test_chunked_gradients_equal_the_naive_ones(microbatch_size: int, num_threads: int) -> None:
+    config = replace(SMALL, microbatch_size=microbatch_size, clip_range=0.2, clip_range_base=0.05)
     run = make_run(config, num_threads=num_threads)
     experience = experience_of(run)
     shift_weights(run, 0.1)
@@ -147,7 +147,7 @@ def test_gradient_norm_limit_covers_the_actor_only() -> None:
 
 
 def test_update_never_runs_the_frozen_network_and_encodes_each_state_once() -> None:
-    run = make_run(replace(SMALL, chunk_rows=1000, batch_size=96))
+    run = make_run(replace(SMALL, microbatch_size=1000, batch_size=96))
     experience = experience_of(run)
     field = run.policy.field
     assert isinstance(field, SwitchedField)
@@ -159,7 +159,7 @@ def test_update_never_runs_the_frozen_network_and_encodes_each_state_once() -> N
 
 
 def test_python_work_of_an_update_does_not_grow_with_the_minibatch() -> None:
-    run = make_run(replace(SMALL, chunk_rows=10_000, steps_per_iteration=32))
+    run = make_run(replace(SMALL, microbatch_size=10_000, steps_per_iteration=32))
     experience = experience_of(run)
 
     def calls(rows: int) -> int:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from point_steering import AS_IT_IS, SMALL, changed, composed, flow, start
 
-from algos.offpolicy.dsrl_update import SteeredActor
+from algos.dsrl import DsrlConfig, SteeredActor
 from algos.offpolicy.replay_buffer import ChunkBatch
-from algos.offpolicy.sac_update import SacUpdate, SoftRules
+from algos.offpolicy.sac_update import SacUpdate
 from algos.training.serialization import from_plain, to_plain
 from policies.composition.policy import compose
 from policies.denoising import DenoisingPolicy
@@ -85,9 +85,9 @@ def test_the_temperature_settles_at_a_target_that_can_be_reached() -> None:
     policy = Steering(hidden_dims=(16,)).wrap(flow().eval())
     actor = SteeredActor(policy)
     target = 0.9 * actor.highest_entropy
-    rules = SoftRules(target_entropy=target, init_alpha=0.2, actor_lr=1e-2, alpha_lr=1e-2)
+    config = DsrlConfig(target_entropy=target, init_alpha=0.2, actor_lr=1e-2, alpha_lr=1e-2)
     critic = EnsembleConfig(2, (16,)).build(2, actor.latent_dim)
-    learner, generator = SacUpdate(actor, critic, rules), torch.Generator().manual_seed(0)
+    learner, generator = SacUpdate(actor, critic, config), torch.Generator().manual_seed(0)
     cond = torch.zeros(128, 2)
     entropy = []
     for _ in range(400):

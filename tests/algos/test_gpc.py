@@ -212,7 +212,7 @@ def test_grids() -> None:
         SearchSettings().weights(2, "product")
     with pytest.raises(ConfigError, match="each with 3 numbers"):
         SearchSettings(candidates=[[1, 2]]).weights(3, "product")
-    with pytest.raises(ConfigError, match="one fewer keep"):
+    with pytest.raises(ConfigError, match=r"search\.keep must be one entry fewer.*; got"):
         SearchSettings(episodes=(20,), keep=(3,))
 
 

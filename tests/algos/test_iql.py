@@ -41,7 +41,9 @@ def plain_of(policy: Any) -> nn.Sequential:
 
 def test_a_step_with_a_deterministic_actor_is_that_of_a_plain_program() -> None:
     """Squared errors are summed over entries and weighted by the advantages of before the step of V."""
-    config = IqlConfig(steps=4, deterministic=True, temperature=4.0, gamma=0.9, tau=0.1, return_range=50.0)
+    config = IqlConfig(
+        steps=4, deterministic=True, temperature=4.0, gamma=0.9, tau=0.1, normalize_returns=50.0
+    )
     run = run_of(config)
     learner: Any = run.learner
     actor, q, v = plain_of(learner.policy), copy.deepcopy(learner.critic), copy.deepcopy(learner.value)
@@ -94,6 +96,6 @@ def test_what_a_new_actor_is_has_no_meaning_beside_an_old_one() -> None:
 )
 def test_experiments_on_hopper_have_the_published_settings(experiment: str, published: Any) -> None:
     algo = compose_config("train", [f"experiment={experiment}"]).algo
-    found = (algo.deterministic, algo.expectile, algo.temperature, algo.tau, algo.return_range)
+    found = (algo.deterministic, algo.expectile, algo.temperature, algo.tau, algo.normalize_returns)
     assert found == published
     assert (algo.batch_size, algo.actor_lr, algo.critic_lr, algo.steps) == (256, 3e-4, 3e-4, 1_000_000)

@@ -25,7 +25,7 @@ from policies.processes import RectifiedFlow
 
 FRAMES = 60
 SMALL: dict[str, Any] = {
-    "steps": 4, "block_steps": 4, "batch_size": 8, "hidden_dims": (8,), "critic_dims": (8,),
+    "steps": 4, "log_every": 4, "batch_size": 8, "hidden_dims": (8,), "critic_dims": (8,),
 }  # fmt: skip
 
 
@@ -162,7 +162,7 @@ def test_constant_rewards_are_told_where_no_end_gives_them_a_meaning(tmp_path: P
     assert "flat.hdf5: all 60 rewards are 2" in record.message and "worth the same" in record.message
 
 
-@pytest.mark.parametrize("config", [IqlConfig(**SMALL), CdsaConfig(steps=4, block_steps=4, batch_size=8)])
+@pytest.mark.parametrize("config", [IqlConfig(**SMALL), CdsaConfig(steps=4, log_every=4, batch_size=8)])
 def test_constant_features_give_finite_numbers(tmp_path: Path, config: Any) -> None:
     still = {"observations": np.ones((FRAMES, 2)), "actions": np.zeros((FRAMES, 2))}
     one = torch.ones(2)

@@ -93,7 +93,7 @@ def test_constants_are_the_published_ones(config: Any) -> None:
     found = config()
     constants = (found.gamma, found.tau, found.batch_size, found.steps, found.actor_lr, found.critic_lr)
     assert constants == (0.99, 0.005, 256, 1_000_000, 3e-4, 3e-4)
-    assert (found.alpha, found.policy_noise, found.noise_clip, found.policy_every) == (2.5, 0.2, 0.5, 2)
+    assert (found.alpha, found.policy_noise, found.noise_clip, found.policy_delay) == (2.5, 0.2, 0.5, 2)
 
 
 @pytest.mark.parametrize("config", [Td3BcConfig, A2prConfig, IqlConfig])
@@ -328,7 +328,7 @@ def assert_same_gradients(policy: Policy, one: Tensor, other: Tensor) -> None:
 
 def test_returns_span_what_they_are_told_to() -> None:
     """IQL's locomotion rewards, 1000 r / (largest - smallest return), arXiv 2110.06169, appendix."""
-    data, run = dataset(), run_of(IqlConfig(steps=1, return_range=1000.0))
+    data, run = dataset(), run_of(IqlConfig(steps=1, normalize_returns=1000.0))
     returns = data.rewards.view(-1, 5).sum(1)
     scale = 1000 / (returns.max() - returns.min())
     plain = run_of(IqlConfig(steps=1)).table.gather(torch.arange(20)).reward
@@ -339,10 +339,10 @@ def test_returns_span_what_they_are_told_to() -> None:
 def test_a_span_needs_returns_that_differ() -> None:
     data = dataset()
     data.rewards.fill_(1.0)
-    with pytest.raises(ConfigError, match=r"algo\.return_range needs episodes of different returns"):
-        IqlConfig(return_range=1000.0).build(Setup(dataset=data, seed=1))
-    with pytest.raises(ConfigError, match=r"algo\.return_range must be null with algo\.reward_scale"):
-        IqlConfig(return_range=1000.0, reward_scale=2.0)
+    with pytest.raises(ConfigError, match=r"algo\.normalize_returns needs episodes of different returns"):
+        IqlConfig(normalize_returns=1000.0).build(Setup(dataset=data, seed=1))
+    with pytest.raises(ConfigError, match=r"algo\.normalize_returns must be null with algo\.reward_scale"):
+        IqlConfig(normalize_returns=1000.0, reward_scale=2.0)
 
 
 # -- averages -------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def test_a_span_needs_returns_that_differ() -> None:
 @pytest.mark.parametrize("config", [Td3BcConfig, IqlConfig])
 def test_what_ships_is_the_average_of_the_weights(config: Any) -> None:
     """And what learns is what learns without it."""
-    options: dict[str, Any] = {"steps": 6, "block_steps": 1, "batch_size": 16, "hidden_dims": (8,)}
+    options: dict[str, Any] = {"steps": 6, "log_every": 1, "batch_size": 16, "hidden_dims": (8,)}
     run, plain = run_of(config(ema_decay=0.75, **options)), run_of(config(**options))
     average = [p.detach().clone() for p in run.learner.policy.parameters()]
     for _ in range(6):
@@ -367,7 +367,7 @@ def test_what_ships_is_the_average_of_the_weights(config: Any) -> None:
 
 
 def test_an_average_asked_for_on_resuming_begins_there() -> None:
-    options: dict[str, Any] = {"steps": 4, "block_steps": 2, "hidden_dims": (8,)}
+    options: dict[str, Any] = {"steps": 4, "log_every": 2, "hidden_dims": (8,)}
     begun, continued = run_of(Td3BcConfig(**options)), run_of(Td3BcConfig(ema_decay=0.9, **options))
     begun.advance()
     continued.load_state_dict(begun.state_dict())

@@ -15,9 +15,9 @@ from point_env import PointEnv
 from point_steering import changed, dataset, flow, start
 from torch import Tensor, nn
 
-from algos.offpolicy.dsrl_update import NoiseAliasedUpdate, SteeredActor
+from algos.dsrl import DsrlConfig, NoiseAliasedUpdate, SteeredActor
 from algos.offpolicy.loop import Explorer, OffPolicyRun, transitions_of
-from algos.offpolicy.sac_update import SacUpdate, SoftRules, Temperature
+from algos.offpolicy.sac_update import SacUpdate, Temperature
 from algos.training.serialization import from_plain, to_plain
 from envs.spec import EnvSpec
 from policies.errors import CapabilityError, ConfigError
@@ -69,7 +69,7 @@ def test_updates_follow_the_executed_steps_and_wait_for_the_warm_up() -> None:
     step = run.learner.step
 
     def counted(*args: Any, **options: Any) -> dict[str, Tensor]:
-        taken.append(options["moves_actor"])
+        taken.append(options["updates_actor"])
         return step(*args, **options)
 
     run.learner.step = counted  # type: ignore[method-assign]
@@ -86,7 +86,7 @@ def test_updates_follow_the_executed_steps_and_wait_for_the_warm_up() -> None:
 def test_a_block_ends_with_so_many_control_steps_or_updates() -> None:
     """A round executes at most 4 control steps, and learns 10 times as often."""
     run = start(changed(warmup_steps=20, updates_per_step=10.0, total_steps=100, steps_per_iteration=1,
-                        block_steps=20))  # fmt: skip
+                        log_every=20))  # fmt: skip
     run.advance()
     assert 20 <= run.progress < 24 and run._steps in (0, 10, 20, 30, 40)  # nearly a whole block of warm-up
     before, learned = run.progress, run._steps
@@ -98,7 +98,7 @@ def test_a_block_ends_with_so_many_control_steps_or_updates() -> None:
 def test_where_blocks_end_changes_nothing_that_is_learned() -> None:
     found = []
     for block in (1, 7, 1000):
-        run = start(changed(updates_per_step=2.0, warmup_steps=10, block_steps=block))
+        run = start(changed(updates_per_step=2.0, warmup_steps=10, log_every=block))
         while run.progress < run.total:
             run.advance()
         found.append((run.progress, run._steps, run.snapshot().state_dict()))
@@ -109,7 +109,7 @@ def test_where_blocks_end_changes_nothing_that_is_learned() -> None:
 
 
 def test_what_a_device_still_computes_counts_as_time_of_updates(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, clock, waited = start(changed(block_steps=20)), [0.0], []
+    run, clock, waited = start(changed(log_every=20)), [0.0], []
 
     def wait() -> None:
         clock[0] += 1.0
@@ -155,7 +155,7 @@ def test_the_actor_moves_every_so_many_steps() -> None:
     run = start(changed(actor_every=4, updates_per_step=1.0, total_steps=20))
     moved: list[bool] = []
     step = run.learner.step
-    run.learner.step = lambda *a, **o: (moved.append(o["moves_actor"]), step(*a, **o))[1]  # type: ignore
+    run.learner.step = lambda *a, **o: (moved.append(o["updates_actor"]), step(*a, **o))[1]  # type: ignore
     run.advance()
     assert len(moved) >= 8 and moved == [(i + 1) % 4 == 0 for i in range(len(moved))]
     run.close()
@@ -305,10 +305,10 @@ def test_steering_goes_on_from_a_steered_policy() -> None:
 
 
 def test_the_temperature_approaches_the_target_entropy() -> None:
-    rules = SoftRules(target_entropy=-1.0, init_alpha=0.5)
+    config = DsrlConfig(init_alpha=0.5)
     for entropy, rises in ((-3.0, True), (2.0, False)):
-        temperature = Temperature(rules, torch.device("cpu"))
-        loss = temperature.move(torch.full((4,), -entropy))["actor/alpha_loss"]
+        temperature = Temperature(config, -1.0, torch.device("cpu"))
+        loss = temperature.update(torch.full((4,), -entropy))["actor/alpha_loss"]
         assert float(loss) == pytest.approx(math.log(0.5) * (entropy + 1.0), rel=1e-6)
         assert (float(temperature.value) > 0.5) == rises
 

@@ -86,7 +86,7 @@ def test_what_iql_weights_is_the_misfit_of_recorded_steps(process: Any) -> None:
     rows = rows_of(learner, batch, draws)
     whole = not isinstance(process, RectifiedFlow)
     wanted = torch.stack([ACTION * row.sum() if whole else row.mean() for row in rows])
-    torch.testing.assert_close(learner._misfit(batch, draws), wanted)
+    torch.testing.assert_close(learner.policy_loss(batch, draws), wanted)
 
 
 @pytest.mark.parametrize(
@@ -100,4 +100,4 @@ def test_actions_that_nobody_recorded_change_no_misfit(process: Any) -> None:
     other = garbled(batch)
     assert not torch.equal(other.plan, batch.plan)
     draws = learner.draw(len(batch), torch.Generator().manual_seed(0))
-    torch.testing.assert_close(learner._misfit(other, draws), learner._misfit(batch, draws))
+    torch.testing.assert_close(learner.policy_loss(other, draws), learner.policy_loss(batch, draws))

@@ -35,7 +35,7 @@ SMALL = PpoConfig(
     batch_size=32,
     update_epochs=2,
     critic=CriticConfig(width=8),
-    chunk_rows=10,
+    microbatch_size=10,
 )
 
 
@@ -78,7 +78,7 @@ class WithRule(PointEnv):
 @pytest.mark.parametrize("reduction", ["mean", "per_step", "joint"])
 def test_ratio_is_one_on_fresh_data(dtype: torch.dtype, limit: float, reduction: str) -> None:
     run = make_run(replace(SMALL, log_prob_reduction=reduction), make_init().to(dtype))
-    experience = run.appraise(run.collect(), run.policy, run.learner.critic, run.scaler)
+    experience = run.estimate_advantages(run.collect(), run.policy, run.learner.critic, run.scaler)
     with torch.no_grad():
         score = run.ratio.score(experience, Rows.sorted_from(torch.arange(len(experience)), 1))
     assert score.log_ratio.abs().max().item() <= limit
@@ -98,7 +98,7 @@ def test_run_learns_to_stay_near_the_goal() -> None:
         num_envs=16,
         iterations=25,
         batch_size=64,
-        chunk_rows=64,
+        microbatch_size=64,
         update_epochs=5,
         actor_lr=3e-3,
         clip_range=0.2,
@@ -209,7 +209,7 @@ def test_values_bootstrap_through_truncation_from_the_true_final_observation() -
 def test_cloning_term_works_for_a_gaussian() -> None:
     run = make_run(replace(SMALL, bc_weight=0.5))
     draws = GeneratorDraws(torch.Generator().manual_seed(0))
-    experience = run.appraise(run.collect(), run.policy, run.learner.critic, run.scaler)
+    experience = run.estimate_advantages(run.collect(), run.policy, run.learner.critic, run.scaler)
     _, metrics = run.learner.actor_gradient(experience, torch.arange(64), draws=draws)
     # Near -E[log N] of a deviation of 0.1: 0.5 log(2 pi e 0.01) per element.
     assert float(metrics["policy/cloning_loss"]) == pytest.approx(-0.88, abs=0.1)

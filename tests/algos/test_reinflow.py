@@ -111,8 +111,8 @@ def test_the_upper_bound_falls_from_its_value_to_its_last_share(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"min_std": 0.0}, "without noise there is no density"),
-        ({"min_std": 0.3, "max_std": 0.2}, "min_std <= max_std"),
+        ({"min_std": 0.0}, r"noise\.min_std must be .*; got 0\.0"),
+        ({"min_std": 0.3, "max_std": 0.2}, r"noise\.max_std must be at least .*=0\.3; got 0\.2"),
         ({"level": "vp"}, "learned, constant"),
         ({"input": "time"}, "state_time, state"),
         ({"hold": 1.5}, "hold"),
@@ -335,8 +335,8 @@ def test_a_policy_that_is_no_flow_is_refused_by_name() -> None:
     [
         ({"denoising_steps": 0}, "algo.denoising_steps must be at least 1"),
         ({"tuned_steps": 5}, r"algo.tuned_steps must be in 1..4, or empty; got 5"),
-        ({"noise_clip": 0.0}, "algo.noise_clip must be positive"),
-        ({"clip_state": -1.0}, "algo.clip_state must be positive"),
+        ({"noise_clip": 0.0}, "algo.noise_clip must be .*; got 0.0"),
+        ({"clip_state": -1.0}, "algo.clip_state must be .*; got -1.0"),
         ({"log_prob_reduction": "sum"}, "mean, per_step, per_dim, joint"),
         ({"surrogate": "trpo"}, "ppo, spo, aspo"),
     ],

@@ -17,7 +17,7 @@ from torch.distributions import Normal, TanhTransform, TransformedDistribution
 from algos.base import Setup
 from algos.offpolicy.loop import Explorer, OffPolicyRun
 from algos.offpolicy.replay_buffer import ChunkBatch
-from algos.offpolicy.sac_update import SacUpdate, SoftRules
+from algos.offpolicy.sac_update import SacUpdate
 from algos.rlpd import RlpdConfig
 from algos.sac import SacConfig, SquashedActor
 from policies.backbones.mlp import MlpConfig
@@ -31,7 +31,7 @@ from policies.processes.squashed import TanhGaussianPolicy, TanhGaussianProcess
 ROWS, COND, ACTION = 16, 3, 2
 NET = MlpConfig(residual=False, hidden_dims=(8,), time_dim=4)
 SMALL: dict[str, Any] = {
-    "total_steps": 60, "warmup_steps": 0, "num_envs": 2, "steps_per_iteration": 3, "block_steps": 1,
+    "total_steps": 60, "warmup_steps": 0, "num_envs": 2, "steps_per_iteration": 3, "log_every": 1,
     "updates_per_step": 0.5, "batch_size": 8, "critic_dims": (8,),
 }  # fmt: skip
 
@@ -55,11 +55,11 @@ def policy(obs_dim: int = COND, **config: Any) -> TanhGaussianPolicy:
     return made
 
 
-def learner(rules: SoftRules, critics: EnsembleConfig, actor: SquashedActor | None = None) -> SacUpdate:
+def learner(config: SacConfig, critics: EnsembleConfig, actor: SquashedActor | None = None) -> SacUpdate:
     torch.manual_seed(0)
     actor = actor or SquashedActor(policy())
     cond_dim = actor.policy.encoder.cond_dim
-    return SacUpdate(actor, critics.build(cond_dim, actor.latent_dim), rules, of_chunks=True)
+    return SacUpdate(actor, critics.build(cond_dim, actor.latent_dim), config, of_chunks=True)
 
 
 def batch(generator: torch.Generator) -> ChunkBatch:
@@ -104,9 +104,9 @@ def q_values(critic: Any, cond: Tensor, action: Tensor) -> Tensor:
 
 
 CASES = {
-    "sac": (SoftRules(target_entropy=-2.0, init_alpha=0.3), EnsembleConfig(2, (8,))),
+    "sac": (SacConfig(target_entropy=-2.0, init_alpha=0.3), EnsembleConfig(2, (8,))),
     "rlpd": (
-        SoftRules(
+        SacConfig(
             target_entropy=-1.0, init_alpha=0.3, aggregate="subset_min", actor_aggregate="mean",
             entropy_in_target=False,
         ),
@@ -169,14 +169,14 @@ def test_a_step_is_the_one_written_out_with_torch_distributions(name: str) -> No
 @pytest.mark.parametrize(("terminated", "value"), [(0.0, 2.0), (1.0, 1.0)])
 def test_values_look_beyond_time_limits_and_not_beyond_ends(terminated: float, value: float) -> None:
     """One state, reward 1, gamma 1/2: 1 + 1/2 + 1/4 + ... = 2 where no step ends the task, else 1."""
-    rules = SoftRules(tau=0.2, entropy_in_target=False, critic_lr=1e-2)
+    rules = SacConfig(tau=0.2, target_entropy=0.0, entropy_in_target=False, critic_lr=1e-2)
     ours = learner(rules, EnsembleConfig(2, (8,)))
     cond, generator = torch.ones(ROWS, COND), torch.Generator().manual_seed(0)
     for _ in range(400):
         action = torch.rand(ROWS, ACTION, generator=generator) * 2 - 1
         discount = torch.full((ROWS,), 0.5 * (1 - terminated))
         rows = ChunkBatch(cond, action[:, :0], action, torch.ones(ROWS), discount, cond)
-        ours.step(rows, ours.draw(ROWS, generator), moves_actor=False)
+        ours.step(rows, ours.draw(ROWS, generator), updates_actor=False)
     found = ours.critic(cond, torch.zeros(ROWS, ACTION)).detach()
     torch.testing.assert_close(found, torch.full_like(found, value), rtol=0, atol=0.05)
 
@@ -184,7 +184,7 @@ def test_values_look_beyond_time_limits_and_not_beyond_ends(terminated: float, v
 def test_a_bandit_is_solved_and_its_entropy_is_the_one_asked_for() -> None:
     """Reward -8 |a - a*|^2, one step: the mean goes to a*, the temperature keeps the target entropy."""
     best, target_entropy = torch.tensor([0.4, -0.3]), -2.0
-    rules = SoftRules(
+    rules = SacConfig(
         tau=0.05, target_entropy=target_entropy, init_alpha=0.1, actor_lr=3e-3, critic_lr=3e-3, alpha_lr=1e-2
     )
     ours = learner(rules, EnsembleConfig(2, (32, 32)))
@@ -286,16 +286,16 @@ def test_another_kind_of_policy_is_refused_by_both_names() -> None:
 
 
 def test_targets_of_entropy_count_the_entries_of_an_executed_chunk() -> None:
-    assert SacConfig().rules(8).target_entropy == -8
-    assert RlpdConfig().rules(8).target_entropy == -4
-    assert dataclasses.replace(SacConfig(), target_entropy=1.5).rules(8).target_entropy == 1.5
+    assert SacConfig().target_entropy_of(8) == -8
+    assert RlpdConfig().target_entropy_of(8) == -4
+    assert dataclasses.replace(SacConfig(), target_entropy=1.5).target_entropy_of(8) == 1.5
 
 
 def test_a_point_is_driven_to_its_goal_after_a_few_hundred_steps() -> None:
     """From nothing: the untrained policy ends as far away as it began, the trained one at the goal."""
     run = start(
         setup={"policy": shape(), "env": PointEnv(limit=12)}, total_steps=900, warmup_steps=200,
-        block_steps=300, updates_per_step=1.0, batch_size=64, critic_dims=(32, 32), init_alpha=0.05,
+        log_every=300, updates_per_step=1.0, batch_size=64, critic_dims=(32, 32), init_alpha=0.05,
         actor_lr=3e-3, critic_lr=3e-3, tau=0.02, gamma=0.9,
     )  # fmt: skip
     before = final_distance(run)

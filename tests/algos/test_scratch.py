@@ -88,7 +88,7 @@ def test_observations_mean_the_same_numbers_throughout_an_iteration(config: Any)
     run.advance()
     after = run.policy.normalizer.get_buffer("state_offset").clone()
     assert not torch.equal(before, after)
-    experience = run.appraise(run.collect(), run.policy, run.learner.critic, run.scaler)
+    experience = run.estimate_advantages(run.collect(), run.policy, run.learner.critic, run.scaler)
     assert torch.equal(run.policy.normalizer.get_buffer("state_offset"), after)
     with torch.no_grad():
         steps = run.ratio.inner_steps

@@ -194,7 +194,7 @@ def test_brute_force_states_the_tile_of_the_batches_of_a_run(monkeypatch: pytest
 
 PEAKS = """
 import os, sys, torch
-from algos.search_choice import Rows
+from algos.offline.neighbor_autotune import Rows
 
 def peak():
     lines = (line.split() for line in open("/proc/self/status"))

@@ -16,8 +16,16 @@ from torch import Tensor, nn
 from algos.a2pr import A2prConfig
 from algos.base import Setup
 from algos.iql import IqlConfig
-from algos.offline.batched_seeds import StackedEnsemble, StackedLinear, stack_parameters, stacked
-from algos.offline.loop import OfflineRun, SeedBatch
+from algos.offline.batched_seeds import (
+    SeedBatch,
+    StackedEnsemble,
+    StackedLinear,
+    build_seeds,
+    stack_parameters,
+    stacked,
+)
+from algos.offline.config import OfflineConfig
+from algos.offline.loop import OfflineRun
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
 from algos.td3_bc import Td3BcConfig
@@ -51,7 +59,7 @@ def name_of(case: Any) -> str:
 
 
 def config_of(kind: Any, options: dict[str, Any]) -> Any:
-    return small(kind, **{"steps": 12, "block_steps": 4} | options)
+    return small(kind, **{"steps": 12, "log_every": 4} | options)
 
 
 def setup(seed: int = 0) -> Setup:
@@ -59,8 +67,8 @@ def setup(seed: int = 0) -> Setup:
 
 
 def together(config: Any, seeds: Sequence[int] = SEEDS) -> tuple[list[OfflineRun], SeedBatch]:
-    runs = config.build_seeds(setup(), seeds)
-    return runs, config.together(runs)
+    runs = build_seeds(config, setup(), seeds)
+    return runs, SeedBatch(runs)
 
 
 def weights(run: OfflineRun) -> list[Tensor]:
@@ -95,7 +103,7 @@ def test_every_seed_learns_what_it_would_learn_alone(kind: Any, options: dict[st
 
 
 def test_every_algorithm_that_trains_several_seeds_is_among_these() -> None:
-    able = {name for name, part in registry.parts("algo").items() if hasattr(part, "together")}
+    able = {name for name, part in registry.parts("algo").items() if issubclass(part, OfflineConfig)}
     assert able == {registry.name_of("algo", kind()) for kind, _ in ABLE}
 
 
@@ -161,7 +169,7 @@ def test_seeds_that_are_behind_go_first_and_never_past_the_others() -> None:
     runs, group = together(config)
     runs[0].advance()
     runs[0].advance()
-    config.block_steps = 5  # which 8 is no multiple of
+    config.log_every = 5  # which 8 is no multiple of
     before = weights(runs[0])
     reports = group.advance()
     assert [run.progress for run in runs] == [8, 5, 5]
@@ -203,7 +211,7 @@ def test_transitions_and_their_search_are_shared() -> None:
 def test_runs_that_were_made_apart_are_not_trained_together() -> None:
     config = config_of(Td3BcConfig, {})
     with pytest.raises(ConfigError, match="must be made together, by build_seeds"):
-        config.together([config.build(setup(seed)) for seed in SEEDS])
+        SeedBatch([config.build(setup(seed)) for seed in SEEDS])
 
 
 def test_a_run_of_a_group_neither_advances_nor_loads_by_itself() -> None:
@@ -221,9 +229,9 @@ def test_a_run_of_a_group_neither_advances_nor_loads_by_itself() -> None:
 def test_actors_that_sample_are_refused() -> None:
     config = config_of(Td3BcConfig, {})
     policy: Policy = flow()
-    runs = config.build_seeds(Setup(dataset=bandit(), init=policy, num_threads=1), SEEDS)
+    runs = build_seeds(config, Setup(dataset=bandit(), init=policy, num_threads=1), SEEDS)
     with pytest.raises(CapabilityError, match=r"where algo makes its own actor; .* --multirun seed=0,1,2"):
-        config.together(runs).advance()
+        SeedBatch(runs).advance()
 
 
 @pytest.mark.parametrize("kind", [Td3BcConfig, IqlConfig])
@@ -237,9 +245,9 @@ def test_actors_of_several_steps_are_refused(kind: Any) -> None:
         ),
         obs_dim=2, action_dim=2, statistics={"state": limits, "action": limits},
     )  # fmt: skip
-    runs = config.build_seeds(Setup(dataset=bandit(), init=policy, num_threads=1), SEEDS)
+    runs = build_seeds(config, Setup(dataset=bandit(), init=policy, num_threads=1), SEEDS)
     with pytest.raises(CapabilityError, match="where algo makes its own actor"):
-        config.together(runs).advance()
+        SeedBatch(runs).advance()
 
 
 # -- continued runs -------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def test_policies_that_are_told_goals_are_refused() -> None:
         statistics={"state": limits, "action": limits, "goal": limits},
     )  # fmt: skip
     for config in (Td3BcConfig(), IqlConfig(), CdsaConfig()):
-        with pytest.raises(CapabilityError, match="learns from states; the policy is also told goals"):
+        with pytest.raises(CapabilityError, match="learns from states; the policy is conditioned on goals"):
             config.build(Setup(dataset=dataset(), init=goal))
 
 

@@ -199,7 +199,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     burnish.collect(env="avoid", episodes=2, out=folder / "demos.hdf5")
     tiny = {"backbone.width": 8, "algo.steps": 4, "algo.warmup_steps": 0, "algo.batch_size": 4}
-    tiny |= {"algo.block_steps": 2, "algo.validation_fraction": 0, "num_threads": 1, "progress": False}
+    tiny |= {"algo.log_every": 2, "algo.validation_fraction": 0, "num_threads": 1, "progress": False}
     burnish.clone(
         folder / "demos.hdf5", directory=folder / "run", env="avoid", **{"evaluation.episodes": 0}, **tiny
     )
@@ -213,7 +213,7 @@ def commands(inputs: Path, out: Path) -> dict[str, list[str]]:
         "algo.steps=4",
         "algo.warmup_steps=0",
         "algo.batch_size=4",
-        "algo.block_steps=2",
+        "algo.log_every=2",
     ]
     tiny += ["algo.validation_fraction=0", "num_threads=1", "progress=false", "evaluation.episodes=0"]
     return {

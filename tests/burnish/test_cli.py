@@ -61,7 +61,7 @@ def test_an_unknown_command_is_one_line_with_a_suggestion(capsys: pytest.Capture
     [
         (["train", "algo.lrr=1"], "unknown key 'algo.lrr'"),
         (["train", "algo.lr=fast"], "algo.lr: Value 'fast'"),
-        (["train", "algo.lr=-1"], "algo.lr must be positive; got -1.0."),
+        (["train", "algo.lr=-1"], "algo.lr must be above 0; got -1.0."),
         (["train", "algo=bc"], "algo=bc needs demonstrations"),
         (["train", "init=nowhere", "algo=dppo", "env=avoid"], "init=nowhere does not exist"),
         (["train", "dataset=nowhere.hdf5"], "nowhere.hdf5"),

@@ -16,7 +16,7 @@ from policies.errors import CheckpointError, ConfigError
 
 TINY = {
     "backbone.width": 16, "algo.steps": 8, "algo.warmup_steps": 0, "algo.batch_size": 4,
-    "algo.block_steps": 4, "algo.validation_fraction": 0, "trainer.checkpoint_every": 4, "policy.horizon": 2,
+    "algo.log_every": 4, "algo.validation_fraction": 0, "trainer.checkpoint_every": 4, "policy.horizon": 2,
     "policy.act_steps": 1, "num_threads": 1, "progress": False,
 }  # fmt: skip
 

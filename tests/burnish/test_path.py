@@ -37,7 +37,7 @@ from policies.errors import CheckpointError, ConfigError, DatasetError, ExportEr
 from policies.paths import lasting
 
 QUIET = {"num_workers": 0, "progress": False, "num_threads": 1}
-TINY_BC = {"steps": 12, "warmup_steps": 0, "batch_size": 16, "block_steps": 4, "validation_windows": 4}
+TINY_BC = {"steps": 12, "warmup_steps": 0, "batch_size": 16, "log_every": 4, "validation_windows": 4}
 TINY_PPO = {"num_envs": 2, "steps_per_iteration": 4, "iterations": 2, "batch_size": 16, "update_epochs": 1}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import burnish
-from algos.offline.loop import SeedBatch
+from algos.offline.batched_seeds import SeedBatch
 from algos.training.metrics import read_jsonl
 from algos.training.run_directory import RunDirectory
 from burnish import cli
@@ -23,7 +23,7 @@ from policies.errors import CheckpointError, ConfigError, TrainingError
 
 TINY: dict[str, Any] = {
     "algo": {
-        "steps": 8, "block_steps": 2, "batch_size": 8, "hidden_dims": [8], "critic_dims": [8],
+        "steps": 8, "log_every": 2, "batch_size": 8, "hidden_dims": [8], "critic_dims": [8],
         "autocast": None,
     },
     "progress": False,

@@ -20,7 +20,7 @@ from burnish.cli import main
 from policies.errors import CheckpointError, ConfigError
 
 TINY = {
-    "backbone.width": 8, "algo.steps": 8, "algo.warmup_steps": 0, "algo.batch_size": 4, "algo.block_steps": 4,
+    "backbone.width": 8, "algo.steps": 8, "algo.warmup_steps": 0, "algo.batch_size": 4, "algo.log_every": 4,
     "algo.validation_fraction": 0, "num_threads": 1, "progress": False,
 }  # fmt: skip
 

@@ -42,11 +42,11 @@ SMALL: dict[str, Any] = {
     "iterations": 3,
     "update_epochs": 2,
     "tuned_steps": 2,
-    "chunk_rows": 8,
+    "microbatch_size": 8,
     "critic": CriticConfig(width=8),
     # from data
     "steps": 6,
-    "block_steps": 2,
+    "log_every": 2,
     "ema_every": 1,
     "validation_windows": 4,
     "validation_samples": 2,

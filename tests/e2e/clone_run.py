@@ -20,7 +20,7 @@ from algos.training.trainer import TrainerSettings, train
 def main(path: str, steps: int, checkpoint_every: int, until: int | None = None) -> None:
     """Train; `until`: stop there by a signal, however many steps there would be."""
     torch.set_num_threads(1)
-    config = BcConfig(steps=steps, batch_size=16, block_steps=1, warmup_steps=5, validation_fraction=0.1)
+    config = BcConfig(steps=steps, batch_size=16, log_every=1, warmup_steps=5, validation_fraction=0.1)
     algorithm = config.build(two_mode_setup(7))
     settings = TrainerSettings(log_every=5, checkpoint_every=checkpoint_every, keep_checkpoints=3)
     if until is not None:

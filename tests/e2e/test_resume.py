@@ -100,7 +100,7 @@ def assert_resumes_bit_exactly(
 
 @pytest.mark.parametrize("process", [VPDiffusion(num_levels=5), RectifiedFlow(), GaussianProcess()])
 def test_cloning_resumes_bit_exactly(process: object, tmp_path: Path) -> None:
-    config = BcConfig(steps=24, batch_size=100, block_steps=3, warmup_steps=4, validation_fraction=0.1)
+    config = BcConfig(steps=24, batch_size=100, log_every=3, warmup_steps=4, validation_fraction=0.1)
     assert_resumes_bit_exactly(
         lambda: config.build(two_mode_setup(process=process)),
         tmp_path,
@@ -137,7 +137,7 @@ def test_dppo_resumes_bit_exactly(sampler: str, num_workers: int, tmp_path: Path
 def off_policy(name: str) -> tuple[OffPolicyConfig, dict[str, Any]]:
     """A small off-policy run on `avoid`, and what it starts from."""
     small: dict[str, Any] = {
-        "total_steps": 160, "warmup_steps": 40, "num_envs": 2, "steps_per_iteration": 2, "block_steps": 10,
+        "total_steps": 160, "warmup_steps": 40, "num_envs": 2, "steps_per_iteration": 2, "log_every": 10,
         "updates_per_step": 0.3, "actor_every": 2, "batch_size": 8, "buffer_size": 16, "critic_dims": (8,),
     }  # fmt: skip
     if name == "sac":

@@ -30,7 +30,7 @@ from policies.processes.deterministic import DeterministicProcess
 from policies.wrappers.score_correction import Correction
 
 SMALL: dict[str, Any] = {
-    "steps": 12, "block_steps": 3, "batch_size": 16, "hidden_dims": (8,), "critic_dims": (8,),
+    "steps": 12, "log_every": 3, "batch_size": 16, "hidden_dims": (8,), "critic_dims": (8,),
     "value_dims": (8,), "vae_width": 8, "correction": Correction(hidden_dims=(8,), dynamics_dims=(8,)),
 }  # fmt: skip
 NEW = [Td3BcConfig, RebracConfig, PrdcConfig, A2prConfig, IqlConfig]
@@ -125,7 +125,8 @@ def test_a_run_whose_rates_follow_its_length_keeps_it(config: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("gamma", 0.9), ("reward_scale", 2.0), ("reward_shift", -1.0), ("return_range", 10.0), ("beta", 4.0),
+        ("gamma", 0.9), ("reward_scale", 2.0), ("reward_shift", -1.0), ("normalize_returns", 10.0),
+        ("beta", 4.0),
         ("neighbor_rank", 2),
     ],
 )  # fmt: skip

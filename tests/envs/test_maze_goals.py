@@ -205,7 +205,7 @@ def test_what_has_no_use_for_goals_is_refused_by_name(demonstrations: EpisodeDat
     with pytest.raises(ConfigError, match=r"has no key 'goal'.*env.goal=appended"):
         quick.build(Setup(policy=blank().config, env=task(), dataset=bare))
     wide = replace(demonstrations, extras={"goal": torch.zeros(demonstrations.num_frames, 3)})
-    with pytest.raises(ConfigError, match=r"told goals of width 2; those of .* have width 3"):
+    with pytest.raises(ConfigError, match=r"goals of width 2; those of .* have width 3"):
         quick.build(Setup(policy=blank().config, env=task(), dataset=wide))
     with pytest.raises(ConfigError, match=r"env.goal must be one of appended, separate; got 'none'"):
         task("none")

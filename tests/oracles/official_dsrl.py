@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from algos.offpolicy.dsrl_update import SteeredActor
+from algos.dsrl import DsrlConfig, SteeredActor
 from algos.offpolicy.replay_buffer import ChunkBatch
-from algos.offpolicy.sac_update import SacUpdate, SoftRules
+from algos.offpolicy.sac_update import SacUpdate
 from policies.build import complete
 from policies.networks.critics import Ensemble, EnsembleConfig
 from policies.policy import Policy, PolicyConfig
@@ -124,12 +124,12 @@ def _linears(arrays: Arrays, prefix: str) -> list[int]:
     return list(takewhile(lambda place: f"{prefix}.{place}.weight" in arrays, count(0, 3)))
 
 
-def rules_of(arrays: Mapping[str, Any]) -> SoftRules:
+def config_of(arrays: Mapping[str, Any]) -> DsrlConfig:
     """Return the constants of a file."""
     before, after = arrays.get("log_ent_coef_before"), arrays.get("log_ent_coef_after")
     alpha, rate = float(arrays["logged_ent_coef"]), float(arrays["cfg_lr"])
     combine = arrays.get("cfg_combine", "min")
-    return SoftRules(
+    return DsrlConfig(
         tau=float(arrays["cfg_tau"]), target_entropy=float(arrays["cfg_target_entropy"]),
         init_alpha=alpha, learn_alpha=before is not None and after is not None,
         aggregate=combine, actor_aggregate=combine, actor_lr=rate, critic_lr=rate, alpha_lr=rate,
@@ -165,8 +165,8 @@ def same_losses(found: Mapping[str, Tensor], arrays: Arrays) -> None:
 
 def same_temperature(learner: SacUpdate, arrays: Arrays) -> None:
     """Compare the logarithm of alpha after a step, where it learns."""
-    assert ("log_ent_coef_after" in arrays) == learner.rules.learn_alpha
-    if learner.rules.learn_alpha:
+    assert ("log_ent_coef_after" in arrays) == learner.config.learn_alpha
+    if learner.config.learn_alpha:
         torch.testing.assert_close(learner.temperature.log.detach(), arrays["log_ent_coef_after"], **WEIGHT)
 
 

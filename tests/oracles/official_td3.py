@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from algos.a2pr import ActionVae
-from algos.offline.actor import Actor
-from algos.offline.td3_update import Td3Rules
+from algos.offline.td3_update import Actor
+from algos.td3_bc import Td3BcConfig
 from algos.transitions import Batch
 from policies.backbones.mlp import MlpConfig
 from policies.build import build_policy
@@ -161,14 +161,19 @@ def digests(weights: Arrays) -> dict[str, Tensor]:
     return out
 
 
-def rules_of(arrays: Arrays) -> Td3Rules:
+def limit_of(arrays: Arrays) -> float:
+    """Return L of a file."""
+    return float(arrays["cfg/max_action"])
+
+
+def config_of(arrays: Arrays) -> Td3BcConfig:
     """Return the constants of a file."""
     cfg = {name: float(value) for name, value in under(arrays, "cfg/").items()}
     limit = cfg["max_action"]
-    return Td3Rules(
+    return Td3BcConfig(
         alpha=cfg["alpha"], tau=cfg["tau"], policy_noise=cfg["policy_noise"] / limit,
-        noise_clip=cfg["noise_clip"] / limit, policy_every=int(cfg["policy_freq"]),
-        actor_lr=cfg["lr"], critic_lr=cfg["lr"], limit=limit,
+        noise_clip=cfg["noise_clip"] / limit, policy_delay=int(cfg["policy_freq"]),
+        actor_lr=cfg["lr"], critic_lr=cfg["lr"],
     )  # fmt: skip
 
 

@@ -14,12 +14,13 @@ from official_td3 import (
     batch_of,
     check_number,
     check_weights,
+    config_of,
     ensemble_of,
     ensemble_weights,
+    limit_of,
     names,
     num_steps,
     read,
-    rules_of,
     shapes_of,
     sine_weights,
     under,
@@ -66,15 +67,15 @@ def initial(arrays: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def learner_of(arrays: dict[str, Tensor]) -> Td3Learner:
     """Return our learner at the start of a file."""
-    weights, rules = initial(arrays), rules_of(arrays)
+    weights, limit = initial(arrays), limit_of(arrays)
     guide = AdvantageGuide(
-        vae_of(weights["vae"], rules.limit), ensemble_of(weights["value"], VALUES),
+        vae_of(weights["vae"], limit), ensemble_of(weights["value"], VALUES),
         weight=float(arrays["cfg/mask"]), vae_weight=float(arrays["cfg/vae_weight"]),
         value_lr=float(arrays["cfg/lr"]), vae_lr=float(arrays["cfg/vae_lr"]),
     )  # fmt: skip
-    actor, critic = actor_of(weights["actor"], rules.limit), ensemble_of(weights["critic"], CRITICS)
-    learner = Td3Learner(actor, critic, guide, rules)
-    target = actor_of(weights["actor_target"], rules.limit).policy
+    actor, critic = actor_of(weights["actor"], limit), ensemble_of(weights["critic"], CRITICS)
+    learner = Td3Learner(actor, critic, guide, config_of(arrays))
+    target = actor_of(weights["actor_target"], limit).policy
     learner.target_actor.policy.load_state_dict(target.state_dict())
     learner.target_critic.load_state_dict(ensemble_of(weights["critic_target"], CRITICS).state_dict())
     return learner

@@ -18,12 +18,13 @@ from affine import AffineConfig, AffineCritic, Arrays, assert_weights, load
 from official_networks import read
 from torch import Tensor
 
+from algos.base import Setup
 from algos.dppo import DppoConfig
 from algos.onpolicy.frozen_copy import tunable_copy
 from algos.onpolicy.loop import OnPolicy
 from algos.onpolicy.ppo_update import PpoUpdate
 from algos.onpolicy.ratios import ChainRatio
-from envs.rollouts.rollout import Rollout, RolloutPool
+from envs.rollouts.rollout import Rollout
 from envs.spec import ChunkStep, EnvSpec
 from policies.build import build_policy
 from policies.denoising import DenoisingPolicy
@@ -186,15 +187,18 @@ class Replay:
         actor = list(self.policy.scored_net.parameters())
         self.learner = RecordingLearner(self.config, ratio=self.ratio, actor=actor, critic=self.critic)
         self.env = ScriptedEnv(data)
-        self.pool = RolloutPool(self.env, num_envs=self.config.num_envs, num_workers=0)
-        self.run = OnPolicy(
-            self.config,
-            ratio=self.ratio,
-            learner=self.learner,
-            pool=self.pool,
-            draws=self.draws,
-            shipped=self.policy.clone,
-        )
+        with pytest.MonkeyPatch.context() as patch:  # the backbone of the file is not registered
+            patch.setattr("algos.onpolicy.loop.init_facts", lambda *_: {})
+            self.run = OnPolicy(
+                self.config,
+                Setup(env=self.env, num_workers=0, num_threads=1),
+                ratio=self.ratio,
+                trainable=self.policy.scored_net,
+                bc_term=None,
+                export_policy=self.policy.clone,
+            )
+        self.run.learner, self.run.draws = self.learner, self.draws  # type: ignore[assignment]
+        self.pool = self.run.pool
         self.run.iteration = 1  # the evaluation counts as iteration 0
 
     def evaluation(self, noise: Tensor) -> Rollout:
@@ -206,11 +210,11 @@ class Replay:
         self.draws.left = list(data[f"itr{n}_perms"])
         self.learner.reports = []
         seen: list[Any] = []
-        collect, appraise = self.run.collect, self.run.appraise
+        collect, appraise = self.run.collect, self.run.estimate_advantages
         self.run.collect = lambda: seen.append(collect()) or seen[-1]  # type: ignore[method-assign]
-        self.run.appraise = lambda *args: seen.append(appraise(*args)) or seen[-1]  # type: ignore[assignment]
+        self.run.estimate_advantages = lambda *args: seen.append(appraise(*args)) or seen[-1]  # type: ignore[assignment]
         self.run.advance()
-        self.run.collect, self.run.appraise = collect, appraise  # type: ignore[method-assign]
+        self.run.collect, self.run.estimate_advantages = collect, appraise  # type: ignore[method-assign]
         return seen[0], seen[1]
 
 

@@ -50,7 +50,7 @@ class NoiseTape:
 class Case:
     """One case: our learner around the case's weights, and its experience."""
 
-    def __init__(self, data: Arrays, name: str, *, chunk_rows: int, num_threads: int) -> None:
+    def __init__(self, data: Arrays, name: str, *, microbatch_size: int, num_threads: int) -> None:
         self.get = lambda key: data[f"{name}_{key}"]
         levels, self.steps, gamma_denoising, clip, base, rate, act_steps = self.get("cfg").tolist()
         self.steps = int(self.steps)
@@ -60,7 +60,7 @@ class Case:
             clip_range=clip,
             clip_range_base=base,
             clip_range_rate=rate,
-            chunk_rows=chunk_rows,
+            microbatch_size=microbatch_size,
             **EXTRA.get(name, {}),
         )
         self.state = data["state"]
@@ -117,12 +117,12 @@ def names(data: Arrays) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("chunk_rows", "num_threads"), [(1000, 1), (5, 2)])
+@pytest.mark.parametrize(("microbatch_size", "num_threads"), [(1000, 1), (5, 2)])
 @pytest.mark.golden("dppo_ppo_loss*.npz")
-def test_losses_and_gradients(golden_path: Path, chunk_rows: int, num_threads: int) -> None:
+def test_losses_and_gradients(golden_path: Path, microbatch_size: int, num_threads: int) -> None:
     data = read(golden_path)
     for name in names(data):
-        case = Case(data, name, chunk_rows=chunk_rows, num_threads=num_threads)
+        case = Case(data, name, microbatch_size=microbatch_size, num_threads=num_threads)
         grads, metrics = case.learner.actor_gradient(case.experience, case.index, draws=case.noise())
         critic_grads, value_loss = case.learner.critic_gradient(case.experience, case.index)
         case.learner.close()
@@ -149,7 +149,7 @@ def test_losses_and_gradients(golden_path: Path, chunk_rows: int, num_threads: i
 def test_ratio_clip_range_and_terms_of_each_sample(golden_path: Path) -> None:
     data = read(golden_path)
     for name in names(data):
-        case = Case(data, name, chunk_rows=1000, num_threads=1)
+        case = Case(data, name, microbatch_size=1000, num_threads=1)
         rows = Rows.sorted_from(case.index, case.steps)
         before = case.experience.advantage.clone()
         with torch.no_grad():
@@ -168,7 +168,7 @@ def test_ratio_clip_range_and_terms_of_each_sample(golden_path: Path) -> None:
 def test_unreduced_log_densities(golden_path: Path) -> None:
     data = read(golden_path)
     for name in names(data):
-        case = Case(data, name, chunk_rows=1000, num_threads=1)
+        case = Case(data, name, microbatch_size=1000, num_threads=1)
         chain, cond = case.get("chain"), Cond(case.state.flatten(1))
         x, x_next = chain[case.batch, case.denoising], chain[case.batch, case.denoising + 1]
         with torch.no_grad():

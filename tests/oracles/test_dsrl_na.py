@@ -11,17 +11,17 @@ from official_dsrl import (
     Arrays,
     actor_of,
     batch_of,
+    config_of,
     draws_of,
     ensemble_of,
     read,
-    rules_of,
     same_actor,
     same_ensemble,
     same_losses,
     same_temperature,
 )
 
-from algos.offpolicy.dsrl_update import NoiseAliasedUpdate
+from algos.dsrl import NoiseAliasedUpdate
 
 files = pytest.mark.golden("dsrl_na_*.npz")
 
@@ -31,7 +31,7 @@ def learner_of(arrays: Arrays) -> NoiseAliasedUpdate:
         actor_of(arrays, "actor_before"),
         ensemble_of(arrays, "critic_before"),
         ensemble_of(arrays, "noise_critic_before"),
-        rules_of(arrays),
+        config_of(arrays),
     )
     learner.target_critic.load_state_dict(ensemble_of(arrays, "critic_target_before").state_dict())
     return learner

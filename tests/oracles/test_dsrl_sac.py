@@ -11,10 +11,10 @@ from official_dsrl import (
     WEIGHT,
     actor_of,
     batch_of,
+    config_of,
     draws_of,
     ensemble_of,
     read,
-    rules_of,
     same_actor,
     same_ensemble,
     same_losses,
@@ -30,7 +30,7 @@ files = pytest.mark.golden("dsrl_sac_*.npz")
 def test_a_whole_update_is_that_of_the_released_program(golden_path: Path) -> None:
     arrays = read(golden_path)
     learner = SacUpdate(
-        actor_of(arrays, "actor_before"), ensemble_of(arrays, "critic_before"), rules_of(arrays)
+        actor_of(arrays, "actor_before"), ensemble_of(arrays, "critic_before"), config_of(arrays)
     )
     learner.target_critic.load_state_dict(ensemble_of(arrays, "critic_target_before").state_dict())
     batch, draws = batch_of(arrays), draws_of(arrays)

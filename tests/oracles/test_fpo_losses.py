@@ -70,7 +70,7 @@ class Case:
             "loss": arrays[f"old_cfm_{mode}"].flatten(0, 1),
         }
         self.record, self.obs = record, normalised(arrays, arrays["cfm_obs"]).flatten(0, 1)
-        self.appraise()
+        self.estimate_advantages()
         self.index = torch.arange(len(self.obs) * self.ratio.inner_steps)
 
     def appraise(self) -> None:
@@ -209,7 +209,7 @@ def test_two_steps_of_adam(golden_path: Path) -> None:
     case.learner.actor_optimizer.param_groups[0]["lr"] = 3e-4
     draws = GeneratorDraws(torch.Generator())
     for step in ("after1", "after2"):
-        case.appraise()
+        case.estimate_advantages()
         case.learner.step(case.experience, case.index, draws=draws, train_actor=True)
         for name, weight in case.policy.field.named_parameters():
             torch.testing.assert_close(

@@ -13,12 +13,13 @@ from official_td3 import (
     batch_of,
     check_number,
     check_weights,
+    config_of,
     ensemble_of,
     ensemble_weights,
+    limit_of,
     names,
     num_steps,
     read,
-    rules_of,
     shapes_of,
     sine_weights,
     under,
@@ -52,16 +53,16 @@ def initial(arrays: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
 
 def learner_of(arrays: dict[str, Tensor]) -> Td3Learner:
     """Return our learner at the start of a file, with the released tree."""
-    weights, rules = initial(arrays), rules_of(arrays)
+    weights, limit = initial(arrays), limit_of(arrays)
     beta, rank = float(arrays["cfg/beta"]), int(arrays["cfg/k"])
     search = TreeSearch(arrays["states"], arrays["actions"], beta, rank=rank)
     learner = Td3Learner(
-        actor_of(weights["actor"], rules.limit),
+        actor_of(weights["actor"], limit),
         ensemble_of(weights["critic"], MEMBERS),
         NearestRow(search, arrays["actions"]),
-        rules,
+        config_of(arrays),
     )
-    target = actor_of(weights["actor_target"], rules.limit).policy
+    target = actor_of(weights["actor_target"], limit).policy
     learner.target_actor.policy.load_state_dict(target.state_dict())
     learner.target_critic.load_state_dict(ensemble_of(weights["critic_target"], MEMBERS).state_dict())
     return learner

@@ -62,7 +62,6 @@ class Setup:
     seed: int = 0
     num_seeds: int = 1  # trained in this process at once, this one included
     num_workers: int = BuildSettings.num_workers
-    engine: str = BuildSettings.engine
     num_threads: int | None = BuildSettings.num_threads
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 

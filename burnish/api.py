@@ -74,7 +74,7 @@ def collect(*overrides: str, **values: Any) -> Path:
     """Record demonstrations; see `burnish collect`. Returns the file.
 
     Args:
-        overrides: Anything the command line takes, e.g. `"env.demonstrator.noise=0.5"`.
+        overrides: Anything the command line takes, e.g. `"env.expert.noise=0.5"`.
         values: Keys and their values, e.g. `env="avoid"`, `episodes=50`, `out="avoid.hdf5"`.
     """
     config = compose_config("collect", overrides_of(overrides, values))

@@ -1,1 +1,1 @@
-"""The world: simulators, datasets, demonstrators, rollouts, evaluation."""
+"""The world: simulators, datasets, experts, rollouts, evaluation."""

@@ -51,9 +51,7 @@ class EnvConfig(Protocol):
     """A registered configuration (group `env`); simulators are imported in `make_vector`, not before."""
 
     @property
-    def spec(self) -> EnvSpec:
-        """Describe the task without importing its simulator."""
-        ...
+    def spec(self) -> EnvSpec: ...
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> VectorEnv:
         """Build the exact in-process engine.
@@ -132,17 +130,13 @@ class VectorEnv(Protocol):
         """Return `goal` (n, Dg) of some rows (default: all); nothing where the task hands out none."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return everything the next steps depend on."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict`."""
         ...
 
-    def close(self) -> None:
-        """Release the simulators."""
-        ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -187,17 +181,13 @@ class Stepper(Protocol):
         """Return the task's own quantities of the running episodes, (N,) each."""
         ...
 
-    def get_state(self) -> Any:
-        """Return the simulators' state."""
-        ...
+    def get_state(self) -> Any: ...
 
     def set_state(self, state: Any) -> None:
         """Continue from `get_state`."""
         ...
 
-    def close(self) -> None:
-        """Release the simulators."""
-        ...
+    def close(self) -> None: ...
 
 
 @runtime_checkable
@@ -228,22 +218,16 @@ class ImageHistory(Protocol):
         """Start an episode in a row: its first images stand for all before it."""
         ...
 
-    def add(self, rows: Iterable[int]) -> None:
-        """Add a step of some rows."""
-        ...
+    def add(self, rows: Iterable[int]) -> None: ...
 
     def images(self, rows: Iterable[int]) -> dict[str, Array]:
         """Return the histories of some rows, oldest first, (M, To, H, W, 3) uint8 by camera."""
         ...
 
-    def get_state(self) -> Any:
-        """Return what the next steps depend on."""
-        ...
+    def get_state(self) -> Any: ...
 
     def set_state(self, state: Any) -> None:
         """Continue from `get_state`."""
         ...
 
-    def close(self) -> None:
-        """Release the GL context."""
-        ...
+    def close(self) -> None: ...

@@ -18,7 +18,7 @@ import importlib
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -33,7 +33,7 @@ T = TypeVar("T", bound=type)
 PLUGIN_GROUP = "burnish.plugins"
 PACKAGES = ("policies", "envs", "algos")
 """Packages whose modules register parts."""
-_REGISTRATION = re.compile(r'^@register\("(\w+)", "([^"]+)"\)', re.MULTILINE)
+_REGISTRATION = re.compile(r'^(?:@register|\w+ = variant)\(\s*"(\w+)",\s+"([^"]+)"', re.MULTILINE)
 _NOT_CONFIGURED = ("policy_class",)
 """Groups whose classes are chosen by another part; they are no configuration, so no dataclasses."""
 _PARTS: dict[str, dict[str, type]] = {}
@@ -64,6 +64,27 @@ def register(group: str, name: str) -> Callable[[T], T]:
         return cls
 
     return decorate
+
+
+def variant(group: str, name: str, base: T, text: str, **values: Any) -> T:
+    """Register a dataclass that differs from its base in values only.
+
+    Pickle needs it as an attribute of the module: its name in capitalized words, `Puzzle3x3` of `puzzle-3x3`.
+
+    Args:
+        group: Of the part.
+        name: Of the part; also its attribute `name`.
+        base: A frozen dataclass.
+        text: Its docstring.
+        **values: Defaults of fields, and values of other attributes.
+    """
+    known = {f.name: f for f in fields(base) if f.name in values}
+    changed = {key: field(default=values[key], metadata=f.metadata) for key, f in known.items()}
+    body: dict[str, Any] = {"__doc__": text, "__module__": base.__module__, "name": name, **values, **changed}
+    body["__annotations__"] = {key: f.type for key, f in known.items()}
+    title = "".join(word.capitalize() for word in name.split("-"))
+    made: T = dataclass(frozen=True)(type(title, (base,), body))  # type: ignore[assignment]
+    return register(group, name)(made)
 
 
 def _origin(cls: type) -> tuple[str, str]:

@@ -198,7 +198,7 @@ def _sections() -> dict[str, list[type]]:
 
 @cache
 def _keys() -> frozenset[str]:
-    """Return every key below a group or a section: `algo.lr`, `env.demonstrator.noise`, `search.keep`, …"""
+    """Return every key below a group or a section: `algo.lr`, `env.expert.noise`, `search.keep`, …"""
     found = {key for name, kinds in _sections().items() for kind in kinds for key in _flat(kind, name)}
     return frozenset(found | {f"policy.normalizer.{feature}" for feature in ("state", "goal", "action")})
 

@@ -118,7 +118,6 @@ def test_the_extras_are_those_of_the_project() -> None:
         "onnx",
         "zmq",
         "dm_control",
-        "envpool",
         "metaworld",
         "imageio",
         "robomimic",

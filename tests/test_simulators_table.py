@@ -52,11 +52,6 @@ def test_every_family_of_tasks_has_a_row() -> None:
     assert len({(row.env, row.backend, row.num_envs) for row in CASES}) == len(CASES)
 
 
-def test_every_robot_that_envpool_collects_has_a_row() -> None:
-    collected = {name for name in list_envs() if hasattr(env(name), "envpool_task")}
-    assert {row.env for row in CASES if row.backend == "envpool"} == collected
-
-
 def test_speeds_are_executed_steps_per_second_of_the_side_s_own_clock_without_resets() -> None:
     row = measure(case(), rounds=3)
     assert (row.ours_per_s, row.peer_per_s, row.physics_per_s) == pytest.approx((4.0, 2.0, 8.0))

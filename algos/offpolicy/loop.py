@@ -143,7 +143,6 @@ class OffPolicyRun:
             num_workers=setup.num_workers,
             obs_steps=chunk.obs_steps,
             seed=setup.seed,
-            engine=setup.engine,
         )
         self._generator = seeded_generator(setup.seed, "replay", device=setup.device)
         self._look_generator = seeded_generator(setup.seed, "look", device=setup.device)

@@ -122,7 +122,6 @@ class OnPolicy:
             num_workers=setup.num_workers,
             obs_steps=policy.chunk.obs_steps,
             seed=setup.seed,
-            engine=setup.engine,
         )
         self.draws = GeneratorDraws(seeded_generator(setup.seed, "updates"))
         self._init_facts = init_facts(setup.init, policy)

@@ -27,5 +27,4 @@ class BuildSettings:
     """How every algorithm is built."""
 
     num_workers: int = 2  # rollout processes, each with its own noise; 0: this one, as if 1
-    engine: str = "exact"  # exact | envpool, which only collects: see Environments; evaluation is exact
     num_threads: int | None = None  # null: 2 on-policy (sharing gradients), else 1 (of torch)

@@ -38,7 +38,6 @@ PACKAGES = (
     "ogbench",
     "robosuite",
     "metaworld",
-    "envpool",
 )
 EQUAL_EPISODES = 2  # that both sides step through before anything is timed
 
@@ -187,9 +186,7 @@ same episodes.
   tasks, chunks of four. *compared with*: what ours is made from, without its wrappers, one after the other.
 - *physics*: `mj_step` alone from the states of the episode, with the motors as they are: about what no engine
   on the same model can exceed.
-- *difference*: between both sides after an episode; for robosuite of positions, else of observations. envpool
-  draws other starts, so that a test of its own compares it.
-- `envpool` and the exact engine beside it collect: robots that fall begin anew, which is timed.
+- *difference*: between both sides after an episode; for robosuite of positions, else of observations.
 - Worker processes get every chunk by a message and answer with its results. The clock would show what they
   gain; processor time shows what the messages cost.
 """

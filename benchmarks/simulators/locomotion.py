@@ -2,22 +2,18 @@
 
 The peer is gymnasium without its wrappers, one environment after the other. Both sides compute observations,
 rewards and ends, and walk on behind a fall.
-
-In the rows of envpool, our engine for collecting is on the one side, the exact engine on the other. A robot
-that falls begins anew, which is timed, and executed steps are counted. envpool's starts do not follow from a
-seed, so that states are not compared here; a test of its own does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks.simulators.case import Array, Case, Side
-from benchmarks.simulators.sides import STEPS, Ours
+from benchmarks.simulators.sides import STEPS
 from envs.make import env
 from envs.tasks.locomotion.stepper import RobotStepper, load_model
 
@@ -106,27 +102,18 @@ def _sides(name: str) -> Mapping[str, Side]:
     return {"ours": _Exact(name), "peer": _Gymnasium(name), "physics": _Physics(name)}
 
 
-def _envpool(name: str) -> Mapping[str, Side]:
-    return {"ours": Ours(env(name), ROBOTS, engine="envpool"), "peer": Ours(env(name), ROBOTS)}
-
-
-def _case(
-    name: str, backend: str, peer: str, build: Callable[[str], Mapping[str, Side]], tolerance: float | None
-) -> Case:
+def _case(name: str) -> Case:
     return Case(
         env=name,
-        backend=backend,
-        peer=peer,
-        build=partial(build, name),
+        backend="exact",
+        peer="gymnasium",
+        build=partial(_sides, name),
         action_dim=env(name).spec.action_dim,
-        tolerance=tolerance,
+        tolerance=0.0,
         steps=ROBOTS * STEPS,
         num_envs=ROBOTS,
     )
 
 
 NAMES = ("hopper", "walker2d", "halfcheetah", "swimmer", "ant", "humanoid")
-CASES = (
-    *(_case(name, "exact", "gymnasium", _sides, 0.0) for name in NAMES),
-    *(_case(name, "envpool", "exact", _envpool, None) for name in NAMES),
-)
+CASES = tuple(map(_case, NAMES))

@@ -10,7 +10,6 @@ import mujoco
 import numpy as np
 
 from benchmarks.simulators.case import Array, Side
-from envs.engine.envpool import vector_on
 from envs.engine.workers import start_workers
 from envs.spec import EnvConfig
 
@@ -25,13 +24,10 @@ class Ours(Side):
         config: The task.
         num_envs: N; actions (T, Da) of a case are N episodes, one after the other.
         scale: What an action of 1 stands for; None: the end of the box.
-        engine: `exact` or `envpool`.
     """
 
-    def __init__(
-        self, config: EnvConfig, num_envs: int = 1, *, scale: float | None = None, engine: str = "exact"
-    ) -> None:
-        self.vector: Any = vector_on(engine, config, num_envs)
+    def __init__(self, config: EnvConfig, num_envs: int = 1, *, scale: float | None = None) -> None:
+        self.vector: Any = config.make_vector(num_envs)
         self.num_envs = num_envs
         self._scale = np.asarray(config.spec.action_high) if scale is None else scale
         self._last: Array = np.zeros(0)

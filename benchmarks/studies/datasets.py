@@ -1,4 +1,4 @@
-"""What reading a large dataset costs, in memory and in mapped files, and what kept statistics save.
+"""What reading a large dataset costs, in memory and in mapped files.
 
 `python -m benchmarks.studies.datasets --gigabytes 2 --folder /var/tmp` writes a file of that size in D4RL's
 layout, reads it as usual and as if there were too little memory, and prints CPU seconds of every part. The
@@ -8,7 +8,6 @@ two datasets and their statistics are compared first, number by number.
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ import numpy as np
 import torch
 
 from envs.datasets import EpisodeDataset, free_memory, read_dataset
-from envs.datasets.catalogue import FOLDER_VARIABLE
 from envs.datasets.windows import Windows
 from policies.policy_config import ChunkSpec
 
@@ -62,16 +60,10 @@ def measure(path: Path) -> dict[str, float]:
     inside, read_inside = timed(lambda: read_dataset(path))
     with mock.patch.object(free_memory, "free_memory", lambda: 1):
         outside, read_outside = timed(lambda: read_dataset(path, cache=path.parent))
-    with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(path.parent / "first")}):
-        statistics, pass_over = timed(inside.statistics)
-        kept, look_up = timed(inside.statistics)
-    with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(path.parent / "second")}):
-        mapped, pass_mapped = timed(outside.statistics)
+    statistics, pass_over = timed(inside.statistics)
+    mapped, pass_mapped = timed(outside.statistics)
     same = all(
-        torch.equal(statistics[k][name], other[k][name])
-        for other in (mapped, kept)
-        for k in statistics
-        for name in statistics[k]
+        torch.equal(value, mapped[k][name]) for k, one in statistics.items() for name, value in one.items()
     )
     if inside.digest() != outside.digest() or not same:
         raise RuntimeError("the dataset in files differs from the one in memory.")
@@ -80,7 +72,6 @@ def measure(path: Path) -> dict[str, float]:
         "reading into files": read_outside,
         "statistics, in memory": pass_over,
         "statistics, in files": pass_mapped,
-        "statistics, kept": look_up,
         f"{BATCHES} batches of {BATCH} windows, in memory": timed(lambda: batches(inside))[1],
         f"{BATCHES} batches of {BATCH} windows, in files": timed(lambda: batches(outside))[1],
     }

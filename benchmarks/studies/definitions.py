@@ -16,7 +16,7 @@ class Study:
     quantity: str  # success | return
     levels: tuple[float, ...]  # of the quantity, whose first times are reported
     origin: str = ""  # where the dataset file comes from
-    noise: float | None = None  # of the demonstrator, in its own units; None: as the task has it
+    noise: float | None = None  # of the expert, in its own units; None: as the task has it
 
 
 STUDIES = {

@@ -75,7 +75,7 @@ PLAIN = (
 
 @dataclass(frozen=True)
 class Data:
-    """The task of a dataset, and the demonstrator that records it where no file is given."""
+    """The task of a dataset, and the expert that records it where no file is given."""
 
     task: str
     expert: str | None = None

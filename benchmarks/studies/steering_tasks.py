@@ -19,8 +19,8 @@ from envs.tasks.avoid.expert import plan as draw_path
 from envs.tasks.avoid.figures import INK, draw_avoid
 from envs.tasks.avoid.scene import load_scene
 from envs.tasks.avoid.task import CONTROL_HZ, MAX_SPEED, Avoid
-from envs.tasks.mazes.d4rl import PointMazeLarge
-from envs.tasks.mazes.expert import ways
+from envs.tasks.mazes.d4rl import PointmazeLarge
+from envs.tasks.mazes.expert import simple_paths
 from envs.tasks.mazes.figures import draw_maze
 from envs.tasks.mazes.layouts import Cell, layout
 from policies.wrappers.sketches import PositionSketch, WaypointSketch
@@ -90,7 +90,7 @@ lead onto it and along it. *Free*: no contact, which would end the episode."""
     per_metre, unit = 1000.0, "mm"
     drawn = 3
     panel: tuple[float, float] = (2.2, 3.9)
-    pace_m: ClassVar = 0.75 * MAX_SPEED / CONTROL_HZ  # what the demonstrator covers in a control step
+    pace_m: ClassVar = 0.75 * MAX_SPEED / CONTROL_HZ  # what the expert covers in a control step
 
     base = Avoid()
 
@@ -144,21 +144,21 @@ touch with a wall (at 10 Hz); touching one costs time, but does not end an episo
     per_metre, unit = 100.0, "cm"
     drawn = 4
     panel: tuple[float, float] = (3.0, 2.6)
-    pace_m: ClassVar = 0.25  # about what the demonstrator covers in a control step
+    pace_m: ClassVar = 0.25  # about what the expert covers in a control step
     touch_m: ClassVar = 0.102  # distance of the ball's centre from a wall that it touches
     ends: ClassVar = ((1, 1), (5, 9))
 
     @cached_property
-    def base(self) -> PointMazeLarge:
+    def base(self) -> PointmazeLarge:
         """The maze as the experiment has it."""
         task = compose_config("train", [f"experiment={self.experiment}", "algo=bc"]).env
-        assert isinstance(task, PointMazeLarge)
+        assert isinstance(task, PointmazeLarge)
         return task
 
     @cached_property
     def _ways(self) -> list[tuple[Cell, ...]]:
         """The ways there, and the same back."""
-        there = ways(layout("large"), *self.ends, detour=self.base.demonstrator.detour)
+        there = simple_paths(layout("large"), *self.ends, detour=self.base.expert.detour)
         return [*there, *(way[::-1] for way in there)]
 
     @property
@@ -166,7 +166,7 @@ touch with a wall (at 10 Hz); touching one costs time, but does not end an episo
         """There and back."""
         return len(self._ways)
 
-    def env(self, way: int) -> PointMazeLarge:
+    def env(self, way: int) -> PointmazeLarge:
         """Return the maze with start and goal at the ends of the way."""
         cells = self._ways[way]
         return replace(self.base, start_cell=cells[0], goal_cell=cells[-1])

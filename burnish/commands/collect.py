@@ -12,8 +12,8 @@ from burnish.console import Counting, output, table
 from burnish.runs.context import RunContext
 from burnish.runs.locate import check_file_to_write, check_folder_to_write
 from envs.datasets import EpisodeDataset, write_dataset
-from envs.datasets.formats.minari_writer import check_place
-from envs.datasets.formats.writers import FOLDERS, format_to_write
+from envs.datasets.writers import FOLDERS, format_to_write
+from envs.datasets.writers.minari import check_place
 from envs.evaluation.settings import check_seeds
 from envs.rollouts.collect import MAX_ATTEMPTS, collect
 from envs.spec import EnvSpec
@@ -25,7 +25,7 @@ from policies.paths import path_field
 
 @dataclass(frozen=True)
 class CollectConfig(Checked):
-    """What `burnish collect` does; how the expert behaves is part of the task (`env.demonstrator.…`)."""
+    """What `burnish collect` does; how the expert behaves is part of the task (`env.expert.…`)."""
 
     env: Any = None  # the task; it must have an expert
     episodes: int = bounded(50, ge=1)  # demonstrations in the file
@@ -34,8 +34,8 @@ class CollectConfig(Checked):
         None  # robomimic, minari or d4rl; null: minari if out ends in -v<number>, else robomimic
     )
     first_seed: int = 1_000_000  # attempt i starts from first_seed + i; evaluation starts from 0
-    noise: float | None = bounded(None, ge=0)  # of the expert, in its own units; null: env.demonstrator.noise
-    expert: str | None = None  # which expert, where a task has several; null: env.demonstrator.expert
+    noise: float | None = bounded(None, ge=0)  # of the expert, in its own units; null: env.expert.noise
+    expert: str | None = None  # which expert, where a task has several; null: env.expert.tier
     keep_failures: bool = False  # also keep demonstrations that miss the goal
     valid_fraction: float = bounded(0.0, ge=0, lt=1)  # share listed under mask/valid
     overwrite: bool = False  # replace an existing file

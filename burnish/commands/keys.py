@@ -259,7 +259,10 @@ def _documented(docstring: str) -> Iterator[tuple[str, str]]:
 
 def _commented(kind: type) -> Iterator[tuple[str, str]]:
     """Yield the names of the fields that a class declares itself, and the comments behind them."""
-    source = textwrap.dedent(inspect.getsource(kind))
+    try:
+        source = textwrap.dedent(inspect.getsource(kind))
+    except OSError:  # a `variant`, which declares no fields of its own
+        return
     comments = {
         token.start[0]: token.string.lstrip("# ")
         for token in tokenize.generate_tokens(io.StringIO(source).readline)

@@ -279,6 +279,8 @@ def _described_node(kind: type, data: Mapping[str, Any]) -> DictConfig:
     node = node_of(kind)
     hints = typing.get_type_hints(kind)
     for key, value in with_present_names(kind, data).items():
+        if key in getattr(kind, "dropped", ()):
+            continue
         inner = OmegaConf.get_type(node, key) if key in node else None
         is_part = key in GROUPS and hints.get(key) is Any
         if isinstance(value, Mapping) and is_part:

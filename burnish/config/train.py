@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 from omegaconf import MISSING
 
@@ -39,6 +39,8 @@ PolicyShape = _shape_schema()
 @dataclass(frozen=True)
 class TrainConfig(BuildSettings):
     """What `burnish train` does."""
+
+    dropped: ClassVar[tuple[str, ...]] = ("engine",)  # keys of saved runs that mean nothing any more
 
     algo: Any = None  # what learns
     env: Any = None  # the task; null: no rollouts (cloning from a file)

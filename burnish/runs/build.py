@@ -81,7 +81,6 @@ def prepare(run: ResolvedRun) -> Setup:
         teacher=None if run.teacher is None else run.teacher.load(),
         seed=config.seed,
         num_workers=config.num_workers,
-        engine=config.engine,
         num_threads=config.num_threads,
         device=run.device,
     )

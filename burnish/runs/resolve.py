@@ -16,7 +16,6 @@ import torch
 
 from algos.base import device_of
 from algos.training.run_directory import RunDirectory
-from algos.training.settings import BuildSettings
 from burnish.config.overrides import Overrides
 from burnish.config.schema import GROUPS, restore
 from burnish.config.train import TrainConfig
@@ -32,7 +31,6 @@ from burnish.runs.seeds import (
 )
 from envs.datasets import lasting_options
 from envs.datasets.catalogue import find_dataset
-from envs.engine.envpool import ENGINES
 from envs.evaluation.settings import check_seeds
 from policies import registry
 from policies.errors import CheckpointError, ConfigError
@@ -280,13 +278,6 @@ def _require_usable(config: TrainConfig, typed: Overrides) -> torch.device:
         raise ConfigError(
             f"algo={algo} learns in an environment and takes no dataset; got dataset={config.dataset}. Clone "
             f"a policy from it with algo=bc and give that as init."
-        )
-    if config.engine not in ENGINES:
-        raise ConfigError(f"engine must be one of {', '.join(ENGINES)}; got '{config.engine}'.")
-    if config.engine != BuildSettings.engine and not hasattr(config.algo, "num_envs"):
-        raise ConfigError(
-            f"engine={config.engine} is for algorithms that collect experience; algo={algo} learns from a "
-            f"dataset. Leave it out; evaluation is always exact."
         )
     if config.reader and config.dataset is None:
         raise ConfigError(

@@ -18,17 +18,17 @@ from envs.datasets import formats
 from envs.datasets.catalogue import find_dataset
 from envs.datasets.episode import Episode, Transitions
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.files.hdf5 import read_hdf5
+from envs.datasets.files.npz import peek_npz
 from envs.datasets.formats.d4rl import read as read_d4rl
-from envs.datasets.formats.d4rl_writer import write_d4rl
-from envs.datasets.formats.hdf5 import read_hdf5
-from envs.datasets.formats.minari_writer import write_minari
-from envs.datasets.formats.npz import peek_npz
 from envs.datasets.formats.robomimic import read as read_robomimic
-from envs.datasets.formats.robomimic_writer import write_robomimic
-from envs.datasets.formats.writers import write_dataset
 from envs.datasets.options import Option, fitting, lasting, options_of
 from envs.datasets.scores import normalized_score
 from envs.datasets.windows import Batch, Windows
+from envs.datasets.writers import write_dataset
+from envs.datasets.writers.d4rl import write_d4rl
+from envs.datasets.writers.minari import write_minari
+from envs.datasets.writers.robomimic import write_robomimic
 from policies.errors import BurnishError, DatasetError
 
 
@@ -48,11 +48,8 @@ class Reader(Protocol):
 def readers() -> dict[str, Reader]:
     """Return the readers by the name of their format, which is that of their module."""
     names = [module.name for module in pkgutil.iter_modules(formats.__path__)]
-    modules = {name: importlib.import_module(f"{formats.__name__}.{name}") for name in sorted(names)}
     return {
-        name: cast(Reader, module)
-        for name, module in modules.items()
-        if hasattr(module, "matches") and hasattr(module, "read")
+        name: cast(Reader, importlib.import_module(f"{formats.__name__}.{name}")) for name in sorted(names)
     }
 
 

@@ -102,7 +102,7 @@ MEMORY = ArrayStorage()
 """Where everything is that fits."""
 
 
-def room_for(
+def choose_storage(
     needed: int, source: str | Path, *, cache: str | Path | None = None, advice: str = ""
 ) -> ArrayStorage:
     """Return where the arrays of a file have room: in memory, else on a disk.
@@ -117,7 +117,7 @@ def room_for(
         DatasetError: If it fits on neither; names what is needed and what is free.
     """
     if free_memory.fits(needed):
-        free_memory.tell(needed, source)
+        free_memory.log_use(needed, source)
         return MEMORY
     folder = spill_folder(cache)
     free = free_disk(folder)

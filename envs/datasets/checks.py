@@ -55,8 +55,8 @@ def check_episode(episode: Episode, first: Episode, source: str) -> None:
     }
     for key, value in episode.extras.items():
         expected[key] = (value, (frames, *np.shape(first.extras[key])[1:]))
-    for camera, pictures in episode.images.items():
-        expected[f"images/{camera}"] = (pictures, (frames, *np.shape(first.images[camera])[1:]))
+    for camera, images in episode.images.items():
+        expected[f"images/{camera}"] = (images, (frames, *np.shape(first.images[camera])[1:]))
     for key, (got, want) in expected.items():
         if np.shape(got) != want:
             raise DatasetError(f"{source}: key '{key}' must have shape {want}; got {np.shape(got)}.")

@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from envs.datasets.formats.hdf5 import read_hdf5
-from envs.datasets.formats.npz import peek_npz
+from envs.datasets.files.hdf5 import read_hdf5
+from envs.datasets.files.npz import peek_npz
 from policies.errors import DatasetError, WriteError
 from policies.storage.atomic_write import told_if_full
 

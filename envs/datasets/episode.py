@@ -15,7 +15,7 @@ from envs.datasets.images import Images
 
 @dataclass(frozen=True)
 class Episode:
-    """One recorded episode, as demonstrators and rollouts hand it over.
+    """One recorded episode, as experts and rollouts hand it over.
 
     Shapes:
         observations: (T+1, Do), the last row being the observation after the last action.
@@ -36,7 +36,6 @@ class Episode:
     images: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Return the number of actions."""
         return len(self.actions)
 
 
@@ -78,15 +77,12 @@ class EpisodeColumns:
 
     @property
     def source(self) -> str:
-        """What error messages call this dataset."""
         return str(self.meta.get("source", "dataset"))
 
     @property
     def num_frames(self) -> int:
-        """N."""
         return self.observations.shape[0]
 
     @property
     def num_episodes(self) -> int:
-        """E."""
         return self.episode_start.shape[0] - 1

@@ -23,7 +23,7 @@ from envs.datasets.checks import check_dataset, check_episode
 from envs.datasets.episode import Episode, EpisodeColumns, Transitions
 from envs.datasets.free_memory import require_memory
 from envs.datasets.images import Images
-from envs.datasets.statistics_cache import statistics_of
+from envs.datasets.statistics import statistics_of
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
 
@@ -119,9 +119,9 @@ class EpisodeDataset(EpisodeColumns):
             DatasetError: If there is no episode, or if episodes disagree in width, extra keys or cameras.
         """
         meta, frames = dict(meta or {}), frames or Frames(MEMORY)
-        facts = _Facts(str(meta.get("source", "dataset")), shared)
+        facts = _EpisodeFields(str(meta.get("source", "dataset")), shared)
         for episode in episodes:
-            frames.add(_rows_of(facts.noted(episode)))
+            frames.add(_rows_of(facts.add(episode)))
         if facts.first is None:
             raise DatasetError(f"{facts.source}: expected at least one episode; got none.")
         rows, start = frames.joined(), np.concatenate([[0], np.cumsum(facts.lengths)])
@@ -148,12 +148,10 @@ class EpisodeDataset(EpisodeColumns):
 
     @property
     def obs_dim(self) -> int:
-        """Do."""
         return self.observations.shape[1]
 
     @property
     def action_dim(self) -> int:
-        """Da."""
         return self.actions.shape[1]
 
     @property
@@ -184,7 +182,6 @@ class EpisodeDataset(EpisodeColumns):
         return self.terminated
 
     def __len__(self) -> int:
-        """Return the number of frames."""
         return self.num_frames
 
     def digest(self) -> str:
@@ -277,12 +274,11 @@ class EpisodeDataset(EpisodeColumns):
         """Return `min`, `max`, `mean` and `std` of `state` (Do,), `action` (Da,) and, where recorded, `goal`.
 
         Over real frames only, accumulated in float64 and returned as float32; `std` is the unbiased one.
-        Those of large arrays are kept in a file (`envs.datasets.statistics_cache`).
         """
         keys = {"state": self.observations, "action": self.actions}
         if "goal" in self.extras:
             keys["goal"] = self.extras["goal"]
-        return statistics_of(keys)
+        return {key: statistics_of(rows) for key, rows in keys.items()}
 
     def returns_to_go(self, discount: float = 1.0) -> Tensor:
         """Return the discounted sum of rewards from every frame to the end of its episode, (N,) float32."""
@@ -375,7 +371,7 @@ class EpisodeDataset(EpisodeColumns):
 
 
 @dataclass
-class _Facts:
+class _EpisodeFields:
     """What is known of episodes besides their frames; each is checked against the first."""
 
     source: str
@@ -386,7 +382,7 @@ class _Facts:
     success: list[bool] = field(default_factory=list)
     seed: list[int] = field(default_factory=list)
 
-    def noted(self, episode: Episode) -> Episode:
+    def add(self, episode: Episode) -> Episode:
         """Check an episode and note its facts; returns what is kept of it."""
         self.first = self.first or episode
         if self.shared:
@@ -408,7 +404,6 @@ def _alike(episode: Episode, other: Episode) -> Episode:
 
 
 def _rows_of(episode: Episode) -> dict[str, np.ndarray]:
-    """Return the frames of an episode by key."""
     rows = {
         "observations": episode.observations[:-1],
         "actions": episode.actions,

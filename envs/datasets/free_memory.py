@@ -26,7 +26,7 @@ _GIBI = 2**30
 _log = logging.getLogger(__name__)
 
 
-class _Form(NamedTuple):
+class _CgroupFiles(NamedTuple):
     """Where a version of control groups keeps its folders, and what the files in them are called."""
 
     folder: str
@@ -35,8 +35,8 @@ class _Form(NamedTuple):
     caches: str
 
 
-_V2 = _Form("", "memory.max", "memory.current", "inactive_file")
-_V1 = _Form("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _CgroupFiles("", "memory.max", "memory.current", "inactive_file")
+_V1 = _CgroupFiles("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def fits(needed: int) -> bool:
@@ -45,7 +45,7 @@ def fits(needed: int) -> bool:
     return free is None or needed <= SHARE * free
 
 
-def tell(needed: int, source: str | Path) -> None:
+def log_use(needed: int, source: str | Path) -> None:
     """Say how much a reading takes where it is much."""
     if needed >= WORTH_SAYING:
         _log.info("%s: reading takes %.2f GiB of memory.", source, needed / _GIBI)
@@ -67,7 +67,7 @@ def require_memory(needed: int, source: str | Path) -> None:
             f"{(free_memory() or 0) / _GIBI:.2f} GiB are free, of which {SHARE:.0%} may be taken. End other "
             f"programs, or use a machine with more memory."
         )
-    tell(needed, source)
+    log_use(needed, source)
 
 
 def free_memory() -> int | None:
@@ -94,7 +94,7 @@ def _of_the_container() -> int | None:
     return min((left for left in found if left is not None), default=None)
 
 
-def _own_groups() -> set[tuple[_Form, PurePath]]:
+def _own_groups() -> set[tuple[_CgroupFiles, PurePath]]:
     """Return the groups that this process is in, with all that they are part of; "." is the whole."""
     groups = {(form, PurePath(".")) for form in (_V1, _V2)}
     with suppress(OSError, ValueError):
@@ -107,7 +107,7 @@ def _own_groups() -> set[tuple[_Form, PurePath]]:
     return groups
 
 
-def _left_in(folder: Path, form: _Form) -> int | None:
+def _left_in(folder: Path, form: _CgroupFiles) -> int | None:
     """Read limit and use of a group; its file caches give way, too. None without a limit."""
     try:
         limit, used = (int((folder / name).read_text()) for name in (form.limit, form.used))

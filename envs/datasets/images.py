@@ -20,7 +20,7 @@ from torch import Tensor
 
 from envs.datasets import free_memory
 from envs.datasets.array_storage import ArrayStorage, Column
-from envs.datasets.formats.hdf5 import read_hdf5
+from envs.datasets.files.hdf5 import read_hdf5
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
 
@@ -50,11 +50,9 @@ class InMemory:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(N, H, W, 3)."""
         return self.pixels.shape
 
     def read(self, frames: np.ndarray) -> np.ndarray:
-        """Return images (F, H, W, 3)."""
         found: np.ndarray = self.pixels[frames]
         return found
 
@@ -77,7 +75,6 @@ class InHdf5:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(N, H, W, 3)."""
         return (int(self.start[-1]), *self.image)
 
     def read(self, frames: np.ndarray) -> np.ndarray:
@@ -99,7 +96,6 @@ class InHdf5:
         return out
 
     def _pixels(self, found: np.ndarray, rows: np.ndarray, key: str) -> np.ndarray:
-        """Return what was read as images."""
         return found
 
 
@@ -125,11 +121,9 @@ class Blobs(Sequence[bytes]):
         self._data, self._start, self._size = data, start, size
 
     def __len__(self) -> int:
-        """Return N."""
         return len(self._start)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a file."""
         start = int(self._start[index])
         return self._data[start : start + int(self._size[index])].tobytes()
 
@@ -141,7 +135,6 @@ class BlobColumn:
         self._bytes, self._sizes = Column(storage), list[int]()
 
     def add(self, files: Iterable[bytes]) -> None:
-        """Append files."""
         for one in files:
             self._bytes.add(np.frombuffer(one, np.uint8))
             self._sizes.append(len(one))
@@ -169,7 +162,6 @@ class Compressed:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(N, H, W, 3)."""
         return (len(self.files), *self.image)
 
     def read(self, frames: np.ndarray) -> np.ndarray:
@@ -228,12 +220,10 @@ class Images:
         return cls(InMemory(pixels))
 
     def __len__(self) -> int:
-        """Return N."""
         return self.store.shape[0] if self.frames is None else len(self.frames)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(N, H, W, 3)."""
         return (len(self), *self.store.shape[1:])
 
     def __getitem__(self, frames: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from envs.datasets.formats.hdf5 import peek_hdf5, read_hdf5
-from envs.datasets.formats.npz import peek_npz, walk_npz
+from envs.datasets.files.hdf5 import peek_hdf5, read_hdf5
+from envs.datasets.files.npz import peek_npz, walk_npz
 from policies.errors import DatasetError
 
 _PIECE = 16 * 2**20  # bytes looked at in one go
@@ -162,7 +162,7 @@ def _pieces(item: h5py.Dataset) -> Iterator[np.ndarray]:
 
 
 def _columns(path: Path) -> Iterator[Stored]:
-    from envs.datasets.formats.minari_storage import column_of
+    from envs.datasets.files.minari import column_of
     from policies.extras import require
 
     tables = require("pyarrow.dataset", extra="lerobot")

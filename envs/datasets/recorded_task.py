@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import json
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from envs.datasets.formats.minari_tasks import named_task, typed_task
 from policies.errors import ConfigError
 
 _ROBOSUITE = {
@@ -27,7 +29,7 @@ def recorded_task(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any] | None] 
     """
     from envs.make import list_envs
 
-    found = _of_ours(meta) or _of_robosuite(meta) or named_task(meta.get("env_spec"))
+    found = _of_ours(meta) or _of_robosuite(meta) or _of_gymnasium(meta.get("env_spec"))
     return found if found is not None and found[0] in list_envs() else None
 
 
@@ -40,7 +42,7 @@ def describe_task(meta: Mapping[str, Any], obs_dim: int, action_dim: int) -> str
         action_dim: Da of the dataset.
     """
     found = recorded_task(meta)
-    return None if found is None else typed_task(found[0], found[1] or {}, obs_dim, action_dim)
+    return None if found is None else _command_line(found[0], found[1] or {}, obs_dim, action_dim)
 
 
 def recorded_spec(name: str, options: Mapping[str, Any]) -> Any:
@@ -66,7 +68,6 @@ def _of_ours(meta: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
 
 
 def _of_robosuite(meta: Mapping[str, Any]) -> tuple[str, None] | None:
-    """Return what robomimic writes."""
     args = meta.get("env_args")
     name = _ROBOSUITE.get(str(args.get("env_name"))) if isinstance(args, Mapping) else None
     return None if name is None else (name, None)
@@ -76,3 +77,62 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as a configuration has them, without those of its parts (who demonstrated)."""
     kept = {key: value for key, value in options.items() if not isinstance(value, Mapping)}
     return {key: tuple(value) if isinstance(value, list) else value for key, value in kept.items()}
+
+
+def _command_line(name: str, options: dict[str, Any], obs_dim: int, action_dim: int) -> str | None:
+    """Return one of our tasks as it is typed; None if it has other options or widths."""
+    from envs.make import env
+
+    known = {field.name: field.default for field in fields(type(env(name)))}  # type: ignore[arg-type]
+    chosen = {key: value for key, value in options.items() if key in known and value != known[key]}
+    try:
+        spec = env(name, **chosen).spec
+    except (ConfigError, TypeError, ValueError):
+        return None
+    if (spec.obs_dim, spec.action_dim) != (obs_dim, action_dim):
+        return None
+    return " ".join([f"env={name}", *(f"env.{key}={_typed(value)}" for key, value in chosen.items())])
+
+
+def _of_gymnasium(spec: Any) -> tuple[str, dict[str, Any]] | None:
+    """Return what Minari writes: gymnasium's specification with `id`, `kwargs` and `max_episode_steps`."""
+    with contextlib.suppress(ValueError):
+        spec = json.loads(spec) if isinstance(spec, str) else spec
+    if not isinstance(spec, Mapping):
+        return None
+    kwargs = spec.get("kwargs")
+    for pattern, read in _KINDS.items():
+        match = re.fullmatch(pattern, str(spec.get("id")))
+        if match is not None:
+            name, options = read(match, kwargs if isinstance(kwargs, Mapping) else {})
+            limit = spec.get("max_episode_steps")
+            return name, options | ({} if limit is None else {"max_episode_steps": limit})
+    return None
+
+
+def _robot(match: re.Match[str], _: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    return match[1].lower(), {"version": match[2]}
+
+
+def _maze(match: re.Match[str], kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    options = {"goal": "separate", "continuing": kwargs.get("continuing_task", True)}
+    return f"{match[1]}maze-{match[2]}".lower(), options | {"reward": kwargs.get("reward_type", "sparse")}
+
+
+def _hand(match: re.Match[str], _: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    return f"adroit-{match[1]}".lower(), {}
+
+
+_KINDS: Mapping[str, Callable[[re.Match[str], Mapping[str, Any]], tuple[str, dict[str, Any]]]] = {
+    r"(Hopper|Walker2d)-(v4|v5)": _robot,
+    r"(HalfCheetah|Ant|Humanoid|Swimmer)-(v5)": _robot,
+    r"(Point|Ant)Maze_(UMaze|Medium|Large)-v[345]": _maze,
+    r"AdroitHand(Door|Hammer|Pen|Relocate)-v1": _hand,
+}
+"""Pattern of gymnasium's names -> our name and options."""
+
+
+def _typed(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_typed, value))}]"
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

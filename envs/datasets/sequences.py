@@ -1,12 +1,12 @@
-"""Stretches of consecutive steps that begin at any frame, as learning a value of whole chunks needs them.
+"""Sequences of consecutive steps from any frame, as learning a value of whole chunks needs them.
 
-Legend: B batch, H horizon, Do and Da widths. Row j of a stretch is frame i + j of the episode that frame i is
-in. Behind the episode's end the last row is repeated, without reward and not `valid`.
+Legend: B batch, H horizon, Do and Da widths. Row j of a sequence is frame i + j of the episode of frame i.
+Behind the episode's end the last row is repeated, without reward and not `valid`.
 
 Source:
     Q-chunking, arXiv 2507.07969: the value of H actions is R + gamma^H mask Q(s', a'), where R sums the
-    rewards of the stretch and s' is the observation behind its last row. Deviation: the published sampler
-    lets a stretch run on into the next episode and masks it afterwards; `across_episodes=True` does so, too.
+    rewards of the sequence and s' is the observation behind its last row. Deviation: the published sampler
+    lets a sequence run on into the next episode and masks it afterwards; `across_episodes=True` does so, too.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from policies.errors import DatasetError
 
 
 @dataclass(frozen=True)
-class Stretches:
-    """A batch of stretches, in physical units.
+class SequenceBatch:
+    """A batch of sequences, in physical units.
 
     Shapes:
         observations, next_observations: (B, H, Do).
@@ -30,7 +30,7 @@ class Stretches:
         rewards: (B, H), discounted sum of the rewards of rows 0..j.
         masks: (B, H), 0 from the row on at which the task ended; else 1.
         ends: (B, H) bool, an episode ended in one of the rows 0..j.
-        valid: (B, H) bool, the row belongs to the episode that the stretch began in.
+        valid: (B, H) bool, the row belongs to the episode that the sequence began in.
     """
 
     observations: Tensor
@@ -43,7 +43,7 @@ class Stretches:
 
 
 class Sequences:
-    """All stretches of a dataset, on its device.
+    """All sequences of a dataset, on its device.
 
     Args:
         dataset: Episodes with recorded successors; move it to the device first.
@@ -52,7 +52,7 @@ class Sequences:
         across_episodes: Let rows run on into the next episode, as the published sampler does.
 
     Attributes:
-        num: Frames at which a stretch may begin: all, or with `across_episodes` those H rows from the end.
+        num: Frames at which a sequence may begin: all, or with `across_episodes` those H rows from the end.
 
     Raises:
         DatasetError: If successors are not recorded, or there are fewer frames than H.
@@ -80,15 +80,15 @@ class Sequences:
         self._is_end[ends] = True
         self._over = dataset.over
 
-    def gather(self, frames: Tensor) -> Stretches:
-        """Return the stretches that begin at `frames` (B,), integers in 0..num-1 on the dataset's device."""
+    def gather(self, frames: Tensor) -> SequenceBatch:
+        """Return the sequences that begin at `frames` (B,), integers in 0..num-1 on the dataset's device."""
         wanted = frames[:, None] + self._offset
         rows = torch.minimum(wanted, self._last[frames][:, None])
         ends = self._is_end[rows].cummax(dim=1).values
         over = self._over[rows].cummax(dim=1).values
         valid = torch.cat([torch.ones_like(ends[:, :1]), ~ends[:, :-1]], dim=1)
         rewards = self._data.rewards[rows].double() * self._weight * (rows == wanted)
-        return Stretches(
+        return SequenceBatch(
             observations=self._data.observations[rows],
             actions=self._data.actions[rows],
             rewards=rewards.cumsum(dim=1).float(),
@@ -98,7 +98,7 @@ class Sequences:
             valid=valid,
         )
 
-    def sample(self, size: int, *, generator: torch.Generator | None = None) -> Stretches:
-        """Draw stretches uniformly with replacement; the generator lives on the dataset's device."""
+    def sample(self, size: int, *, generator: torch.Generator | None = None) -> SequenceBatch:
+        """Draw sequences uniformly with replacement; the generator lives on the dataset's device."""
         device = self._offset.device
         return self.gather(torch.randint(self.num, (size,), generator=generator, device=device))

@@ -7,9 +7,9 @@ begin at the newest observation (DPPO), To-1 for chunks that begin at the oldest
 
 Every episode is stored with copies of its first and last rows around it where windows reach beyond it, so
 that each window is one contiguous stretch of memory: row r of `as_strided(x, (M-T+1, T*d), (d, 1))` is the
-window starting at r, without any copy until a batch is gathered (`_Laid`). Arrays that are mapped from files
-(`envs.datasets.array_storage`), or too large for a second one in memory, are not copied: their rows are
-looked up one by one (`_Looked`), with the same numbers.
+window starting at r, without any copy until a batch is gathered (`_ContiguousWindows`). Arrays that are
+mapped from files (`envs.datasets.array_storage`), or too large for a second one in memory, are not copied:
+their rows are looked up one by one (`_GatheredWindows`), with the same numbers.
 """
 
 from __future__ import annotations
@@ -87,23 +87,20 @@ class Windows:
         self._index(dataset, pad_end)
         behind = chunk.horizon - 1 if pad_end else 0
         frames = (dataset, self.frames, self._episode[self.frames])
-        seen = _Wanted(*frames, dataset.observations, chunk.obs_steps, chunk.obs_steps - 1, 0)
-        done = _Wanted(*frames, dataset.actions, chunk.horizon, chunk.action_start, behind)
+        seen = _WindowSpec(*frames, dataset.observations, chunk.obs_steps, chunk.obs_steps - 1, 0)
+        done = _WindowSpec(*frames, dataset.actions, chunk.horizon, chunk.action_start, behind)
         self._obs, self._action = _rows_of(seen), _rows_of(done)
         del self._episode
 
     @property
     def num(self) -> int:
-        """W."""
         return self.frames.shape[0]
 
     @property
     def device(self) -> torch.device:
-        """Where the windows live."""
         return self.frames.device
 
     def __len__(self) -> int:
-        """Return the number of windows."""
         return self.num
 
     def gather(self, index: Tensor) -> Batch:
@@ -132,7 +129,6 @@ class Windows:
         return self.gather(torch.randint(self.num, (size,), generator=generator, device=self.device))
 
     def _index(self, dataset: EpisodeDataset, pad_end: bool) -> None:
-        """Find the frames that have a window."""
         frames = torch.arange(dataset.num_frames, device=dataset.episode_start.device)
         episodes = torch.arange(dataset.num_episodes, device=frames.device)
         self._episode = torch.repeat_interleave(episodes, dataset.lengths)
@@ -159,15 +155,15 @@ class Windows:
             )
 
 
-class _Wanted(NamedTuple):
-    """Stretches of rows of an array, one for every window.
+class _WindowSpec(NamedTuple):
+    """Runs of rows of an array, one for every window.
 
     Attributes:
         dataset: Whose episodes.
         frames: (W,) frame of every window.
         episode: (W,) its episode.
         values: (N, d).
-        steps: T, rows of a stretch.
+        steps: T, rows of a window.
         before: Rows that it begins before its frame.
         behind: Rows that it may reach behind an episode.
     """
@@ -181,63 +177,63 @@ class _Wanted(NamedTuple):
     behind: int
 
 
-class _Laid:
-    """Stretches, laid out so that each is contiguous."""
+class _ContiguousWindows:
+    """Windows, laid out so that each is contiguous."""
 
-    def __init__(self, wanted: _Wanted) -> None:
-        self._shape = (wanted.steps, wanted.values.shape[1])
-        rows, real = _padded(wanted.dataset, wanted.values, wanted.before, wanted.behind)
-        self._rows = _rows(rows, wanted.steps)
-        self._real = None if real is None else _rows(real.unsqueeze(1), wanted.steps)
-        self._all_real = torch.ones(1, wanted.steps, dtype=torch.bool, device=rows.device)
+    def __init__(self, spec: _WindowSpec) -> None:
+        self._shape = (spec.steps, spec.values.shape[1])
+        rows, real = _padded(spec.dataset, spec.values, spec.before, spec.behind)
+        self._rows = _rows(rows, spec.steps)
+        self._real = None if real is None else _rows(real.unsqueeze(1), spec.steps)
+        self._all_real = torch.ones(1, spec.steps, dtype=torch.bool, device=rows.device)
         # Frame i of episode e is row i + e*(copies per episode) + (copies before) of a padded store; a
         # window starts as many rows earlier as there are copies before the episode.
-        self._row = (wanted.frames + wanted.episode * (wanted.before + wanted.behind)).int()
+        self._row = (spec.frames + spec.episode * (spec.before + spec.behind)).int()
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return the stretches (B, T, d) of windows (B,)."""
+        """Return the rows (B, T, d) of windows (B,)."""
         return self._rows.index_select(0, self._row.index_select(0, index)).view(-1, *self._shape)
 
     def real(self, index: Tensor) -> Tensor:
-        """Tell which rows (B, T) of the stretches of windows (B,) are no copies."""
+        """Return which rows (B, T) of windows (B,) are no copies."""
         if self._real is None:
             return self._all_real.expand(len(index), -1)
         return self._real.index_select(0, self._row.index_select(0, index))
 
 
-class _Looked:
-    """The same stretches, row by row from where they are; see `_Laid`."""
+class _GatheredWindows:
+    """The same windows, row by row from where they are; see `_ContiguousWindows`."""
 
-    def __init__(self, wanted: _Wanted) -> None:
-        self._values, self._frames, self._episode = wanted.values, wanted.frames, wanted.episode
-        self._start = wanted.dataset.episode_start
-        self._offset = torch.arange(wanted.steps, device=wanted.frames.device) - wanted.before
+    def __init__(self, spec: _WindowSpec) -> None:
+        self._values, self._frames, self._episode = spec.values, spec.frames, spec.episode
+        self._start = spec.dataset.episode_start
+        self._offset = torch.arange(spec.steps, device=spec.frames.device) - spec.before
 
     def rows(self, index: Tensor) -> Tensor:
-        """Return the stretches (B, T, d) of windows (B,)."""
+        """Return the rows (B, T, d) of windows (B,)."""
         return self._values[self._frame(index)[0]]
 
     def real(self, index: Tensor) -> Tensor:
-        """Tell which rows (B, T) of the stretches of windows (B,) are no copies."""
-        inside, wanted = self._frame(index)
-        return inside == wanted
+        """Return which rows (B, T) of windows (B,) are no copies."""
+        inside, unclipped = self._frame(index)
+        return inside == unclipped
 
     def _frame(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the frames (B, T) of windows, and those that would be if episodes had no ends."""
         episode = self._episode[index]
         first, last = self._start[episode, None], self._start[episode + 1, None] - 1
-        wanted = self._frames[index, None] + self._offset
-        return torch.minimum(torch.maximum(wanted, first), last), wanted
+        unclipped = self._frames[index, None] + self._offset
+        return torch.minimum(torch.maximum(unclipped, first), last), unclipped
 
 
-def _rows_of(wanted: _Wanted) -> _Laid | _Looked:
-    """Return the stretches of an array: laid out where there is room for it, else looked up."""
-    dataset, values, copies = wanted.dataset, wanted.values, wanted.before + wanted.behind
+def _rows_of(spec: _WindowSpec) -> _ContiguousWindows | _GatheredWindows:
+    """Return the windows of an array: laid out where there is room for it, else looked up."""
+    dataset, values, copies = spec.dataset, spec.values, spec.before + spec.behind
     num = (len(values) + dataset.num_episodes * copies) if copies else 0
     needed = num * (values.shape[1] * values.element_size() + _INDEX_BYTES)
     in_memory = values.device.type == "cpu"
     is_looked_up = dataset.storage.on_disk or (in_memory and not free_memory.fits(needed))
-    return _Looked(wanted) if is_looked_up else _Laid(wanted)
+    return _GatheredWindows(spec) if is_looked_up else _ContiguousWindows(spec)
 
 
 def _padded(
@@ -256,6 +252,6 @@ def _padded(
 
 
 def _rows(values: Tensor, steps: int) -> Tensor:
-    """View a contiguous store (M, d) as all stretches of `steps` rows, (M-steps+1, steps*d)."""
+    """View a contiguous store (M, d) as all windows of `steps` rows, (M-steps+1, steps*d)."""
     num, width = values.shape
     return values.as_strided((num - steps + 1, steps * width), (width, 1))

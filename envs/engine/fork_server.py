@@ -243,7 +243,6 @@ def _hangs_up(link: Connection, timeout_s: float) -> bool:
 
 
 def _close(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """Hang up and wait."""
     control.close()
     if process.returncode is None:
         try:

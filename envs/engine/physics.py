@@ -1,15 +1,50 @@
-"""What MuJoCo steppers keep of their simulators: states that go on bit-exactly, and those of recordings."""
+"""What steppers on MuJoCo share: N simulator states of one model, saved bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from policies.errors import CheckpointError
+from policies.errors import CheckpointError, ConfigError
 
 Array = np.ndarray
+
+
+class MujocoStepper:
+    """N simulator states of one compiled model.
+
+    Args:
+        model: `mujoco.MjModel`.
+        num_envs: N.
+    """
+
+    can_save = True
+
+    def __init__(self, model: Any, num_envs: int) -> None:
+        import mujoco
+
+        if num_envs < 1:
+            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
+        self.model, self.num_envs = model, num_envs
+        self.datas = [mujoco.MjData(model) for _ in range(num_envs)]
+
+    def metrics(self) -> dict[str, Array]:
+        return {}
+
+    def physics_state(self, row: int) -> Array:
+        """Return what recordings keep of a row; see `recorded_physics`."""
+        return recorded_physics(self.datas[row])
+
+    def get_state(self) -> dict[str, Any]:
+        return {"physics": get_physics(self.model, self.datas)}
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        set_physics(self.model, self.datas, state["physics"])
+
+    def close(self) -> None:
+        self.datas = []
 
 
 def get_physics(model: Any, datas: Sequence[Any]) -> Array:

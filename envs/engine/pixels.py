@@ -2,7 +2,7 @@
 
 A picture is drawn when somebody asks for it, never while the simulator steps. What is kept of a step is only
 what decides how it looks: positions, and what the task changes in its model (targets, colours). It is drawn
-from a copy of model and simulator, so that looking changes no number, and it shows the same moment as the
+from a copy of model and simulator, so that looking changes no number, and it shows the same state as the
 state beside it. So a picture follows from seed and actions, whatever the width of the vector.
 
 Legend: N environments, M of them addressed, To observation history, H and W height and width.
@@ -14,12 +14,13 @@ import copy
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec, Stepper
+from policies.bounds import Checked, bounded
 from policies.encoders import ImageShape
 from policies.encoders.images import RESERVED
 from policies.errors import CapabilityError, ConfigError
@@ -35,32 +36,31 @@ FREE = "free"
 class HasAppearance(Protocol):
     """A simulator whose environments share a model and differ in more than positions."""
 
-    def look(self, row: int) -> dict[str, Array]:
-        """Return what besides positions decides how a row looks now; copies."""
+    def get_appearance(self, row: int) -> dict[str, Array]:
+        """Return what besides positions decides the image of a row; copies."""
         ...
 
-    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
-        """Give a model, which is a copy for drawing, this look."""
+    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
+        """Give a model, which is a copy for drawing, this appearance."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class HasCameras:
+class HasCameras(Checked):
     """Options of a task whose scene can be drawn."""
 
+    camera: ClassVar[str | None] = None  # that takes the pictures of `render_frames`; None: MuJoCo's free one
+
     cameras: tuple[str, ...] = ()  # of the model, or free: what they see is observed as well; (): nothing
-    image_size: tuple[int, ...] = (96, 96)  # height and width of their images [pixels]
+    image_size: tuple[int, ...] = bounded((96, 96), ge=1)  # height and width of their images [pixels]
     image_shadows: bool = True  # false: no shadows in them, which is several times faster without a GPU
 
     def __post_init__(self) -> None:
-        """Check the values."""
-        size = tuple(self.image_size)
-        if len(size) != 2 or min(size) < 1:
-            raise ConfigError(f"env.image_size must be height and width, e.g. [96,96]; got {list(size)}.")
-        if len(set(self.cameras)) < len(self.cameras) or set(self.cameras) & set(RESERVED):
-            raise ConfigError(
-                f"env.cameras must be distinct, and none of {', '.join(RESERVED)}; got {list(self.cameras)}."
-            )
+        """Refuse images of another rank, and cameras that are named twice or like other observations."""
+        super().__post_init__()
+        self.require("image_size", len(self.image_size) == 2, "height and width, e.g. [96,96]")
+        distinct = len(set(self.cameras)) == len(self.cameras) and not set(self.cameras) & set(RESERVED)
+        self.require("cameras", distinct, f"distinct, and none of {', '.join(RESERVED)}")
 
     @property
     def images(self) -> dict[str, ImageShape]:
@@ -82,11 +82,17 @@ class HasCameras:
             )
         return ChunkVector(spec, stepper, obs_steps=obs_steps, image_history=image_history)
 
+    def render_frames(self: Any, seed: int, actions: Array, **options: Any) -> Array:
+        """Replay an episode and return its pictures (F, height, width, 3); see `rendering.replay_frames`."""
+        from envs.engine.rendering import replay_frames
+
+        return replay_frames(self.make_vector(1), seed, actions, camera=self.camera, **options)
+
 
 CAMERA_OPTIONS = tuple(f.name for f in fields(HasCameras))
 
 
-def seen_by(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
+def match_cameras(env: AnyEnv, images: Mapping[str, ImageShape]) -> AnyEnv:
     """Return a task with exactly the cameras that a policy looks through.
 
     Args:
@@ -141,12 +147,12 @@ class SceneState:
     """How an environment looked at one step; its pictures once they were drawn."""
 
     positions: Array
-    look: dict[str, Array]
+    appearance: dict[str, Array]
     pictures: dict[str, Array] = field(default_factory=dict)
 
 
 class CameraRenderer:
-    """Draws moments of a simulator through some cameras, on a model of its own.
+    """Draws states of a simulator through some cameras, on a model of its own.
 
     Args:
         stepper: A simulator on MuJoCo, with a `model` and one of `datas` per environment.
@@ -164,46 +170,44 @@ class CameraRenderer:
         self._model = copy.copy(stepper.model)
         _check_names(self._model, images)
         self._data = mujoco.MjData(self._model)
-        state = mujoco.mjtState
-        self._signature = state.mjSTATE_QPOS | state.mjSTATE_MOCAP_POS | state.mjSTATE_MOCAP_QUAT
+        part = mujoco.mjtState
+        self._signature = part.mjSTATE_QPOS | part.mjSTATE_MOCAP_POS | part.mjSTATE_MOCAP_QUAT
         self._size = mujoco.mj_stateSize(self._model, self._signature)
         self._renderer: Any = None
 
-    def note(self, row: int) -> SceneState:
+    def capture(self, row: int) -> SceneState:
         """Keep how a row looks now."""
         import mujoco
 
         positions = np.empty(self._size)
         mujoco.mj_getState(self._stepper.model, self._stepper.datas[row], positions, self._signature)
         return SceneState(
-            positions, self._stepper.look(row) if isinstance(self._stepper, HasAppearance) else {}
+            positions, self._stepper.get_appearance(row) if isinstance(self._stepper, HasAppearance) else {}
         )
 
-    def draw(self, moment: SceneState) -> dict[str, Array]:
-        """Return the pictures (H, W, 3) of a moment by camera.
+    def render(self, state: SceneState) -> dict[str, Array]:
+        """Return the pictures (H, W, 3) of a state by camera.
 
         Raises:
             MissingExtraError: If no GL context can be made.
         """
-        if not moment.pictures:
-            self._place(moment)
-            moment.pictures = {camera: self._picture(camera) for camera in self._images}
-        return moment.pictures
+        if not state.pictures:
+            self._restore(state)
+            state.pictures = {camera: self._picture(camera) for camera in self._images}
+        return state.pictures
 
     def close(self) -> None:
-        """Release the GL context."""
         if self._renderer is not None:
             self._renderer.close()
         self._renderer = None
 
-    def _place(self, moment: SceneState) -> None:
-        """Put everything where it was."""
+    def _restore(self, state: SceneState) -> None:
         import mujoco
 
         model, data = self._model, self._data
         if isinstance(self._stepper, HasAppearance):
-            self._stepper.set_appearance(model, moment.look)
-        mujoco.mj_setState(model, data, moment.positions, self._signature)
+            self._stepper.set_appearance(model, state.appearance)
+        mujoco.mj_setState(model, data, state.positions, self._signature)
         for stage in (mujoco.mj_kinematics, mujoco.mj_comPos, mujoco.mj_camlight, mujoco.mj_tendon):
             stage(model, data)
 
@@ -219,28 +223,27 @@ class CameraRenderer:
 
 
 class FrameHistory:
-    """The last To moments of every environment; see `CameraRenderer` for the arguments."""
+    """The last To states of every environment; see `CameraRenderer` for the arguments."""
 
     def __init__(
         self, stepper: Any, images: Mapping[str, ImageShape], *, obs_steps: int, shadows: bool = True
     ) -> None:
         self._renderer = CameraRenderer(stepper, images, shadows=shadows)
-        self._moments: list[deque[SceneState]] = [deque(maxlen=obs_steps) for _ in range(stepper.num_envs)]
+        self._states: list[deque[SceneState]] = [deque(maxlen=obs_steps) for _ in range(stepper.num_envs)]
 
     def begin(self, row: int) -> None:
-        """Start an episode in a row: its first moment stands for all before it."""
-        moments = self._moments[row]
-        assert moments.maxlen is not None
-        moments.extend([self._renderer.note(row)] * moments.maxlen)
+        """Start an episode in a row: its first state stands for all before it."""
+        states = self._states[row]
+        assert states.maxlen is not None
+        states.extend([self._renderer.capture(row)] * states.maxlen)
 
     def add(self, rows: Iterable[int]) -> None:
-        """Note a step of some rows."""
         for row in rows:
-            self._moments[row].append(self._renderer.note(row))
+            self._states[row].append(self._renderer.capture(row))
 
     def images(self, rows: Iterable[int]) -> dict[str, Array]:
         """Return the histories of some rows, oldest first, (M, To, H, W, 3) uint8 by camera."""
-        drawn = [[self._renderer.draw(moment) for moment in self._moments[row]] for row in rows]
+        drawn = [[self._renderer.render(state) for state in self._states[row]] for row in rows]
         cameras = list(self._renderer._images)
         return {
             camera: np.stack([np.stack([pictures[camera] for pictures in history]) for history in drawn])
@@ -248,20 +251,18 @@ class FrameHistory:
         }
 
     def get_state(self) -> list[list[dict[str, Any]]]:
-        """Return the moments of every row, without their pictures."""
+        """Return the states of every row, without their pictures."""
         return [
-            [{"positions": moment.positions.copy(), "look": dict(moment.look)} for moment in moments]
-            for moments in self._moments
+            [{"positions": state.positions.copy(), "look": dict(state.appearance)} for state in states]
+            for states in self._states
         ]
 
     def set_state(self, state: Iterable[Iterable[Mapping[str, Any]]]) -> None:
-        """Continue from `get_state`."""
-        for moments, saved in zip(self._moments, state, strict=True):
-            moments.clear()
-            moments.extend(SceneState(np.array(one["positions"]), dict(one["look"])) for one in saved)
+        for states, saved in zip(self._states, state, strict=True):
+            states.clear()
+            states.extend(SceneState(np.array(one["positions"]), dict(one["look"])) for one in saved)
 
     def close(self) -> None:
-        """Release the GL context."""
         self._renderer.close()
 
 

@@ -84,17 +84,14 @@ class OffscreenRenderer:
         return np.flipud(pixels).copy()
 
     def close(self) -> None:
-        """Release the GL context."""
         self._gl.make_current()
         self._context.free()
         self._gl.free()
 
     def __enter__(self) -> OffscreenRenderer:
-        """Return the renderer."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Release the GL context."""
         self.close()
 
 
@@ -204,7 +201,6 @@ def _view(model: mujoco.MjModel, camera: str | None) -> mujoco.MjvCamera:
 
 
 def _gl_context(width: int, height: int) -> Any:
-    """Make the first GL context that works here."""
     reasons = []
     for backend in gl_backends():
         if backend == "glfw" and sys.platform == "linux" and not os.environ.get("DISPLAY"):

@@ -27,7 +27,6 @@ def _flat_observation(obs: Any) -> Array:
 
 
 def _reported_success(info: Mapping[str, Any]) -> bool:
-    """Read the two usual names of success."""
     return bool(info.get("success", info.get("is_success", False)))
 
 
@@ -62,11 +61,9 @@ class SerialStepper:
 
     @property
     def can_save(self) -> bool:
-        """Whether every environment offers get_state and set_state."""
         return all(hasattr(env, "get_state") and hasattr(env, "set_state") for env in self.envs)
 
     def reset(self, row: int, seed: int) -> Array:
-        """Start an episode in one row; returns the observation (Do,)."""
         if self._options is None:
             obs, info = self.envs[row].reset(seed=seed)
         else:
@@ -77,7 +74,6 @@ class SerialStepper:
         return self._observe(obs)
 
     def step(self, rows: Array, actions: Array) -> StepResult:
-        """Advance rows (M,) by actions (M, Da)."""
         obs, reward, terminated, truncated, success = [], [], [], [], []
         for row, action in zip(rows.tolist(), actions, strict=True):
             o, r, end, cut, info = self.envs[row].step(action)
@@ -95,17 +91,14 @@ class SerialStepper:
         return {name: values.copy() for name, values in self._metrics.items()}
 
     def get_state(self) -> dict[str, Any]:
-        """Return the environments' own states and the metrics."""
         return {"envs": [env.get_state() for env in self.envs], "metrics": self.metrics()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `get_state`."""
         for env, saved in zip(self.envs, state["envs"], strict=True):
             env.set_state(saved)
         self._metrics = {name: np.array(values) for name, values in state["metrics"].items()}
 
     def close(self) -> None:
-        """Close every environment."""
         for env in self.envs:
             env.close()
 

@@ -66,7 +66,6 @@ class ChunkVector:
 
     @property
     def can_save(self) -> bool:
-        """Whether `state_dict` continues bit-exactly."""
         return self.stepper.can_save
 
     def reset(self, seeds: Sequence[int], rows: Sequence[int] | Array | None = None) -> Array:
@@ -258,7 +257,6 @@ class ChunkVector:
             self._image_history.set_state(state["film"])
 
     def close(self) -> None:
-        """Release the simulators."""
         if self._image_history is not None:
             self._image_history.close()
         self.stepper.close()

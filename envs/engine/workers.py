@@ -36,9 +36,7 @@ _SERVE = f"{__name__}:serve"
 class Workers(Protocol):
     """Objects of one kind, here or in processes."""
 
-    def __len__(self) -> int:
-        """Return how many there are."""
-        ...
+    def __len__(self) -> int: ...
 
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]], *, on_message: OnMessage | None = None
@@ -79,7 +77,6 @@ class LocalWorkers:
             self._objects = [factory(*args) for args in arguments]
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self._objects)
 
     def call(
@@ -94,7 +91,6 @@ class LocalWorkers:
         return results
 
     def close(self) -> None:
-        """Close every object."""
         for worker in self._objects:
             worker.close()
         self._objects = []
@@ -118,12 +114,10 @@ class ProcessWorkers:
         self._exchange([(factory, args) for args in arguments], None)
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self._children)
 
     @property
     def pids(self) -> list[int]:
-        """Process ids."""
         return [child.pid for child in self._children]
 
     def call(
@@ -197,7 +191,6 @@ class ProcessWorkers:
         return results
 
     def _died(self, index: int) -> WorkerError:
-        """Describe a worker that hung up without an answer."""
         code = self._children[index].end()
         how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
         return WorkerError(

@@ -36,7 +36,6 @@ class Comparison:
         return "clearly different" if self.difference.excludes_zero else "within noise"
 
     def __str__(self) -> str:
-        """Say in one sentence whether the policies differ."""
         mean, interval = format_interval(self.quantity, asdict(self.difference))
         caution = "" if self.same_protocol else " Their protocols differ."
         return (

@@ -224,7 +224,6 @@ class _Counter:
         self._done, self._total, self._on_progress = 0, total, on_progress
 
     def __call__(self, ended: int) -> None:
-        """Count some more."""
         self._done += ended
         if self._on_progress is not None:
             self._on_progress(self._done, self._total)
@@ -233,7 +232,6 @@ class _Counter:
 def _play(
     player: EpisodeRunner, env: EnvConfig, episodes: int, num_envs: int, num_workers: int, counter: _Counter
 ) -> list[EpisodeRow]:
-    """Divide the episodes over workers and collect their rows."""
     count = min(max(1, num_workers), episodes, num_envs)
     shares = [part.tolist() for part in np.array_split(np.arange(episodes), count)]
     widths = [len(part) for part in np.array_split(np.arange(num_envs), count)]

@@ -31,12 +31,10 @@ class Interval:
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the interval lies on one side of zero."""
         return self.low > 0 or self.high < 0
 
     @property
     def half_width(self) -> float:
-        """Half the length of the interval."""
         return (self.high - self.low) / 2
 
 

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from envs.engine.pixels import CAMERA_OPTIONS, seen_by
+from envs.engine.pixels import CAMERA_OPTIONS, match_cameras
 from envs.evaluation.settings import EvaluationSettings
 from envs.fit import require_fit
 from envs.rollouts.player import BLOCK_ROWS, EvaluatedPolicy
@@ -52,7 +52,7 @@ def describe_task(env: EnvConfig) -> dict[str, Any]:
     """Describe a task by JSON values, as protocols do."""
     spec = env.spec
     options = options_of(with_paths(env, _digest))
-    for name in ("demonstrator", *CAMERA_OPTIONS):  # no part of the task that is evaluated
+    for name in ("expert", *CAMERA_OPTIONS):  # no part of the task that is evaluated
         options.pop(name, None)
     description: dict[str, Any] = json.loads(
         json.dumps(
@@ -94,13 +94,13 @@ def prepare_eval(env: EnvConfig, policy: Any) -> EnvConfig:
 
     Raises:
         ConfigError: If observations, actions or goals of the two differ in width.
-        ConfigError, CapabilityError: If it cannot show what the policy was trained on; see `seen_by`.
+        ConfigError, CapabilityError: If it cannot show what the policy was trained on; see `match_cameras`.
         MissingExtraError: If nothing can be drawn here.
     """
     spec, advice = env.spec, "Evaluate it on the task it was made for."
     require_fit(f"env={spec.name}", spec, "the policy", policy, advice=advice)
     images: Mapping[str, ImageShape] = getattr(policy, "images", {})
-    task = seen_by(env, images)
+    task = match_cameras(env, images)
     if images:
         from envs.engine.rendering import require_gl
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +20,7 @@ MAX_ATTEMPTS = 10
 """Attempts per wanted demonstration before an expert counts as unable."""
 
 
-def photographed(env: Any, episode: Episode) -> Episode:
+def with_images(env: Any, episode: Episode) -> Episode:
     """Return an episode with what the cameras of its task saw before each action.
 
     The episode is played once more in the exact engine, where it follows from its seed and its actions.
@@ -33,18 +33,18 @@ def photographed(env: Any, episode: Episode) -> Episode:
         return episode
     vector = env.make_vector(1)
     try:
-        return replace(episode, images=_played_again(vector, episode))
+        return replace(episode, images=_replay_images(vector, episode))
     finally:
         vector.close()
 
 
-def _played_again(vector: VectorEnv, episode: Episode) -> dict[str, np.ndarray]:
+def _replay_images(vector: VectorEnv, episode: Episode) -> dict[str, np.ndarray]:
     """Return images (T, H, W, 3) by camera."""
     obs, seen = vector.reset([episode.seed])[0, -1], []
     for t, action in enumerate(episode.actions):
         if not np.array_equal(obs, episode.observations[t]):
             raise CapabilityError(
-                f"this expert of {vector.spec.name} cannot be photographed: its episodes do not begin or go "
+                f"this expert of {vector.spec.name} cannot be with_images: its episodes do not begin or go "
                 f"on as those of the task (seed {episode.seed}, step {t}). Leave env.cameras out, or choose "
                 f"another expert."
             )
@@ -53,13 +53,11 @@ def _played_again(vector: VectorEnv, episode: Episode) -> dict[str, np.ndarray]:
     return {camera: np.concatenate([images[camera][:, 0] for images in seen]) for camera in seen[0]}
 
 
-class Demonstrable(Protocol):
+class HasExpert(Protocol):
     """An environment configuration with a scripted expert."""
 
     @property
-    def spec(self) -> EnvSpec:
-        """Describe the task."""
-        ...
+    def spec(self) -> EnvSpec: ...
 
     def demonstrate(self, seed: int) -> Episode:
         """Do the episode of a seed; the same seed gives the same episode."""
@@ -67,7 +65,7 @@ class Demonstrable(Protocol):
 
 
 def collect(
-    env: Demonstrable,
+    env: HasExpert,
     *,
     episodes: int,
     first_seed: int = 0,
@@ -85,13 +83,13 @@ def collect(
         env: Configuration of a task with an expert.
         episodes: Number of episodes to keep.
         first_seed: Seed of the first attempt; attempt i has seed first_seed + i.
-        noise: Noise of the expert, in its own units; None: as configured in `env.demonstrator`.
-        expert: Which of the task's experts, where there are several; None: as in `env.demonstrator`.
+        noise: Noise of the expert, in its own units; None: as configured in `env.expert`.
+        expert: Which of the task's experts, where there are several; None: as in `env.expert`.
         keep_failures: Also keep episodes without success. A task without a rule of success keeps all.
         progress: Called after every attempt with the numbers of episodes kept and of attempts.
 
     Raises:
-        CapabilityError: If the task has no expert, or its expert cannot be photographed.
+        CapabilityError: If the task has no expert, or its expert cannot be with_images.
         ConfigError: If `episodes` is below 1, the expert has no noise to set, or there is only one expert.
         DatasetError: If fewer than one attempt in ten succeeds.
     """
@@ -99,7 +97,7 @@ def collect(
         raise CapabilityError(f"env={env.spec.name} has no expert to record; choose a task that has one.")
     if episodes < 1:
         raise ConfigError(f"episodes must be at least 1; got {episodes}.")
-    env = _told(env, {"noise": noise, "expert": expert})
+    env = _with_expert(env, noise=noise, expert=expert)
     attempts = _Attempts(env, episodes, first_seed, keep_failures or not env.spec.success_rule, progress)
     dataset = EpisodeDataset.from_episodes(attempts, meta=_origin(env) | {"first_seed": first_seed})
     dataset.meta["attempts"] = attempts.done
@@ -141,25 +139,28 @@ class _Attempts:
             is_kept = episode.success or self.keeps_all
             kept += is_kept
             if is_kept:
-                episode = photographed(self.env, episode)
+                episode = with_images(self.env, episode)
             if self.progress is not None:
                 self.progress(kept, self.done)
             if is_kept:
                 yield episode
 
 
-_WISHES = {"noise": "has no noise to set", "expert": "is the only one of its task"}
+_FIELDS = {"noise": ("noise", "has no noise to set"), "expert": ("tier", "is the only one of its task")}
+"""Argument of `collect` -> field of the options of experts, and what it means that they lack it."""
 
 
-def _told(env: Any, wishes: Mapping[str, Any]) -> Any:
-    """Return the configuration with what is wished of its demonstrator; None is no wish."""
-    given = {name: value for name, value in wishes.items() if value is not None}
-    if not given:
-        return env
-    for name, value in given.items():
-        if not hasattr(getattr(env, "demonstrator", None), name):
-            raise ConfigError(f"the expert of {env.spec.name} {_WISHES[name]}; got {name}={value}.")
-    return replace(env, demonstrator=replace(env.demonstrator, **given))
+def _with_expert(env: Any, **wanted: Any) -> Any:
+    """Return the configuration with other options of its expert; None leaves one as it is."""
+    changes = {}
+    for name, value in wanted.items():
+        field, missing = _FIELDS[name]
+        if value is None:
+            continue
+        if not hasattr(getattr(env, "expert", None), field):
+            raise ConfigError(f"the expert of {env.spec.name} {missing}; got {name}={value}.")
+        changes[field] = value
+    return replace(env, expert=replace(env.expert, **changes)) if changes else env
 
 
 def _origin(env: Any) -> dict[str, Any]:

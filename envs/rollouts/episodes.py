@@ -42,18 +42,15 @@ class EpisodeTracker:
         self.success = np.zeros(n, bool)
 
     def begin(self, rows: Array, seeds: Sequence[int], episodes: Array | Sequence[int]) -> None:
-        """Note the seeds and numbers of new episodes."""
         self.seed[rows] = seeds
         self.episode[rows] = episodes
 
     def add(self, step: ChunkStep) -> None:
-        """Add what a chunk brought."""
         self.return_ += step.rewards.sum(axis=1)
         self.length += step.length
         self.success |= step.success
 
     def reset(self, rows: Array) -> None:
-        """Start counting anew."""
         self.return_[rows] = 0.0
         self.length[rows] = 0
         self.success[rows] = False
@@ -75,10 +72,8 @@ class EpisodeTracker:
         ]
 
     def state_dict(self) -> dict[str, Array]:
-        """Return all counts."""
         return {name: values.copy() for name, values in vars(self).items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state_dict`."""
         for name, values in vars(self).items():
             values[:] = np.asarray(state[name])

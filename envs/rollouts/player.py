@@ -38,9 +38,7 @@ class EvaluatedPolicy(Protocol):
     chunk: ChunkSpec
 
     @property
-    def noise_shape(self) -> tuple[int, ...]:
-        """Shape of one row of noise."""
-        ...
+    def noise_shape(self) -> tuple[int, ...]: ...
 
     def sample_noise(self, n: int, *, generator: torch.Generator | None = None) -> Tensor:
         """Draw noise (n, *noise_shape)."""
@@ -166,11 +164,11 @@ class Evaluator:
         self._waiting = _Queue(episodes)
         width = min(num_envs, len(episodes))
         self._vector: VectorEnv = env.make_vector(width, obs_steps=self._player.policy.chunk.obs_steps)
-        self._tally = EpisodeTracker(width)
+        self._tracker = EpisodeTracker(width)
         self._episode = np.full(width, -1)  # -1: this environment has nothing left to play
         self._obs = np.zeros((width, self._vector.obs_steps, self._vector.spec.obs_dim))
         self._generators: list[torch.Generator] = [torch.Generator()] * width
-        self._reels = [_Reel() for _ in range(width)]
+        self._buffers = [_EpisodeBuffer() for _ in range(width)]
         self._memories = [Memory() for _ in range(width)]
 
     def run(self) -> list[EpisodeRow]:
@@ -185,11 +183,9 @@ class Evaluator:
         return done
 
     def close(self) -> None:
-        """Release the simulators."""
         self._vector.close()
 
     def _begin(self, rows: Array) -> None:
-        """Start the next waiting episodes in these rows."""
         for row in rows.tolist():
             lane = int(self._episode[row]) % BLOCK_ROWS if self._episode[row] >= 0 else row % BLOCK_ROWS
             self._episode[row] = episode = self._waiting.take(lane)
@@ -198,13 +194,12 @@ class Evaluator:
             seed = self._player.first_seed + episode
             self._obs[row] = self._vector.reset([seed], [row])[0]
             self._generators[row] = self._player.generator(episode)
-            self._tally.reset(np.array([row]))
-            self._tally.begin(np.array([row]), [seed], [episode])
-            self._reels[row] = _Reel([self._obs[row, -1].copy()[None]])
+            self._tracker.reset(np.array([row]))
+            self._tracker.begin(np.array([row]), [seed], [episode])
+            self._buffers[row] = _EpisodeBuffer([self._obs[row, -1].copy()[None]])
             self._memories[row] = Memory()
 
     def _advance(self) -> list[EpisodeRow]:
-        """Execute one chunk in every environment that plays."""
         active = self._episode >= 0
         playing = np.flatnonzero(active)
         noise = [self._player.noise(self._generators[i]) for i in playing.tolist()]
@@ -216,21 +211,21 @@ class Evaluator:
         actions = np.zeros((len(active), *chosen.shape[1:]), chosen.dtype)
         actions[playing] = chosen
         step = self._vector.step_chunk(actions, active)
-        self._tally.add(step)
+        self._tracker.add(step)
         self._obs[playing] = step.obs[playing]
         if self._player.keep:
             for i in playing.tolist():
-                self._reels[i].add(step.path[i, : step.length[i]], actions[i, : step.length[i]])
+                self._buffers[i].add(step.path[i, : step.length[i]], actions[i, : step.length[i]])
         ended = np.flatnonzero(step.done & active)
-        rows = self._tally.rows(ended, step)
+        rows = self._tracker.rows(ended, step)
         rows = [_counted(row, self._memories[i]) for i, row in zip(ended.tolist(), rows, strict=True)]
         if self._player.keep:
-            rows = [self._reels[i].develop(row) for i, row in zip(ended.tolist(), rows, strict=True)]
+            rows = [self._buffers[i].develop(row) for i, row in zip(ended.tolist(), rows, strict=True)]
         self._begin(ended)
         return rows
 
 
-class _Reel:
+class _EpisodeBuffer:
     """Observations and actions of one running episode."""
 
     def __init__(self, observations: list[Array] | None = None) -> None:

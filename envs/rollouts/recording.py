@@ -1,4 +1,4 @@
-"""What a demonstrator does, written down step by step."""
+"""What an expert does, written down step by step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _FIRST = np.zeros(1, np.int64)
 
 
 class Stepper(Protocol):
-    """A simulator of one or more environments, of which a demonstrator uses the first."""
+    """A simulator of one or more environments, of which an expert uses the first."""
 
-    def reset(self, row: int, seed: int) -> Array: ...  # noqa: D102
+    def reset(self, row: int, seed: int) -> Array: ...
 
-    def step(self, rows: Array, actions: Array) -> StepResult: ...  # noqa: D102
+    def step(self, rows: Array, actions: Array) -> StepResult: ...
 
 
 class Recording:
@@ -47,7 +47,6 @@ class Recording:
         self._extras: dict[str, list[Array]] = {}
 
     def __len__(self) -> int:
-        """Return the number of steps so far."""
         return len(self.actions)
 
     @property

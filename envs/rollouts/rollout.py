@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from envs.engine.envpool import vector_on
 from envs.engine.workers import start_workers
 from envs.rollouts.episodes import EpisodeRow, EpisodeTracker
 from envs.spec import Array, ChunkStep, EnvConfig, VectorEnv
@@ -75,13 +74,9 @@ class RolloutPool:
         num_workers: Processes; 0 works in this process and gives the numbers of one worker.
         obs_steps: To.
         seed: Root of all randomness.
-        engine: One of `envs.engine.envpool.ENGINES`. With another than `exact`, an episode does not follow
-        from
-            its seed, and nothing can be continued.
 
     Raises:
-        ConfigError: If there are fewer environments than workers, or no such engine.
-        CapabilityError: If the engine does not have the task.
+        ConfigError: If there are fewer environments than workers.
         MissingExtraError, WorkerError: If the simulator cannot be built.
     """
 
@@ -93,7 +88,6 @@ class RolloutPool:
         num_workers: int,
         obs_steps: int = 1,
         seed: int = 0,
-        engine: str = "exact",
     ) -> None:
         if num_workers < 0 or num_envs < max(1, num_workers):
             raise ConfigError(
@@ -102,9 +96,8 @@ class RolloutPool:
             )
         self.env = env
         self.num_envs = num_envs
-        self.engine = engine
         rows = np.array_split(np.arange(num_envs), max(1, num_workers))
-        arguments = [(env, part.tolist(), obs_steps, seed, i, engine) for i, part in enumerate(rows)]
+        arguments = [(env, part.tolist(), obs_steps, seed, i) for i, part in enumerate(rows)]
         self._workers = start_workers(Collector, arguments, processes=num_workers > 0)
 
     def collect(self, actor: Actor, num_steps: int, *, reset: bool = False) -> Rollout:
@@ -136,13 +129,8 @@ class RolloutPool:
         """Continue from `state_dict`.
 
         Raises:
-            CheckpointError: If the numbers of environments or workers differ, or the engine cannot continue.
+            CheckpointError: If the numbers of environments or workers differ.
         """
-        if self.engine != "exact":
-            raise CheckpointError(
-                f"engine={self.engine} cannot continue a run: its simulators neither save their state nor "
-                "take seeds. Resume with engine=exact, which begins new episodes."
-            )
         saved = (state["num_envs"], len(state["workers"]))
         if saved != (self.num_envs, len(self._workers)):
             raise CheckpointError(
@@ -166,36 +154,33 @@ class Collector:
         obs_steps: To.
         seed: Root of all randomness.
         index: Index of the worker.
-        engine: See `RolloutPool`.
     """
 
-    def __init__(
-        self, env: EnvConfig, rows: list[int], obs_steps: int, seed: int, index: int, engine: str = "exact"
-    ) -> None:
+    def __init__(self, env: EnvConfig, rows: list[int], obs_steps: int, seed: int, index: int) -> None:
         self._rows = rows
         self._seed = seed
-        self._vector: VectorEnv = vector_on(engine, env, len(rows), obs_steps=obs_steps)
+        self._vector: VectorEnv = env.make_vector(len(rows), obs_steps=obs_steps)
         self._generator = seeded_generator(seed, "exploration", index)
         self._next_episode = np.zeros(len(rows), np.int64)
-        self._tally = EpisodeTracker(len(rows))
+        self._tracker = EpisodeTracker(len(rows))
         self._obs: Array | None = None  # (n, To, Do); None before the first reset
 
     def collect(self, actor: Actor, num_steps: int, reset: bool) -> dict[str, Any]:
         """Execute T chunks; see `RolloutPool.collect`."""
         if reset or self._obs is None:
             self._restart()
-        tape = _Tape(num_steps)
+        buffer = _RolloutBuffer(num_steps)
         episodes: list[EpisodeRow] = []
         for t in range(num_steps):
             obs = torch.from_numpy(self._obs).float()
             with torch.no_grad():
                 actions, record = actor.act({"state": obs}, self._generator)
             step = self._vector.step_chunk(actions.detach().cpu().numpy())
-            first = self._tally.length == 0
-            self._tally.add(step)
-            tape.write(t, obs, first, step, record)
+            first = self._tracker.length == 0
+            self._tracker.add(step)
+            buffer.write(t, obs, first, step, record)
             episodes += self._finish(step)
-        return {**tape.read(), "episodes": episodes}
+        return {**buffer.read(), "episodes": episodes}
 
     def state(self) -> dict[str, Any]:
         """Return everything the next collection depends on."""
@@ -205,7 +190,7 @@ class Collector:
             "next_episode": self._next_episode.copy(),
             "vector": self._vector.state_dict() if can_save else None,
             "obs": None if self._obs is None else self._obs.copy(),
-            "tally": self._tally.state_dict(),
+            "tally": self._tracker.state_dict(),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -215,16 +200,15 @@ class Collector:
         self._obs = None
         if state["vector"] is not None:
             self._vector.load_state_dict(state["vector"])
-            self._tally.load_state_dict(state["tally"])
+            self._tracker.load_state_dict(state["tally"])
             self._obs = np.array(state["obs"])
 
     def close(self) -> None:
-        """Release the simulators."""
         self._vector.close()
 
     def _restart(self) -> None:
         rows = np.arange(len(self._rows))
-        self._tally.reset(rows)
+        self._tracker.reset(rows)
         self._obs = self._vector.reset(self._take_seeds(rows))
 
     def _take_seeds(self, rows: Array) -> list[int]:
@@ -233,7 +217,7 @@ class Collector:
             derive_seed(self._seed, "episode", self._rows[i], int(self._next_episode[i]))
             for i in rows.tolist()
         ]
-        self._tally.begin(rows, seeds, self._next_episode[rows])
+        self._tracker.begin(rows, seeds, self._next_episode[rows])
         self._next_episode[rows] += 1
         return seeds
 
@@ -243,14 +227,14 @@ class Collector:
         done = np.flatnonzero(step.done)
         if done.size == 0:
             return []
-        rows = self._tally.rows(done, step)
-        self._tally.reset(done)
+        rows = self._tracker.rows(done, step)
+        self._tracker.reset(done)
         self._obs = step.obs.copy()
         self._obs[done] = self._vector.reset(self._take_seeds(done), done)
         return rows
 
 
-class _Tape:
+class _RolloutBuffer:
     """Writes T chunks of one worker into arrays that are allocated once."""
 
     def __init__(self, num_steps: int) -> None:
@@ -298,7 +282,6 @@ class _Tape:
 
 
 def _join(parts: Sequence[dict[str, Any]]) -> Rollout:
-    """Put the workers' shares side by side along N."""
     widths = [part["length"].shape[1] for part in parts]
     offsets = np.cumsum([0, *widths[:-1]])
 

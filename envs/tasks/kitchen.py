@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.scores import reference
-from envs.engine.physics import get_physics, set_physics
+from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec, StepResult
-from policies.errors import ConfigError
-from policies.registry import register
+from policies.bounds import bounded
+from policies.registry import variant
 
 Array = np.ndarray
 
@@ -56,7 +56,7 @@ _ACTION_NAMES = (
 )
 
 
-class KitchenStepper:
+class KitchenStepper(MujocoStepper):
     """Steps N kitchens.
 
     Args:
@@ -69,21 +69,14 @@ class KitchenStepper:
         MissingExtraError: If gymnasium-robotics is not installed.
     """
 
-    can_save = True
-
     def __init__(
         self, tasks: tuple[str, ...], num_envs: int, robot_noise: float, object_noise: float
     ) -> None:
-        if num_envs < 1:
-            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
         kitchen = load_kitchen()
-        import mujoco
         from gymnasium_robotics.envs.franka_kitchen import kitchen_env
 
+        super().__init__(kitchen.model, num_envs)
         robot = kitchen.robot_env
-        self.num_envs = num_envs
-        self.model = kitchen.model
-        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
         self._start = robot.init_qpos.copy()
         self._skip, self._dt = robot.frame_skip, robot.dt
         self._speed = robot.act_rng
@@ -138,23 +131,18 @@ class KitchenStepper:
     def get_state(self) -> dict[str, Any]:
         """Return everything the next steps depend on, the state of the noise included."""
         return {
-            "physics": get_physics(self.model, self.datas),
+            **super().get_state(),
             "observed": self._observed.copy(),
             "completed": self._completed.copy(),
             "noise": [rng.bit_generator.state for rng in self._rngs],
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `get_state`."""
         self._observed = np.array(state["observed"], np.float64)
         self._completed = np.array(state["completed"], bool)
-        set_physics(self.model, self.datas, state["physics"])
+        super().set_state(state)
         for row in range(self.num_envs):
             self._rngs[row].bit_generator.state = state["noise"][row]
-
-    def close(self) -> None:
-        """Drop the simulators."""
-        self.datas = []
 
     def _control(self, row: int, action: Array) -> Array:
         """Turn joint speeds (9,) into joint targets, counted from the observed positions."""
@@ -203,25 +191,15 @@ def load_kitchen() -> Any:
 class _Kitchen(HasCameras):
     """What the three configurations share."""
 
-    max_episode_steps: int = 280  # control steps, then truncated
-    robot_noise_ratio: float = 0.01  # of the robot's noise amplitudes, as in gymnasium-robotics
-    object_noise_ratio: float = 0.0005  # of the objects' noise amplitudes, as in gymnasium-robotics
+    max_episode_steps: int = bounded(280, ge=1)  # control steps, then truncated
+    robot_noise_ratio: float = bounded(0.01, ge=0)  # share of the robot's noise amplitudes
+    object_noise_ratio: float = bounded(0.0005, ge=0)  # share of the objects' noise amplitudes
 
     name = ""
     tasks = ("microwave", "kettle", "light switch", "slide cabinet")
 
-    def __post_init__(self) -> None:
-        """Refuse values outside their range."""
-        super().__post_init__()
-        if self.max_episode_steps < 1:
-            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
-        for key in ("robot_noise_ratio", "object_noise_ratio"):
-            if getattr(self, key) < 0:
-                raise ConfigError(f"env.{key} must not be negative; got {getattr(self, key)}.")
-
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         scores = reference(f"{self.name}-v0")
         return EnvSpec(
             name=self.name,
@@ -241,41 +219,16 @@ class _Kitchen(HasCameras):
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments.
-
-        Raises:
-            MissingExtraError: If gymnasium-robotics is not installed.
-        """
         stepper = KitchenStepper(self.tasks, num_envs, self.robot_noise_ratio, self.object_noise_ratio)
         return self.vector_of(stepper, obs_steps)
 
-    def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
-        from envs.engine.rendering import replay_frames
 
-        return replay_frames(self.make_vector(1), seed, actions, **options)
-
-
-@register("env", "kitchen-complete")
-@dataclass(frozen=True)
-class KitchenComplete(_Kitchen):
-    """Four sub-tasks; its data are demonstrations of exactly these, in order (D4RL `kitchen-complete-v0`)."""
-
-    name = "kitchen-complete"
-
-
-@register("env", "kitchen-partial")
-@dataclass(frozen=True)
-class KitchenPartial(_Kitchen):
-    """The same sub-tasks; some of its data solve them among others (D4RL `kitchen-partial-v0`)."""
-
-    name = "kitchen-partial"
-
-
-@register("env", "kitchen-mixed")
-@dataclass(frozen=True)
-class KitchenMixed(_Kitchen):
-    """Four sub-tasks that no demonstration does together (D4RL `kitchen-mixed-v0`)."""
-
-    name = "kitchen-mixed"
-    tasks = ("microwave", "kettle", "bottom burner", "light switch")
+# fmt: off
+KitchenComplete = variant("env", "kitchen-complete", _Kitchen,
+    "Four sub-tasks, which its data do in order (D4RL `kitchen-complete-v0`).")
+KitchenPartial = variant("env", "kitchen-partial", _Kitchen,
+    "Four sub-tasks, which some of its data do (D4RL `kitchen-partial-v0`).")
+KitchenMixed = variant("env", "kitchen-mixed", _Kitchen,
+    "Four sub-tasks, which no demonstration does together (D4RL `kitchen-mixed-v0`).",
+    tasks=("microwave", "kettle", "bottom burner", "light switch"))
+# fmt: on

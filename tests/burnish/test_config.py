@@ -112,7 +112,7 @@ def test_a_value_out_of_range_is_refused_with_its_key() -> None:
     "overrides",
     [
         [],
-        ["algo=dppo", "env=avoid", "env.demonstrator.noise=0.5", "algo.critic.width=32"],
+        ["algo=dppo", "env=avoid", "env.expert.noise=0.5", "algo.critic.width=32"],
         ["process=flow", "sampler=euler", "sampler.steps=7", "backbone.cond_dims=[8,4]", "policy.horizon=8"],
         ["process=gaussian", "algo=ppo", "algo.log_prob_range=null"],
     ],

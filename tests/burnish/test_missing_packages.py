@@ -53,7 +53,7 @@ shown.write(json.dumps({"envs": envs, "findings": findings, "codes": codes}))
 
 COMMANDS = ("doctor --no-render", "list algos", "list datasets", "list experiments", "list processes")
 OPTIONAL = (
-    "ogbench", "dm_control", "gymnasium_robotics", "envpool", "metaworld", "robosuite", "pyarrow", "av",
+    "ogbench", "dm_control", "gymnasium_robotics", "metaworld", "robosuite", "pyarrow", "av",
     "onnx", "onnxscript", "onnxruntime", "tensorboard",
 )  # fmt: skip
 EXTRA_OF = {
@@ -104,7 +104,6 @@ def test_the_doctor_names_every_extra_that_is_not_complete(told_without: Any) ->
         "kitchen",
         "mazes",
         "adroit",
-        "envpool",
         "robosuite",
         "lerobot",
         "video",

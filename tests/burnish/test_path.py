@@ -581,14 +581,6 @@ def test_a_loaded_policy_acts(tuned: Run) -> None:
     assert action.shape == (3, 4, 2) and bool(action.isfinite().all())
 
 
-def test_an_engine_is_for_algorithms_that_collect(demonstrations: Path, tmp_path: Path) -> None:
-    asked = {"dataset": demonstrations, "env": "avoid", "directory": tmp_path / "run"}
-    with pytest.raises(ConfigError, match="engine must be one of exact, envpool; got 'bogus'"):
-        burnish.train("algo=bc", engine="bogus", **asked)
-    with pytest.raises(ConfigError, match=r"engine=envpool is for algorithms that collect.*algo=bc"):
-        burnish.train("algo=bc", engine="envpool", **asked)
-
-
 def test_a_place_that_minari_cannot_have_is_refused_before_anything_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

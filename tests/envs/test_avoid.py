@@ -1,4 +1,4 @@
-"""Laws of the `avoid` task, its exact engine, its demonstrator and its picture."""
+"""Laws of the `avoid` task, its exact engine, its expert and its picture."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from envs.engine.vector import ChunkVector
 from envs.rollouts.collect import collect
-from envs.tasks.avoid.expert import AvoidDemonstrator
+from envs.tasks.avoid.expert import AvoidExpert
 from envs.tasks.avoid.scene import load_scene
 from envs.tasks.avoid.task import MAX_SPEED, Avoid, AvoidStepper, start_position
 from policies.errors import ConfigError, MissingExtraError
@@ -171,25 +171,25 @@ def test_a_saved_state_continues_bit_exactly_in_other_simulators(rng: np.random.
         np.testing.assert_array_equal(steps[0].metrics["mode"], steps[1].metrics["mode"])
 
 
-def test_the_demonstrator_takes_the_way_it_is_told_and_reaches_every_way() -> None:
+def test_the_expert_takes_the_way_it_is_told_and_reaches_every_way() -> None:
     for mode in range(SCENE.num_direct):
-        episode = Avoid(demonstrator=AvoidDemonstrator(modes=(mode,))).demonstrate(mode)
+        episode = Avoid(expert=AvoidExpert(modes=(mode,))).demonstrate(mode)
         assert episode.success and episode.terminated and not episode.truncated
         assert set(episode.extras["mode"]) == {mode}
         assert 25 <= len(episode) <= 100
 
 
-def test_the_demonstrator_spreads_over_its_modes_and_nearly_always_succeeds() -> None:
+def test_the_expert_spreads_over_its_modes_and_nearly_always_succeeds() -> None:
     dataset = collect(Avoid(), episodes=60, keep_failures=True)
     assert dataset.success is not None and dataset.success.float().mean() >= 0.98
     first = dataset.extras["mode"][dataset.episode_start[:-1]]
     assert len(set(first.tolist())) >= 8
-    few = collect(Avoid(demonstrator=AvoidDemonstrator(num_modes=2)), episodes=12)
+    few = collect(Avoid(expert=AvoidExpert(num_modes=2)), episodes=12)
     assert set(few.extras["mode"].tolist()) == {0, 1}
 
 
 @pytest.mark.slow
-def test_the_demonstrator_succeeds_in_99_percent_of_500_episodes_over_all_ways() -> None:
+def test_the_expert_succeeds_in_99_percent_of_500_episodes_over_all_ways() -> None:
     episodes = [Avoid().demonstrate(seed) for seed in range(500)]
     assert np.mean([episode.success for episode in episodes]) >= 0.99
     counts = np.bincount([int(e.extras["mode"][0]) for e in episodes if e.success])
@@ -211,7 +211,7 @@ def test_a_demonstration_is_decided_by_its_seed_and_is_what_replaying_it_gives()
 
 def test_demonstrations_without_noise_are_calmer() -> None:
     def roughness(noise: float) -> float:
-        env = Avoid(demonstrator=AvoidDemonstrator(noise=noise, modes=(4,)))
+        env = Avoid(expert=AvoidExpert(noise=noise, modes=(4,)))
         return float(np.mean([np.abs(np.diff(env.demonstrate(s).actions[:, 0])).mean() for s in range(4)]))
 
     assert roughness(0.0) < 0.5 * roughness(1.0)
@@ -220,20 +220,21 @@ def test_demonstrations_without_noise_are_calmer() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"noise": -1.0}, "noise >= 0"),
-        ({"pace": 0.0}, "0 < pace"),
-        ({"num_modes": 3, "modes": (1,)}, "not both"),
+        ({"noise": -1.0}, r"env\.expert\.noise must be at least 0; got -1"),
+        ({"pace": 0.0}, r"env\.expert\.pace must be in \(0, 1\]; got 0"),
+        ({"num_modes": 0}, "num_modes must be at least 1; got 0"),
+        ({"num_modes": 3, "modes": (1,)}, r"env\.expert\.modes must be left out beside num_modes; got \[1\]"),
     ],
 )
-def test_demonstrator_options_out_of_range_are_refused(options: dict, message: str) -> None:
+def test_expert_options_out_of_range_are_refused(options: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        AvoidDemonstrator(**options)
+        AvoidExpert(**options)
 
 
-@pytest.mark.parametrize("options", [{"num_modes": 0}, {"num_modes": 99}, {"modes": (99,)}])
+@pytest.mark.parametrize("options", [{"num_modes": 99}, {"modes": (99,)}])
 def test_ways_that_do_not_exist_are_refused(options: dict) -> None:
     with pytest.raises(ConfigError, match="knows the ways 0 to"):
-        Avoid(demonstrator=AvoidDemonstrator(**options)).demonstrate(0)
+        Avoid(expert=AvoidExpert(**options)).demonstrate(0)
 
 
 def test_bad_sizes_are_refused() -> None:

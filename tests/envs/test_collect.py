@@ -23,13 +23,13 @@ class Toy:
     """Succeeds on even seeds."""
 
     successes: bool = True
-    demonstrator: Wobble = field(default_factory=Wobble)
+    expert: Wobble = field(default_factory=Wobble)
     spec = SPEC
 
     def demonstrate(self, seed):
         rng = np.random.default_rng(seed)
         length = 2 + seed % 3
-        actions = self.demonstrator.noise * rng.normal(size=(length, 1))
+        actions = self.expert.noise * rng.normal(size=(length, 1))
         success = self.successes and seed % 2 == 0
         obs = rng.normal(size=(length + 1, 2))
         return Episode(obs, actions, np.zeros(length), success, not success, success, seed)
@@ -79,7 +79,7 @@ def test_collected_episodes_survive_a_file(tmp_path):
     write_robomimic(tmp_path / "toy.hdf5", data, Toy())
     back = read_dataset(tmp_path / "toy.hdf5")
     assert torch.equal(data.next_observations, back.next_observations)
-    assert back.meta["env"] == {"name": "toy", "successes": True, "demonstrator": {"noise": 0.0}}
+    assert back.meta["env"] == {"name": "toy", "successes": True, "expert": {"noise": 0.0}}
     assert back.meta["env_args"]["env_name"] == "toy"
 
 

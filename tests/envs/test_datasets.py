@@ -19,8 +19,8 @@ from envs.datasets import (
     read_dataset,
     write_robomimic,
 )
+from envs.datasets.files.hdf5 import read_hdf5
 from envs.datasets.formats.d4rl import load_d4rl, qlearning_dataset
-from envs.datasets.formats.hdf5 import read_hdf5
 from envs.datasets.scores import reference
 from policies.errors import DatasetError
 
@@ -492,7 +492,7 @@ def read(path, *, scale=1.0):
 def test_a_format_is_a_module_that_matches_and_reads(tmp_path, dataset, monkeypatch):
     (tmp_path / "toy_format.py").write_text(TOY)
     (tmp_path / "data.toy").write_text("not HDF5")
-    monkeypatch.setattr(datasets, "__path__", [*datasets.__path__, str(tmp_path)])
+    monkeypatch.setattr(datasets.formats, "__path__", [*datasets.formats.__path__, str(tmp_path)])
     datasets.readers.cache_clear()
     try:
         assert {"d4rl", "dppo", "ogbench", "robomimic", "toy_format"} <= set(datasets.readers())
@@ -502,7 +502,7 @@ def test_a_format_is_a_module_that_matches_and_reads(tmp_path, dataset, monkeypa
         assert dataset_format(tmp_path / "other.hdf5") == "robomimic"
     finally:
         datasets.readers.cache_clear()
-        sys.modules.pop("envs.datasets.toy_format", None)
+        sys.modules.pop("envs.datasets.formats.toy_format", None)
 
 
 def test_formats_exclude_each_other(tmp_path, dataset):

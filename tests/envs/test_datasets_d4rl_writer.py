@@ -21,8 +21,8 @@ from envs.datasets import (
     write_minari,
 )
 from envs.datasets.formats.d4rl import load_d4rl
-from envs.datasets.formats.writers import WRITERS, format_to_write
 from envs.datasets.images import Images
+from envs.datasets.writers import WRITERS, format_to_write
 from policies.errors import ConfigError, DatasetError
 
 LENGTHS = (4, 1, 6, 3)

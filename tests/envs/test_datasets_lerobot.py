@@ -372,7 +372,7 @@ def test_a_missing_pyarrow_names_the_extra(tmp_path, monkeypatch):
         raise MissingExtraError(f"{name}: pip install 'burnish[{extra}]'.")
 
     folder = write(tmp_path / "so100")
-    monkeypatch.setattr("envs.datasets.formats.lerobot_storage.require", without)
+    monkeypatch.setattr("envs.datasets.files.lerobot.require", without)
     with pytest.raises(MissingExtraError, match=r"burnish\[lerobot\]"):
         read_dataset(folder)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from envs.datasets import Episode, EpisodeDataset, array_storage, free_memory, read_dataset, write_d4rl
+from envs.datasets.files.npz import read_npz_into
 from envs.datasets.formats.d4rl import load_d4rl
-from envs.datasets.formats.npz import read_npz_into
 from policies.errors import DatasetError
 
 STEPS = 1000
@@ -63,7 +63,7 @@ def test_what_an_archive_takes_is_its_size_after_unpacking(
 
 
 def test_one_array_that_does_not_fit_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from envs.datasets.formats import hdf5
+    from envs.datasets.files import hdf5
 
     monkeypatch.setattr(hdf5, "_LARGE", 1000)
     leave(monkeypatch, 1500)

@@ -21,8 +21,8 @@ from envs.datasets import (
     EpisodeDataset,
     array_storage,
     free_memory,
-    moments,
     read_dataset,
+    statistics,
     write_d4rl,
     write_minari,
     write_robomimic,
@@ -59,7 +59,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave no memory, and work in pieces of a few rows."""
     monkeypatch.setattr(free_memory, "free_memory", lambda: 100)
     monkeypatch.setattr(array_storage, "PIECE", 256)
-    monkeypatch.setattr(moments, "_AT_ONCE", 256)
+    monkeypatch.setattr(statistics, "_AT_ONCE", 256)
 
 
 def d4rl(path: Path, data: EpisodeDataset) -> Path:
@@ -196,7 +196,7 @@ def test_rows_are_laid_out_a_second_time_where_there_is_room_for_them(
         monkeypatch.setattr(free_memory, "free_memory", lambda free=free: free)
         for obs_steps in (1, 2):  # rows of single observations are those of the dataset
             kinds.append(type(Windows(data, ChunkSpec(2, 3, 1, obs_steps))._obs).__name__)
-    assert kinds == ["_Laid", "_Laid", "_Laid", "_Looked"]
+    assert kinds == ["_ContiguousWindows", "_ContiguousWindows", "_ContiguousWindows", "_GatheredWindows"]
 
 
 @pytest.mark.parametrize("validation", [0.0, 0.4])

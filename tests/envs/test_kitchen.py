@@ -175,7 +175,7 @@ def test_without_noise_every_episode_starts_alike() -> None:
 def test_values_outside_their_range_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"env\.max_episode_steps must be at least 1; got 0"):
         env("kitchen-mixed", max_episode_steps=0)
-    with pytest.raises(ConfigError, match=r"env\.object_noise_ratio must not be negative; got -1"):
+    with pytest.raises(ConfigError, match=r"env\.object_noise_ratio must be at least 0; got -1"):
         env("kitchen-mixed", object_noise_ratio=-1.0)
     with pytest.raises(ConfigError, match="num_envs must be at least 1; got 0"):
         vector_of(0)

@@ -24,7 +24,7 @@ SCORES = {"expert": 50.0, "medium": 10.0}
 
 def walking(name: str, expert: str = "expert", **options: Any) -> Any:
     config: Any = env(name, **{k: v for k, v in options.items() if k == "max_episode_steps"})
-    return replace(config, demonstrator=replace(config.demonstrator, expert=expert))
+    return replace(config, expert=replace(config.expert, tier=expert))
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -51,7 +51,7 @@ def test_an_episode_follows_from_its_seed(expert: str) -> None:
 def test_the_recorded_episode_is_what_the_simulator_does() -> None:
     """Its actions, noise included, lead to its observations and rewards in the exact engine."""
     task = replace(walking("hopper", max_episode_steps=60))
-    noisy = replace(task, demonstrator=replace(task.demonstrator, noise=0.2))
+    noisy = replace(task, expert=replace(task.expert, noise=0.2))
     episode = noisy.demonstrate(5)
     assert np.abs(episode.actions).max() <= 1 and episode.actions.dtype == np.float32
     vector = task.make_vector(1)
@@ -92,7 +92,7 @@ def test_a_dataset_is_recorded_with_its_returns(tmp_path: Path) -> None:
     assert data.num_episodes == 2 and data.truncated.sum() == 2
     np.testing.assert_array_equal(data.actions, again.actions)
     task = walking("halfcheetah", "medium", max_episode_steps=20)
-    task = replace(task, demonstrator=replace(task.demonstrator, noise=0.1))
+    task = replace(task, expert=replace(task.expert, noise=0.1))
     expected = [task.demonstrate(1_000_000 + i).rewards.sum() for i in range(2)]
     np.testing.assert_allclose(data.returns, expected, rtol=1e-5)
 
@@ -109,9 +109,9 @@ def test_actors_carry_their_origin_and_are_small() -> None:
 
 
 def test_bad_options_are_refused() -> None:
-    with pytest.raises(ConfigError, match=f"must be one of {', '.join(EXPERTS)}; got 'best'"):
-        compose_config("collect", ["env=hopper", "env.demonstrator.expert=best"])
-    with pytest.raises(ConfigError, match=f"must be one of {', '.join(EXPERTS)}; got 'best'"):
+    with pytest.raises(ConfigError, match=f"env.expert.tier must be one of {', '.join(EXPERTS)}; got 'best'"):
+        compose_config("collect", ["env=hopper", "env.expert.tier=best"])
+    with pytest.raises(ConfigError, match=f"env.expert.tier must be one of {', '.join(EXPERTS)}; got 'best'"):
         collect(env("hopper"), episodes=1, expert="best")
     with pytest.raises(ConfigError, match=r"expert of avoid is the only one of its task; got expert=medium"):
         collect(env("avoid"), episodes=1, expert="medium")

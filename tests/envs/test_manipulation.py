@@ -11,7 +11,7 @@ pytest.importorskip("ogbench", reason="needs the extra 'ogbench'")
 from envs.datasets import read_dataset, write_robomimic
 from envs.make import env as make_env
 from envs.rollouts.collect import collect
-from envs.tasks.ogbench.expert import OracleDemonstrator
+from envs.tasks.ogbench.expert import OracleExpert
 from envs.tasks.ogbench.plans import fewest_presses, next_move
 from envs.tasks.ogbench.tasks import CubeSingle
 from policies.errors import CheckpointError, ConfigError
@@ -81,7 +81,7 @@ def test_random_chunks_equal_ogbench_bit_for_bit(official, seeded_settling):
 
 
 def test_a_demonstration_replays_bit_for_bit_in_ogbench_up_to_its_success(official, seeded_settling):
-    episode = CubeSingle(demonstrator=OracleDemonstrator(noise=0.1)).demonstrate(5)
+    episode = CubeSingle(expert=OracleExpert(noise=0.1)).demonstrate(5)
     obs, rewards, ends = run_official(official, seeded_settling, 5, episode.actions)
     np.testing.assert_array_equal(episode.observations, obs)
     np.testing.assert_array_equal(episode.rewards, rewards)
@@ -191,7 +191,7 @@ def test_environments_share_one_compiled_model(monkeypatch):
 
 @pytest.mark.parametrize("task", [1, 4])
 def test_the_oracle_always_succeeds(task):
-    config = CubeSingle(task=task, demonstrator=OracleDemonstrator(noise=0.2))
+    config = CubeSingle(task=task, expert=OracleExpert(noise=0.2))
     data = collect(config, episodes=5, keep_failures=True)
     assert bool(data.success.all())
     assert bool((data.lengths < 120).all())
@@ -217,10 +217,10 @@ def test_the_configuration_is_registered_and_checked():
     assert len(spec.obs_names) == spec.obs_dim == 28
     assert len(spec.action_names) == spec.action_dim == len(spec.action_low) == 5
     assert config.make_vector(1).reset([0]).shape == (1, 1, 28)
-    with pytest.raises(ConfigError, match="task of cube-single must be 1 to 5; got 6"):
+    with pytest.raises(ConfigError, match=r"env\.task must be in \[1, 5\]; got 6"):
         CubeSingle(task=6)
-    with pytest.raises(ConfigError, match="noise >= 0"):
-        OracleDemonstrator(noise=-1.0)
+    with pytest.raises(ConfigError, match=r"env\.expert\.noise must be at least 0; got -1"):
+        OracleExpert(noise=-1.0)
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):
@@ -255,8 +255,8 @@ def test_a_demonstration_in_another_world_replays_bit_for_bit_in_ogbench(world, 
 @pytest.mark.parametrize("task", [1, 3, 4, 5])
 def test_all_tasks_of_the_worlds_equal_ogbench_and_are_solved(world, task, monkeypatch):
     official, config = make_official(task, world), make_env(world, task=task)
-    noisy = OracleDemonstrator(noise=0.1)
-    episode = dataclasses.replace(config, demonstrator=noisy).demonstrate(3)
+    noisy = OracleExpert(noise=0.1)
+    episode = dataclasses.replace(config, expert=noisy).demonstrate(3)
     obs, rewards, _ = run_official(official, seed_settling(official, monkeypatch), 3, episode.actions)
     np.testing.assert_array_equal(episode.observations, obs)
     np.testing.assert_array_equal(episode.rewards, rewards)
@@ -327,7 +327,7 @@ def test_moves_take_the_upper_cube_first_and_make_room_for_a_swap():
 
 @pytest.mark.parametrize("mode", ["play", "noisy"])
 def test_play_follows_from_its_seed_and_reaches_drawn_targets(mode):
-    config = make_env("puzzle-3x3", demonstrator=OracleDemonstrator(mode=mode, length=120))
+    config = make_env("puzzle-3x3", expert=OracleExpert(mode=mode, length=120))
     np.random.seed(0)
     before = np.random.get_state()[1].copy()
     one, two = config.demonstrate(3), config.demonstrate(3)
@@ -355,10 +355,10 @@ def test_scenes_whose_cube_leaves_the_view_are_not_kept():
     assert not stays_visible(qpos)
 
 
-def test_options_of_the_demonstrator_are_checked():
+def test_options_of_the_expert_are_checked():
     with pytest.raises(ConfigError, match="mode must be one of task, play, noisy; got 'plan'"):
-        OracleDemonstrator(mode="plan")
-    with pytest.raises(ConfigError, match="noise belongs to mode=task"):
-        OracleDemonstrator(mode="play", noise=0.1)
+        OracleExpert(mode="plan")
+    with pytest.raises(ConfigError, match=r"noise must be 0 with mode=play.*got 0\.1"):
+        OracleExpert(mode="play", noise=0.1)
     with pytest.raises(ConfigError, match="length must be at least 1"):
-        OracleDemonstrator(mode="play", length=0)
+        OracleExpert(mode="play", length=0)

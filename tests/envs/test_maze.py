@@ -1,10 +1,12 @@
-"""Mazes against gymnasium-robotics itself, stepped one by one, and what their demonstrator promises."""
+"""Mazes against gymnasium-robotics itself, stepped one by one, and what their expert promises."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import pickle
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +16,7 @@ from envs.datasets.scores import reference
 from envs.engine.vector import ChunkVector
 from envs.make import env
 from envs.rollouts.collect import collect
-from envs.tasks.mazes.expert import Way, distances, ways
+from envs.tasks.mazes.expert import Polyline, distances, simple_paths
 from envs.tasks.mazes.layouts import layout
 from policies.errors import ConfigError, MissingExtraError
 
@@ -184,7 +186,7 @@ def test_holding_an_action_is_repeating_it() -> None:
     np.testing.assert_array_equal(once.path[0], often.path[0, 3::4])
 
 
-# -- the demonstrator -------------------------------------------------------------------------------------
+# -- the expert -------------------------------------------------------------------------------------
 
 
 def test_ways_are_all_simple_paths_up_to_a_length() -> None:
@@ -192,16 +194,16 @@ def test_ways_are_all_simple_paths_up_to_a_length() -> None:
     start, goal = (1, 1), (5, 10)
     shortest = distances(maze, goal)[start]
     for detour in (0, 6):
-        found = ways(maze, start, goal, detour=detour)
+        found = simple_paths(maze, start, goal, detour=detour)
         assert len(set(found)) == len(found) and found == sorted(found, key=len)
-        for way in found:
-            assert way[0] == start and way[-1] == goal and len(set(way)) == len(way)
+        for path in found:
+            assert path[0] == start and path[-1] == goal and len(set(path)) == len(path)
             assert (
-                all(b in maze.neighbours(a) for a, b in pairwise(way)) and len(way) - 1 <= shortest + detour
+                all(b in maze.neighbours(a) for a, b in pairwise(path)) and len(path) - 1 <= shortest + detour
             )
-    assert len(ways(maze, start, goal)[0]) - 1 == shortest
-    # Around the block in the left, and on the right over the top (two ways around a pillar) or below.
-    assert len(ways(maze, start, goal, detour=100)) == 6
+    assert len(simple_paths(maze, start, goal)[0]) - 1 == shortest
+    # Around the block in the left, and on the right over the top (two paths around a pillar) or below.
+    assert len(simple_paths(maze, start, goal, detour=100)) == 6
 
 
 def test_distances_are_those_of_another_search() -> None:
@@ -219,24 +221,24 @@ def test_the_way_of_a_path_has_no_loops_and_misses_no_corner() -> None:
     maze = layout("large")
     a, corner, b, c = (maze.center(cell) for cell in ((1, 3), (1, 4), (2, 4), (3, 4)))
     cut = np.add([a, b, c], [[0.4, 0.1], [0.1, 0.4], [0.0, 0.0]])  # no point lies in the corner's cell
-    assert maze.way(cut) == ((1, 3), (1, 4), (2, 4), (3, 4))
-    assert maze.way(np.stack([a, corner, b, c, b, corner])) == ((1, 3), (1, 4))
+    assert maze.path(cut) == ((1, 3), (1, 4), (2, 4), (3, 4))
+    assert maze.path(np.stack([a, corner, b, c, b, corner])) == ((1, 3), (1, 4))
     for seed in range(5):
         episode = env("pointmaze-large").demonstrate(seed)  # type: ignore[attr-defined]
-        cells = maze.way(episode.observations[:, :2])
+        cells = maze.path(episode.observations[:, :2])
         assert all(later in maze.neighbours(cell) for cell, later in pairwise(cells))
 
 
 def test_the_carrot_lies_ahead_on_the_way_and_stops_at_its_end() -> None:
-    way = Way(np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]))
-    np.testing.assert_allclose(way.ahead(np.array([0.5, 0.1]), 0.2), [0.7, 0.0])
-    np.testing.assert_allclose(way.ahead(np.array([0.9, 0.0]), 0.3), [1.0, 0.2])
-    np.testing.assert_allclose(way.ahead(np.array([1.0, 0.9]), 0.3), [1.0, 1.0])
+    path = Polyline(np.array([[0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]))
+    np.testing.assert_allclose(path.ahead(np.array([0.5, 0.1]), 0.2), [0.7, 0.0])
+    np.testing.assert_allclose(path.ahead(np.array([0.9, 0.0]), 0.3), [1.0, 0.2])
+    np.testing.assert_allclose(path.ahead(np.array([1.0, 0.9]), 0.3), [1.0, 1.0])
 
 
 @pytest.mark.parametrize("control", ["force", "waypoint"])
 @pytest.mark.parametrize("name", POINTS)
-def test_the_demonstrator_gets_there_in_time(name: str, control: str) -> None:
+def test_the_expert_gets_there_in_time(name: str, control: str) -> None:
     hold = 1 if control == "force" else 10
     data = collect(env(name, control=control, hold=hold), episodes=15, first_seed=77)
     assert data.meta["attempts"] <= 16 and data.success is not None and bool(data.success.all())
@@ -258,10 +260,10 @@ def test_recorded_actions_repeat_the_episode(options: dict) -> None:
 
 
 def test_a_longer_way_is_taken_where_it_is_allowed() -> None:
-    from envs.tasks.mazes.expert import MazeDemonstrator
+    from envs.tasks.mazes.expert import MazeExpert
 
     def taken(detour: int) -> set[tuple]:
-        task = env("pointmaze-large", demonstrator=MazeDemonstrator(detour=detour, noise=0.0))
+        task = env("pointmaze-large", expert=MazeExpert(detour=detour, noise=0.0))
         maze, found = task.layout, set()  # type: ignore[attr-defined]
         for seed in range(60):
             path = task.demonstrate(seed).observations  # type: ignore[attr-defined]
@@ -283,7 +285,7 @@ def test_a_longer_way_is_taken_where_it_is_allowed() -> None:
         ({"reward": "none"}, "env.reward must be one of sparse, dense; got 'none'"),
         ({"control": "speed"}, "env.control must be one of force, waypoint; got 'speed'"),
         ({"hold": 0}, "env.hold must be at least 1; got 0"),
-        ({"goal_cell": (2, 1)}, r"env.goal_cell must be row and column of a free cell.*got \(2, 1\)"),
+        ({"goal_cell": (2, 1)}, r"env.goal_cell must be row and column of a free cell.*got \[2, 1\]"),
         ({"max_episode_steps": 0}, "max_episode_steps must be at least 1; got 0"),
     ],
 )
@@ -292,11 +294,11 @@ def test_bad_options_are_refused(options: dict, message: str) -> None:
         env("pointmaze-umaze", **options)
 
 
-def test_a_bad_demonstrator_is_refused() -> None:
-    from envs.tasks.mazes.expert import MazeDemonstrator
+def test_a_bad_expert_is_refused() -> None:
+    from envs.tasks.mazes.expert import MazeExpert
 
-    with pytest.raises(ConfigError, match=r"0 < pace <= 4.*got noise=1.0, pace=9"):
-        MazeDemonstrator(pace=9)
+    with pytest.raises(ConfigError, match=r"env\.expert\.pace must be in \(0, 4\]; got 9"):
+        MazeExpert(pace=9)
 
 
 def test_drawings_have_a_panel_for_every_title() -> None:
@@ -317,3 +319,10 @@ def test_a_replayed_episode_is_photographed_with_its_goal(name: str) -> None:
     assert frames[0].shape == (2, 48, 64, 3)
     red = [(pictures[..., 0].astype(int) - pictures[..., 1] > 100).any() for pictures in frames]
     assert red == [True, True]
+
+
+def test_a_variant_keeps_ranges_of_its_base_and_can_be_sent_to_workers() -> None:
+    task = env("pointmaze-large", hold=2)
+    assert pickle.loads(pickle.dumps(task)) == task and task.spec.max_episode_steps == 800
+    with pytest.raises(ConfigError, match=r"env\.max_episode_steps must be at least 1; got 0"):
+        replace(task, max_episode_steps=0)  # type: ignore[type-var]

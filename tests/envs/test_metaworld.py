@@ -11,7 +11,7 @@ import pytest
 from envs.engine.vector import ChunkVector
 from envs.make import env
 from envs.rollouts.rollout import _map_leaves, _to_array, _to_tensor
-from envs.tasks.metaworld.expert import ScriptedDemonstrator
+from envs.tasks.metaworld.expert import ScriptedExpert
 from envs.tasks.metaworld.tasks import TASKS, MetaworldStepper, load_metaworld
 from policies.errors import ConfigError, MissingExtraError
 
@@ -105,7 +105,7 @@ def test_the_goal_is_observed(simulator: None) -> None:
 
 @pytest.mark.parametrize("task", ["reach", "drawer-open", "button-press-topdown"])
 def test_the_scripted_policy_succeeds_despite_noise(task: str, simulator: None) -> None:
-    config = env("metaworld", task=task, demonstrator=ScriptedDemonstrator(noise=0.1, hold=5))
+    config = env("metaworld", task=task, expert=ScriptedExpert(noise=0.1, hold=5))
     episode = config.demonstrate(3)
     assert episode.success and episode.truncated and not episode.terminated
     vector = vector_of(task)
@@ -140,8 +140,8 @@ def test_values_outside_their_range_are_refused() -> None:
         env("metaworld", task="pick_place")
     with pytest.raises(ConfigError, match=r"env\.max_episode_steps must be at least 1; got 0"):
         env("metaworld", max_episode_steps=0)
-    with pytest.raises(ConfigError, match=r"noise >= 0 and hold >= 0; got noise=0.0, hold=-1"):
-        ScriptedDemonstrator(hold=-1)
+    with pytest.raises(ConfigError, match=r"env\.expert\.hold must be at least 0; got -1"):
+        ScriptedExpert(hold=-1)
 
 
 def test_a_missing_simulator_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -278,12 +278,12 @@ def test_tasks_share_one_model_and_leave_no_file_behind() -> None:
     assert not os.path.exists(load_maze("antmaze-large").fullpath)
 
 
-# -- the demonstrator, and datasets -----------------------------------------------------------------------
+# -- the expert, and datasets -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("name", GUIDED)
-def test_the_demonstrator_gets_there_in_time_on_all_tasks(name: str, task: int) -> None:
+def test_the_expert_gets_there_in_time_on_all_tasks(name: str, task: int) -> None:
     for seed in (10, 11):
         episode = env(name, task=task).demonstrate(seed)  # type: ignore[attr-defined]
         assert episode.success and episode.terminated
@@ -335,8 +335,8 @@ def test_ogbenchs_datasets_fit_and_their_single_task_rewards_are_the_tasks(name:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"task": 6}, "env.task of og-pointmaze-medium must be 1 to 5, or 0; got 6"),
-        ({"task": 0}, "env.task=0 draws one of the 5 tasks.*env.goal=appended or separate"),
+        ({"task": 6}, "env.task must be in .0, 5.; got 6"),
+        ({"task": 0}, "env.task must be 1 to 5 with env.goal=fixed.*got 0"),
         ({"goal": "none"}, "env.goal must be one of fixed, appended, separate; got 'none'"),
         ({"max_episode_steps": 0}, "max_episode_steps must be at least 1; got 0"),
     ],

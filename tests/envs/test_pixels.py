@@ -12,7 +12,7 @@ import torch
 from drawing import require_drawing
 
 from envs.datasets import Episode, read_dataset, write_robomimic
-from envs.engine.pixels import seen_by
+from envs.engine.pixels import match_cameras
 from envs.engine.rendering import OffscreenRenderer
 from envs.engine.vector import ChunkVector
 from envs.evaluation.evaluate import evaluate
@@ -166,7 +166,7 @@ def test_an_expert_of_another_world_cannot_be_photographed() -> None:
         def demonstrate(self, seed: int) -> Episode:
             return Episode(np.zeros((3, 4)), np.zeros((2, 2)), np.zeros(2), False, True, True, seed)
 
-    with pytest.raises(CapabilityError, match=r"expert of avoid cannot be photographed.*seed 3, step 0"):
+    with pytest.raises(CapabilityError, match=r"expert of avoid cannot be with_images.*seed 3, step 0"):
         collect(Elsewhere(), episodes=1, first_seed=3)
 
 
@@ -183,9 +183,9 @@ def test_an_evaluation_of_a_policy_that_looks_does_not_depend_on_the_width() -> 
 
 def test_a_task_has_to_show_what_the_policy_was_trained_on() -> None:
     policy = looking()
-    assert seen_by(env("avoid"), policy.images) == task()
-    assert seen_by(task("tilted", "top"), policy.images) == task()
-    assert seen_by(task(), {}) == env("avoid", image_size=SIZE)
+    assert match_cameras(env("avoid"), policy.images) == task()
+    assert match_cameras(task("tilted", "top"), policy.images) == task()
+    assert match_cameras(task(), {}) == env("avoid", image_size=SIZE)
     with pytest.raises(ConfigError, match=r"looks through the cameras top; env.cameras has tilted"):
         evaluate(policy, task("tilted"), episodes=1)
     with pytest.raises(ConfigError, match=r"24 x 32 pixels from camera 'top'; env.image_size is \[96, 96\]"):
@@ -193,13 +193,15 @@ def test_a_task_has_to_show_what_the_policy_was_trained_on() -> None:
     with pytest.raises(ConfigError, match=r"env.cameras must be among top, tilted, free; got front"):
         task("front").make_vector(1)
     with pytest.raises(CapabilityError, match="cannot be drawn"):
-        seen_by(object(), policy.images)
+        match_cameras(object(), policy.images)
 
 
-@pytest.mark.parametrize("options", [{"image_size": (8,)}, {"image_size": (0, 8)}])
-def test_a_size_is_height_and_width(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"env.image_size must be height and width"):
-        env("avoid", **options)
+@pytest.mark.parametrize(
+    ("size", "message"), [((8,), "height and width.*got \\[8\\]"), ((0, 8), "at least 1; got \\[0, 8\\]")]
+)
+def test_a_size_is_height_and_width(size: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"env.image_size must be {message}"):
+        env("avoid", image_size=size)
 
 
 def test_a_camera_is_named_once_and_is_no_state() -> None:

@@ -1,4 +1,4 @@
-"""The demonstrators of lift, can and square."""
+"""The experts of lift, can and square."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 
 from envs.make import env
 from envs.rollouts.collect import collect
-from envs.tasks.robosuite.expert import ArmDemonstrator
+from envs.tasks.robosuite.expert import ArmExpert
 from envs.tasks.robosuite.expert_arm import heading, pointing_down, wrap
 from policies.errors import ConfigError
 
@@ -69,7 +69,7 @@ def test_a_demonstration_replays_in_robosuite_with_the_same_success(simulator: N
 
 def test_noise_and_pace_are_obeyed(simulator: None) -> None:
     calm, slow = (
-        env("lift", demonstrator=ArmDemonstrator(noise=0.0, pace=pace)).demonstrate(0)  # type: ignore[attr-defined]
+        env("lift", expert=ArmExpert(noise=0.0, pace=pace)).demonstrate(0)  # type: ignore[attr-defined]
         for pace in (1.0, 0.4)
     )
     assert np.abs(calm.actions[:, :3]).max() == 1 and np.abs(slow.actions[:, :3]).max() <= np.float32(0.4)
@@ -78,5 +78,5 @@ def test_noise_and_pace_are_obeyed(simulator: None) -> None:
 
 def test_options_outside_their_range_are_refused() -> None:
     for wrong in ({"noise": -0.1}, {"pace": 0.0}, {"pace": 1.5}, {"spread": float("nan")}):
-        with pytest.raises(ConfigError, match=r"env\.demonstrator needs noise >= 0, 0 < pace <= 1"):
-            ArmDemonstrator(**wrong)
+        with pytest.raises(ConfigError, match=rf"env\.expert\.{next(iter(wrong))} must be"):
+            ArmExpert(**wrong)

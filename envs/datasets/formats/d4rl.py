@@ -25,9 +25,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from envs.datasets.array_storage import MEMORY, ArrayStorage, pieces, room_for
+from envs.datasets.array_storage import MEMORY, ArrayStorage, choose_storage, pieces
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.formats.hdf5 import peek_hdf5, read_hdf5, read_value
+from envs.datasets.files.hdf5 import peek_hdf5, read_hdf5, read_value
 from policies.errors import ConfigError, DatasetError
 
 _log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def _load(
             if (infos if key.startswith("infos/") else others or key in checked or not item.shape)
         }
         advice = "Leave out what is under infos/ with reader.infos=false." if infos else ""
-        storage = room_for(sum(map(_bytes_of, wanted.values())), path, cache=cache, advice=advice)
+        storage = choose_storage(sum(map(_bytes_of, wanted.values())), path, cache=cache, advice=advice)
         arrays = {key: read_value(item, str(path), key, storage) for key, item in wanted.items()}
     arrays = {k: v for k, v in arrays.items() if k in checked or not isinstance(v, h5py.Empty)}
     missing = [key for key in _REQUIRED if key not in arrays]

@@ -18,7 +18,7 @@ import numpy as np
 from envs.datasets.array_storage import ArrayStorage, pieces
 from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.formats.npz import (
+from envs.datasets.files.npz import (
     Arrays,
     check_flags,
     check_rows,

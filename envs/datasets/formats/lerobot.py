@@ -22,10 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from envs.datasets.array_storage import ArrayStorage, pieces, room_for
+from envs.datasets.array_storage import ArrayStorage, choose_storage, pieces
 from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.formats.lerobot_storage import (
+from envs.datasets.files.lerobot import (
     DONE,
     EPISODES,
     INDEX,
@@ -41,8 +41,8 @@ from envs.datasets.formats.lerobot_storage import (
     read_tasks,
     width_of,
 )
-from envs.datasets.formats.npz import Arrays, check_flags
-from envs.datasets.formats.videos import InVideos
+from envs.datasets.files.npz import Arrays, check_flags
+from envs.datasets.files.videos import InVideos
 from envs.datasets.images import Compressed, Images, camera_of
 from policies.encoders import ImageShape
 from policies.errors import DatasetError
@@ -84,7 +84,7 @@ def read(
     wanted = [*state, "action", *(key for key in SCALARS if key in info["features"]), *INDEX]
     cameras = [key for key, one in info["features"].items() if one["dtype"] == "image"]
     parts = data_files(path, info)
-    storage = room_for(_bytes_of(parts, info, wanted, cameras), path, cache=cache)
+    storage = choose_storage(_bytes_of(parts, info, wanted, cameras), path, cache=cache)
     rows, files = read_frames(path, parts, info, wanted, cameras, storage)
     table = read_episode_table(path)
     start = episode_starts(path, rows, info, table)
@@ -159,7 +159,6 @@ def _is_vector(feature: Mapping[str, Any]) -> bool:
 def _state_keys(
     path: str | Path, features: Mapping[str, Any], obs_keys: Sequence[str] | None
 ) -> tuple[str, ...]:
-    """Decide which features make up the flat state."""
     vectors = [key for key, feature in features.items() if _is_vector(feature)]
     usual = [key for key in _STATE if key in vectors]
     keys = obs_keys or usual or [key for key in vectors if key.startswith("observation.")]

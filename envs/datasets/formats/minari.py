@@ -4,7 +4,7 @@ The flat state is what the environment's observation is made of, in the order of
 observation with `desired_goal` (mazes, the kitchen, Fetch) it is the part `observation`; `desired_goal`
 becomes the extra key `goal` of every frame, and `achieved_goal` an extra key of that name. Images
 (T+1, H, W, 3) beside numbers become those of a camera, as bytes or as the JPEG files that Minari makes of
-those from 32 pixels on; other pictures and texts are not read, and named in a warning. Terminations and
+those from 32 pixels on; other images and texts are not read, and named in a warning. Terminations and
 truncations are what the file says; an episode that ends with neither was cut, which is a truncation. An
 episode that sets `infos/success` in any row is a success; of T+1 rows the first is the reset's, and row t+1
 says what step t led to.
@@ -23,22 +23,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from envs.datasets.array_storage import ArrayStorage, Column, Frames, room_for
+from envs.datasets.array_storage import ArrayStorage, Column, Frames, choose_storage
 from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episode import Episode
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.formats.minari_storage import (
+from envs.datasets.files.minari import (
     BARE,
     MAIN_FILE,
-    Pictures,
     RawEpisode,
+    RawImages,
     bytes_of,
     find_data,
     num_frames,
     read_episodes,
     read_metadata,
 )
-from envs.datasets.formats.npz import check_flags, column
+from envs.datasets.files.npz import check_flags, column
 from envs.datasets.images import (
     BlobColumn,
     Compressed,
@@ -105,20 +105,20 @@ def read(
         raise DatasetError(f"{path}: expected a Minari dataset: a folder with data/metadata.json.")
     metadata = read_metadata(folder)
     space, own = metadata.get("observation_space"), metadata.get("burnish") or {}
-    storage = room_for(bytes_of(folder, metadata), path, cache=cache)
-    raws = read_episodes(folder, metadata, picture_shapes(space, ""))
+    storage = choose_storage(bytes_of(folder, metadata), path, cache=cache)
+    raws = read_episodes(folder, metadata, image_shapes_of(space, ""))
     first = next(raws)
     layout = _layout(first, space, obs_keys)
     meta = {key: metadata[key] for key in _KEPT_META if metadata.get(key) is not None}
     meta |= {"source": str(path), "format": "minari", "not_read": log_skipped_fields(path, layout.unread)}
-    notes = _Notes(own, storage, {camera: [] for camera in layout.images})
+    collector = _EpisodeCollector(own, storage, {camera: [] for camera in layout.images})
     data = EpisodeDataset.from_episodes(
-        (notes.noted(raw, layout, infos) for raw in chain([first], raws)),
+        (collector.convert(raw, layout, infos) for raw in chain([first], raws)),
         meta={**dict(own.get("meta", {})), **meta},
         frames=Frames(storage, num_frames(folder, metadata)),
         shared=True,
     )
-    return notes.finished(data, folder / MAIN_FILE)
+    return collector.finish(data, folder / MAIN_FILE)
 
 
 def _layout(raw: RawEpisode, space: Any, obs_keys: Sequence[str] | None) -> Layout:
@@ -130,7 +130,7 @@ def _layout(raw: RawEpisode, space: Any, obs_keys: Sequence[str] | None) -> Layo
     order = [name for name in kinds if name in parts] + [name for name in parts if name not in kinds]
     unread = {name: why for name in order if (why := kinds.get(name) or _reason(parts[name]))}
     usable = [name for name in order if name not in unread]
-    images = {camera_of(name): name for name in unread if isinstance(parts[name], Pictures)}
+    images = {camera_of(name): name for name in unread if isinstance(parts[name], RawImages)}
     unread = {name: why for name, why in unread.items() if name not in images.values()}
     if obs_keys is not None:
         state = [name for key in obs_keys for name in usable if _is_below(name, key)]
@@ -185,7 +185,7 @@ def _kind(part: Mapping[str, Any]) -> str:
     return "texts" if part.get("type") == "Text" else ""
 
 
-def picture_shapes(space: Any, prefix: str) -> dict[str, ImageShape]:
+def image_shapes_of(space: Any, prefix: str) -> dict[str, ImageShape]:
     """Return the shapes (H, W, 3) of the parts of a space that are images, by path."""
     found: dict[str, ImageShape] = {}
     for path, part in _parts(space, prefix):
@@ -197,7 +197,7 @@ def picture_shapes(space: Any, prefix: str) -> dict[str, ImageShape]:
 
 def _reason(values: Any) -> str:
     """Say why an array cannot be part of the state; empty if it can."""
-    if isinstance(values, Pictures):
+    if isinstance(values, RawImages):
         return "pictures"
     kind = getattr(values, "dtype", np.dtype(object))
     if kind.kind not in "biuf":
@@ -210,7 +210,6 @@ def _is_below(name: str, part: str) -> bool:
 
 
 def _episode(raw: RawEpisode, layout: Layout, infos: bool, own: Sequence[str]) -> Episode:
-    """Convert one episode."""
     actions = raw.tree.get("actions")
     if not isinstance(actions, np.ndarray) or actions.ndim < 2 or actions.dtype.kind not in "biuf":
         got = f"the keys {sorted(raw.tree)}"
@@ -236,10 +235,10 @@ def _episode(raw: RawEpisode, layout: Layout, infos: bool, own: Sequence[str]) -
     )
 
 
-def _seen(raw: RawEpisode, name: str) -> Pictures:
+def _seen(raw: RawEpisode, name: str) -> RawImages:
     """Return what a camera saw before each action, and after the last."""
     values, num = _leaves(raw.tree.get("observations"), "").get(name), len(raw.tree["actions"])
-    if not isinstance(values, Pictures) or values.shape[0] != num + 1:
+    if not isinstance(values, RawImages) or values.shape[0] != num + 1:
         raise DatasetError(
             f"{raw.name}: key 'observations' must have {num + 1} images in '{name}', one more than there are "
             f"actions; got {'nothing' if values is None else getattr(values, 'shape', np.shape(values))}."
@@ -260,7 +259,6 @@ def _joined(raw: RawEpisode, parts: Mapping[str, Any], names: Sequence[str], num
 
 
 def _rows(raw: RawEpisode, key: str, num: int) -> np.ndarray:
-    """Return one number per step."""
     values = raw.tree.get(key)
     values = column(values) if isinstance(values, np.ndarray) and values.ndim else values
     if not isinstance(values, np.ndarray) or values.shape != (num,) or values.dtype.kind not in "biuf":
@@ -311,7 +309,7 @@ def _infos(raw: RawEpisode, own: Sequence[str]) -> dict[str, np.ndarray]:
 
 
 @dataclass
-class _Notes:
+class _EpisodeCollector:
     """What is known of episodes besides their frames, noted as they pass by.
 
     Attributes:
@@ -324,11 +322,11 @@ class _Notes:
 
     own: Mapping[str, Any]
     storage: ArrayStorage
-    images: dict[str, list[Pictures]]
+    images: dict[str, list[RawImages]]
     attributes: list[Mapping[str, Any]] = field(default_factory=list)
     tells_success: bool = True
 
-    def noted(self, raw: RawEpisode, layout: Layout, infos: bool) -> Episode:
+    def convert(self, raw: RawEpisode, layout: Layout, infos: bool) -> Episode:
         """Convert an episode and note what it says."""
         episode = _episode(raw, layout, infos, self.own.get("extras", ()))
         self.tells_success = self.tells_success and _success(raw) is not None
@@ -337,7 +335,7 @@ class _Notes:
             self.images[camera].append(_seen(raw, name))
         return episode
 
-    def finished(self, data: EpisodeDataset, file: Path) -> EpisodeDataset:
+    def finish(self, data: EpisodeDataset, file: Path) -> EpisodeDataset:
         """Put everything together; what the file does not say about its episodes is left open."""
         own = self.own.get("extras", ())
         extras = {k.removeprefix("infos/") if k in own else k: value for k, value in data.extras.items()}
@@ -367,7 +365,7 @@ class _Notes:
 
 
 def _store(
-    camera: str, seen: Sequence[Pictures], file: Path, start: np.ndarray, storage: ArrayStorage
+    camera: str, seen: Sequence[RawImages], file: Path, start: np.ndarray, storage: ArrayStorage
 ) -> Store:
     """Return where the images of a camera are, a frame for each action.
 

@@ -24,7 +24,7 @@ import numpy as np
 from envs.datasets.array_storage import MEMORY, ArrayStorage
 from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.formats.npz import Arrays, check_flags, check_rows, column, peek_npz, read_npz_into
+from envs.datasets.files.npz import Arrays, check_flags, check_rows, column, peek_npz, read_npz_into
 from policies.errors import DatasetError
 
 _log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ def read(
             "and cloning would learn them. Leave it out to train.", path, int(ends.sum()),
         )  # fmt: skip
     if task is not None:
-        from envs.datasets.formats.ogbench_tasks import rewards_of_task
+        from envs.datasets.ogbench_rewards import rewards_of_task
 
         unread |= {key: "those of reader.task are taken" for key in judged}
         judged = dict(zip(_JUDGED, rewards_of_task(task, rows, str(path)), strict=True))

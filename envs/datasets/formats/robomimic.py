@@ -22,10 +22,10 @@ from typing import Any
 import h5py
 import numpy as np
 
-from envs.datasets.array_storage import Frames, room_for
+from envs.datasets.array_storage import Frames, choose_storage
 from envs.datasets.checks import log_skipped_fields
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.formats.hdf5 import peek_hdf5, read_hdf5, read_numbers
+from envs.datasets.files.hdf5 import peek_hdf5, read_hdf5, read_numbers
 from envs.datasets.images import Images, InHdf5, camera_of
 from policies.errors import DatasetError
 
@@ -69,7 +69,7 @@ def read(
             raise DatasetError(f"{path}: expected a group data/demo_0 (robomimic); found {sorted(file)}.")
         data, names = file["data"], _demo_names(file, path, mask)
         layout = _layout(data, names[0], path, obs_keys)
-        storage = room_for(_bytes_of(data, names, layout), path, cache=cache)
+        storage = choose_storage(_bytes_of(data, names, layout), path, cache=cache)
         demos = _Demos(str(path), Frames(storage, _num_frames(data, names)))
         for name in names:
             demos.add(name, _read_demo(data[name], layout, f"{path}: {name}"))
@@ -129,7 +129,6 @@ def _bytes_of(data: h5py.Group, names: list[str], layout: list[tuple[str, int]])
 
 
 def _num_frames(data: h5py.Group, names: list[str]) -> int:
-    """Return how many actions there are."""
     groups = (data[name] for name in names if isinstance(data[name], h5py.Group))
     actions = (group.get("actions") for group in groups)
     return sum(len(one) for one in actions if isinstance(one, h5py.Dataset) and one.shape)
@@ -227,7 +226,6 @@ def _images(data: h5py.Group, names: list[str], path: Path) -> tuple[dict[str, I
 
 
 def _group(parent: h5py.Group, key: str, source: str) -> h5py.Group:
-    """Return a group that must be there."""
     if key not in parent:
         raise DatasetError(f"{source}: expected the key {key}; found {sorted(parent)}.")
     if not isinstance(parent[key], h5py.Group):
@@ -236,7 +234,6 @@ def _group(parent: h5py.Group, key: str, source: str) -> h5py.Group:
 
 
 def _read_demo(demo: h5py.Group, layout: list[tuple[str, int]], source: str) -> dict[str, Any]:
-    """Read one demonstration as arrays by our names."""
     if not isinstance(demo, h5py.Group):
         raise DatasetError(f"{source} must be a group; got a dataset.")
     missing = [key for key in ("actions", "rewards") if key not in demo]
@@ -300,7 +297,6 @@ def _flag(demo: h5py.Group, name: str, default: bool, source: str) -> bool:
 
 
 def _flat(group: h5py.Group, layout: list[tuple[str, int]], num: int, source: str) -> np.ndarray:
-    """Join the parts of the observation."""
     for key, width in layout:
         got = getattr(group[key], "shape", "a group") if key in group else "nothing"
         if got != (num, width):

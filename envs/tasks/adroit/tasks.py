@@ -20,12 +20,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from envs.datasets.scores import reference
-from envs.engine.physics import get_physics, set_physics
+from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec, StepResult
-from envs.tasks.adroit.door_starts import DoorStart, read_starts
-from policies.errors import ConfigError
+from envs.tasks.adroit.initial_states import DoorState, read_initial_states
+from policies.bounds import bounded
 from policies.paths import path_field
 from policies.registry import register
 
@@ -68,7 +68,7 @@ class Scene:
     measured: tuple[str, ...] = ()
 
 
-class AdroitStepper:
+class AdroitStepper(MujocoStepper):
     """Steps N copies of one of the tasks.
 
     Args:
@@ -81,17 +81,9 @@ class AdroitStepper:
         MissingExtraError: If gymnasium-robotics is not installed.
     """
 
-    can_save = True
-
-    def __init__(self, scene: Scene, reward: str, num_envs: int, starts: tuple[DoorStart, ...] = ()) -> None:
-        if num_envs < 1:
-            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
+    def __init__(self, scene: Scene, reward: str, num_envs: int, starts: tuple[DoorState, ...] = ()) -> None:
         self._env = load_adroit(scene, reward)
-        import mujoco
-
-        self.num_envs = num_envs
-        self.model = self._env.model
-        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        super().__init__(self._env.model, num_envs)
         self._starts = starts
         # Views into the model, and what each row wants there.
         self._placed = [(name, getattr(self._env, at)) for name, at in scene.placed]
@@ -121,36 +113,25 @@ class AdroitStepper:
         no = np.zeros(len(rows), bool)
         return StepResult(np.stack(obs), reward, no, no, success)
 
-    def metrics(self) -> dict[str, Array]:
-        """Return nothing: return and success say it all."""
-        return {}
-
-    def look(self, row: int) -> dict[str, Array]:
-        """Return where the things are that resets put elsewhere."""
+    def get_appearance(self, row: int) -> dict[str, Array]:
         return {str(i): places[row].copy() for i, places in enumerate(self._places)}
 
-    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
-        """Put them there in a model for drawing."""
+    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
         for i, (name, at) in enumerate(self._placed):
-            getattr(model, name)[at] = look[str(i)]
+            getattr(model, name)[at] = appearance[str(i)]
 
     def get_state(self) -> dict[str, Any]:
         """Return everything the next steps depend on, what the resets drew included."""
         return {
-            "physics": get_physics(self.model, self.datas),
+            **super().get_state(),
             "places": [places.copy() for places in self._places],
             "measured": {name: values.copy() for name, values in self._measured.items()},
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `get_state`."""
-        set_physics(self.model, self.datas, state["physics"])
+        super().set_state(state)
         self._places = [np.array(places, np.float64) for places in state["places"]]
         self._measured = {name: np.array(values, np.float64) for name, values in state["measured"].items()}
-
-    def close(self) -> None:
-        """Drop the simulators."""
-        self.datas = []
 
     def _bind(self, row: int) -> Any:
         """Let the shared environment work on the simulator of a row."""
@@ -185,9 +166,9 @@ def load_adroit(scene: Scene, reward: str) -> Any:
 class _Adroit(HasCameras):
     """What the four configurations share."""
 
-    max_episode_steps: int = 200  # control steps, then truncated
+    max_episode_steps: int = bounded(200, ge=1)  # control steps, then truncated
     terminate_on_success: bool = False  # true: solving the task ends an episode; false: only the limit does
-    reward: str = "dense"  # "dense", or "sparse": 10 while solved, -0.1 otherwise
+    reward: str = bounded("dense", choices=REWARDS)  # sparse: 10 while solved, -0.1 otherwise
 
     name = ""
     scene = Scene("", "", ())
@@ -196,17 +177,8 @@ class _Adroit(HasCameras):
     objects: ClassVar[tuple[str, ...]] = ()
     hidden = 0  # leading joints that are not observed
 
-    def __post_init__(self) -> None:
-        """Refuse values outside their range."""
-        super().__post_init__()
-        if self.max_episode_steps < 1:
-            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
-        if self.reward not in REWARDS:
-            raise ConfigError(f"env.reward must be one of {', '.join(REWARDS)}; got '{self.reward}'.")
-
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         joints = (*self.arm, *_HAND)
         obs_names = (*_angles(joints[self.hidden :]), *self.objects)
         scores = reference(f"{self.name.removeprefix('adroit-')}-human-v1")
@@ -229,18 +201,7 @@ class _Adroit(HasCameras):
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments.
-
-        Raises:
-            MissingExtraError: If gymnasium-robotics is not installed.
-        """
         return self.vector_of(AdroitStepper(self.scene, self.reward, num_envs), obs_steps)
-
-    def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
-        from envs.engine.rendering import replay_frames
-
-        return replay_frames(self.make_vector(1), seed, actions, **options)
 
 
 _TURNS = tuple(f"arm rotation {axis}" for axis in "xyz")
@@ -270,7 +231,7 @@ class AdroitDoor(_Adroit):
             MissingExtraError: If gymnasium-robotics is not installed.
             DatasetError: If the file of the starts lacks them.
         """
-        starts = read_starts(self.starts) if self.starts is not None else ()
+        starts = read_initial_states(self.starts) if self.starts is not None else ()
         stepper = AdroitStepper(self.scene, self.reward, num_envs, starts)
         return self.vector_of(stepper, obs_steps)
 

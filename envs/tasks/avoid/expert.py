@@ -1,21 +1,20 @@
-"""A multi-modal demonstrator of `avoid`: picks a way through the pillars, then wobbles along it like a hand.
+"""A multi-modal expert of `avoid`: draws a path through the pillars and follows it with noise.
 
-Every episode draws a way (uniformly), where in each gap to pass, a pace, and two Ornstein-Uhlenbeck
-processes: one makes the pace vary, the other pushes the disc sideways off its path. The sideways push
-shrinks near the rows, as a person steadies the hand there. The hand always steers back to its path, so
-nearly every demonstration succeeds.
+Every episode draws a mode (uniformly), where in each gap to pass, a pace, and two Ornstein-Uhlenbeck
+processes: one varies the pace, the other pushes the disc sideways off its path. The push shrinks near the
+rows, and the follower steers back to its path, so nearly every demonstration succeeds.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 from scipy.interpolate import PchipInterpolator
 
+from policies.bounds import Checked, bounded
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from envs.spec import StepResult
     from envs.tasks.avoid.scene import AvoidScene
 
-_NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
+_NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 
 WOBBLE_M = 0.01  # standard deviation of the sideways wobble far from the rows, at noise = 1
 AIM_M = 0.004  # standard deviation of the aim inside a gap [m], at noise = 1, cut at two of them
@@ -31,31 +30,24 @@ PACE_SPREAD = 0.15  # relative spread of the pace, between episodes and within o
 WOBBLE_STEPS = 8.0  # correlation time of wobble and pace [control steps]
 STEADY_M = 0.0078  # largest wobble near a row [m]
 NEAR_M = 0.05  # what is near: distance to a row [m]
-RESPONSE_S = 0.05  # how far ahead the hand feels the disc move [s]
-LOOK_M = 0.03  # how far ahead on its path the hand aims
+RESPONSE_S = 0.05  # how far ahead the follower feels the disc move [s]
+LOOK_M = 0.03  # how far ahead on its path the follower aims
 
 
 @dataclass(frozen=True)
-class AvoidDemonstrator:
-    """Options of the demonstrator."""
+class AvoidExpert(Checked):
+    """Options of the expert, `env.expert.*`."""
 
-    noise: float = 1.0  # scale of aim error, wobble and pace variation, >= 0; 0 is a machine-like path
-    pace: float = 0.75  # mean speed as a share of the largest step, in (0, 1]
-    num_modes: int | None = None  # use only the first ways, in the order of `AvoidScene.modes`; None = all
-    modes: tuple[int, ...] = ()  # use exactly these ways (ids); () = see num_modes
+    key: ClassVar = "env.expert"
+
+    noise: float = bounded(1.0, ge=0)  # scale of aim error, wobble and pace variation; 0: a machine-like path
+    pace: float = bounded(0.75, gt=0, le=1)  # mean speed as a share of the largest step
+    num_modes: int | None = bounded(None, ge=1)  # use only the first paths of `AvoidScene.modes`
+    modes: tuple[int, ...] = bounded((), ge=0)  # ids of the paths to use; (): see num_modes
 
     def __post_init__(self) -> None:
-        """Refuse values outside their range."""
-        if not (0 <= self.noise < math.inf and 0 < self.pace <= 1):
-            raise ConfigError(
-                "env.demonstrator needs noise >= 0 and 0 < pace <= 1; "
-                f"got noise={self.noise}, pace={self.pace}. Defaults are 1.0 and 0.75."
-            )
-        if self.num_modes is not None and self.modes:
-            raise ConfigError(
-                "env.demonstrator takes num_modes or modes, not both; "
-                f"got num_modes={self.num_modes} and modes={self.modes}. Remove one."
-            )
+        super().__post_init__()
+        self.require("modes", self.num_modes is None or not self.modes, "left out beside num_modes")
 
     def ways(self, num_direct: int) -> tuple[int, ...]:
         """Return the ids of the ways to choose from.
@@ -67,7 +59,7 @@ class AvoidDemonstrator:
         chosen = self.modes or tuple(range(count))
         if not chosen or min(chosen) < 0 or max(chosen) >= num_direct:
             raise ConfigError(
-                f"env.demonstrator knows the ways 0 to {num_direct - 1}; "
+                f"env.expert knows the ways 0 to {num_direct - 1}; "
                 f"got num_modes={self.num_modes}, modes={self.modes}. Choose among those."
             )
         return chosen
@@ -98,7 +90,7 @@ def plan(
     return PchipInterpolator(ys, xs, extrapolate=True)
 
 
-class Hand:
+class PathFollower:
     """One demonstration in progress: gives the next action for an observation.
 
     Args:
@@ -113,7 +105,7 @@ class Hand:
         scene: AvoidScene,
         path: Callable[[float], float],
         *,
-        options: AvoidDemonstrator,
+        options: AvoidExpert,
         rng: np.random.Generator,
     ) -> None:
         self._path, self._noise, self._rng = path, options.noise, rng
@@ -146,22 +138,20 @@ class Hand:
 
 
 class DiscStepper(Protocol):
-    """A simulator whose row 0 the hand may move; observations are (x, y, x speed, y speed)."""
+    """A simulator whose row 0 the follower may move; observations are (x, y, x speed, y speed)."""
 
     scene: AvoidScene
 
-    def reset(self, row: int, seed: int) -> np.ndarray: ...  # noqa: D102
+    def reset(self, row: int, seed: int) -> np.ndarray: ...
 
-    def step(self, rows: np.ndarray, actions: np.ndarray) -> StepResult: ...  # noqa: D102
+    def step(self, rows: np.ndarray, actions: np.ndarray) -> StepResult: ...
 
-    def metrics(self) -> dict[str, np.ndarray]: ...  # noqa: D102
+    def metrics(self) -> dict[str, np.ndarray]: ...
 
-    def physics_state(self, row: int) -> np.ndarray: ...  # noqa: D102
+    def physics_state(self, row: int) -> np.ndarray: ...
 
 
-def demonstrate_avoid(
-    stepper: DiscStepper, seed: int, options: AvoidDemonstrator, *, max_steps: int
-) -> Episode:
+def demonstrate_avoid(stepper: DiscStepper, seed: int, options: AvoidExpert, *, max_steps: int) -> Episode:
     """Do one episode in row 0 of a stepper.
 
     Recorded beside the usual: the physics state before each action (`states`: time, positions,
@@ -180,9 +170,9 @@ def demonstrate_avoid(
     ways = options.ways(scene.num_direct)
     way = scene.modes[ways[int(rng.integers(len(ways)))]]
     path = plan(scene, way, record.now[:2], noise=options.noise, rng=rng)
-    hand = Hand(scene, path, options=options, rng=rng)
+    follower = PathFollower(scene, path, options=options, rng=rng)
     while not record.ended and len(record) < max_steps:
-        action = hand.act(record.now[:2], record.now[2:])
+        action = follower.act(record.now[:2], record.now[2:])
         record.step(action, states=stepper.physics_state(0))
     mode = np.full(len(record), stepper.metrics()["mode"][0])
     return record.episode(truncated=len(record) >= max_steps, success=record.is_solved, mode=mode)

@@ -109,7 +109,6 @@ def _draw_scene(ax: Axes, scene: AvoidScene) -> None:
 
 
 def _draw_finish(ax: Axes, scene: AvoidScene) -> None:
-    """Draw a chequered finish line."""
     from matplotlib.patches import Rectangle
 
     size = scene.half_width / 18

@@ -31,7 +31,6 @@ class AvoidScene:
 
     @cached_property
     def obstacles(self) -> tuple[tuple[float, float], ...]:
-        """Centres of all pillars and bumps."""
         pillars = tuple((x, y) for y, row in zip(self.row_y, self.pillar_x, strict=True) for x in row)
         return pillars + self.bumps
 
@@ -51,7 +50,6 @@ class AvoidScene:
 
     @cached_property
     def num_direct(self) -> int:
-        """Number of direct ways through."""
         return sum(not self._detour(way)[0] for way in self.modes)
 
     def mode_name(self, mode: int) -> str:

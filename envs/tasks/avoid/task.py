@@ -17,18 +17,18 @@ Legend: N environments, M of them addressed, R rows of pillars, G gaps of the wi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec, StepResult
-from envs.tasks.avoid.expert import AvoidDemonstrator, demonstrate_avoid
+from envs.tasks.avoid.expert import AvoidExpert, demonstrate_avoid
 from envs.tasks.avoid.scene import START_SPREAD_M, AvoidScene, load_model, load_scene
-from policies.errors import ConfigError
+from policies.bounds import bounded
 from policies.registry import register
 
 if TYPE_CHECKING:
@@ -47,24 +47,18 @@ def start_position(seed: int) -> Array:
     return np.random.default_rng(seed).uniform(-1.0, 1.0, 2) * START_SPREAD_M
 
 
-class AvoidStepper:
+class AvoidStepper(MujocoStepper):
     """Steps N discs, each in its own simulator state of one shared model; exact.
 
     Args:
         num_envs: N.
     """
 
-    can_save = True
-
     def __init__(self, num_envs: int) -> None:
         import mujoco
 
-        if num_envs < 1:
-            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
-        self.num_envs = num_envs
-        self.model = load_model()
+        super().__init__(load_model(), num_envs)
         self.scene = load_scene()
-        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
         # Views into the simulators' memory, made once: each attribute access would build a new one.
         self._qpos = [data.qpos for data in self.datas]
         self._qvel = [data.qvel for data in self.datas]
@@ -105,23 +99,17 @@ class AvoidStepper:
         crossed = (self._gaps >= 0).all(axis=1)
         return {"mode": np.where(crossed, self._mode_of[tuple(np.maximum(self._gaps, 0).T)], -1)}
 
-    def physics_state(self, row: int) -> Array:
-        """Return time, positions and velocities of one simulator, (5,)."""
-        return recorded_physics(self.datas[row])
-
     def get_state(self) -> dict[str, Array]:
         """Return integration states (N, nstate), from which physics continues bit-exactly, and gaps."""
-        return {"physics": get_physics(self.model, self.datas), "gaps": self._gaps.copy()}
+        return {**super().get_state(), "gaps": self._gaps.copy()}
 
     def set_state(self, state: Mapping[str, Array]) -> None:
-        """Continue from `get_state`."""
-        set_physics(self.model, self.datas, state["physics"])
+        super().set_state(state)
         for row in range(self.num_envs):
             self._position[row] = self._qpos[row]
         self._gaps = np.array(state["gaps"])
 
     def close(self) -> None:
-        """Drop the simulators."""
         self.datas, self._qpos, self._qvel, self._ctrl = [], [], [], []
 
     def _drive(self, row: int, speed: Array) -> bool:
@@ -151,15 +139,14 @@ class AvoidStepper:
 class Avoid(HasCameras):
     """Drive a disc through rows of pillars to the finish line; many ways lead through."""
 
-    max_episode_steps: int = 100  # control steps of 50 ms, then truncated
+    max_episode_steps: int = bounded(100, ge=1)  # control steps of 50 ms, then truncated
     image_shadows: bool = False  # true: with shadows, which takes several times longer without a GPU
-    demonstrator: AvoidDemonstrator = field(default_factory=AvoidDemonstrator)  # who `demonstrate` is
+    expert: AvoidExpert = bounded(AvoidExpert(), was="demonstrator")  # what `demonstrate` does
+
+    camera = "tilted"
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
-        if self.max_episode_steps < 1:
-            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
         return EnvSpec(
             name="avoid",
             family="avoid",
@@ -176,12 +163,11 @@ class Avoid(HasCameras):
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments."""
         return self.vector_of(AvoidStepper(num_envs), obs_steps)
 
     def demonstrate(self, seed: int) -> Episode:
         """Record one demonstration; way, wobble and start all follow from the seed."""
-        return demonstrate_avoid(AvoidStepper(1), seed, self.demonstrator, max_steps=self.max_episode_steps)
+        return demonstrate_avoid(AvoidStepper(1), seed, self.expert, max_steps=self.max_episode_steps)
 
     def mode_names(self) -> tuple[str, ...]:
         """Name every value of the metric `mode`; the direct ways come first."""
@@ -193,12 +179,6 @@ class Avoid(HasCameras):
         from envs.tasks.avoid.figures import avoid_figure
 
         return avoid_figure(panels)
-
-    def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
-        from envs.engine.rendering import replay_frames
-
-        return replay_frames(self.make_vector(1), seed, actions, camera="tilted", **options)
 
 
 def _padded(gap_x: tuple[tuple[float, ...], ...]) -> Array:

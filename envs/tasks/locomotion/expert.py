@@ -1,4 +1,4 @@
-"""Trained actors as demonstrators of locomotion: who walks, and how unsteadily.
+"""Trained actors as experts of locomotion: who walks, and how unsteadily.
 
 `expert` and `medium` are policy directories in `assets/actors`, learned from the reward alone by
 `python -m benchmarks.studies.actors`: the best checkpoint of a run, and the one whose return is nearest to a
@@ -10,19 +10,18 @@ the replay buffer of a learner does.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import as_file, files
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
 from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 
 if TYPE_CHECKING:
     from envs.spec import EnvSpec
@@ -37,24 +36,17 @@ TURNS = ("medium", "expert")
 """Who walks the episodes of even and of odd seeds, for `medium-expert`."""
 EXPERTS = (*SINGLE, "medium-expert", "mixed")
 MIXED_NOISE = 0.3  # largest unsteadiness that `mixed` draws, beside the one that is asked for
-_NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
+_NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 
 
 @dataclass(frozen=True)
-class LocomotionDemonstrator:
-    """Options of the demonstrator."""
+class LocomotionExpert(Checked):
+    """Options of the expert, `env.expert.*`."""
 
-    expert: str = "expert"  # expert | medium | random | medium-expert | mixed
-    noise: float = 0.0  # standard deviation of Gaussian noise on every action entry [share of full scale]
+    key: ClassVar = "env.expert"
 
-    def __post_init__(self) -> None:
-        """Refuse values outside their range."""
-        if self.expert not in EXPERTS:
-            raise ConfigError(
-                f"env.demonstrator.expert must be one of {', '.join(EXPERTS)}; got '{self.expert}'."
-            )
-        if not 0 <= self.noise < math.inf:
-            raise ConfigError(f"env.demonstrator.noise must be 0 or more and finite; got {self.noise}.")
+    tier: str = bounded("expert", choices=EXPERTS, was="expert")  # actor that acts; see the module
+    noise: float = bounded(0.0, ge=0)  # std of Gaussian noise on every action entry [share of full scale]
 
 
 @cache
@@ -72,7 +64,7 @@ def actor(task: str, tier: str) -> Policy:
 
 
 def demonstrate_locomotion(
-    stepper: RobotStepper, seed: int, options: LocomotionDemonstrator, *, spec: EnvSpec
+    stepper: RobotStepper, seed: int, options: LocomotionExpert, *, spec: EnvSpec
 ) -> Episode:
     """Walk one episode in row 0 of a stepper.
 
@@ -81,7 +73,7 @@ def demonstrate_locomotion(
 
     Args:
         stepper: Simulator of the task.
-        seed: Seed of the episode; decides the draws of the demonstrator as well.
+        seed: Seed of the episode; decides the draws of the expert as well.
         options: How to demonstrate.
         spec: The task; its `max_episode_steps` ends the episode.
     """
@@ -96,10 +88,10 @@ def demonstrate_locomotion(
 
 
 def _walker(
-    task: str, seed: int, options: LocomotionDemonstrator, rng: np.random.Generator, high: np.ndarray
+    task: str, seed: int, options: LocomotionExpert, rng: np.random.Generator, high: np.ndarray
 ) -> tuple[Act, float]:
     """Return who walks, and how unsteadily."""
-    tier, noise = options.expert, options.noise
+    tier, noise = options.tier, options.noise
     if tier == "medium-expert":
         tier = TURNS[seed % len(TURNS)]
     elif tier == "mixed":

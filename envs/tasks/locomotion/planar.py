@@ -6,20 +6,19 @@ upright, and Walker2d's feet have other friction.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from envs.datasets.episode import Episode
 from envs.datasets.scores import reference
-from envs.engine.pixels import CAMERA_OPTIONS, HasCameras
+from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec
-from envs.tasks.locomotion.expert import LocomotionDemonstrator, demonstrate_locomotion
+from envs.tasks.locomotion.expert import LocomotionExpert, demonstrate_locomotion
 from envs.tasks.locomotion.stepper import Array, RobotStepper, States
-from policies.errors import ConfigError
+from policies.bounds import bounded
 from policies.registry import register
 
 if TYPE_CHECKING:
@@ -31,28 +30,13 @@ VERSIONS = ("v4", "v5")
 class GymnasiumRobot(HasCameras):
     """What all configurations of gymnasium's robots do alike."""
 
+    camera = "track"
     fields: tuple[str, ...] = ()
     gymnasium_name: str
 
     def make_vector(self: Any, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments."""
         vector: ChunkVector = self.vector_of(RobotStepper(self, num_envs), obs_steps)
         return vector
-
-    def render_frames(self: Any, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
-        from envs.engine.rendering import replay_frames
-
-        return replay_frames(self.make_vector(1), seed, actions, camera="track", **options)
-
-    def envpool_task(self: Any) -> tuple[str, dict[str, Any]]:
-        """Return envpool's name of the task and its options."""
-        options = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        version = options.pop("version", "v5")
-        for name in ("max_episode_steps", "demonstrator", *CAMERA_OPTIONS):
-            options.pop(name, None)
-        forces = "cfrc_ext" in self.fields  # envpool's v4 leaves them at zero by default
-        return f"{self.gymnasium_name}-{version}", options | {"post_constraint": forces}
 
     def noise(self: Any, rng: np.random.Generator, nq: int, nv: int) -> tuple[Array, Array]:
         """Draw uniform noise for positions, then for velocities."""
@@ -66,12 +50,6 @@ class GymnasiumRobot(HasCameras):
     def has_fallen(self, states: States) -> Array:
         """Return (M,) false: nothing ends an episode but the limit."""
         return np.zeros(len(states.qpos), bool)
-
-
-def check_version(version: str) -> None:
-    """Refuse a version that is not modelled."""
-    if version not in VERSIONS:
-        raise ConfigError(f"env.version must be one of {', '.join(VERSIONS)}; got '{version}'.")
 
 
 def control_cost(weight: float, actions: Array) -> Array:
@@ -106,8 +84,6 @@ def describe(
         full_scale: Largest action.
         scored: Whether D4RL has reference returns.
     """
-    if limit < 1:
-        raise ConfigError(f"env.max_episode_steps must be at least 1; got {limit}.")
     scores = reference(name) if scored else None
     unit = "of full scale" if full_scale == 1.0 else f"±{full_scale:g} is full scale"
     return EnvSpec(
@@ -147,7 +123,7 @@ class Demonstrated(GymnasiumRobot):
 
     def demonstrate(self: Any, seed: int) -> Episode:
         """Let the chosen actor walk the episode of this seed."""
-        return demonstrate_locomotion(RobotStepper(self, 1), seed, self.demonstrator, spec=self.spec)
+        return demonstrate_locomotion(RobotStepper(self, 1), seed, self.expert, spec=self.spec)
 
 
 class _Upright(Demonstrated):
@@ -170,26 +146,20 @@ class _Upright(Demonstrated):
 class Hopper(_Upright):
     """One leg hops forward without falling (`Hopper-v5`)."""
 
-    max_episode_steps: int = 1000  # control steps, then truncated
-    version: str = "v5"  # v4 | v5; v4 pays healthy_reward also on the step of a fall
+    max_episode_steps: int = bounded(1000, ge=1)  # control steps, then truncated
+    version: str = bounded("v5", choices=VERSIONS)  # v4 pays healthy_reward also on the step of a fall
     forward_reward_weight: float = 1.0  # per m/s
     healthy_reward: float = 1.0  # per step while upright
     ctrl_cost_weight: float = 1e-3  # times squared torques
     reset_noise_scale: float = 5e-3  # uniform half-width, rad, m, rad/s, m/s
-    demonstrator: LocomotionDemonstrator = field(default_factory=LocomotionDemonstrator)
+    expert: LocomotionExpert = bounded(LocomotionExpert(), was="demonstrator")  # what `demonstrate` does
 
     gymnasium_name = "Hopper"
     xml_file = "hopper.xml"
     frame_skip = 4
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        check_version(self.version)
-
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         return _planar("hopper", _LEG, hz=125.0, limit=self.max_episode_steps)
 
     def has_fallen(self, states: States) -> Array:
@@ -206,30 +176,23 @@ class Hopper(_Upright):
 class Walker2d(_Upright):
     """Two legs walk forward without falling (`Walker2d-v5`)."""
 
-    max_episode_steps: int = 1000  # control steps, then truncated
-    version: str = "v5"  # v4 | v5; v4 has less friction at one foot and pays healthy_reward on a fall
+    max_episode_steps: int = bounded(1000, ge=1)  # control steps, then truncated
+    version: str = bounded("v5", choices=VERSIONS)  # v4: less friction at one foot, and reward on a fall
     forward_reward_weight: float = 1.0  # per m/s
     healthy_reward: float = 1.0  # per step while upright
     ctrl_cost_weight: float = 1e-3  # times squared torques
     reset_noise_scale: float = 5e-3  # uniform half-width, rad, m, rad/s, m/s
-    demonstrator: LocomotionDemonstrator = field(default_factory=LocomotionDemonstrator)
+    expert: LocomotionExpert = bounded(LocomotionExpert(), was="demonstrator")  # what `demonstrate` does
 
     gymnasium_name = "Walker2d"
     frame_skip = 4
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        check_version(self.version)
-
     @property
     def xml_file(self) -> str:
-        """Name of the model."""
         return "walker2d.xml" if self.version == "v4" else "walker2d_v5.xml"
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         joints = (*_LEG, *(f"left {joint}" for joint in _LEG))
         return _planar("walker2d", joints, hz=125.0, limit=self.max_episode_steps)
 
@@ -245,11 +208,11 @@ class Walker2d(_Upright):
 class HalfCheetah(Demonstrated):
     """Two legs run forward; nothing ends an episode but the limit (`HalfCheetah-v5`)."""
 
-    max_episode_steps: int = 1000  # control steps, then truncated
+    max_episode_steps: int = bounded(1000, ge=1)  # control steps, then truncated
     forward_reward_weight: float = 1.0  # per m/s
     ctrl_cost_weight: float = 0.1  # times squared torques
     reset_noise_scale: float = 0.1  # half-width of positions, std of velocities
-    demonstrator: LocomotionDemonstrator = field(default_factory=LocomotionDemonstrator)
+    expert: LocomotionExpert = bounded(LocomotionExpert(), was="demonstrator")  # what `demonstrate` does
 
     gymnasium_name = "HalfCheetah"
     xml_file = "half_cheetah.xml"
@@ -257,7 +220,6 @@ class HalfCheetah(Demonstrated):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         joints = tuple(f"{end} {joint}" for end in ("back", "front") for joint in ("thigh", "shin", "foot"))
         return _planar("halfcheetah", joints, hz=20.0, limit=self.max_episode_steps)
 
@@ -271,7 +233,6 @@ class HalfCheetah(Demonstrated):
         return np.concatenate([states.qpos[:, 1:], states.qvel], axis=1)
 
     def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
-        """Return speed minus control cost, (M,)."""
         return self.forward_reward_weight * x_velocity - control_cost(self.ctrl_cost_weight, actions)
 
 
@@ -280,7 +241,7 @@ class HalfCheetah(Demonstrated):
 class Swimmer(GymnasiumRobot):
     """Three links swim forward in a viscous plane (`Swimmer-v5`)."""
 
-    max_episode_steps: int = 1000  # control steps, then truncated
+    max_episode_steps: int = bounded(1000, ge=1)  # control steps, then truncated
     forward_reward_weight: float = 1.0  # per m/s
     ctrl_cost_weight: float = 1e-4  # times squared torques
     reset_noise_scale: float = 0.1  # uniform half-width, rad, m, rad/s, m/s
@@ -291,7 +252,6 @@ class Swimmer(GymnasiumRobot):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         joints = ("first joint", "second joint")
         names = angles_and_rates(("head", *joints), ("x speed [m/s]", "y speed [m/s]", "head", *joints))
         return describe("swimmer", names, joints, hz=25.0, limit=self.max_episode_steps, scored=False)
@@ -301,5 +261,4 @@ class Swimmer(GymnasiumRobot):
         return np.concatenate([states.qpos[:, 2:], states.qvel], axis=1)
 
     def reward(self, states: States, x_velocity: Array, actions: Array, has_fallen: Array) -> Array:
-        """Return speed minus control cost, (M,)."""
         return self.forward_reward_weight * x_velocity - control_cost(self.ctrl_cost_weight, actions)

@@ -18,14 +18,15 @@ import numpy as np
 
 from envs.spec import EnvSpec
 from envs.tasks.locomotion.planar import (
+    VERSIONS,
     GymnasiumRobot,
     angles_and_rates,
-    check_version,
     control_cost,
     describe,
     health,
 )
 from envs.tasks.locomotion.stepper import Array, States
+from policies.bounds import bounded
 from policies.registry import register
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ _ANT_BODIES = ("torso", *(f"{leg} {part}" for leg in _ANT_LEGS for part in ("leg
 class Ant(GymnasiumRobot):
     """Four legs walk forward without falling (`Ant-v5`)."""
 
-    max_episode_steps: int = 1000  # control steps, then truncated
-    version: str = "v5"  # v4: 27 observations, no contact cost | v5: 105
+    max_episode_steps: int = bounded(1000, ge=1)  # control steps, then truncated
+    version: str = bounded("v5", choices=VERSIONS)  # v4: 27 observations, no contact cost | v5: 105
     forward_reward_weight: float = 1.0  # per m/s
     healthy_reward: float = 1.0  # per step while upright
     ctrl_cost_weight: float = 0.5  # times squared torques
@@ -67,11 +68,6 @@ class Ant(GymnasiumRobot):
     xml_file = "ant.xml"
     frame_skip = 5
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        check_version(self.version)
-
     @property
     def fields(self) -> tuple[str, ...]:  # type: ignore[override]
         """Fields of `MjData` that are looked at."""
@@ -79,7 +75,6 @@ class Ant(GymnasiumRobot):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         names = angles_and_rates((*_FREE_POSE, *_ANT_JOINTS), (*_FREE_SPEED, *_ANT_JOINTS))
         if self.version != "v4":
             names = (*names, *_contact_names(_ANT_BODIES, "clipped to ±1"))
@@ -149,8 +144,8 @@ _VELOCITY = (*(f"turning {axis} [rad/s]" for axis in "xyz"), *(f"moving {axis} [
 class Humanoid(GymnasiumRobot):
     """A human figure walks forward without falling (`Humanoid-v5`)."""
 
-    max_episode_steps: int = 1000  # control steps, then truncated
-    version: str = "v5"  # v4: 376 observations, no contact cost | v5: 348
+    max_episode_steps: int = bounded(1000, ge=1)  # control steps, then truncated
+    version: str = bounded("v5", choices=VERSIONS)  # v4: 376 observations, no contact cost | v5: 348
     forward_reward_weight: float = 1.25  # per m/s
     healthy_reward: float = 5.0  # per step while upright
     ctrl_cost_weight: float = 0.1  # times squared torques
@@ -162,14 +157,8 @@ class Humanoid(GymnasiumRobot):
     frame_skip = 5
     fields = ("xipos", "cinert", "cvel", "qfrc_actuator", "cfrc_ext")
 
-    def __post_init__(self) -> None:
-        """Check the values."""
-        super().__post_init__()
-        check_version(self.version)
-
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         joints = (*_SPINE, *_LIMBS)
         motors = (_SPINE[1], _SPINE[0], _SPINE[2], *_LIMBS)
         bodies = _HUMAN_BODIES if self.version != "v4" else ("world", *_HUMAN_BODIES)

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.engine.physics import MujocoStepper
 from envs.spec import StepResult
-from policies.errors import ConfigError
 
 if TYPE_CHECKING:
     import mujoco
@@ -47,14 +46,10 @@ class Robot(Protocol):
     """
 
     @property
-    def xml_file(self) -> str:
-        """Name of a model that gymnasium ships."""
-        ...
+    def xml_file(self) -> str: ...
 
     @property
-    def frame_skip(self) -> int:
-        """Physics steps per control step."""
-        ...
+    def frame_skip(self) -> int: ...
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -82,7 +77,7 @@ class Robot(Protocol):
         ...
 
 
-class RobotStepper:
+class RobotStepper(MujocoStepper):
     """Steps N copies of one robot; exact, and as fast as `mj_step` allows.
 
     Args:
@@ -90,17 +85,11 @@ class RobotStepper:
         num_envs: N.
     """
 
-    can_save = True
-
     def __init__(self, robot: Robot, num_envs: int) -> None:
         import mujoco
 
-        if num_envs < 1:
-            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
+        super().__init__(load_model(robot.xml_file), num_envs)
         self.robot = robot
-        self.num_envs = num_envs
-        self.model = load_model(robot.xml_file)
-        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
         self._mj_step: Callable[..., None] = mujoco.mj_step
         # Contact forces are not part of a step unless a sensor asks for them.
         self._forces = mujoco.mj_rnePostConstraint if "cfrc_ext" in robot.fields else None
@@ -169,25 +158,15 @@ class RobotStepper:
     def _states(self, parts: list[Array]) -> States:
         return States(parts[0], parts[1], dict(zip(self._names[2:], parts[2:], strict=True)))
 
-    def metrics(self) -> dict[str, Array]:
-        """Return nothing: the return says it all."""
-        return {}
-
-    def physics_state(self, row: int) -> Array:
-        """Return time, positions and velocities of a row, as robomimic's files keep them."""
-        return recorded_physics(self.datas[row])
-
     def get_state(self) -> dict[str, Array]:
         """Return the integration states (N, nstate), from which physics continues bit-exactly, and x (N,)."""
-        return {"physics": get_physics(self.model, self.datas), "x": self._x.copy()}
+        return {**super().get_state(), "x": self._x.copy()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `get_state`."""
-        set_physics(self.model, self.datas, state["physics"])
+        super().set_state(state)
         self._x = np.array(state["x"], np.float64)
 
     def close(self) -> None:
-        """Drop the simulators."""
         self.datas, self._views, self._ctrl = [], [], []
 
 

@@ -17,18 +17,18 @@ from __future__ import annotations
 import contextlib
 import io
 from abc import abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from envs.datasets.scores import reference
 from envs.spec import EnvSpec, StepResult
-from envs.tasks.mazes.expert import FORCES, MazeDemonstrator, demonstrate_maze, pd_force, places
+from envs.tasks.mazes.expert import FORCES, MazeExpert, demonstrate_maze, pd_force, places
 from envs.tasks.mazes.layouts import Cell, Layout, layout, load_model
 from envs.tasks.mazes.stepper import ANT_NAMES, MazeRows, MazeTask, ant_torques
-from policies.errors import ConfigError
-from policies.registry import register
+from policies.bounds import bounded
+from policies.registry import variant
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
@@ -72,7 +72,6 @@ class MazeStepper(MazeRows):
         return self._observe(row)
 
     def step(self, rows: Array, actions: Array) -> StepResult:
-        """Advance rows (M,) by actions (M, Da) for one control step."""
         for row, action in zip(rows.tolist(), actions, strict=True):
             self.task.drive(self.model, self.datas[row], action)
         obs = np.stack([self._observe(row) for row in rows.tolist()])
@@ -93,28 +92,22 @@ class MazeStepper(MazeRows):
 class _Maze(MazeTask):
     """What all mazes share; the subclasses below give agent and maze."""
 
-    max_episode_steps: int = 300  # control steps, then truncated
+    max_episode_steps: int = bounded(300, ge=1)  # control steps, then truncated
     continuing: bool = False  # true: reaching the goal does not end an episode, as D4RL's maze2d
-    reward: str = "sparse"  # sparse: 1 within 0.45 m of the goal, else 0 | dense: exp(-distance)
-    goal: str = "appended"  # appended: the last entries of the state | separate: the goal of the policy
+    reward: str = bounded("sparse", choices=REWARDS)  # sparse: 1 within 0.45 m | dense: exp(-distance)
+    goal: str = bounded("appended", choices=GOALS)  # appended: ends the state | separate: goal of the policy
     start_cell: tuple[int, ...] = ()  # row and column that episodes start in, from the upper left; (): any
     goal_cell: tuple[int, ...] = ()  # row and column of the goal; (): any
 
     maze = ""
-    goal_choices = GOALS
 
     def __post_init__(self) -> None:
-        """Refuse values outside their range."""
         super().__post_init__()
-        if self.reward not in REWARDS:
-            raise ConfigError(f"env.reward must be one of {', '.join(REWARDS)}; got '{self.reward}'.")
+        grid = " ".join(self.layout.rows)
         for key in ("start_cell", "goal_cell"):
             cell = tuple(getattr(self, key))
-            if cell and cell not in self.layout.cells:
-                raise ConfigError(
-                    f"env.{key} must be row and column of a free cell of '{self.maze}', or (); got {cell}. "
-                    f"Its grid is {' '.join(self.layout.rows)}."
-                )
+            is_free = not cell or cell in self.layout.cells
+            self.require(key, is_free, f"row and column of a free cell of '{self.maze}' ({grid}), or ()")
 
     @property
     def ends(self) -> tuple[Cell | None, Cell | None]:
@@ -135,11 +128,6 @@ class _Maze(MazeTask):
         """Advance one simulator by a control step."""
 
     def stepper(self, num_envs: int) -> MazeStepper:
-        """Build the simulators of N environments.
-
-        Raises:
-            MissingExtraError: If gymnasium-robotics is not installed.
-        """
         return MazeStepper(self, num_envs)
 
 
@@ -147,19 +135,11 @@ class _Maze(MazeTask):
 class _PointMaze(_Maze):
     """A ball on two slide joints, driven by forces."""
 
-    control: str = "force"  # force | waypoint: an action is a place [m], which a PD controller goes to
-    hold: int = 1  # steps of the simulator (10 ms) for which an action is kept
-    demonstrator: MazeDemonstrator = field(default_factory=MazeDemonstrator)  # who `demonstrate` is
+    control: str = bounded("force", choices=CONTROLS)  # waypoint: a place [m] for a PD controller
+    hold: int = bounded(1, ge=1)  # steps of the simulator (10 ms) for which an action is kept
+    expert: MazeExpert = bounded(MazeExpert(), was="demonstrator")  # what `demonstrate` does
 
     packages = ("gymnasium-robotics",)
-
-    def __post_init__(self) -> None:
-        """Refuse values outside their range."""
-        super().__post_init__()
-        if self.control not in CONTROLS:
-            raise ConfigError(f"env.control must be one of {', '.join(CONTROLS)}; got '{self.control}'.")
-        if self.hold < 1:
-            raise ConfigError(f"env.hold must be at least 1; got {self.hold}.")
 
     @property
     def layout(self) -> Layout:
@@ -180,11 +160,7 @@ class _PointMaze(_Maze):
         """Advance one simulator by `hold` steps; as in gymnasium-robotics, each begins with limited speed."""
         import mujoco
 
-        qpos, qvel, ctrl = (
-            data.qpos,
-            data.qvel,
-            data.ctrl,
-        )  # views: each attribute access would build a new one
+        qpos, qvel, ctrl = data.qpos, data.qvel, data.ctrl  # views, made once
         is_place = self.control == "waypoint"
         for _ in range(self.hold):
             if max(map(abs, qvel.tolist())) > SPEED_LIMIT:
@@ -195,7 +171,6 @@ class _PointMaze(_Maze):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         if self.control == "waypoint":
             limit, names = self.layout.half_size, ("wanted x [m]", "wanted y [m]")
         else:
@@ -211,7 +186,7 @@ class _PointMaze(_Maze):
             self.stepper(1),
             self.layout,
             seed,
-            self.demonstrator,
+            self.expert,
             FORCES if self.control == "force" else places(self.layout),
             step_s=0.01 * self.hold,
             max_steps=self.max_episode_steps,
@@ -219,35 +194,14 @@ class _PointMaze(_Maze):
         )
 
 
-@register("env", "pointmaze-umaze")
-@dataclass(frozen=True)
-class PointMazeUmaze(_PointMaze):
-    """A point goes to a goal in a maze of one corridor (`PointMaze_UMaze-v3`)."""
-
-    name = "pointmaze-umaze"
-    maze = "umaze"
-
-
-@register("env", "pointmaze-medium")
-@dataclass(frozen=True)
-class PointMazeMedium(_PointMaze):
-    """A point goes to a goal in a maze with one loop (`PointMaze_Medium-v3`)."""
-
-    max_episode_steps: int = 600  # control steps, then truncated
-
-    name = "pointmaze-medium"
-    maze = "medium"
-
-
-@register("env", "pointmaze-large")
-@dataclass(frozen=True)
-class PointMazeLarge(_PointMaze):
-    """A point goes to a goal in a maze with several ways between most places (`PointMaze_Large-v3`)."""
-
-    max_episode_steps: int = 800  # control steps, then truncated
-
-    name = "pointmaze-large"
-    maze = "large"
+# fmt: off
+PointmazeUmaze = variant("env", "pointmaze-umaze", _PointMaze, "Point, one corridor (`PointMaze_UMaze-v3`).",
+    maze="umaze")
+PointmazeMedium = variant("env", "pointmaze-medium", _PointMaze, "Point, one loop (`PointMaze_Medium-v3`).",
+    maze="medium", max_episode_steps=600)
+PointmazeLarge = variant("env", "pointmaze-large", _PointMaze, "Point, several loops (`PointMaze_Large-v3`).",
+    maze="large", max_episode_steps=800)
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -277,7 +231,6 @@ class _AntMaze(_Maze):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         known = reference(self.name)
         scores = (known.min_return, known.max_return)
         is_success = self.reward == "sparse" and not self.continuing
@@ -291,34 +244,11 @@ class _AntMaze(_Maze):
         )
 
 
-@register("env", "antmaze-umaze")
-@dataclass(frozen=True)
-class AntMazeUmaze(_AntMaze):
-    """An ant goes to a goal in a maze of one corridor (`AntMaze_UMaze-v4`)."""
-
-    max_episode_steps: int = 700  # control steps, then truncated
-
-    name = "antmaze-umaze"
-    maze = "umaze"
-
-
-@register("env", "antmaze-medium")
-@dataclass(frozen=True)
-class AntMazeMedium(_AntMaze):
-    """An ant goes to a goal in a maze with one loop (`AntMaze_Medium-v4`)."""
-
-    max_episode_steps: int = 1000  # control steps, then truncated
-
-    name = "antmaze-medium"
-    maze = "medium"
-
-
-@register("env", "antmaze-large")
-@dataclass(frozen=True)
-class AntMazeLarge(_AntMaze):
-    """An ant goes to a goal in a maze with several ways between most places (`AntMaze_Large-v4`)."""
-
-    max_episode_steps: int = 1000  # control steps, then truncated
-
-    name = "antmaze-large"
-    maze = "large"
+# fmt: off
+AntmazeUmaze = variant("env", "antmaze-umaze", _AntMaze, "Ant, one corridor (`AntMaze_UMaze-v4`).",
+    maze="umaze", max_episode_steps=700)
+AntmazeMedium = variant("env", "antmaze-medium", _AntMaze, "Ant, one loop (`AntMaze_Medium-v4`).",
+    maze="medium", max_episode_steps=1000)
+AntmazeLarge = variant("env", "antmaze-large", _AntMaze, "Ant, several loops (`AntMaze_Large-v4`).",
+    maze="large", max_episode_steps=1000)
+# fmt: on

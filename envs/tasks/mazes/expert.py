@@ -1,8 +1,8 @@
-"""A demonstrator of the point mazes: plans a way through the cells, then follows it with a PD controller.
+"""An expert of the point mazes: plans a path through the cells, then follows it with a PD controller.
 
-A breadth-first search gives every cell its distance from the goal; the way is drawn among all that are at
-most `detour` cells longer than the shortest and visit no cell twice. The point follows a carrot: the place on
-the way that lies a little ahead of it. Noise bends the way inside the cells and makes the carrot wobble.
+A breadth-first search gives every cell its distance from the goal; the path is drawn among all that are at
+most `detour` cells longer than the shortest and visit no cell twice. The point follows a target: the place on
+the path that lies a little ahead of it. Noise bends the path inside the cells and makes the target wobble.
 
 Source:
     D4RL's maze2d data, arXiv 2004.07219, come from a planner and a PD controller as well.
@@ -14,11 +14,11 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
@@ -29,29 +29,23 @@ Array = np.ndarray
 
 KP, KD = 10.0, 1.0  # force of 1 per 10 cm of distance, and per m/s of speed
 BEND = (
-    0.08  # standard deviation of the way's corners around centres of cells [cells], at noise = 1, cut at two
+    0.08  # standard deviation of the path's corners around centres of cells [cells], at noise = 1, cut at two
 )
-WOBBLE = 0.04  # standard deviation of the carrot's wobble [cells], at noise = 1
+WOBBLE = 0.04  # standard deviation of the target's wobble [cells], at noise = 1
 WOBBLE_S = 0.3  # its correlation time [s]
 PACE_SPREAD = 0.15  # relative spread of the pace between episodes, at noise = 1
-_NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
+_NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 
 
 @dataclass(frozen=True)
-class MazeDemonstrator:
-    """Options of the demonstrator."""
+class MazeExpert(Checked):
+    """Options of the expert, `env.expert.*`."""
 
-    noise: float = 1.0  # scale of bends, wobble and pace variation, >= 0; 0 goes through the centres of cells
-    pace: float = 3.0  # speed along the way [m/s], in (0, 4]
-    detour: int = 0  # cells by which a way may be longer than the shortest; one is drawn among all such ways
+    key: ClassVar = "env.expert"
 
-    def __post_init__(self) -> None:
-        """Refuse values outside their range."""
-        if not (0 <= self.noise < math.inf and 0 < self.pace <= 4 and self.detour >= 0):
-            raise ConfigError(
-                "env.demonstrator needs noise >= 0, 0 < pace <= 4 and detour >= 0; got "
-                f"noise={self.noise}, pace={self.pace}, detour={self.detour}. Defaults are 1.0, 3.0 and 0."
-            )
+    noise: float = bounded(1.0, ge=0)  # scale of bends, wobble and pace variation; 0: centres of cells
+    pace: float = bounded(3.0, gt=0, le=4)  # speed along the path [m/s]
+    detour: int = bounded(0, ge=0)  # cells by which a path may be longer than the shortest; drawn among all
 
 
 def pd_force(position: Array, velocity: Array, target: Array) -> Array:
@@ -71,31 +65,31 @@ def distances(maze: Layout, goal: Cell) -> dict[Cell, int]:
     return found
 
 
-def ways(maze: Layout, start: Cell, goal: Cell, *, detour: int = 0) -> list[tuple[Cell, ...]]:
-    """Return all ways between two cells that visit no cell twice, shortest first.
+def simple_paths(maze: Layout, start: Cell, goal: Cell, *, detour: int = 0) -> list[tuple[Cell, ...]]:
+    """Return all paths between two cells that visit no cell twice, shortest first.
 
     Args:
         maze: The maze.
         start: First cell.
         goal: Last cell.
-        detour: Cells by which a way may be longer than the shortest.
+        detour: Cells by which a path may be longer than the shortest.
     """
     left = distances(maze, goal)
     longest = left[start] + detour
     found: list[tuple[Cell, ...]] = []
-    open_ways: list[tuple[Cell, ...]] = [(start,)]
-    while open_ways:
-        way = open_ways.pop()
-        if way[-1] == goal:
-            found.append(way)
+    open_paths: list[tuple[Cell, ...]] = [(start,)]
+    while open_paths:
+        path = open_paths.pop()
+        if path[-1] == goal:
+            found.append(path)
             continue
         # A cell whose shortest rest would be too long leads nowhere.
-        steps = (cell for cell in maze.neighbours(way[-1]) if cell not in way)
-        open_ways += [(*way, cell) for cell in steps if len(way) + left[cell] <= longest]
-    return sorted(found, key=lambda way: (len(way), way))
+        steps = (cell for cell in maze.neighbours(path[-1]) if cell not in path)
+        open_paths += [(*path, cell) for cell in steps if len(path) + left[cell] <= longest]
+    return sorted(found, key=lambda path: (len(path), path))
 
 
-class Way:
+class Polyline:
     """A polyline that is followed from wherever the point is.
 
     Args:
@@ -116,29 +110,29 @@ class Way:
         share = share.clip(0.0, 1.0)
         distance = np.linalg.norm(self._from + share[:, None] * self._side - position, axis=1)
         along = self._end - (1.0 - share) * self._length
-        # Only what lies near what was reached counts, lest the way be left for a later piece next door.
+        # Only what lies near what was reached counts, lest the path be left for a later piece next door.
         reachable = (along >= self._along - self._back) & (along <= self._along + self._forth)
         nearest = np.where(reachable, distance, np.inf).argmin()
         self._along = max(self._along, float(along[nearest]))
         return self.place(self._along + look)
 
     def place(self, along: float) -> Array:
-        """Return the place (2,) at a length along the way; behind its end, its end."""
+        """Return the place (2,) at a length along the path; behind its end, its end."""
         i = min(int(np.searchsorted(self._end, along)), len(self._end) - 1)
         share = np.clip(1.0 - (self._end[i] - along) / self._length[i], 0.0, 1.0)
         place: Array = self._from[i] + share * self._side[i]
         return place
 
 
-class Guide:
+class PathFollower:
     """One demonstration in progress: gives the place to go to for a position.
 
     Args:
         maze: The maze.
         start, goal: (2,) [m].
         options: How to demonstrate.
-        lag_s: How far behind the carrot the point is [s].
-        rng: Draws way, bends, pace and wobble.
+        lag_s: How far behind the target the point is [s].
+        rng: Draws path, bends, pace and wobble.
         step_s: Time between two decisions [s].
     """
 
@@ -148,17 +142,17 @@ class Guide:
         start: Array,
         goal: Array,
         *,
-        options: MazeDemonstrator,
+        options: MazeExpert,
         lag_s: float,
         step_s: float,
         rng: np.random.Generator,
     ) -> None:
         self._rng, self._noise = rng, options.noise * maze.cell_m
-        choice = ways(maze, maze.cell(start), maze.cell(goal), detour=options.detour)
+        choice = simple_paths(maze, maze.cell(start), maze.cell(goal), detour=options.detour)
         cells = choice[int(rng.integers(len(choice)))][1:-1]
         bends = BEND * self._noise * rng.standard_normal((len(cells), 2)).clip(-2, 2)
         corners = [maze.center(cell) + bend for cell, bend in zip(cells, bends, strict=True)]
-        self._way = Way(np.stack([start, *corners, goal]), maze.cell_m)
+        self._path = Polyline(np.stack([start, *corners, goal]), maze.cell_m)
         spread = PACE_SPREAD * options.noise * np.clip(rng.standard_normal(), -2, 2)
         self._look = look_ahead(options.pace * math.exp(spread), lag_s, step_s)
         self._keep = math.exp(-step_s / WOBBLE_S)
@@ -168,20 +162,20 @@ class Guide:
         """Return where to go (2,) from a position (2,) [m]."""
         fresh = math.sqrt(1 - self._keep**2) * self._rng.standard_normal(2)
         self._wobble = self._keep * self._wobble + fresh
-        return self._way.ahead(position, self._look) + WOBBLE * self._noise * self._wobble
+        return self._path.ahead(position, self._look) + WOBBLE * self._noise * self._wobble
 
 
 def look_ahead(pace: float, lag_s: float, step_s: float) -> float:
-    """Return how far ahead [m] the carrot must be for a pace [m/s], when it moves every `step_s` [s].
+    """Return how far ahead [m] the target must be for a pace [m/s], when it moves every `step_s` [s].
 
     At a constant speed the point is `lag_s` behind (a spring's force equals a damper's after damping over
-    stiffness seconds); a carrot that rests for a control step is half a step behind on average.
+    stiffness seconds); a target that rests for a control step is half a step behind on average.
     """
     return pace * (lag_s + step_s / 2)
 
 
 @dataclass(frozen=True)
-class Pull:
+class PointControl:
     """How a point is led to a place: by what action, between -limit and limit, and how far behind it stays.
 
     Args:
@@ -195,45 +189,45 @@ class Pull:
     lag_s: float = KD / KP
 
 
-FORCES = Pull(lambda obs, place: pd_force(obs[:2], obs[2:4], place), np.ones(2))
+FORCES = PointControl(lambda obs, place: pd_force(obs[:2], obs[2:4], place), np.ones(2))
 """For points that are pushed."""
 
 
-def places(maze: Layout) -> Pull:
+def places(maze: Layout) -> PointControl:
     """Return how points are led that a PD controller brings to the place of an action."""
-    return Pull(lambda _, place: place, maze.half_size)
+    return PointControl(lambda _, place: place, maze.half_size)
 
 
-def moves(full_m: float, step_s: float, lag_s: float) -> Pull:
+def moves(full_m: float, step_s: float, lag_s: float) -> PointControl:
     """Return how points are led that an action moves.
 
     Args:
         full_m: How far an action of 1 moves [m].
         step_s: Length of a control step [s].
-        lag_s: See `Pull`.
+        lag_s: See `PointControl`.
     """
     gain = step_s / (lag_s * full_m)
-    return Pull(lambda obs, place: gain * (place - obs[:2]), np.ones(2), lag_s)
+    return PointControl(lambda obs, place: gain * (place - obs[:2]), np.ones(2), lag_s)
 
 
 class MazeSimulator(Protocol):
-    """A simulator whose row 0 the demonstrator may move."""
+    """A simulator whose row 0 the expert may move."""
 
-    def reset(self, row: int, seed: int) -> Array: ...  # noqa: D102
+    def reset(self, row: int, seed: int) -> Array: ...
 
-    def step(self, rows: Array, actions: Array) -> StepResult: ...  # noqa: D102
+    def step(self, rows: Array, actions: Array) -> StepResult: ...
 
-    def physics_state(self, row: int) -> Array: ...  # noqa: D102
+    def physics_state(self, row: int) -> Array: ...
 
-    def start_and_goal(self, row: int) -> tuple[Array, Array]: ...  # noqa: D102
+    def start_and_goal(self, row: int) -> tuple[Array, Array]: ...
 
 
 def demonstrate_maze(
     stepper: MazeSimulator,
     maze: Layout,
     seed: int,
-    options: MazeDemonstrator,
-    pull: Pull,
+    options: MazeExpert,
+    control: PointControl,
     *,
     step_s: float,
     max_steps: int,
@@ -246,9 +240,9 @@ def demonstrate_maze(
     Args:
         stepper: Simulator of the task.
         maze: Its maze.
-        seed: Seed of the episode; decides way and wobble as well.
+        seed: Seed of the episode; decides path and wobble as well.
         options: How to demonstrate.
-        pull: What an action does.
+        control: What an action does.
         step_s: Length of a control step [s].
         max_steps: Time limit in control steps.
         keep_goal: Whether to record the goal (2,) of every step as well, as `goal`.
@@ -257,9 +251,9 @@ def demonstrate_maze(
 
     rng, record = np.random.default_rng((seed, _NOISE_STREAM)), Recording(stepper, seed)
     start, goal = stepper.start_and_goal(0)
-    guide = Guide(maze, start, goal, options=options, lag_s=pull.lag_s, step_s=step_s, rng=rng)
+    follower = PathFollower(maze, start, goal, options=options, lag_s=control.lag_s, step_s=step_s, rng=rng)
     told = {"goal": goal} if keep_goal else {}
     while not record.ended and len(record) < max_steps:
-        action = pull.action(record.now, guide.target(record.now[:2]))
-        record.step(np.clip(action, -pull.limit, pull.limit), states=stepper.physics_state(0), **told)
+        action = control.action(record.now, follower.target(record.now[:2]))
+        record.step(np.clip(action, -control.limit, control.limit), states=stepper.physics_state(0), **told)
     return record.episode(truncated=len(record) >= max_steps, success=record.was_solved)

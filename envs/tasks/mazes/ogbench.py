@@ -11,19 +11,19 @@ gymnasium-robotics' agents have other bodies, rates and starts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from envs.spec import EnvSpec
-from envs.tasks.mazes.expert import MazeDemonstrator, demonstrate_maze, moves
+from envs.tasks.mazes.expert import MazeExpert, demonstrate_maze, moves
 from envs.tasks.mazes.layouts import Layout
 from envs.tasks.mazes.ogbench_layouts import ogbench_layout
 from envs.tasks.mazes.ogbench_stepper import NUM_TASKS, OgbenchMazeStepper
 from envs.tasks.mazes.stepper import ANT_NAMES, MazeTask, ant_torques
-from policies.errors import ConfigError
-from policies.registry import register
+from policies.bounds import bounded
+from policies.registry import variant
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
@@ -64,7 +64,6 @@ _HUMANOID_NAMES = (
 
 
 def _torque_name(motor: str) -> str:
-    """Return the name of an action of the humanoid."""
     full = next(torque for part, torque in _FULL_NM.items() if part in motor)
     return f"{motor} torque [{full} Nm]"
 
@@ -73,26 +72,19 @@ def _torque_name(motor: str) -> str:
 class _OgbenchMaze(MazeTask):
     """What all of them share; the subclasses below give agent and maze."""
 
-    task: int = 1  # 1 to 5: start and goal, in OGBench's numbering; 0: drawn, where the goal is told
-    goal: str = "fixed"  # fixed: by the task alone | appended: ends the state | separate: the policy's goal
-    max_episode_steps: int = 1000  # control steps, then truncated
+    task: int = bounded(1, ge=0, le=NUM_TASKS)  # start and goal, in OGBench's numbering; 0: drawn
+    goal: str = bounded("fixed", choices=GOALS)  # fixed: by the task | appended, separate: observed
+    max_episode_steps: int = bounded(1000, ge=1)  # control steps, then truncated
 
     agent = ""
     maze = ""
     radius_m = 0.5  # of the goal
-    goal_choices = GOALS
     packages = ("ogbench",)
 
     def __post_init__(self) -> None:
-        """Refuse values outside their range."""
         super().__post_init__()
-        if not 0 <= self.task <= NUM_TASKS:
-            raise ConfigError(f"env.task of {self.name} must be 1 to {NUM_TASKS}, or 0; got {self.task}.")
-        if self.task == 0 and self.goal == "fixed":
-            raise ConfigError(
-                f"env.task=0 draws one of the {NUM_TASKS} tasks of {self.name}, and with env.goal=fixed "
-                f"nobody is told which. Choose env.task=1 to {NUM_TASKS}, or env.goal=appended or separate."
-            )
+        is_known = self.task > 0 or self.goal != "fixed"
+        self.require("task", is_known, f"1 to {NUM_TASKS} with env.goal=fixed, which hides a drawn task")
 
     @property
     def layout(self) -> Layout:
@@ -100,11 +92,6 @@ class _OgbenchMaze(MazeTask):
         return ogbench_layout(self.maze)
 
     def stepper(self, num_envs: int) -> OgbenchMazeStepper:
-        """Build the simulators of N environments.
-
-        Raises:
-            MissingExtraError: If OGBench is not installed.
-        """
         return OgbenchMazeStepper(
             f"{self.agent}maze-{self.maze}",
             self.layout,
@@ -124,16 +111,15 @@ class _Point(_OgbenchMaze):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         moved = ("x change [20 cm]", "y change [20 cm]")
         return self.describe(("x [m]", "y [m]"), moved, np.ones(2), hz=_POINT_HZ, radius_m=self.radius_m)
 
 
 @dataclass(frozen=True)
 class _GuidedPoint(_Point):
-    """A point that has a demonstrator."""
+    """A point that has an expert."""
 
-    demonstrator: MazeDemonstrator = field(default_factory=lambda: MazeDemonstrator(pace=1.6))
+    expert: MazeExpert = bounded(MazeExpert(pace=1.6), was="demonstrator")  # what `demonstrate` does
 
     def demonstrate(self, seed: int) -> Episode:
         """Record one demonstration; way, wobble, start and goal all follow from the seed.
@@ -144,7 +130,7 @@ class _GuidedPoint(_Point):
             self.stepper(1),
             self.layout,
             seed,
-            self.demonstrator,
+            self.expert,
             moves(_MOVE_M, 1 / _POINT_HZ, _LAG_S),
             step_s=1 / _POINT_HZ,
             max_steps=self.max_episode_steps,
@@ -152,40 +138,16 @@ class _GuidedPoint(_Point):
         )
 
 
-@register("env", "og-pointmaze-medium")
-@dataclass(frozen=True)
-class OgPointMazeMedium(_GuidedPoint):
-    """A point goes to a goal in OGBench's `pointmaze-medium`; five tasks."""
-
-    name = "og-pointmaze-medium"
-    maze = "medium"
-
-
-@register("env", "og-pointmaze-large")
-@dataclass(frozen=True)
-class OgPointMazeLarge(_GuidedPoint):
-    """A point goes to a goal in OGBench's `pointmaze-large`; five tasks."""
-
-    name = "og-pointmaze-large"
-    maze = "large"
-
-
-@register("env", "og-pointmaze-giant")
-@dataclass(frozen=True)
-class OgPointMazeGiant(_GuidedPoint):
-    """A point goes to a goal in OGBench's `pointmaze-giant`; five tasks."""
-
-    name = "og-pointmaze-giant"
-    maze = "giant"
-
-
-@register("env", "og-pointmaze-teleport")
-@dataclass(frozen=True)
-class OgPointMazeTeleport(_Point):
-    """A point in OGBench's `pointmaze-teleport`, where two holes lead to one of three places; five tasks."""
-
-    name = "og-pointmaze-teleport"
-    maze = "teleport"
+# fmt: off
+OgPointmazeMedium = variant("env", "og-pointmaze-medium", _GuidedPoint, "OGBench's `pointmaze-medium`.",
+    maze="medium")
+OgPointmazeLarge = variant("env", "og-pointmaze-large", _GuidedPoint, "OGBench's `pointmaze-large`.",
+    maze="large")
+OgPointmazeGiant = variant("env", "og-pointmaze-giant", _GuidedPoint, "OGBench's `pointmaze-giant`.",
+    maze="giant")
+OgPointmazeTeleport = variant("env", "og-pointmaze-teleport", _Point, "OGBench's `pointmaze-teleport`.",
+    maze="teleport")
+# fmt: on
 
 
 @dataclass(frozen=True)
@@ -196,85 +158,37 @@ class _Ant(_OgbenchMaze):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         return self.describe(ANT_NAMES, ant_torques(30), np.ones(8), hz=10.0, radius_m=self.radius_m)
 
 
-@register("env", "og-antmaze-medium")
-@dataclass(frozen=True)
-class OgAntMazeMedium(_Ant):
-    """An ant goes to a goal in OGBench's `antmaze-medium`; five tasks."""
-
-    name = "og-antmaze-medium"
-    maze = "medium"
-
-
-@register("env", "og-antmaze-large")
-@dataclass(frozen=True)
-class OgAntMazeLarge(_Ant):
-    """An ant goes to a goal in OGBench's `antmaze-large`; five tasks."""
-
-    name = "og-antmaze-large"
-    maze = "large"
-
-
-@register("env", "og-antmaze-giant")
-@dataclass(frozen=True)
-class OgAntMazeGiant(_Ant):
-    """An ant goes to a goal in OGBench's `antmaze-giant`; five tasks."""
-
-    name = "og-antmaze-giant"
-    maze = "giant"
-
-
-@register("env", "og-antmaze-teleport")
-@dataclass(frozen=True)
-class OgAntMazeTeleport(_Ant):
-    """An ant in OGBench's `antmaze-teleport`, where two holes lead to one of three places; five tasks."""
-
-    name = "og-antmaze-teleport"
-    maze = "teleport"
+# fmt: off
+OgAntmazeMedium = variant("env", "og-antmaze-medium", _Ant, "OGBench's `antmaze-medium`.", maze="medium")
+OgAntmazeLarge = variant("env", "og-antmaze-large", _Ant, "OGBench's `antmaze-large`.", maze="large")
+OgAntmazeGiant = variant("env", "og-antmaze-giant", _Ant, "OGBench's `antmaze-giant`.", maze="giant")
+OgAntmazeTeleport = variant("env", "og-antmaze-teleport", _Ant, "OGBench's `antmaze-teleport`.",
+    maze="teleport")
+# fmt: on
 
 
 @dataclass(frozen=True)
 class _Humanoid(_OgbenchMaze):
     """DeepMind's humanoid, driven by the torques of 21 joints."""
 
-    max_episode_steps: int = 2000  # control steps, then truncated
+    max_episode_steps: int = bounded(2000, ge=1)  # control steps, then truncated
 
     agent = "humanoid"
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         motors = tuple(_torque_name(motor) for motor in _HUMANOID_MOTORS)
         return self.describe(_HUMANOID_NAMES, motors, np.ones(21), hz=40.0, radius_m=self.radius_m)
 
 
-@register("env", "og-humanoidmaze-medium")
-@dataclass(frozen=True)
-class OgHumanoidMazeMedium(_Humanoid):
-    """A humanoid goes to a goal in OGBench's `humanoidmaze-medium`; five tasks."""
-
-    name = "og-humanoidmaze-medium"
-    maze = "medium"
-
-
-@register("env", "og-humanoidmaze-large")
-@dataclass(frozen=True)
-class OgHumanoidMazeLarge(_Humanoid):
-    """A humanoid goes to a goal in OGBench's `humanoidmaze-large`; five tasks."""
-
-    name = "og-humanoidmaze-large"
-    maze = "large"
-
-
-@register("env", "og-humanoidmaze-giant")
-@dataclass(frozen=True)
-class OgHumanoidMazeGiant(_Humanoid):
-    """A humanoid goes to a goal in OGBench's `humanoidmaze-giant`; five tasks."""
-
-    max_episode_steps: int = 4000  # control steps, then truncated
-
-    name = "og-humanoidmaze-giant"
-    maze = "giant"
+# fmt: off
+OgHumanoidmazeMedium = variant("env", "og-humanoidmaze-medium", _Humanoid, "OGBench's `humanoidmaze-medium`.",
+    maze="medium")
+OgHumanoidmazeLarge = variant("env", "og-humanoidmaze-large", _Humanoid, "OGBench's `humanoidmaze-large`.",
+    maze="large")
+OgHumanoidmazeGiant = variant("env", "og-humanoidmaze-giant", _Humanoid, "OGBench's `humanoidmaze-giant`.",
+    maze="giant", max_episode_steps=4000)
+# fmt: on

@@ -70,7 +70,6 @@ class OgbenchMazeStepper(MazeRows):
         return self._told(row, env.get_ob())
 
     def step(self, rows: Array, actions: Array) -> StepResult:
-        """Advance rows (M,) by actions (M, Da) for one control step."""
         obs, success = [], np.empty(len(rows), bool)
         for i, row in enumerate(rows.tolist()):
             env = self._bind(row)
@@ -84,7 +83,6 @@ class OgbenchMazeStepper(MazeRows):
         return StepResult(np.stack(obs), reward, success.copy(), np.zeros_like(success), success)
 
     def get_state(self) -> dict[str, Any]:
-        """Return everything the next steps depend on."""
         return super().get_state() | {"generators": [rng.get_state(legacy=False) for rng in self._rngs]}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -98,7 +96,6 @@ class OgbenchMazeStepper(MazeRows):
             mujoco.mj_step1(self.model, data)  # the humanoid's step begins in the middle of MuJoCo's
 
     def _bind(self, row: int) -> Any:
-        """Let the shared environment work on a row; returns it."""
         env = self._env
         env.model, env.data, env.cur_goal_xy = self.model, self.datas[row], self._goal[row]
         return env

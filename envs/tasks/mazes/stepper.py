@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec, StepResult
 from envs.tasks.mazes.layouts import Layout
-from policies.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,7 +53,7 @@ def ant_torques(full_nm: int) -> tuple[str, ...]:
     return tuple(f"{leg} {joint} torque [{full_nm} Nm]" for leg in legs for joint in ("hip", "ankle"))
 
 
-class MazeRows(ABC):
+class MazeRows(MujocoStepper, ABC):
     """Steps N agents, each in its own simulator state of one shared model; exact.
 
     Args:
@@ -63,16 +62,11 @@ class MazeRows(ABC):
         num_envs: N.
     """
 
-    can_save = True
     mark: Literal["site", "geom"] = "site"  # what of the model is called `target` and marks the goal
 
     def __init__(self, model: Any, maze: Layout, num_envs: int) -> None:
-        if num_envs < 1:
-            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
-        import mujoco
-
-        self.model, self.maze, self.num_envs = model, maze, num_envs
-        self.datas = [mujoco.MjData(model) for _ in range(num_envs)]
+        super().__init__(model, num_envs)
+        self.maze = maze
         self._start = np.zeros((num_envs, 2))
         self._goal = np.zeros((num_envs, 2))
 
@@ -84,20 +78,15 @@ class MazeRows(ABC):
     def step(self, rows: Array, actions: Array) -> StepResult:
         """Advance rows (M,) by actions (M, Da) for one control step."""
 
-    def look(self, row: int) -> dict[str, Array]:
-        """Return where the goal is."""
+    def get_appearance(self, row: int) -> dict[str, Array]:
         return {"goal": self._goal[row].copy()}
 
-    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
+    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
         """Mark the goal in a model for drawing, and let its free camera see the whole maze from above."""
         from envs.tasks.mazes.figures import see_from_above
 
-        getattr(model, self.mark)("target").pos[:2] = look["goal"]
+        getattr(model, self.mark)("target").pos[:2] = appearance["goal"]
         see_from_above(model, self.maze)
-
-    def metrics(self) -> dict[str, Array]:
-        """Return nothing: success and return say it all."""
-        return {}
 
     def goals(self) -> Array:
         """Return where the running episodes shall lead, (N, 2) [m]."""
@@ -107,23 +96,12 @@ class MazeRows(ABC):
         """Return where an episode began and where it shall lead, (2,) each [m]."""
         return self._start[row].copy(), self._goal[row].copy()
 
-    def physics_state(self, row: int) -> Array:
-        """Return time, positions and velocities of one simulator."""
-        return recorded_physics(self.datas[row])
-
     def get_state(self) -> dict[str, Any]:
-        """Return everything the next steps depend on."""
-        physics = get_physics(self.model, self.datas)
-        return {"physics": physics, "start": self._start.copy(), "goal": self._goal.copy()}
+        return {**super().get_state(), "start": self._start.copy(), "goal": self._goal.copy()}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `get_state`."""
-        set_physics(self.model, self.datas, state["physics"])
+        super().set_state(state)
         self._start, self._goal = (np.array(state[key], np.float64) for key in ("start", "goal"))
-
-    def close(self) -> None:
-        """Drop the simulators."""
-        self.datas = []
 
 
 class MazeTask(HasCameras, ABC):
@@ -132,16 +110,7 @@ class MazeTask(HasCameras, ABC):
     name = ""
     max_episode_steps: int
     goal: str  # whether, and how, the goal is told
-    goal_choices: tuple[str, ...] = ()
     packages: ClassVar[tuple[str, ...]] = ()  # see `EnvSpec.packages`
-
-    def __post_init__(self) -> None:
-        """Refuse values outside their range."""
-        super().__post_init__()
-        if self.max_episode_steps < 1:
-            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
-        if self.goal not in self.goal_choices:
-            raise ConfigError(f"env.goal must be one of {', '.join(self.goal_choices)}; got '{self.goal}'.")
 
     @property
     @abstractmethod
@@ -217,11 +186,6 @@ class MazeTask(HasCameras, ABC):
             )  # fmt: skip
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments.
-
-        Raises:
-            MissingExtraError: If the package of the maze is not installed.
-        """
         return self.vector_of(self.stepper(num_envs), obs_steps)
 
     def figure(self, panels: Mapping[str, tuple[Sequence[Array], Sequence[bool]]]) -> Figure:
@@ -237,5 +201,5 @@ class MazeTask(HasCameras, ABC):
         stepper = self.stepper(1)
         stepper.reset(0, seed)
         stepper.model = copy.copy(stepper.model)
-        stepper.set_appearance(stepper.model, stepper.look(0))
+        stepper.set_appearance(stepper.model, stepper.get_appearance(0))
         return replay_frames(ChunkVector(self.spec, stepper), seed, actions, **options)

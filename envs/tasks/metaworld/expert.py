@@ -1,4 +1,4 @@
-"""Meta-World's scripted policies as demonstrators, one for each of its tasks.
+"""Meta-World's scripted policies as experts, one for each of its tasks.
 
 They look only at the present observation, so noise on the executed actions is corrected for, and widens the
 states a clone sees.
@@ -6,53 +6,46 @@ states a clone sees.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
 from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
 from envs.spec import StepResult
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 
 Array = np.ndarray
 
-_NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
+_NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 
 
 @dataclass(frozen=True)
-class ScriptedDemonstrator:
-    """Options of the demonstrator."""
+class ScriptedExpert(Checked):
+    """Options of the expert, `env.expert.*`."""
 
-    noise: float = 0.0  # standard deviation of Gaussian noise on every executed action entry, box is [-1, 1]
-    hold: int = 10  # control steps that are recorded after the first success
+    key: ClassVar = "env.expert"
 
-    def __post_init__(self) -> None:
-        """Refuse values outside their range."""
-        if not (0 <= self.noise < math.inf and self.hold >= 0):
-            raise ConfigError(
-                "env.demonstrator needs noise >= 0 and hold >= 0; "
-                f"got noise={self.noise}, hold={self.hold}. Defaults are 0.0 and 10."
-            )
+    noise: float = bounded(0.0, ge=0)  # std of Gaussian noise on every executed action entry, box is [-1, 1]
+    hold: int = bounded(10, ge=0)  # control steps that are recorded after the first success
 
 
 class Steppable(Protocol):
-    """A simulator whose row 0 the demonstrator uses."""
+    """A simulator whose row 0 the expert uses."""
 
-    def reset(self, row: int, seed: int) -> Array: ...  # noqa: D102
+    def reset(self, row: int, seed: int) -> Array: ...
 
-    def step(self, rows: Array, actions: Array) -> StepResult: ...  # noqa: D102
+    def step(self, rows: Array, actions: Array) -> StepResult: ...
 
-    def physics_state(self, row: int) -> Array: ...  # noqa: D102
+    def physics_state(self, row: int) -> Array: ...
 
 
 def demonstrate(
     stepper: Steppable,
     task: str,
     seed: int,
-    options: ScriptedDemonstrator,
+    options: ScriptedExpert,
     *,
     max_steps: int,
     terminate_on_success: bool = False,

@@ -14,18 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.engine.physics import MujocoStepper
 from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec, StepResult
-from envs.tasks.metaworld.expert import ScriptedDemonstrator, demonstrate
+from envs.tasks.metaworld.expert import ScriptedExpert, demonstrate
+from policies.bounds import bounded
 from policies.errors import ConfigError
 from policies.registry import register
 
@@ -46,7 +47,7 @@ TASKS = (
     *("window-close", "window-open"),
 )
 _IN_MODEL = ("body_pos", "body_quat", "geom_pos", "site_pos")  # what resets write into the model
-_WINDOWS = ("xpos", "xipos", "geom_xpos", "site_xpos", "qpos", "qvel", "mocap_pos")  # of a simulator's data
+_VIEWS = ("xpos", "xipos", "geom_xpos", "site_xpos", "qpos", "qvel", "mocap_pos")  # of a simulator's data
 _NUMBERS = (bool, int, float, np.generic)
 _NO_LIMIT = 2**31 - 1
 
@@ -67,7 +68,7 @@ _OBS_NAMES = (*_frame_names(""), *_frame_names(" before"), *(f"goal {axis} [m]" 
 _ACTION_NAMES = (*(f"hand {axis} change [1 cm]" for axis in "xyz"), "gripper closing [of full]")
 
 
-class MetaworldStepper:
+class MetaworldStepper(MujocoStepper):
     """Steps N copies of one task.
 
     Args:
@@ -78,21 +79,12 @@ class MetaworldStepper:
         MissingExtraError: If Meta-World is not installed.
     """
 
-    can_save = True
-
     def __init__(self, task: str, num_envs: int) -> None:
-        if num_envs < 1:
-            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
         self._env, self._fresh = load_metaworld(task)
-        import mujoco
-
-        self.num_envs = num_envs
-        self.model = self._env.model
-        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
-        self._memory = [deepcopy(self._fresh) for _ in range(num_envs)]
+        super().__init__(self._env.model, num_envs)
+        self._variables = [deepcopy(self._fresh) for _ in range(num_envs)]
 
     def reset(self, row: int, seed: int) -> Array:
-        """Start an episode in one row; returns the observation (39,)."""
         env = self._begin(row)
         env.seed(seed)
         env.reset_model()  # draws until things have room
@@ -100,7 +92,7 @@ class MetaworldStepper:
         env = self._begin(row)
         env._last_rand_vec, env._freeze_rand_vec = place, True
         obs, _ = env.reset()
-        self._memory[row] = remember(env)
+        self._variables[row] = read_variables(env)
         return np.asarray(obs, np.float64)
 
     def step(self, rows: Array, actions: Array) -> StepResult:
@@ -109,57 +101,40 @@ class MetaworldStepper:
         for i, row in enumerate(rows.tolist()):
             env = self._bind(row)
             seen, reward[i], _, _, info = env.step(actions[i])
-            self._memory[row] = remember(env)
+            self._variables[row] = read_variables(env)
             obs.append(seen)
             success[i] = bool(info["success"])
         no = np.zeros(len(rows), bool)
         return StepResult(np.stack(obs), reward, no, no, success)
 
-    def physics_state(self, row: int) -> Array:
-        """Return time, positions and velocities of one row, (1 + nq + nv,)."""
-        return recorded_physics(self.datas[row])
-
-    def look(self, row: int) -> dict[str, Array]:
+    def get_appearance(self, row: int) -> dict[str, Array]:
         """Return where the things are that resets put elsewhere, goals among them."""
-        return {name: self._memory[row][name].copy() for name in _IN_MODEL}
+        return {name: self._variables[row][name].copy() for name in _IN_MODEL}
 
-    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
-        """Put them there in a model for drawing."""
-        for name, value in look.items():
+    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
+        for name, value in appearance.items():
             getattr(model, name)[:] = value
 
-    def metrics(self) -> dict[str, Array]:
-        """Return nothing: return and success say it all."""
-        return {}
-
     def get_state(self) -> dict[str, Any]:
-        """Return everything the next steps depend on."""
-        return {"physics": get_physics(self.model, self.datas), "memory": deepcopy(self._memory)}
+        return {**super().get_state(), "memory": deepcopy(self._variables)}
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `get_state`."""
-        set_physics(self.model, self.datas, state["physics"])
+        super().set_state(state)
         for row in range(self.num_envs):
-            self._memory[row] = deepcopy(dict(state["memory"][row]))
-
-    def close(self) -> None:
-        """Drop the simulators."""
-        self.datas = []
+            self._variables[row] = deepcopy(dict(state["memory"][row]))
 
     def _begin(self, row: int) -> Any:
-        """Bind a row in which nothing has happened."""
         import mujoco
 
-        self._memory[row] = deepcopy(self._fresh)
+        self._variables[row] = deepcopy(self._fresh)
         env = self._bind(row)
         mujoco.mj_resetData(self.model, env.data)
         mujoco.mj_forward(self.model, env.data)
         return env
 
     def _bind(self, row: int) -> Any:
-        """Let the shared environment work on a row; returns it."""
         data = self._env.data = self.datas[row]
-        for name, value in self._memory[row].items():
+        for name, value in self._variables[row].items():
             if name in _IN_MODEL:
                 getattr(self.model, name)[:] = value
             elif isinstance(value, Mapping):
@@ -170,7 +145,7 @@ class MetaworldStepper:
         return self._env
 
 
-def remember(env: Any) -> dict[str, Any]:
+def read_variables(env: Any) -> dict[str, Any]:
     """Return what Meta-World's environment keeps besides its physics: numbers, and arrays.
 
     Some of its arrays are windows into the simulator, by oversight or not: where the object was in the
@@ -188,7 +163,7 @@ def remember(env: Any) -> dict[str, Any]:
 
 def _window(value: Array, data: Any) -> dict[str, list[Any]] | None:
     """Return where in the simulator's memory an array lies; None where it has memory of its own."""
-    for name in _WINDOWS:
+    for name in _VIEWS:
         owner = getattr(data, name)
         if np.may_share_memory(value, owner):
             start = (
@@ -217,7 +192,7 @@ def load_metaworld(task: str) -> tuple[Any, dict[str, Any]]:
     env._freeze_rand_vec, env.seeded_rand_vec = False, True
     env._set_task_called = True
     env.max_path_length = _NO_LIMIT
-    return env, remember(env)
+    return env, read_variables(env)
 
 
 @register("env", "metaworld")
@@ -226,23 +201,19 @@ class Metaworld(HasCameras):
     """One of fifty tasks of a Sawyer arm, `env.task=reach` for instance (Meta-World v3, goal observed)."""
 
     task: str = "reach"  # name of the task without its version, e.g. pick-place or drawer-open
-    max_episode_steps: int = 500  # control steps, then truncated
+    max_episode_steps: int = bounded(500, ge=1)  # control steps, then truncated
     terminate_on_success: bool = False  # true: solving the task ends an episode; false: only the limit does
-    demonstrator: ScriptedDemonstrator = field(default_factory=ScriptedDemonstrator)
+    expert: ScriptedExpert = bounded(ScriptedExpert(), was="demonstrator")  # what `demonstrate` does
 
     def __post_init__(self) -> None:
-        """Refuse values outside their range."""
         super().__post_init__()
         if self.task not in TASKS:
             near = get_close_matches(self.task, TASKS, 5, 0.4)
             close = f"; near it: {', '.join(near)}" if near else ""
             raise ConfigError(f"env.task must be one of Meta-World's {len(TASKS)}; got '{self.task}'{close}.")
-        if self.max_episode_steps < 1:
-            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         return EnvSpec(
             name="metaworld",
             family="metaworld",
@@ -260,11 +231,6 @@ class Metaworld(HasCameras):
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments.
-
-        Raises:
-            MissingExtraError: If Meta-World is not installed.
-        """
         return self.vector_of(MetaworldStepper(self.task, num_envs), obs_steps)
 
     def demonstrate(self, seed: int) -> Episode:
@@ -274,7 +240,7 @@ class Metaworld(HasCameras):
             stepper,
             self.task,
             seed,
-            self.demonstrator,
+            self.expert,
             max_steps=self.max_episode_steps,
             terminate_on_success=self.terminate_on_success,
         )

@@ -1,4 +1,4 @@
-"""OGBench's oracles as demonstrators: approach, grasp, lift, carry, lower; press; pull and push.
+"""OGBench's oracles as experts: approach, grasp, lift, carry, lower; press; pull and push.
 
 In the mode `task` its Markov oracles do what a plan names, one subtask after the other. They look only at the
 present state, so a disturbed movement is corrected rather than continued; noise on the executed actions
@@ -11,9 +11,8 @@ after the other, whatever the task; see `envs.tasks.ogbench.play`.
 from __future__ import annotations
 
 import importlib
-import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -21,42 +20,33 @@ from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
 from envs.tasks.ogbench.plans import Array, Subtask, next_subtask, recorded
 from envs.tasks.ogbench.stepper import OgbenchStepper
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 
 MODES = ("task", "play", "noisy")
-_NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
+_NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 _CLEAR = {"cube": 0.16, "button": 0.16, "drawer": 0.18, "window": 0.28}  # height of a free gripper [m]
 _DONE = {"cube": 0.02, "drawer": 0.01, "window": 0.01}  # how close the oracles bring things [m]
 
 
 @dataclass(frozen=True)
-class OracleDemonstrator:
-    """Options of the demonstrator."""
+class OracleExpert(Checked):
+    """Options of the expert, `env.expert.*`."""
 
-    mode: str = "task"  # "task"; "play" or "noisy": OGBench's recipes for its datasets, no task in mind
-    noise: float = 0.0  # standard deviation of Gaussian noise on every executed action entry, box is [-1, 1]
-    min_norm: float = 0.4  # smallest distance the oracle reacts to as if farther away [m], sets its pace
-    length: int = 1001  # control steps of an episode of play
+    key: ClassVar = "env.expert"
+
+    mode: str = bounded("task", choices=MODES)  # play, noisy: OGBench's recipes for its datasets
+    noise: float = bounded(0.0, ge=0)  # std of Gaussian noise on every executed action entry, box is [-1, 1]
+    min_norm: float = bounded(0.4, ge=0)  # distances below act on the oracle like this one [m]; sets its pace
+    length: int = bounded(1001, ge=1)  # control steps of an episode of play
 
     def __post_init__(self) -> None:
-        """Refuse values outside their range."""
-        if not (0 <= self.noise < math.inf and 0 <= self.min_norm < math.inf):
-            raise ConfigError(
-                "env.demonstrator needs noise >= 0 and min_norm >= 0; "
-                f"got noise={self.noise}, min_norm={self.min_norm}. Defaults are 0.0 and 0.4."
-            )
-        if self.mode not in MODES:
-            raise ConfigError(f"env.demonstrator.mode must be one of {', '.join(MODES)}; got '{self.mode}'.")
-        if self.mode != "task" and self.noise > 0:
-            raise ConfigError(
-                f"env.demonstrator.noise belongs to mode=task; got noise={self.noise} with mode={self.mode}, "
-                "which has OGBench's own noise."
-            )
-        if self.length < 1:
-            raise ConfigError(f"env.demonstrator.length must be at least 1; got {self.length}.")
+        super().__post_init__()
+        self.require(
+            "noise", self.mode == "task" or self.noise == 0, f"0 with mode={self.mode}, which has its own"
+        )
 
 
-def demonstrate(world: str, task: int, seed: int, options: OracleDemonstrator, *, max_steps: int) -> Episode:
+def demonstrate(world: str, task: int, seed: int, options: OracleExpert, *, max_steps: int) -> Episode:
     """Do one episode.
 
     Recorded are the actions that were executed, noise included, the physics state before each (`states`:

@@ -96,7 +96,6 @@ def next_move(places: Array, targets: Array) -> tuple[int, Array] | None:
 
 
 def _covered(i: int, places: Array) -> bool:
-    """Tell whether another cube lies on cube i."""
     beside = np.linalg.norm(places[:, :2] - places[i, :2], axis=1)
     return bool(((beside < _CUBE) & (places[:, 2] > places[i, 2] + _CUBE / 2)).any())
 
@@ -162,7 +161,6 @@ def _turned(n: int, columns: int) -> Array:
 
 
 def _nearest(presses: Sequence[int], tops: Array, gripper: Array) -> int:
-    """Return the button that is closest to the gripper."""
     return min(presses, key=lambda i: float(np.linalg.norm(tops[i, :2] - gripper[:2])))
 
 

@@ -28,7 +28,7 @@ from envs.tasks.ogbench.stepper import OgbenchStepper
 
 Array = np.ndarray
 
-_STREAM = 2  # keeps these draws apart from those of the task and of the demonstrator's noise
+_STREAM = 2  # keeps these draws apart from those of the task and of the expert's noise
 _KINDS = {"cube": ("cube",), "scene": ("cube", "button", "drawer", "window"), "puzzle": ("button",)}
 _P_STACK = {"cube-single": (0.0, 0.0), "cube-double": (0.0, 0.25), "cube-triple": (0.05, 0.35)}
 _P_STACK_ELSEWHERE = (0.5, 0.5)
@@ -65,7 +65,7 @@ def play(world: str, task: int, seed: int, *, noisy: bool, length: int) -> Episo
             action = np.array(oracle.select_action(record.now, info))
             if noisy:
                 action = _disturbed(action, noise, rng)
-            judge.look(env)
+            judge.update(env)
             recorded(stepper, record, np.clip(action, -1, 1))
             info = stepper.bind(0).compute_ob_info()
             if oracle.done:
@@ -93,8 +93,7 @@ class _Judge:
         self._stepper.reset(0, seed)
         self.rewards: list[float] = []
 
-    def look(self, played: Any) -> None:
-        """Judge the state that OGBench's environment is in now."""
+    def update(self, played: Any) -> None:
         env = self._stepper.bind(0)
         env._data.qpos[:] = played._data.qpos
         if hasattr(env, "_cur_button_states"):
@@ -103,7 +102,6 @@ class _Judge:
 
 
 def _oracles(env: Any, world: str, noisy: bool) -> dict[str, Any]:
-    """Build an oracle per kind of subtask."""
     style = "markov" if noisy else "plan"
     options = {"min_norm": 0.4} if noisy else {"noise": 0.1, "noise_smoothing": 0.5}
     found = {}

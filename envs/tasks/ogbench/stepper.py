@@ -27,16 +27,15 @@ from typing import Any
 
 import numpy as np
 
-from envs.engine.physics import get_physics, recorded_physics, set_physics
+from envs.engine.physics import MujocoStepper
 from envs.spec import StepResult
-from policies.errors import ConfigError
 
 Array = np.ndarray
 
 NUM_TASKS = 5
 
 
-class OgbenchStepper:
+class OgbenchStepper(MujocoStepper):
     """Steps N copies of one of OGBench's single tasks, or of a world in which data are collected.
 
     Args:
@@ -48,30 +47,21 @@ class OgbenchStepper:
         MissingExtraError: If OGBench is not installed.
     """
 
-    can_save = True
-
     def __init__(self, world: str, task: int, num_envs: int) -> None:
-        if num_envs < 1:
-            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
         self._env, self._fresh = load_world(world, play=task == 0)
+        super().__init__(self._env.model, num_envs)
         self._task = task
-        import mujoco
-
-        self.num_envs = num_envs
-        self.model = self._env.model
-        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
         self._solved = np.zeros(num_envs, bool)  # everything is as wanted now
-        self._memory = [deepcopy(self._fresh) for _ in range(num_envs)]
+        self._variables = [deepcopy(self._fresh) for _ in range(num_envs)]
         self._rngs = [np.random.default_rng(0) for _ in range(num_envs)]  # each reset seeds its own
         self._pinch = self._env._pinch_site_id
 
     def reset(self, row: int, seed: int) -> Array:
-        """Start an episode in one row; returns the observation (Do,)."""
-        self._memory[row] = deepcopy(self._fresh)
+        self._variables[row] = deepcopy(self._fresh)
         env = self.bind(row)
         obs: Array = env.reset(seed=seed)[0]
         self._rngs[row] = env.np_random
-        self._memory[row] = env.remember()
+        self._variables[row] = env.get_variables()
         self._solved[row] = False
         return obs
 
@@ -84,7 +74,7 @@ class OgbenchStepper:
             env.advance(actions[i])
             obs.append(env.compute_observation())
             self._solved[row] = env.is_solved()
-            self._memory[row] = env.remember()
+            self._variables[row] = env.get_variables()
         return StepResult(np.stack(obs), reward, ended, np.zeros(len(rows), bool), ended)
 
     def draw_target(self, row: int, p_stack: float) -> tuple[Array, dict[str, Any]]:
@@ -96,29 +86,21 @@ class OgbenchStepper:
         """
         env = self.bind(row)
         obs, info = env.set_new_target(p_stack=p_stack)
-        self._memory[row] = env.remember()
+        self._variables[row] = env.get_variables()
         return obs, info
-
-    def physics_state(self, row: int) -> Array:
-        """Return time, positions and velocities of one row, (1 + nq + nv,)."""
-        return recorded_physics(self.datas[row])
 
     def button_states(self, row: int) -> Array | None:
         """Return the states of the buttons of one row; None where the world has none."""
-        states = self._memory[row].get("_cur_button_states")
+        states = self._variables[row].get("_cur_button_states")
         return None if states is None else np.array(states)
 
-    def look(self, row: int) -> dict[str, Array]:
+    def get_appearance(self, row: int) -> dict[str, Array]:
         """Return what besides positions decides how a row looks: states of buttons, and targets."""
-        return {name: value.copy() for name, value in self._memory[row].items()}
+        return {name: value.copy() for name, value in self._variables[row].items()}
 
-    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
+    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
         """Colour a model for drawing as in OGBench's visual worlds: see-through arm, no targets."""
-        self._env.paint(model, look)
-
-    def metrics(self) -> dict[str, Array]:
-        """Return nothing: success says it all."""
-        return {}
+        self._env.paint(model, appearance)
 
     def get_state(self) -> dict[str, Any]:
         """Return everything the next steps depend on.
@@ -127,35 +109,29 @@ class OgbenchStepper:
         controller reads from the kinematics of the last physics step.
         """
         return {
-            "physics": get_physics(self.model, self.datas),
+            **super().get_state(),
             "gripper_pos": np.stack([data.site_xpos[self._pinch] for data in self.datas]),
             "gripper_mat": np.stack([data.site_xmat[self._pinch] for data in self.datas]),
             "solved": self._solved.copy(),
-            "memory": {key: np.stack([row[key] for row in self._memory]) for key in self._fresh},
+            "memory": {key: np.stack([row[key] for row in self._variables]) for key in self._fresh},
             "generators": [rng.bit_generator.state for rng in self._rngs],
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from `get_state`."""
         self._solved = np.array(state["solved"], bool)
-        set_physics(self.model, self.datas, state["physics"])
+        super().set_state(state)
         for row, data in enumerate(self.datas):
             data.site_xpos[self._pinch] = state["gripper_pos"][row]
             data.site_xmat[self._pinch] = state["gripper_mat"][row]
             for key in self._fresh:
-                self._memory[row][key] = np.array(state["memory"][key][row])
+                self._variables[row][key] = np.array(state["memory"][key][row])
             if "generators" in state:  # states of cube-single were saved without them; nothing draws there
                 self._rngs[row].bit_generator.state = state["generators"][row]
 
-    def close(self) -> None:
-        """Drop the simulators."""
-        self.datas = []
-
     def bind(self, row: int) -> Any:
-        """Let the shared environment work on a row; returns it."""
         env = self._env
         env._data, env._reward_task_id, env._np_random = self.datas[row], self._task or None, self._rngs[row]
-        env.recall(self._memory[row])
+        env.set_variables(self._variables[row])
         return env
 
 
@@ -193,6 +169,6 @@ def load_world(world: str, play: bool = False) -> tuple[Any, dict[str, Array]]:
         mode = {"mode": "data_collection", "terminate_at_goal": False} if play else {}
         env = made(**spec.kwargs, **mode)
     env.compile()
-    fresh = env.remember()
+    fresh = env.get_variables()
     env.reset(seed=0)
     return env, fresh

@@ -7,18 +7,18 @@ not of the observation, which describes the arm and everything that moves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec
-from envs.tasks.ogbench.expert import OracleDemonstrator, demonstrate
+from envs.tasks.ogbench.expert import OracleExpert, demonstrate
 from envs.tasks.ogbench.stepper import NUM_TASKS, OgbenchStepper
-from policies.errors import ConfigError
-from policies.registry import register
+from policies.bounds import bounded
+from policies.registry import variant
 
 if TYPE_CHECKING:
     from envs.datasets.episode import Episode
@@ -70,27 +70,19 @@ def _button_names(button: int) -> tuple[str, ...]:
 class _World(HasCameras):
     """What the configurations share."""
 
-    task: int = 1  # 1 to 5: what is where, and what is wanted, in OGBench's numbering
-    max_episode_steps: int = 500  # control steps, then truncated
-    demonstrator: OracleDemonstrator = field(default_factory=OracleDemonstrator)
+    task: int = bounded(1, ge=1, le=NUM_TASKS)  # what is where, and what is wanted, in OGBench's numbering
+    max_episode_steps: int = bounded(500, ge=1)  # control steps, then truncated
+    expert: OracleExpert = bounded(OracleExpert(), was="demonstrator")  # what `demonstrate` does
 
+    camera = "front"
     name = ""
     num_cubes = 0
     num_buttons = 0
     has_slides = False  # a drawer and a window
     success_rule = ""
 
-    def __post_init__(self) -> None:
-        """Refuse values outside their range."""
-        super().__post_init__()
-        if not 1 <= self.task <= NUM_TASKS:
-            raise ConfigError(f"env.task of {self.name} must be 1 to {NUM_TASKS}; got {self.task}.")
-        if self.max_episode_steps < 1:
-            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
-
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         cubes = ["cube"] if self.num_cubes == 1 else [f"cube {i}" for i in range(self.num_cubes)]
         obs_names = (
             *_ARM_NAMES,
@@ -114,88 +106,26 @@ class _World(HasCameras):
         )
 
     def make_vector(self, num_envs: int, *, obs_steps: int = 1) -> ChunkVector:
-        """Build the exact engine for N environments.
-
-        Raises:
-            MissingExtraError: If OGBench is not installed.
-        """
         return self.vector_of(OgbenchStepper(self.name, self.task, num_envs), obs_steps)
 
     def demonstrate(self, seed: int) -> Episode:
         """Let the oracles do the episode of this seed."""
         limit = self.max_episode_steps
-        return demonstrate(self.name, self.task, seed, self.demonstrator, max_steps=limit)
-
-    def render_frames(self, seed: int, actions: Array, **options: Any) -> Array:
-        """Photograph an episode (F, height, width, 3); see `envs.engine.rendering.replay_frames`."""
-        from envs.engine.rendering import replay_frames
-
-        return replay_frames(self.make_vector(1), seed, actions, camera="front", **options)
+        return demonstrate(self.name, self.task, seed, self.expert, max_steps=limit)
 
 
-@register("env", "cube-single")
-@dataclass(frozen=True)
-class CubeSingle(_World):
-    """Move a cube to its target (OGBench `cube-single-play-singletask-task<k>-v0`); sparse reward."""
-
-    max_episode_steps: int = 200  # control steps, then truncated
-
-    name = "cube-single"
-    num_cubes = 1
-    success_rule = "the centre of the cube is within 4 cm of its target"
-
-
-@register("env", "cube-double")
-@dataclass(frozen=True)
-class CubeDouble(_World):
-    """Move one or two cubes, swap or stack them (OGBench `cube-double-play-singletask-task<k>-v0`)."""
-
-    name = "cube-double"
-    num_cubes = 2
-    success_rule = "the centre of every cube is within 4 cm of its target"
-
-
-@register("env", "cube-triple")
-@dataclass(frozen=True)
-class CubeTriple(_World):
-    """Move, unstack, rotate or stack three cubes (OGBench `cube-triple-play-singletask-task<k>-v0`)."""
-
-    max_episode_steps: int = 1000  # control steps, then truncated
-
-    name = "cube-triple"
-    num_cubes = 3
-    success_rule = "the centre of every cube is within 4 cm of its target"
-
-
-@register("env", "scene")
-@dataclass(frozen=True)
-class Scene(_World):
-    """Arrange a cube, a drawer and a window with locks (OGBench `scene-play-singletask-task<k>-v0`)."""
-
-    max_episode_steps: int = 750  # control steps, then truncated
-
-    name = "scene"
-    num_cubes = 1
-    num_buttons = 2
-    has_slides = True
-    success_rule = "cube, drawer and window are within 4 cm of their targets and both locks as wanted"
-
-
-@register("env", "puzzle-3x3")
-@dataclass(frozen=True)
-class Puzzle3x3(_World):
-    """Turn 9 lights with buttons that turn neighbours too (OGBench `puzzle-3x3-play-singletask-...`)."""
-
-    name = "puzzle-3x3"
-    num_buttons = 9
-    success_rule = "all nine lights are as wanted"
-
-
-@register("env", "puzzle-4x4")
-@dataclass(frozen=True)
-class Puzzle4x4(_World):
-    """Turn 16 lights with buttons that turn neighbours too (OGBench `puzzle-4x4-play-singletask-...`)."""
-
-    name = "puzzle-4x4"
-    num_buttons = 16
-    success_rule = "all sixteen lights are as wanted"
+# fmt: off
+CubeSingle = variant("env", "cube-single", _World, "Move a cube to its target (OGBench).",
+    num_cubes=1, success_rule="the centre of the cube is within 4 cm of its target", max_episode_steps=200)
+CubeDouble = variant("env", "cube-double", _World, "Move one or two cubes, swap or stack them (OGBench).",
+    num_cubes=2, success_rule="the centre of every cube is within 4 cm of its target")
+CubeTriple = variant("env", "cube-triple", _World, "Move, unstack, rotate or stack three cubes (OGBench).",
+    num_cubes=3, success_rule="the centre of every cube is within 4 cm of its target", max_episode_steps=1000)
+Scene = variant("env", "scene", _World, "Arrange a cube, a drawer and a window with locks (OGBench).",
+    num_cubes=1, num_buttons=2, has_slides=True, max_episode_steps=750,
+    success_rule="cube, drawer and window are within 4 cm of their targets and both locks as wanted")
+Puzzle3x3 = variant("env", "puzzle-3x3", _World, "Turn 9 lights by buttons that turn neighbours too.",
+    num_buttons=9, success_rule="all nine lights are as wanted")
+Puzzle4x4 = variant("env", "puzzle-4x4", _World, "Turn 16 lights by buttons that turn neighbours too.",
+    num_buttons=16, success_rule="all sixteen lights are as wanted")
+# fmt: on

@@ -68,12 +68,12 @@ class SharedWorld(_Official):
         result: tuple[Array, dict[str, Any]] = super().reset(seed=seed)
         return result
 
-    def remember(self) -> dict[str, Array]:
+    def get_variables(self) -> dict[str, Array]:
         """Return copies of what a row keeps besides its physics."""
         kept = {name: np.array(getattr(self, name)) for name in _REMEMBERED if hasattr(self, name)}
         return kept | {name: view.copy() for name, view in self._in_model.items()}
 
-    def recall(self, memory: Mapping[str, Array]) -> None:
+    def set_variables(self, memory: Mapping[str, Array]) -> None:
         """Take over what a row keeps."""
         for name, value in memory.items():
             if name in self._in_model:

@@ -1,4 +1,4 @@
-"""Demonstrators of `lift`, `can` and `square`: small programs over what the arm sees.
+"""Experts of `lift`, `can` and `square`: small programs over what the arm sees.
 
 A program is a generator: it looks at the present poses, yields one action, and looks again. Everything is a
 servo on the present state, so a disturbed movement is corrected; whoever drops a thing fetches it again, and
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -19,50 +19,44 @@ from envs.datasets.episode import Episode
 from envs.rollouts.recording import Recording
 from envs.spec import StepResult
 from envs.tasks.robosuite.expert_arm import CLOSED, OPEN, ArmObservation, Target, heading
-from policies.errors import ConfigError
+from policies.bounds import Checked, bounded
 
 Array = np.ndarray
 Moves = Iterator[Array]
 """Actions (7,) of a program."""
 
-_NOISE_STREAM = 1  # keeps the demonstrator's draws apart from those of the task
+_NOISE_STREAM = 1  # separates the expert's random numbers from those of the task
 _LINGER = 5  # control steps for which a task stays solved before the recording ends
 
 
 @dataclass(frozen=True)
-class ArmDemonstrator:
-    """Options of the demonstrator."""
+class ArmExpert(Checked):
+    """Options of the expert, `env.expert.*`."""
 
-    noise: float = 0.05  # standard deviation of Gaussian noise on the arm's action entries, box is [-1, 1]
-    pace: float = 1.0  # largest translation command, in (0, 1]
-    spread: float = 1.0  # scale of the random offsets of grasps and places, >= 0
+    key: ClassVar = "env.expert"
 
-    def __post_init__(self) -> None:
-        """Refuse values outside their range."""
-        if not (0 <= self.noise < math.inf and 0 < self.pace <= 1 and 0 <= self.spread < math.inf):
-            raise ConfigError(
-                "env.demonstrator needs noise >= 0, 0 < pace <= 1 and spread >= 0; got "
-                f"noise={self.noise}, pace={self.pace}, spread={self.spread}. Defaults are 0.05, 1.0 and 1.0."
-            )
+    noise: float = bounded(0.05, ge=0)  # std of Gaussian noise on the arm's action entries, box is [-1, 1]
+    pace: float = bounded(1.0, gt=0, le=1)  # largest translation command
+    spread: float = bounded(1.0, ge=0)  # scale of the random offsets of grasps and places
 
 
 class ArmStepper(Protocol):
     """A simulator of robosuite's tasks that shows its state."""
 
     @property
-    def datas(self) -> list[Any]: ...  # noqa: D102
+    def datas(self) -> list[Any]: ...
 
-    def reset(self, row: int, seed: int) -> Array: ...  # noqa: D102
+    def reset(self, row: int, seed: int) -> Array: ...
 
-    def step(self, rows: Array, actions: Array) -> StepResult: ...  # noqa: D102
+    def step(self, rows: Array, actions: Array) -> StepResult: ...
 
-    def names(self, row: int) -> Any: ...  # noqa: D102
+    def names(self, row: int) -> Any: ...
 
 
 def demonstrate(
     stepper: ArmStepper,
     seed: int,
-    options: ArmDemonstrator,
+    options: ArmExpert,
     *,
     program: str,
     max_steps: int,

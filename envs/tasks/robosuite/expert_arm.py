@@ -1,4 +1,4 @@
-"""What an arm of robosuite's sees, and how its hand is steered: the senses and servos of the demonstrators.
+"""What an arm of robosuite's sees, and how its hand is steered: the senses and servos of the experts.
 
 A hand points down; its heading is the direction of its x axis in the plane [rad], along which its fingers
 close.

@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from envs.engine.physics import get_physics, set_physics
+from envs.engine.physics import MujocoStepper
 from envs.spec import StepResult
 from envs.tasks.robosuite.observations import judge, reader
 from envs.tasks.robosuite.osc_controller import FINGER_RATE, compiled
 from envs.tasks.robosuite.reference_stepper import begin, hide_collisions, make_robosuite
-from policies.errors import CheckpointError, ConfigError
+from policies.errors import CheckpointError
 
 Array = np.ndarray
 
@@ -53,7 +53,7 @@ class Arm:
     finger_range: Array
 
 
-class Limb:
+class ArmController:
     """One arm of one environment: its command, and views into the simulator's memory.
 
     Args:
@@ -120,7 +120,6 @@ def load_scene(task: str, num_arms: int) -> Scene:
 
 
 def _arm(env: Any, model: Any, robot: Any) -> Arm:
-    """Find an arm in the model."""
     qpos, dofs = list(robot._ref_arm_joint_pos_indexes), list(robot._ref_arm_joint_vel_indexes)
     motors = list(robot._ref_actuators_indexes_dict["right"])
     fingers = list(robot._ref_joint_gripper_actuator_indexes["right"])
@@ -155,7 +154,7 @@ def _inertia_entries(model: Any, dofs: Sequence[int]) -> Array:
     return entries
 
 
-class FastStepper:
+class FastStepper(MujocoStepper):
     """Steps N copies of a task of robosuite's; all share one model.
 
     Args:
@@ -168,31 +167,25 @@ class FastStepper:
         MissingExtraError: If robosuite is not installed.
     """
 
-    can_save = True
-
     def __init__(self, task: str, num_arms: int, keys: Sequence[str], num_envs: int) -> None:
-        if num_envs < 1:
-            raise ConfigError(f"num_envs must be at least 1; got {num_envs}.")
         self.scene = load_scene(task, num_arms)
         import mujoco
 
-        self.num_envs, self.model = num_envs, self.scene.model
-        self.datas = [mujoco.MjData(self.model) for _ in range(num_envs)]
+        super().__init__(self.scene.model, num_envs)
         self._spare = mujoco.MjData(self.model)
-        self._limbs = [[Limb(arm, data) for arm in self.scene.arms] for data in self.datas]
+        self._controllers = [[ArmController(arm, data) for arm in self.scene.arms] for data in self.datas]
         self._read, self._is_solved = reader(self.scene.env, keys), judge(self.scene.env)
         self._halves: tuple[Callable[..., None], ...] = (mujoco.mj_step1, mujoco.mj_step2)
         self._kinematics: Callable[..., None] = mujoco.mj_kinematics
 
     def reset(self, row: int, seed: int) -> Array:
-        """Start an episode in one row; returns the observation (Do,)."""
         import mujoco
 
         begin(self.scene.env, seed)
         data = self.datas[row]
         mujoco.mj_copyData(data, self.model, self.scene.env.sim.data._data)
-        for limb in self._limbs[row]:
-            limb.begin()
+        for controller in self._controllers[row]:
+            controller.begin()
         return self._observe(data)
 
     def step(self, rows: Array, actions: Array) -> StepResult:
@@ -200,7 +193,7 @@ class FastStepper:
         obs, success = [], np.zeros(len(rows), bool)
         for i, row in enumerate(rows.tolist()):
             data = self.datas[row]
-            self._advance(data, self._limbs[row], np.asarray(actions[i], np.float64))
+            self._advance(data, self._controllers[row], np.asarray(actions[i], np.float64))
             success[i] = self._is_solved(data)  # by the poses before the last physics step, as in robosuite
             obs.append(self._observe(data))
         no = np.zeros(len(rows), bool)
@@ -210,25 +203,21 @@ class FastStepper:
         """Return robosuite's environment, which knows the names of things; its own state means nothing."""
         return self.scene.env
 
-    def look(self, row: int) -> dict[str, Array]:
+    def get_appearance(self, row: int) -> dict[str, Array]:
         """Return nothing: positions decide how a row looks."""
         return {}
 
-    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
+    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
         """Hide what a model for drawing has for collisions only, as robosuite does."""
         hide_collisions(model)
 
-    def metrics(self) -> dict[str, Array]:
-        """Return nothing: success says it all."""
-        return {}
-
     def get_state(self) -> dict[str, Array]:
         """Return everything the next steps depend on: physics, postures (N, A, 7) and grips (N, A, 2)."""
-        limbs = self._limbs
+        controllers = self._controllers
         return {
-            "physics": get_physics(self.model, self.datas),
-            "rest": np.array([[limb.rest for limb in arms] for arms in limbs]),
-            "grip": np.array([[limb.grip for limb in arms] for arms in limbs]),
+            **super().get_state(),
+            "rest": np.array([[controller.rest for controller in arms] for arms in controllers]),
+            "grip": np.array([[controller.grip for controller in arms] for arms in controllers]),
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -241,32 +230,32 @@ class FastStepper:
 
         if not isinstance(state, Mapping) or not {"physics", "rest", "grip"} <= state.keys():
             raise CheckpointError("the state is not one of env.engine=fast; use the engine that was saved.")
-        set_physics(self.model, self.datas, state["physics"])
+        super().set_state(state)
         for row, data in enumerate(self.datas):
             mujoco.mj_forward(self.model, data)
-            for arm, limb in enumerate(self._limbs[row]):
-                limb.rest[:], limb.grip[:] = state["rest"][row][arm], state["grip"][row][arm]
+            for arm, controller in enumerate(self._controllers[row]):
+                controller.rest[:], controller.grip[:] = state["rest"][row][arm], state["grip"][row][arm]
 
     def close(self) -> None:
         """Drop the simulators; the compiled scene stays for the next ones."""
-        self.datas, self._limbs = [], []
+        self.datas, self._controllers = [], []
 
-    def _advance(self, data: Any, limbs: Sequence[Limb], action: Array) -> None:
+    def _advance(self, data: Any, controllers: Sequence[ArmController], action: Array) -> None:
         """Execute one action (Da,): a new goal after the first position stage, then torques at every step."""
         model, (first_half, second_half), inertia = self.model, self._halves, data.qM
         first_half(model, data)
-        first_inertia = self._first_inertia(limbs) if data.time == 0.0 else inertia
-        for arm, limb in enumerate(limbs):
-            limb.command(action[arm * COMMAND : (arm + 1) * COMMAND])
-            limb.drive(first_inertia)
+        first_inertia = self._first_inertia(controllers) if data.time == 0.0 else inertia
+        for arm, controller in enumerate(controllers):
+            controller.command(action[arm * COMMAND : (arm + 1) * COMMAND])
+            controller.drive(first_inertia)
         second_half(model, data)
         for _ in range(self.scene.num_substeps - 1):
             first_half(model, data)
-            for limb in limbs:
-                limb.drive(inertia)
+            for controller in controllers:
+                controller.drive(inertia)
             second_half(model, data)
 
-    def _first_inertia(self, limbs: Sequence[Limb]) -> Array:
+    def _first_inertia(self, controllers: Sequence[ArmController]) -> Array:
         """Return what robosuite's controllers take for `qM` (nM,) in the first physics step of an episode.
 
         They look at the arms before the reset opens the fingers.
@@ -274,14 +263,13 @@ class FastStepper:
         import mujoco
 
         self._spare.qpos[:] = self.model.qpos0
-        for arm, limb in zip(self.scene.arms, limbs, strict=True):
-            self._spare.qpos[arm.qpos] = limb.rest
+        for arm, controller in zip(self.scene.arms, controllers, strict=True):
+            self._spare.qpos[arm.qpos] = controller.rest
         mujoco.mj_fwdPosition(self.model, self._spare)
         inertia: Array = self._spare.qM
         return inertia
 
     def _observe(self, data: Any) -> Array:
-        """Return the observation (Do,) of the present state."""
         # Poses only: cheaper than a full forward pass, and nothing that the next step starts from changes.
         self._kinematics(self.model, data)
         return self._read(data)

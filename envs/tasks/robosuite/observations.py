@@ -199,7 +199,6 @@ def _is_in_bin(env: Any) -> Callable[[Any], bool]:
 
 
 def _is_on_peg(env: Any) -> Callable[[Any], bool]:
-    """The nut in use is around its peg."""
     body, (site, _) = env.obj_body_id[env.obj_to_use], _hand(env, env.robots[0])
     peg, height = (env.peg1_body_id, env.peg2_body_id)[env.nut_id], env.table_offset[2] + _PEG_M[1]
 

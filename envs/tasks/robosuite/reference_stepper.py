@@ -46,7 +46,6 @@ class RobosuiteStepper:
 
     @property
     def model(self) -> Any:
-        """The first environment's compiled model."""
         return self.envs[0].sim.model._model
 
     @property
@@ -55,7 +54,6 @@ class RobosuiteStepper:
         return [env.sim.data._data for env in self.envs]
 
     def reset(self, row: int, seed: int) -> Array:
-        """Start an episode in one row; returns the observation (Do,)."""
         env = self.envs[row]
         begin(env, seed)
         return self._observe(env)
@@ -74,28 +72,24 @@ class RobosuiteStepper:
         """Return the environment of a row, which knows the names of things."""
         return self.envs[row]
 
-    def look(self, row: int) -> dict[str, Array]:
+    def get_appearance(self, row: int) -> dict[str, Array]:
         """Return nothing: positions decide how a row looks."""
         return {}
 
-    def set_appearance(self, model: Any, look: Mapping[str, Array]) -> None:
+    def set_appearance(self, model: Any, appearance: Mapping[str, Array]) -> None:
         """Hide what a model for drawing has for collisions only, as robosuite does."""
         hide_collisions(model)
 
     def metrics(self) -> dict[str, Array]:
-        """Return nothing: success says it all."""
         return {}
 
     def get_state(self) -> Any:
-        """Refuse; see `can_save`."""
         raise CapabilityError("robosuite cannot save its state; use env.engine=fast, or begin new episodes.")
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse; see `can_save`."""
         raise CapabilityError("robosuite cannot restore a state; begin new episodes instead.")
 
     def close(self) -> None:
-        """Release the simulators."""
         for env in self.envs:
             env.close()
         self.envs = []

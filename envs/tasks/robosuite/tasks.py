@@ -27,7 +27,7 @@ Legend: N environments, M of them addressed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -35,10 +35,10 @@ import numpy as np
 from envs.engine.pixels import HasCameras
 from envs.engine.vector import ChunkVector
 from envs.spec import EnvSpec
-from envs.tasks.robosuite.expert import ArmDemonstrator, demonstrate
+from envs.tasks.robosuite.expert import ArmExpert, demonstrate
 from envs.tasks.robosuite.fast_stepper import FastStepper
 from envs.tasks.robosuite.reference_stepper import RobosuiteStepper, hide_collisions
-from policies.errors import ConfigError
+from policies.bounds import bounded
 from policies.registry import register
 
 if TYPE_CHECKING:
@@ -75,10 +75,10 @@ def entry_names(key: str) -> tuple[str, ...]:
 class _Robosuite(HasCameras):
     """What the four configurations share."""
 
-    max_episode_steps: int = 300  # control steps, then truncated
+    max_episode_steps: int = bounded(300, ge=1)  # control steps, then truncated
     terminate_on_success: bool = False  # true: solving the task ends an episode; false: only the limit does
-    object_layout: str = "v15"  # order of `object`: "v15" or "v141", as in robomimic's low_dim_v15.hdf5
-    engine: str = "fast"  # "fast", our control law on robosuite's model, or "robosuite", its own step
+    object_layout: str = bounded("v15", choices=LAYOUTS)  # order of `object`: as in low_dim_v15.hdf5 or v141
+    engine: str = bounded("fast", choices=ENGINES)  # fast: our controller on its model
 
     name = ""
     task = ""
@@ -86,18 +86,6 @@ class _Robosuite(HasCameras):
     success_rule = ""
     object_v15: ClassVar[tuple[str, ...]] = ()
     object_v141: ClassVar[tuple[str, ...]] = ()
-
-    def __post_init__(self) -> None:
-        """Refuse values outside their range."""
-        super().__post_init__()
-        if self.max_episode_steps < 1:
-            raise ConfigError(f"env.max_episode_steps must be at least 1; got {self.max_episode_steps}.")
-        if self.object_layout not in LAYOUTS:
-            choices = ", ".join(LAYOUTS)
-            raise ConfigError(f"env.object_layout must be one of {choices}; got '{self.object_layout}'.")
-        if self.engine not in ENGINES:
-            choices = ", ".join(ENGINES)
-            raise ConfigError(f"env.engine must be one of {choices}; got '{self.engine}'.")
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -107,7 +95,6 @@ class _Robosuite(HasCameras):
 
     @property
     def spec(self) -> EnvSpec:
-        """Describe the task."""
         obs_names = tuple(name for key in self.keys for name in entry_names(key))
         action_names = _COMMAND
         if self.num_arms == 2:
@@ -152,17 +139,17 @@ class _Robosuite(HasCameras):
 
 @dataclass(frozen=True)
 class _Demonstrated(_Robosuite):
-    """What the configurations with a demonstrator share."""
+    """What the configurations with an expert share."""
 
-    demonstrator: ArmDemonstrator = field(default_factory=ArmDemonstrator)
+    expert: ArmExpert = bounded(ArmExpert(), was="demonstrator")  # what `demonstrate` does
 
     def demonstrate(self, seed: int) -> Episode:
-        """Let the demonstrator do the episode of this seed."""
+        """Let the expert do the episode of this seed."""
         stepper = self._stepper(1)
         return demonstrate(
             stepper,
             seed,
-            self.demonstrator,
+            self.expert,
             program=self.name,
             max_steps=self.max_episode_steps,
             terminate_on_success=self.terminate_on_success,
@@ -198,7 +185,7 @@ class Can(_Demonstrated):
 class Square(_Demonstrated):
     """Put a square nut on its peg (robosuite `NutAssemblySquare`)."""
 
-    max_episode_steps: int = 400  # control steps, then truncated
+    max_episode_steps: int = bounded(400, ge=1)  # control steps, then truncated
 
     name = "square"
     task = "NutAssemblySquare"
@@ -233,7 +220,7 @@ _TRANSPORT_OFFSETS = (
 class Transport(_Robosuite):
     """Two arms hand a payload from bin to bin and remove trash (robosuite `TwoArmTransport`)."""
 
-    max_episode_steps: int = 800  # control steps, then truncated
+    max_episode_steps: int = bounded(800, ge=1)  # control steps, then truncated
 
     name = "transport"
     task = "TwoArmTransport"

@@ -42,7 +42,6 @@ class InVideos:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(N, H, W, 3)."""
         return (len(self.times), *self.image)
 
     def read(self, frames: np.ndarray) -> np.ndarray:
@@ -68,9 +67,9 @@ class InVideos:
         av = require("av", extra="video")
         try:
             with av.open(str(file)) as container:
-                reel = Reel(container, 0.5 / self.fps)
+                decoder = VideoDecoder(container, 0.5 / self.fps)
                 for time in times:
-                    frame = reel.at(time)
+                    frame = decoder.frame_at(time)
                     if frame is None:
                         raise DatasetError(
                             f"{file}: expected a frame at {time:.3f} s; there is none within half a frame. "
@@ -89,7 +88,7 @@ class InVideos:
         return pixels
 
 
-class Reel:
+class VideoDecoder:
     """A video that is open at some place.
 
     Args:
@@ -103,7 +102,7 @@ class Reel:
         self._coming: Iterator[Any] = container.decode(self._stream)
         self._last: Any = None
 
-    def at(self, time: float) -> Any:
+    def frame_at(self, time: float) -> Any:
         """Return the frame shown at a time, s; None where there is none."""
         now = None if self._last is None else self._last.time
         if now is not None and abs(now - time) <= self._tolerance:

@@ -16,8 +16,8 @@ import torch
 
 from envs.datasets.checks import refuse_images
 from envs.datasets.episodes import EpisodeDataset
+from envs.datasets.files.hdf5 import write_hdf5
 from envs.datasets.formats.d4rl import OWN_ATTRIBUTE
-from envs.datasets.formats.hdf5 import write_hdf5
 from envs.spec import named_options
 
 if TYPE_CHECKING:

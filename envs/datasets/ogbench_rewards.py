@@ -97,7 +97,6 @@ def _solved_parts(task: str, env: Any, rows: Mapping[str, np.ndarray], source: s
 
 
 def _states(rows: Mapping[str, np.ndarray], key: str, width: int, source: str) -> np.ndarray:
-    """Return recorded states that a task is judged by."""
     got = np.shape(rows[key]) if key in rows else "nothing"
     if key not in rows or len(got) != 2 or int(got[1]) < width:
         raise DatasetError(

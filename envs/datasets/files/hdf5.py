@@ -163,7 +163,6 @@ def read_value(item: Any, source: str, key: str, storage: ArrayStorage = MEMORY)
 
 
 def _copied(item: h5py.Dataset, storage: ArrayStorage) -> np.ndarray:
-    """Copy an array of numbers piece by piece."""
     out = storage.empty(item.shape, _native(item.dtype))
     for part in pieces(out):
         out[part] = item[part]

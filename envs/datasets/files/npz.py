@@ -13,7 +13,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
-from envs.datasets.array_storage import ArrayStorage, pieces, room_for
+from envs.datasets.array_storage import ArrayStorage, choose_storage, pieces
 from policies.errors import BurnishError, DatasetError
 
 Arrays = dict[str, np.ndarray]
@@ -140,7 +140,7 @@ def read_npz_into(
                 f"{sorted(archive.files)}."
             )
         wanted = [*required, *(key for key in optional if key in archive.files)]
-        storage = room_for(_COPIES * _unpacked(archive, wanted), path, cache=cache)
+        storage = choose_storage(_COPIES * _unpacked(archive, wanted), path, cache=cache)
         found = (
             (key, _spilled(archive, key, storage) if storage.on_disk else archive[key]) for key in wanted
         )
@@ -178,7 +178,6 @@ def _header(member: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype] | None:
 
 
 def _whole(member: IO[bytes], size: int, key: str) -> bytes:
-    """Read so many bytes."""
     found = member.read(size)
     if len(found) < size:
         raise ValueError(f"{key} ends {size - len(found)} bytes too early")

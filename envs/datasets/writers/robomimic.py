@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.formats.hdf5 import write_hdf5
+from envs.datasets.files.hdf5 import write_hdf5
 from envs.spec import options_of
 from policies.errors import ConfigError, DatasetError
 
@@ -72,7 +72,6 @@ def write_robomimic(
 
 
 def _write_demo(group: h5py.Group, dataset: EpisodeDataset, number: int, parts: Mapping[str, int]) -> None:
-    """Write one episode."""
     first, end = dataset.episode_start[number : number + 2].tolist()
     rows = slice(first, end)
     terminated, truncated = bool(dataset.terminated[end - 1]), bool(dataset.truncated[end - 1])
@@ -117,7 +116,6 @@ def _check_share(valid_fraction: float, num_episodes: int) -> None:
 
 
 def _write_masks(file: h5py.File, num_episodes: int, valid_fraction: float, seed: int) -> None:
-    """List training and validation demonstrations."""
     order = torch.randperm(num_episodes, generator=torch.Generator().manual_seed(seed)).tolist()
     num_valid = min(max(round(valid_fraction * num_episodes), 1), num_episodes - 1)
     for name, chosen in (("valid", order[:num_valid]), ("train", order[num_valid:])):

@@ -49,6 +49,6 @@ class Moments:
         return {key: value.float() for key, value in found.items()}
 
 
-def moments(values: Tensor) -> dict[str, Tensor]:
-    """Return the statistics of rows (N, D), looked at piece by piece."""
+def statistics_of(values: Tensor) -> dict[str, Tensor]:
+    """Return `min`, `max`, `mean` and `std` (D,) float32 of rows (N, D), in one pass."""
     return reduce(Moments.joined, (Moments.of(values[part]) for part in pieces(values, _AT_ONCE))).named()

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.formats.d4rl_writer import write_d4rl
-from envs.datasets.formats.minari_writer import write_minari
-from envs.datasets.formats.robomimic_writer import write_robomimic
+from envs.datasets.writers.d4rl import write_d4rl
+from envs.datasets.writers.minari import write_minari
+from envs.datasets.writers.robomimic import write_robomimic
 from policies.errors import ConfigError
 
 if TYPE_CHECKING:

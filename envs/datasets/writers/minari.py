@@ -23,9 +23,9 @@ from torch import Tensor
 
 from envs.datasets.checks import refuse_images
 from envs.datasets.episodes import EpisodeDataset
-from envs.datasets.formats.hdf5 import write_hdf5
+from envs.datasets.files.hdf5 import write_hdf5
+from envs.datasets.files.minari import MAIN_FILE, METADATA, find_data
 from envs.datasets.formats.minari import ACHIEVED, GOAL, OWN_ATTRIBUTE, STATE
-from envs.datasets.formats.minari_storage import MAIN_FILE, METADATA, find_data
 from envs.spec import named_options
 from policies.errors import DatasetError
 from policies.storage.atomic_write import draft_folder, replace_folder, sync_tree
@@ -185,7 +185,6 @@ def _observation_space(dataset: EpisodeDataset) -> Mapping[str, Any]:
 
 
 def _box(width: int, low: Any, high: Any, dtype: str = "float32") -> dict[str, Any]:
-    """Describe a space of vectors."""
     limits = {
         key: np.broadcast_to(np.float32(value), width).tolist()
         for key, value in (("low", low), ("high", high))

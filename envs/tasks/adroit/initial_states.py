@@ -25,7 +25,7 @@ _SHAPES = {"init_qpos": _NUM_POSITIONS, "init_qvel": _NUM_POSITIONS, "door_body_
 
 
 @dataclass(frozen=True)
-class DoorStart:
+class DoorState:
     """One recorded start.
 
     Shapes:
@@ -50,7 +50,7 @@ class DoorStart:
         return obs
 
 
-def read_starts(path: str) -> tuple[DoorStart, ...]:
+def read_initial_states(path: str) -> tuple[DoorState, ...]:
     """Read the starts of a file's episodes, in order.
 
     Raises:
@@ -69,7 +69,7 @@ def read_starts(path: str) -> tuple[DoorStart, ...]:
     qpos = parts["init_qpos"].copy()
     qpos[:, 1:28], qpos[:, 28], qpos[:, 29] = obs[:, _JOINTS], obs[:, _HINGE], obs[:, _LATCH]
     rows = zip(qpos, parts["init_qvel"], parts["door_body_pos"], obs[:, _PALM], strict=True)
-    return tuple(DoorStart(*row) for row in rows)
+    return tuple(DoorState(*row) for row in rows)
 
 
 def _rows(path: str, arrays: dict[str, Any], key: str, shape: tuple[int, int]) -> Array:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from envs.datasets.array_storage import ArrayStorage, Frames
-from envs.datasets.formats.npz import Arrays
+from envs.datasets.files.npz import Arrays
 from envs.datasets.images import BlobColumn
 from policies.errors import BurnishError, DatasetError
 from policies.extras import require
@@ -159,7 +159,6 @@ def _num_rows(file: Path) -> int:
 
 
 def _tables(file: Path, wanted: list[str]) -> Iterator[Any]:
-    """Yield the row groups of a file."""
     parquet = require("pyarrow.parquet", extra="lerobot")
     with readable(file, "Parquet file"):
         content = parquet.ParquetFile(file)

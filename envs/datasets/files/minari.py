@@ -17,7 +17,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from envs.datasets.formats.hdf5 import read_hdf5, read_value
+from envs.datasets.files.hdf5 import read_hdf5, read_value
 from policies.encoders import ImageShape
 from policies.errors import BurnishError, DatasetError
 from policies.storage.strict_json import parse_json, peek, read_json
@@ -35,7 +35,7 @@ Shapes = Mapping[str, ImageShape]
 
 
 @dataclass(frozen=True)
-class Pictures:
+class RawImages:
     """Images of an episode, which are read later.
 
     Attributes:
@@ -104,14 +104,14 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 
 
 def read_episodes(
-    folder: Path, metadata: Mapping[str, Any], pictures: Shapes | None = None
+    folder: Path, metadata: Mapping[str, Any], images: Shapes | None = None
 ) -> Iterator[RawEpisode]:
     """Yield the episodes by number.
 
     Args:
         folder: From `find_data`.
         metadata: From `read_metadata`.
-        pictures: Parts of the observation that the environment's space says are images.
+        images: Parts of the observation that the environment's space says are images.
 
     Raises:
         DatasetError: If one is missing or damaged, or the storage is of an unknown kind.
@@ -119,9 +119,9 @@ def read_episodes(
     """
     form, count = metadata["data_format"], metadata["total_episodes"]
     if form == "hdf5":
-        return _from_hdf5(folder / MAIN_FILE, count, pictures or {})
+        return _from_hdf5(folder / MAIN_FILE, count, images or {})
     if form in ("arrow", "parquet"):
-        return _from_arrow(folder, count, form, pictures or {})
+        return _from_arrow(folder, count, form, images or {})
     raise DatasetError(
         f"{folder / METADATA}: key 'data_format' must be hdf5, arrow or parquet; got '{form}'."
     )
@@ -149,17 +149,17 @@ def num_frames(folder: Path, metadata: Mapping[str, Any]) -> int:
 
 def _bytes_of(name: str, item: Any) -> int:
     is_array = isinstance(item, h5py.Dataset) and item.shape and item.dtype.kind in "biuf"
-    if not is_array or _is_raw_picture(item):
+    if not is_array or _is_raw_image(item):
         return 0
     stored: int = item.nbytes + (0 if item.dtype == np.float32 else 4 * item.size)
     return 2 * stored if f"/{OBSERVATIONS}" in name else stored
 
 
-def _is_raw_picture(item: h5py.Dataset) -> bool:
+def _is_raw_image(item: h5py.Dataset) -> bool:
     return bool(item.dtype == np.uint8 and item.ndim == 4 and item.shape[3] == 3)
 
 
-def _from_hdf5(path: Path, count: int, pictures: Shapes) -> Iterator[RawEpisode]:
+def _from_hdf5(path: Path, count: int, images: Shapes) -> Iterator[RawEpisode]:
     with read_hdf5(path) as file:
         names = [f"episode_{number}" for number in range(min(count, len(file) + 1))]
         missing = [name for name in names if not isinstance(file.get(name), h5py.Group)]
@@ -169,20 +169,20 @@ def _from_hdf5(path: Path, count: int, pictures: Shapes) -> Iterator[RawEpisode]
                 f"among others. Copy or download the dataset again."
             )
         for name in names:
-            tree = _group_tree(file[name], f"{path}: {name}", "", pictures)
+            tree = _group_tree(file[name], f"{path}: {name}", "", images)
             yield RawEpisode(f"{path}: {name}", tree, dict(file[name].attrs))
 
 
-def _group_tree(group: h5py.Group, source: str, place: str, pictures: Shapes) -> dict[str, Any]:
+def _group_tree(group: h5py.Group, source: str, place: str, images: Shapes) -> dict[str, Any]:
     """Read a group; `place` is its path in the episode."""
     tree: dict[str, Any] = {}
     for name, item in group.items():
         key = name.removeprefix(_TUPLE)
         path = f"{place}/{key}" if place else key
         if isinstance(item, h5py.Group):
-            tree[key] = _group_tree(item, f"{source}/{name}", path, pictures)
+            tree[key] = _group_tree(item, f"{source}/{name}", path, images)
         else:
-            tree[key] = _pictures_of(item, pictures.get(_part(path))) or read_value(item, source, name)
+            tree[key] = _raw_images(item, images.get(_part(path))) or read_value(item, source, name)
     return tree
 
 
@@ -191,16 +191,16 @@ def _part(path: str) -> str:
     return BARE if path == OBSERVATIONS else path.partition(f"{OBSERVATIONS}/")[2]
 
 
-def _pictures_of(item: Any, image: ImageShape | None) -> Pictures | None:
+def _raw_images(item: Any, image: ImageShape | None) -> RawImages | None:
     """Return images, unread; None for what is no image."""
     if not isinstance(item, h5py.Dataset) or not item.shape:
         return None
-    if _is_raw_picture(item):
-        return Pictures(item.shape, item.name)
-    return None if image is None else Pictures((len(item), *image), item.name, encoded=True)
+    if _is_raw_image(item):
+        return RawImages(item.shape, item.name)
+    return None if image is None else RawImages((len(item), *image), item.name, encoded=True)
 
 
-def _from_arrow(folder: Path, count: int, form: str, pictures: Shapes) -> Iterator[RawEpisode]:
+def _from_arrow(folder: Path, count: int, form: str, images: Shapes) -> Iterator[RawEpisode]:
     from policies.extras import require
 
     tables = require("pyarrow.dataset", extra="lerobot")
@@ -221,21 +221,21 @@ def _from_arrow(folder: Path, count: int, form: str, pictures: Shapes) -> Iterat
                 f"download the dataset again."
             ) from error
         tree |= {key: tree[key][:steps] for key in _PER_STEP if isinstance(tree.get(key), np.ndarray)}
-        tree = _with_pictures(tree, "", pictures)
+        tree = _with_images(tree, "", images)
         yield RawEpisode(str(place), tree, attributes)
 
 
-def _with_pictures(tree: Any, place: str, pictures: Shapes) -> Any:
-    """Return a tree in which columns of images are `Pictures`."""
+def _with_images(tree: Any, place: str, images: Shapes) -> Any:
+    """Return a tree in which columns of images are `RawImages`."""
     if isinstance(tree, Mapping):
-        return {k: _with_pictures(v, f"{place}/{k}" if place else k, pictures) for k, v in tree.items()}
-    image = pictures.get(_part(place))
+        return {k: _with_images(v, f"{place}/{k}" if place else k, images) for k, v in tree.items()}
+    image = images.get(_part(place))
     if image is None or not isinstance(tree, np.ndarray):
         return tree
     if tree.dtype == np.uint8 and tree.size == len(tree) * int(np.prod(image)):
-        return Pictures((len(tree), *image), values=tree.reshape(len(tree), *image))
+        return RawImages((len(tree), *image), values=tree.reshape(len(tree), *image))
     is_encoded = tree.dtype == object and all(isinstance(one, bytes) for one in tree)
-    return Pictures((len(tree), *image), values=tree, encoded=True) if is_encoded else tree
+    return RawImages((len(tree), *image), values=tree, encoded=True) if is_encoded else tree
 
 
 def column_of(values: Any) -> Any:

@@ -1,0 +1,1 @@
+"""Files that several formats are stored in: HDF5, npz, Parquet, videos."""

@@ -505,7 +505,7 @@ def test_drafts_of_killed_programs_are_removed_and_those_of_others_are_not(tmp_p
     command = """
 import os, signal, sys
 from pathlib import Path
-from policies.replacing import draft_folder
+from policies.storage.atomic_write import draft_folder
 with draft_folder(Path(sys.argv[1])) as draft:
     (draft / "policy.onnx").write_text("x")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,1 +1,1 @@
-"""Speed benchmarks: every figure is a ratio against a peer measured in the same run."""
+"""Measurements of the package: speed against peers, studies of learning, simulators, size and layout."""

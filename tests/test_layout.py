@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 
+from benchmarks.layout import entries, import_circles, module_name, parse, python_files
 from policies.extras import SECOND_STEP
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -51,29 +53,27 @@ HEAVY = {
 }
 """Packages that running a policy does not need."""
 
-MODULES = sorted(path for package in MAY_IMPORT for path in (REPOSITORY / package).rglob("*.py"))
+MODULES = python_files(*MAY_IMPORT)
 
 
 def name_of(path: Path) -> str:
     return str(path.relative_to(REPOSITORY))
 
 
-every_module = pytest.mark.parametrize("path", MODULES, ids=name_of)
+def offenders(found: Callable[[Path, ast.Module], Any]) -> dict[str, Any]:
+    """Return what a law finds wrong in a module, by file; files without a finding are left out."""
+    findings = ((name_of(path), found(path, parse(path))) for path in MODULES)
+    return {name: wrong for name, wrong in findings if wrong}
 
 
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
-
-
-def imported(nodes: Iterator[ast.AST]) -> set[str]:
-    """Return the top packages of import statements."""
+def imported(nodes: Iterable[ast.AST]) -> set[str]:
+    """Return the top packages of import statements; "." stands for a relative import."""
     found: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"relative import in line {node.lineno}; write the package's name"
-            found.add((node.module or "").partition(".")[0])
+            found.add("." if node.level else (node.module or "").partition(".")[0])
     return found
 
 
@@ -92,25 +92,53 @@ def run_on_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from run_on_import([inner])
 
 
-def calls(path: Path, is_wanted: Callable[[ast.Call], bool]) -> list[int]:
+def calls(tree: ast.Module, is_wanted: Callable[[ast.Call], bool]) -> list[int]:
     """Return the lines of the calls that `is_wanted` picks."""
-    nodes = ast.walk(tree_of(path))
-    return [node.lineno for node in nodes if isinstance(node, ast.Call) and is_wanted(node)]
+    return [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and is_wanted(node)]
 
 
 # -- imports --------------------------------------------------------------------------------------------
 
 
-@every_module
-def test_imports_point_one_way(path: Path) -> None:
-    package = path.relative_to(REPOSITORY).parts[0]
-    ours = imported(ast.walk(tree_of(path))) & (set(MAY_IMPORT) | NOT_OURS)
-    assert ours <= MAY_IMPORT[package]
+def test_imports_point_one_way() -> None:
+    guarded = {*MAY_IMPORT, *NOT_OURS, "."}
+
+    def forbidden(path: Path, tree: ast.Module) -> set[str]:
+        package = path.relative_to(REPOSITORY).parts[0]
+        return (imported(ast.walk(tree)) & guarded) - MAY_IMPORT[package]
+
+    assert not offenders(forbidden)
 
 
-@every_module
-def test_optional_packages_are_imported_where_they_are_used(path: Path) -> None:
-    assert not imported(run_on_import(tree_of(path).body)) & EXTRAS
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    files = python_files(*MAY_IMPORT, "benchmarks")
+    assert not import_circles({module_name(path): parse(path) for path in files})
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "is_circle"),
+    [
+        ("import p.two", "import p.one", True),
+        ("from p import two", "def late():\n    from p.one import name", True),
+        ("from p.two import name", "if TYPE_CHECKING:\n    from p import one", True),
+        ("from p import two", "from p import name", False),
+        ("from p import two", "", False),
+    ],
+)
+def test_a_circle_is_found_however_it_is_closed(one: str, two: str, is_circle: bool) -> None:
+    sources = {"p": "", "p.one": one, "p.two": two}
+    found = import_circles({name: ast.parse(code) for name, code in sources.items()})
+    assert found == ([["p.one", "p.two"]] if is_circle else [])
+
+
+@pytest.mark.parametrize(("package", "most"), [("policies", 26), ("algos", 24), ("envs", 8), ("burnish", 12)])
+def test_the_top_of_a_package_is_seen_at_a_glance(package: str, most: int) -> None:
+    """Modules and rooms: the first thing that a reader looks through."""
+    assert len(entries(package)) <= most, entries(package)
+
+
+def test_optional_packages_are_imported_where_they_are_used() -> None:
+    assert not offenders(lambda path, tree: imported(run_on_import(tree.body)) & EXTRAS)
 
 
 def test_the_extras_are_those_of_the_project() -> None:
@@ -165,9 +193,12 @@ def test_running_a_policy_loads_no_simulator_and_no_front_end(code: str) -> None
 # -- what never appears ---------------------------------------------------------------------------------
 
 
-@every_module
-def test_nothing_prints_behind_the_console_s_back(path: Path) -> None:
-    assert not calls(path, lambda call: isinstance(call.func, ast.Name) and call.func.id == "print")
+def is_print(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id == "print"
+
+
+def test_nothing_prints_behind_the_console_s_back() -> None:
+    assert not offenders(lambda path, tree: calls(tree, is_print))
 
 
 DRAWS = {"randn", "rand", "randint", "randperm", "normal", "multinomial", "bernoulli", "poisson"}
@@ -212,11 +243,10 @@ def draws_in_place(call: ast.Call) -> bool:
     return is_method and function in DRAWING_METHODS and not is_given(call, "generator")
 
 
-@every_module
-def test_random_numbers_come_from_an_argument(path: Path) -> None:
-    assert not calls(path, draws_from_global_state)
-    assert "random" not in imported(ast.walk(tree_of(path)))
-    assert bool(calls(path, draws_in_place)) == (name_of(path) in INITIAL_WEIGHTS)
+def test_random_numbers_come_from_an_argument() -> None:
+    assert not offenders(lambda path, tree: calls(tree, draws_from_global_state))
+    assert not offenders(lambda path, tree: imported(ast.walk(tree)) & {"random"})
+    assert set(offenders(lambda path, tree: calls(tree, draws_in_place))) == INITIAL_WEIGHTS
 
 
 @pytest.mark.parametrize(
@@ -249,7 +279,7 @@ def test_draws_that_no_argument_decides_are_found(code: str, is_found: bool) -> 
 
 def streams(path: Path) -> Iterator[str]:
     """Yield the names of the random streams that a module draws from."""
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("derive_seed", "seeded_generator"):
             yield ast.unparse(node.args[1])
 
@@ -279,10 +309,12 @@ def words_of(name: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+", name)}
 
 
-@every_module
-def test_names_say_what_a_thing_is(path: Path) -> None:
-    names = {*defined_names(tree_of(path)), *path.relative_to(REPOSITORY).with_suffix("").parts}
-    assert not {name for name in names if words_of(name) & VAGUE}
+def test_names_say_what_a_thing_is() -> None:
+    def vague(path: Path, tree: ast.Module) -> set[str]:
+        names = {*defined_names(tree), *path.relative_to(REPOSITORY).with_suffix("").parts}
+        return {name for name in names if words_of(name) & VAGUE}
+
+    assert not offenders(vague)
 
 
 def tracked_texts() -> list[tuple[str, str]]:
@@ -363,29 +395,21 @@ def test_the_patterns_find_what_they_are_for(what: str, text: str) -> None:
 
 
 def undocumented(tree: ast.Module) -> Iterator[str]:
-    """Yield public modules, classes, functions and methods without a docstring."""
+    """Yield public modules, classes and functions without a docstring; methods need none."""
     if ast.get_docstring(tree) is None:
         yield "<module>"
-    scopes: list[tuple[str, list[ast.stmt]]] = [("", tree.body)]
-    while scopes:
-        prefix, body = scopes.pop()
-        for node in body:
+    bodies = [tree.body]
+    while bodies:
+        for node in bodies.pop():
             if isinstance(node, ast.If | ast.Try):
-                scopes.append((prefix, node.body))
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                continue
-            if node.name.startswith("_"):
-                continue
-            is_stub = ast.unparse(node.body[0]) == "..."  # a member of a protocol that its class explains
-            if ast.get_docstring(node) is None and not is_stub:
-                yield prefix + node.name
-            if isinstance(node, ast.ClassDef):
-                scopes.append((f"{prefix}{node.name}.", node.body))
+                bodies.append(node.body)
+            is_documentable = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+            if is_documentable and not node.name.startswith("_") and ast.get_docstring(node) is None:
+                yield node.name
 
 
-@every_module
-def test_every_public_thing_has_a_docstring(path: Path) -> None:
-    assert not list(undocumented(tree_of(path)))
+def test_every_public_module_class_and_function_has_a_docstring() -> None:
+    assert not offenders(lambda path, tree: list(undocumented(tree)))
 
 
 def docstrings(tree: ast.Module) -> str:
@@ -397,7 +421,7 @@ def docstrings(tree: ast.Module) -> str:
 def registered_classes(group: str) -> Iterator[tuple[str, Path, ast.Module, ast.ClassDef]]:
     """Yield the classes decorated with `@register(group, name)`."""
     for path in MODULES:
-        tree = tree_of(path)
+        tree = parse(path)
         for node in tree.body:
             for decorator in node.decorator_list if isinstance(node, ast.ClassDef) else ():
                 if isinstance(decorator, ast.Call) and ast.unparse(decorator.func).endswith("register"):
@@ -408,39 +432,25 @@ def registered_classes(group: str) -> Iterator[tuple[str, Path, ast.Module, ast.
 
 
 SOURCE = re.compile(r"^\s*Sources?:", re.MULTILINE)
-SOURCED = [
-    pytest.param(tree, node, id=f"{group}-{name}")
-    for group in ("algo", "process")
-    for name, _, tree, node in registered_classes(group)
-]
+PAPER = re.compile(r"\b\d{4}\.\d{4,5}\b")
 
 
-def test_the_scan_for_sources_finds_the_parts() -> None:
-    found = {parameter.id for parameter in SOURCED}
-    assert {"algo-bc", "algo-ppo", "algo-dppo", "process-diffusion", "process-flow"} <= found
+def test_an_algorithm_or_process_says_where_its_equations_are_from() -> None:
+    """A line 'Source:' with the paper and its equations, in the class or at the top of its file."""
+    parts = [
+        (f"{group}={name}", f"{ast.get_docstring(tree) or ''}\n{ast.get_docstring(node) or ''}")
+        for group in ("algo", "process")
+        for name, _, tree, node in registered_classes(group)
+    ]
+    assert {"algo=bc", "algo=ppo", "algo=dppo", "process=diffusion", "process=flow"} <= dict(parts).keys()
+    assert not [part for part, text in parts if not SOURCE.search(text)]
 
 
-@pytest.mark.parametrize(("tree", "node"), SOURCED)
-def test_an_algorithm_or_process_says_where_its_equations_are_from(
-    tree: ast.Module, node: ast.ClassDef
-) -> None:
-    own = f"{ast.get_docstring(tree) or ''}\n{ast.get_docstring(node) or ''}"
-    assert SOURCE.search(own), f"{node.name}: add a 'Source:' line with the paper and its equations"
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        path
-        for path in MODULES
-        if path.parent.name == "processes"
-        or name_of(path) in ("policies/samplers/loop.py", "algos/onpolicy/functional.py")
-        if path.name != "__init__.py"
-    ],
-    ids=name_of,
-)
-def test_a_file_of_equations_names_their_source(path: Path) -> None:
-    assert re.search(r"arXiv[ :]*(\d{4}\.\d{4,5})|\d{4}\.\d{5}", docstrings(tree_of(path)))
+def test_a_file_of_equations_names_its_papers() -> None:
+    files = {*python_files("policies/processes"), REPOSITORY / "policies/samplers/loop.py"}
+    files |= {REPOSITORY / "algos/onpolicy/functional.py"}
+    named = {name_of(path): PAPER.search(docstrings(parse(path))) for path in files}
+    assert not [name for name, paper in named.items() if paper is None and not name.endswith("__init__.py")]
 
 
 # -- size -----------------------------------------------------------------------------------------------
@@ -458,7 +468,7 @@ def test_nothing_outgrows_the_longest_of_today(record_property: Callable[[str, o
     too_long = []
     for path in MODULES:
         sizes = [(name_of(path), len(path.read_text().splitlines()), FILE_LINES, LONGEST_FILE)]
-        for node in ast.walk(tree_of(path)):
+        for node in ast.walk(parse(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None:
                 length = node.end_lineno - node.lineno + 1
                 sizes.append((f"{name_of(path)}::{node.name}", length, FUNCTION_LINES, LONGEST_FUNCTION))

@@ -92,7 +92,7 @@ class _Renaming:
         if renamed := RENAMED.get({}):
             package = result.header.get("package")
             group = config_path.rpartition("/")[0].replace("/", ".")
-            above = {None: group, "_global_": "", "_group_": group}.get(package, package)
+            above = {None: group, "_global_": "", "_group_": group}.get(package, package or "")
             content: Any = OmegaConf.to_container(result.config, resolve=False)
             for former, present in renamed.items():
                 _rename(content, above, former, present)

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from policies.composition.policy import ComposedPolicy
 from policies.denoising import DenoisingPolicy
-from policies.energy_policies import DescentPolicy
 from policies.errors import ExportError
 from policies.export.onnx_graph import Traceable, observation_of, random_inputs, refuse_foreign_loops
 from policies.policy import Policy
 from policies.protocols import Cond
+from policies.samplers.descent import DescentPolicy
 from policies.samplers.step_table import Coefficients, StepTable
 
 _SPELLED_OUT = ("x0_x", "x0_pred", "eps_x", "eps_pred", "slope", "to_x0", "to_eps")

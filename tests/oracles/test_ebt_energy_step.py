@@ -17,10 +17,10 @@ from official_networks import read
 from torch import Tensor, nn
 
 from policies.build import build_policy
-from policies.energy_policies import Descent, DescentPolicy
 from policies.policy import PolicyConfig
 from policies.processes.ebt import EnergyDescent
 from policies.protocols import TE, Cond
+from policies.samplers.descent import Descent, DescentPolicy
 
 STATES, GRADIENTS = 2e-5, 1e-5
 """Tolerances stated with the reference numbers."""

@@ -14,10 +14,10 @@ from two_modes import LEVEL, two_mode_setup
 
 from algos.bc import BcConfig
 from policies.backbones.mlp import MlpConfig
-from policies.energy_policies import Descent, DescentPolicy
 from policies.errors import CapabilityError, ConfigError
 from policies.processes.ebt import EnergyDescent
 from policies.protocols import TE, ChainPolicy, Cond
+from policies.samplers.descent import Descent, DescentPolicy
 from policies.samplers.hooks import Guidance
 
 

@@ -21,7 +21,6 @@ from policies.backbones.mlp import MlpConfig
 from policies.backbones.switched import SwitchedField
 from policies.backbones.transformer import TransformerConfig
 from policies.backbones.unet1d import Unet1dConfig
-from policies.energy_policies import Descent, EnergyPolicy
 from policies.errors import ConfigError
 from policies.export.export import export_onnx
 from policies.export.onnx_graph import arrays_of, random_inputs
@@ -32,6 +31,7 @@ from policies.processes.energy import ScoreEnergy
 from policies.protocols import Cond
 from policies.runner import MODEL
 from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.descent import Descent, EnergyPolicy
 
 BACKBONES = {
     "mlp-relu": MlpConfig(width=8, time_dim=4),

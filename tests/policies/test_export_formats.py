@@ -11,7 +11,6 @@ import torch
 from small_policies import GOAL_DIM, OBS_DIM, small_policy
 
 from policies.composition.policy import compose
-from policies.energy_policies import Descent
 from policies.errors import CheckpointError, ExportError
 from policies.export.export import export_onnx
 from policies.export.exported_policy import ExportedPolicy
@@ -29,6 +28,7 @@ from policies.processes.regression import Mip
 from policies.processes.shortcut import Shortcut
 from policies.processes.squashed import TanhGaussianProcess
 from policies.samplers.ddpm import DDIM, DDPM
+from policies.samplers.descent import Descent
 from policies.samplers.ode import DPMpp2M, Euler
 from policies.wrappers.best_of_n import BestOfN, Selection
 from policies.wrappers.score_correction import Perturbation

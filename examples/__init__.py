@@ -1,0 +1,1 @@
+"""Short programs that use the parts without command line, trainer or Hydra, readable from top to bottom."""

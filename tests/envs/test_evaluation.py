@@ -248,17 +248,17 @@ def test_the_hash_covers_the_protocol_and_not_the_policy() -> None:
 def test_the_hash_covers_the_content_of_a_file_and_not_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def protocol(path: object) -> dict[str, Any]:
+    def content_of(path: object) -> dict[str, Any]:
         task = env("adroit-door", starts=str(path))
         return protocol.described(task, EvaluationSettings(), task)
 
     monkeypatch.chdir(tmp_path)
     for name, content in (("one", "starts"), ("same", "starts"), ("other", "other starts")):
         Path(name).write_text(content)
-    one = protocol("one")
-    assert protocol(tmp_path / "one") == protocol("same") == one != protocol("other")
+    one = content_of("one")
+    assert content_of(tmp_path / "one") == content_of("same") == one != content_of("other")
     Path("one").write_text("changed")
-    assert protocol("one") != one
+    assert content_of("one") != one
 
 
 def test_the_protocol_has_the_versions_of_what_a_task_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def require_together(config: TrainConfig) -> None:
     from algos.offline.batched_seeds import ONE_BY_ONE  # a single run has no use for these modules
     from algos.offline.config import OfflineConfig
 
-    name = registry.name_of("algo", config.algo)
+    name, autocast = registry.name_of("algo", config.algo), getattr(config.algo, "autocast", None)
     if not isinstance(config.algo, OfflineConfig):
         able = [algo for algo, part in registry.parts("algo").items() if issubclass(part, OfflineConfig)]
         raise ConfigError(
@@ -128,7 +128,7 @@ def require_together(config: TrainConfig) -> None:
         raise ConfigError(
             f"seeds=[…] is for actors that algo={name} makes itself; got init={config.init}. {ONE_BY_ONE}"
         )
-    if config.device == "cpu" and config.algo.autocast is None:
+    if config.device == "cpu" and autocast is None:
         _log.info(
             "on a CPU in float32, seeds together take about as long as one after the other; on one with AMX "
             "or AVX512_BF16 they take less with algo.autocast=bfloat16."

@@ -66,12 +66,12 @@ def test_arguments_are_explained_by_their_docstring() -> None:
 @pytest.mark.parametrize(
     ("write", "options", "message"),
     [
-        (write_d4rl, {"d4rl_compt": True}, r"data\.d4rl_compt is no option of any format\. Did you mean"),
+        (write_d4rl, {"d4rl_compt": True}, r"reader\.d4rl_compt is no option of any format\. Did you mean"),
         (write_d4rl, {"scaled": True}, r"reader\.scaled is an option of dppo; .*toy-v0 is d4rl, whose"),
         (write_robomimic, {"infos": True}, r"reader\.infos is an option of d4rl and minari; .* is robomimic"),
         (write_d4rl, {"max_episode_steps": "long"}, r"of d4rl must be a whole number or null; got 'long'"),
         (write_d4rl, {"max_episode_steps": True}, r"must be a whole number or null; got True"),
-        (write_d4rl, {"max_episode_steps": 0}, r"reader\.max_episode_steps at least 1, or null; got 0"),
+        (write_d4rl, {"max_episode_steps": 0}, r"reader\.max_episode_steps must be at least 1, or null; got 0"),
         (write_d4rl, {"d4rl_compat": 1}, r"reader\.d4rl_compat of d4rl must be true or false; got 1"),
         (write_minari, {"obs_keys": "observation"}, r"minari must be a list of a text or null; got 'obs"),
         (write_minari, {"obs_keys": [1]}, r"must be a list of a text or null; got \[1\]"),

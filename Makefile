@@ -1,6 +1,6 @@
 # Two commands do everything; each makes its environment from the pins when it is missing.
 #   make demo   the whole path on a real MuJoCo task, in a few minutes on two cores
-#   make test   the test suite
+#   make test   the test suite; make test-all: with every combination of parts, instead of every pair of them
 # and, with every simulator and format package, of which robosuite needs a C compiler: make full, make test-full
 PYTHON ?= python3
 VENV   := .venv
@@ -14,13 +14,16 @@ EXTRAS  = $(shell $(PYTHON) -c "import tomllib as t; \
     print(*t.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'], sep=',')")
 NO_DEPS := robomimic d4rl gym metaworld
 
-.PHONY: demo test test-full lint bench env full clean
+.PHONY: demo test test-all test-full lint bench env full clean
 
 demo: $(READY)
 	$(BIN)/burnish-demo
 
 test: $(READY)
 	$(BIN)/python $(TEST)
+
+test-all: $(READY)
+	$(BIN)/python $(TEST) --all
 
 test-full: $(FULL)/.ready
 	$(FULL)/bin/python $(TEST)

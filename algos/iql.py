@@ -14,10 +14,9 @@ Source: IQL, arXiv 2110.06169; order, constants and the deterministic actor of a
 reproduction (CORL).
 
 Deviations from that reproduction:
-    * the Gaussian learns its log-variance (`policies.networks.heads`), there the log of its deviation: a
-    step of Adam
-      moves the latter half as far; start (1) and limits of the deviation are the same;
-    * `normalize_returns` is about returns of whole episodes; there, an episode without an end loses its last row,
+    * the Gaussian learns its log-variance (`policies.networks.heads`), there the log of its deviation: a step
+      of Adam moves the latter half as far; start (1) and limits of the deviation are the same;
+    * `normalize_returns` uses returns of whole episodes; there, an episode without an end loses its last row,
       and is then cut at every thousandth one, so that cuts slide into its neighbours;
     * no dropout: published for Adroit, and there given to a Gaussian actor, which ignores it.
 """

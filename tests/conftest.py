@@ -11,19 +11,24 @@ from pathlib import Path
 
 import absl.logging
 import numpy as np
+import pairwise
 import pytest
 import torch
+from hydra.core.config_store import ConfigStore
 from hypothesis import HealthCheck, settings
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the folder of reference numbers."""
+    """Add the folder of reference numbers, and the switch from pairs of parts to all combinations."""
     parser.addoption(
         "--golden",
         default=str(REPOSITORY / "assets" / "golden"),
         help="folder of reference files; every oracle runs over every file whose name matches its pattern",
+    )
+    parser.addoption(
+        "--all", action="store_true", help="every combination of parts, instead of every pair of them"
     )
 
 
@@ -34,6 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
     `--hypothesis-profile=explore` draws others.
     """
     torch.set_num_threads(1)
+    pairwise.everything = config.getoption("--all")
+    # Hydra copies the store of configurations for every group it looks up, which takes most of a composition.
+    # Nothing here changes a copy.
+    ConfigStore.__deepcopy__ = lambda self, memo: self
     # absl, which comes with mujoco, closes the stream of its handler when logging is configured anew, unless
     # that is standard error at this moment. While a test captures that, it would be pytest's own file.
     absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__

@@ -24,7 +24,7 @@ from algos.training.run_directory import RunDirectory
 from burnish.config.schema import compose_config, describe, restore, restore_part
 from burnish.runs.resolve import parts_of
 from envs.datasets import read_dataset, readers
-from envs.datasets.formats.hdf5 import read_hdf5, write_hdf5
+from envs.datasets.files.hdf5 import read_hdf5, write_hdf5
 from envs.datasets.inspect import describe_file
 from policies.errors import CheckpointError, ConfigError, DatasetError, WriteError
 from policies.processes.diffusion import VPDiffusion

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from messages import mentions
 
 from benchmarks import pages
 from benchmarks.simulators import __main__ as simulators
@@ -59,9 +61,9 @@ def test_speeds_are_executed_steps_per_second_of_the_side_s_own_clock_without_re
 
 
 def test_nothing_is_timed_where_the_sides_differ() -> None:
-    with pytest.raises(SystemExit, match=r"task: exact and peer differ by 1\.0e-03; nothing was timed"):
+    with pytest.raises(SystemExit, match=mentions("1.0e-03")):
         measure(case(1e-9, ours=1e-3), rounds=1)
-    with pytest.raises(SystemExit, match="differ by nan"):
+    with pytest.raises(SystemExit, match=mentions("nan")):
         measure(case(1e-9, peer=float("nan")), rounds=1)
     assert measure(case(None, ours=1.0), rounds=1).difference is None
 
@@ -73,7 +75,7 @@ def test_unknown_names_are_answered_with_the_known_ones(
     with pytest.raises(SystemExit):
         simulators.main()
     message = capsys.readouterr().err
-    assert "unknown env hoper; choose among avoid, " in message and " transport" in message
+    assert re.search(mentions("hoper avoid transport"), message)
 
 
 def test_the_page_says_what_the_numbers_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from pairwise import repeated
 from small_cloning import PROCESSES, finish, tiny, weights
 from two_modes import LEVEL, two_mode_dataset, two_mode_setup
 
@@ -35,7 +36,7 @@ def test_every_process_trains_and_reports(process: object) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("process", [RectifiedFlow(), VPDiffusion(num_levels=10, prediction="x0")])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", repeated([0, 1, 2]))
 def test_both_modes_are_learned_within_1500_steps(process: object, seed: int) -> None:
     config = BcConfig(
         steps=1500, batch_size=128, lr=3e-3, log_every=500, validation_fraction=0.1, validation_samples=16

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 from small_cloning import finish, tiny, weights
 
 from algos.base import Setup
@@ -106,18 +107,18 @@ def test_a_policy_without_eyes_trains_from_the_same_file_without_reading_images(
 
 def test_data_without_the_images_of_a_policy_are_refused() -> None:
     data = told_by_pictures()
-    with pytest.raises(ConfigError, match=r"this encoder needs images; got none. Use data with cameras"):
+    with pytest.raises(ConfigError, match=mentions("encoder=state")):
         tiny().build(setup(data.with_cameras(())))
-    with pytest.raises(ConfigError, match=r"at least 33 x 33 pixels; camera 'front' has 16 x 16"):
+    with pytest.raises(ConfigError, match=mentions("33 front 16")):
         tiny().build(setup(data, ResNetEncoderConfig()))
     init = tiny().build(setup(data)).snapshot()
-    with pytest.raises(ConfigError, match=r"images \(16, 16, 3\) of camera 'front', but .* has none"):
+    with pytest.raises(ConfigError, match=mentions("(16, 16, 3) front")):
         tiny().build(Setup(dataset=data.with_cameras(()), init=init))
 
 
 def test_learning_by_rollouts_refuses_a_policy_that_looks() -> None:
     init = tiny().build(setup(told_by_pictures(), process=GaussianProcess())).snapshot()
-    with pytest.raises(CapabilityError, match=r"algo=ppo learns from states.*cameras front.*algo=bc"):
+    with pytest.raises(CapabilityError, match=mentions("algo=ppo algo=bc")):
         PpoConfig(num_envs=1).build(Setup(env=env("avoid"), init=init, num_workers=0))
 
 

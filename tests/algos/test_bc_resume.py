@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from messages import mentions
 from small_cloning import PROCESSES, finish, tiny, weights
 from two_modes import two_mode_setup
 
@@ -72,7 +73,7 @@ def test_continuing_on_other_data_is_refused_even_when_there_is_as_much_of_it() 
     state = tiny().build(setup).state_dict()
     actions = setup.dataset.actions.clone()
     actions[3, 0] += 1e-3
-    with pytest.raises(CheckpointError, match="run on other data than"):
+    with pytest.raises(CheckpointError, match=mentions("init= data")):
         tiny().build(replace(setup, dataset=replace(setup.dataset, actions=actions))).load_state_dict(state)
     moved = replace(setup.dataset, meta={"source": "elsewhere.hdf5"})
     tiny().build(replace(setup, dataset=moved)).load_state_dict(state)
@@ -80,22 +81,20 @@ def test_continuing_on_other_data_is_refused_even_when_there_is_as_much_of_it() 
 
 def test_checkpoint_of_other_data_or_length_is_refused() -> None:
     state = tiny().build(two_mode_setup()).state_dict()
-    with pytest.raises(CheckpointError, match="run on other data than"):
+    with pytest.raises(CheckpointError, match=mentions("init= data")):
         tiny().build(two_mode_setup(num_episodes=10)).load_state_dict(state)
-    with pytest.raises(CheckpointError, match="240 windows; this dataset gives"):
+    with pytest.raises(CheckpointError, match=mentions("validation_fraction 240")):
         tiny(pad_end=False).build(two_mode_setup()).load_state_dict(state)
-    with pytest.raises(CheckpointError, match="run of 6 gradient steps, this one has 8"):
+    with pytest.raises(CheckpointError, match=mentions("algo.steps 6 8")):
         tiny(steps=8).build(two_mode_setup()).load_state_dict(state)
 
 
 def test_another_seed_or_start_is_refused_on_resuming() -> None:
     setup = two_mode_setup()
     state = tiny().build(setup).state_dict()
-    with pytest.raises(
-        CheckpointError, match=rf"seed must stay .*: {setup.seed}; got {setup.seed + 1}\. Res"
-    ):
+    with pytest.raises(CheckpointError, match=mentions(f"seed {setup.seed} {setup.seed + 1}")):
         tiny().build(replace(setup, seed=setup.seed + 1)).load_state_dict(state)
-    with pytest.raises(CheckpointError, match=r"policy to start from \(init\) must stay .*: None; got"):
+    with pytest.raises(CheckpointError, match=mentions("init None")):
         tiny().build(replace(setup, init=tiny().build(setup).snapshot())).load_state_dict(state)
     old = {name: value for name, value in state.items() if name not in ("seed", "init")}
     tiny().build(replace(setup, seed=setup.seed + 1)).load_state_dict(old)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import mentions
 from point_env import PointEnv
 from point_steering import AS_IT_IS, composed
 from torch import Tensor
@@ -145,7 +146,7 @@ def test_aggregates() -> None:
     assert aggregate(values, "subset_min", subset=torch.tensor([1, 2])).tolist() == [2.0, -1.0]
     expected = values.mean(0) - 0.5 * values.std(0, correction=0)
     torch.testing.assert_close(aggregate(values, "mean_std"), expected)
-    with pytest.raises(ConfigError, match="subset"):
+    with pytest.raises(ConfigError, match=mentions("subset_min mean_std")):
         aggregate(values, "subset_min")
 
 
@@ -194,7 +195,7 @@ def test_a_single_flow_action_has_the_gradient_of_its_finite_difference() -> Non
 def test_a_run_on_other_data_is_not_continued() -> None:
     state = run_of(Td3BcConfig(steps=8, **SIZES)).state_dict()
     other = Td3BcConfig(steps=8, **SIZES).build(Setup(dataset=bandit(seed=3), seed=1))
-    with pytest.raises(CheckpointError, match="dataset"):
+    with pytest.raises(CheckpointError, match=mentions("dataset")):
         other.load_state_dict(state)
 
 
@@ -286,7 +287,7 @@ def test_the_actor_waits_for_the_critics_and_its_targets_do_not() -> None:
 
 
 def test_a_warm_up_ends_before_the_run() -> None:
-    with pytest.raises(ConfigError, match=r"algo\.warmup_steps must be .* below algo\.steps; got 5"):
+    with pytest.raises(ConfigError, match=mentions("algo.warmup_steps algo.steps 5")):
         Td3BcConfig(steps=5, warmup_steps=5)
 
 
@@ -352,7 +353,7 @@ def test_deviations_of_the_guide_stay_within_their_limits() -> None:
 
 @pytest.mark.parametrize("kind", [*CONSTRAINED, IqlConfig])
 def test_only_a_policy_with_weights_of_its_own_is_tuned(kind: Any) -> None:
-    with pytest.raises(CapabilityError, match=r"init is a composition\. Train its members"):
+    with pytest.raises(CapabilityError, match=mentions("init composition")):
         run_of(small(kind), init=composed())
-    with pytest.raises(CapabilityError, match=r"init has 'steering' on top\. Train the policy below"):
+    with pytest.raises(CapabilityError, match=mentions("steering")):
         run_of(small(kind), init=AS_IT_IS.wrap(flow()))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import mentions
 from point_env import PointEnv
 from two_modes import two_mode_dataset
 
@@ -52,10 +53,10 @@ def make_run(init: Policy | None = None, **changes: Any) -> OnPolicy:
         (
             {},
             {"tuned_steps": 2},
-            r"inner steps \(algo\.tuned_steps\) must stay .*: 3; got 2\. Resume without",
+            "algo.tuned_steps 3 2",
         ),
-        ({"levels": 10}, {"sampler": "ddim", "denoising_steps": 4}, r"below which .*: 2\.5; got 5\.0\."),
-        ({"seed": 8}, {}, r"policy to start from \(init\).*Resume without the change, or start a new run"),
+        ({"levels": 10}, {"sampler": "ddim", "denoising_steps": 4}, "2.5 5.0"),
+        ({"seed": 8}, {}, "init"),
     ],
 )
 def test_changes_that_would_corrupt_a_resumed_run_are_refused(
@@ -63,7 +64,7 @@ def test_changes_that_would_corrupt_a_resumed_run_are_refused(
 ) -> None:
     state = from_plain(to_plain(make_run().state_dict()))
     changed = make_run(make_init(**init), **changes)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=mentions(message)):
         changed.load_state_dict(state)
     make_run().load_state_dict(state)
 
@@ -89,9 +90,7 @@ def start_from_nothing(algo: Any, process: Any, activation: str) -> Any:
 def test_a_new_policy_stays_what_it_was(algo: Any, process: Any) -> None:
     """Its weights would fit another activation, and mean something else."""
     state = from_plain(to_plain(start_from_nothing(algo, process, "mish").state_dict()))
-    with pytest.raises(
-        CheckpointError, match=r"policy\.parts\.backbone\.activation must stay .*: mish; got relu"
-    ):
+    with pytest.raises(CheckpointError, match=mentions("policy.parts.backbone.activation relu")):
         start_from_nothing(algo, process, "relu").load_state_dict(state)
     start_from_nothing(algo, process, "mish").load_state_dict(state)
 

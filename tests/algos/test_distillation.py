@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import mentions
 from small_cloning import finish, tiny, weights
 from torch import Tensor, nn
 from two_modes import two_mode_setup
@@ -137,35 +138,35 @@ def test_resuming_needs_the_same_teacher() -> None:
     rows = [finish(run)[-1]["policy/loss"] for run in (first, again)]
     assert torch.equal(*rows)
     for other in (setup_with(exact_teacher()), replace(setup_with(exact_teacher()), teacher=None)):
-        with pytest.raises(CheckpointError, match=r"policy to learn from \(algo.teacher\) must stay"):
+        with pytest.raises(CheckpointError, match=mentions("algo.teacher")):
             tiny().build(other).load_state_dict(first.state_dict())
 
 
 @pytest.mark.parametrize(
     ("teacher", "message"),
     [
-        (lambda: fresh(GaussianProcess()), "path to follow .*got process=gaussian"),
-        (lambda: fresh(Regression()), "path to follow .*got process=regression"),
-        (lambda: fresh(Consistency()), "path to follow .*got process=consistency"),
-        (lambda: fresh(RectifiedFlow(), horizon=4), "must have the policy.horizon .*got 4 and 2"),
-        (lambda: fresh(RectifiedFlow(), obs_steps=2), "must have the policy.obs_steps .*got 2 and 1"),
+        (lambda: fresh(GaussianProcess()), "process=gaussian"),
+        (lambda: fresh(Regression()), "process=regression"),
+        (lambda: fresh(Consistency()), "process=consistency"),
+        (lambda: fresh(RectifiedFlow(), horizon=4), "policy.horizon 4 2"),
+        (lambda: fresh(RectifiedFlow(), obs_steps=2), "policy.obs_steps 2 1"),
         (
             lambda: fresh(RectifiedFlow(), normalizer={"state": "limits", "action": "gaussian"}),
-            "normalises actions otherwise",
+            "algo.teacher policy.normalizer",
         ),
-        (lambda: fresh(VPDiffusion(20, "linear")), "process.noise_max must be at most .*got 10"),
+        (lambda: fresh(VPDiffusion(20, "linear")), "process.noise_max 10"),
     ],
 )
 def test_a_teacher_that_does_not_fit_is_refused(teacher: Callable[[], Policy], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         tiny().build(setup_with(teacher()))
 
 
 def test_a_process_without_use_for_a_teacher_is_refused() -> None:
     setup = replace(two_mode_setup(process=RectifiedFlow()), teacher=exact_teacher())
-    with pytest.raises(ConfigError, match=r"process=consistency\); got process=flow"):
+    with pytest.raises(ConfigError, match=mentions("process=consistency process=flow")):
         tiny().build(setup)
-    with pytest.raises(ConfigError, match=r"algo.teacher must be loaded into setup.teacher"):
+    with pytest.raises(ConfigError, match=mentions("algo.teacher setup.teacher")):
         tiny(teacher="runs/somewhere").build(two_mode_setup(process=Consistency()))
 
 
@@ -181,5 +182,5 @@ def test_the_command_loads_the_teacher_of_a_run(tmp_path: Path) -> None:
     facts = run.directory.config["algo"]
     assert Path(facts["teacher"]) == (teacher.path / "checkpoints" / "2" / "policy").resolve()
     assert run.load_policy().act(torch.zeros(1, 1, run.load_policy().obs_dim)).isfinite().all()
-    with pytest.raises(CheckpointError, match=r"algo\.teacher=nowhere does not exist"):
+    with pytest.raises(CheckpointError, match=mentions("algo.teacher=nowhere")):
         burnish.train("process=consistency", dataset=demonstrations, **{**common, "algo.teacher": "nowhere"})

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from messages import mentions
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, ValidationError
 from point_dppo import SMALL, make_init
@@ -39,15 +40,31 @@ def test_config_is_a_structured_config() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"actor_lr": 2e-5, "actor_min_lr": 1e-4}, "actor_min_lr"),
+        ({"actor_lr_warmup": 10, "actor_lr_cycle": 10, "paper_compat": True}, "actor_lr_warmup"),
+        ({"sampler": "euler"}, "algo.sampler ddpm ddim euler"),
+        ({"eta": 0.0}, "deterministic density"),
+        ({"tuned_steps": 0}, "algo.tuned_steps 1 0"),
         ({"actor_lr": 2e-5, "actor_min_lr": 1e-4}, "actor_min_lr must not exceed"),
         ({"actor_lr_warmup": 10, "actor_lr_cycle": 10, "paper_compat": True}, "actor_lr_warmup must lie in"),
         ({"sampler": "euler"}, "algo.sampler must be one of ddpm, ddim; got 'euler'"),
         ({"eta": 0.0}, r"algo.eta must be .*; got 0\.0"),
         ({"tuned_steps": 0}, "algo.tuned_steps must be at least 1; got 0"),
         ({"batch_size": 0}, "algo.batch_size"),
-        ({"gamma": 1.5}, "algo.gamma must be in"),
-        ({"log_prob_reduction": "sum"}, "mean, per_step, joint"),
+        ({"gamma": 1.5}, "algo.gamma"),
+        ({"log_prob_reduction": "sum"}, "per_step"),
         ({"advantage_quantiles": (0.9, 0.1)}, "algo.advantage_quantiles"),
+        ({"min_log_prob_std": 0.0}, "algo.min_log_prob_std"),
+        ({"entropy_coef": 0.1}, "algo.entropy_coef 0 0.1"),
+        ({"batch_size": 1}, "algo.batch_size 2 algo.normalize_advantage=true"),
+        ({"advantage_quantiles": (0.5,)}, "algo.advantage_quantiles"),
+        ({"advantage_quantiles": (0.1, 0.2, 0.3)}, "algo.advantage_quantiles"),
+        ({"log_prob_range": (1.0,)}, "algo.log_prob_range"),
+        ({"log_prob_range": (5.0, math.nan)}, "algo.log_prob_range"),
+        ({"clip_range_rate": 1000.0}, "algo.clip_range_rate -100 100 1000"),
+        ({"clip_range_rate": math.nan}, "algo.clip_range_rate"),
+        ({"min_sampling_std": math.inf}, "algo.min_sampling_std finite"),
+        ({"actor_min_lr": math.inf, "paper_compat": True}, "algo.actor_min_lr"),
         ({"min_log_prob_std": 0.0}, r"algo.min_log_prob_std must be .*; got 0\.0"),
         ({"entropy_coef": 0.1}, r"algo.entropy_coef must be 0.*got 0\.1"),
         ({"batch_size": 1}, "algo.batch_size must be at least 2 with algo.normalize_advantage=true"),
@@ -62,7 +79,7 @@ def test_config_is_a_structured_config() -> None:
     ],
 )
 def test_bad_values_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         replace(SMALL, **change)
 
 
@@ -75,7 +92,7 @@ SIZES = [
 @pytest.mark.parametrize("value", [math.nan, -1.0])
 @pytest.mark.parametrize("name", SIZES)
 def test_numbers_that_cannot_be_meant_are_refused_by_name(name: str, value: float) -> None:
-    with pytest.raises(ConfigError, match=f"algo.{name} must be .*; got {value}"):
+    with pytest.raises(ConfigError, match=mentions(f"algo.{name} {value}")):
         replace(SMALL, **{name: value})
 
 
@@ -97,7 +114,7 @@ def test_a_composition_is_not_tuned(config: Any) -> None:
 def test_rising_rate_is_allowed_for_parity_only() -> None:
     rising = {"actor_lr": 2e-5, "actor_min_lr": 1e-4}
     assert replace(SMALL, paper_compat=True, **rising).actor_min_lr == 1e-4
-    with pytest.raises(ConfigError, match="actor_min_lr must not exceed actor_lr"):
+    with pytest.raises(ConfigError, match=mentions("actor_min_lr actor_lr")):
         replace(SMALL, **rising)
 
 
@@ -113,15 +130,15 @@ def test_unfit_setups_are_refused_before_work_starts() -> None:
 
     flow = PolicyConfig(process=RectifiedFlow(), backbone=MlpConfig(width=8, time_dim=4), act_steps=2)
     for setup, error, message in (
-        ({"init": None}, ConfigError, "algo=dppo fine-tunes a policy and got none"),
-        ({"init": make_init(), "env": None}, ConfigError, "algo=dppo learns in an environment"),
-        ({"init": make_init(), "env": WideEnv()}, ConfigError, "observation width 3.*width 2"),
+        ({"init": None}, ConfigError, "algo=dppo"),
+        ({"init": make_init(), "env": None}, ConfigError, "algo=dppo"),
+        ({"init": make_init(), "env": WideEnv()}, ConfigError, "env=point 3 2"),
         (
             {"init": make_init(levels=2)},
             ConfigError,
-            "tuned_steps must not exceed the 2 denoising steps; got 3",
+            "tuned_steps 2 3",
         ),
-        ({"init": build_policy(flow, obs_dim=2, action_dim=2)}, CapabilityError, "dppo needs.*RectifiedFlow"),
+        ({"init": build_policy(flow, obs_dim=2, action_dim=2)}, CapabilityError, "RectifiedFlow"),
     ):
-        with pytest.raises(error, match=message):
+        with pytest.raises(error, match=mentions(message)):
             SMALL.build(Setup(**({"env": NoEnv(), "num_workers": 0} | setup)))

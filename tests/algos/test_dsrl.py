@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 from point_env import PointEnv, PointStepper
 from point_steering import AS_IT_IS, changed, composed, dataset, flow, start
 from torch import Tensor
@@ -254,7 +255,7 @@ def test_a_run_is_not_continued_with_another_policy(change: str) -> None:
     run.advance()
     state = from_plain(to_plain(run.state_dict()))
     other = flow(scale=2.0) if change == "normaliser" else flow(seed=4)
-    with pytest.raises(CheckpointError, match=r"policy to start from \(init\) must stay"):
+    with pytest.raises(CheckpointError, match=mentions("init")):
         start(init=other).load_state_dict(state)
     start().load_state_dict(state)
     run.close()
@@ -267,8 +268,8 @@ def test_a_run_is_not_continued_with_another_mixture_of_the_same_policies(varian
     run.advance()
     state = from_plain(to_plain(run.state_dict()))
     other = start(changed(variant=variant), init=composed().with_weights(0.1, 0.9))  # type: ignore[attr-defined]
-    message = r"init\.composition\.weights must stay .*\(0\.5, 0\.5\); got \(0\.1, 0\.9\)"
-    with pytest.raises(CheckpointError, match=message):
+    message = "init.composition.weights (0.5, 0.5) (0.1, 0.9)"
+    with pytest.raises(CheckpointError, match=mentions(message)):
         other.load_state_dict(state)
     start(changed(variant=variant), init=composed()).load_state_dict(state)
     run.close()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import mentions
 from point_steering import AS_IT_IS, SMALL, changed, composed, flow, start
 
 from algos.dsrl import DsrlConfig, SteeredActor
@@ -61,7 +62,7 @@ def test_no_squashed_normal_distribution_has_more_entropy_than_is_said_to_be_the
 @every_variant
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_another_precision_than_that_of_the_replay_is_refused(variant: str, dtype: torch.dtype) -> None:
-    with pytest.raises(CapabilityError, match=rf"algo=dsrl .*single precision .*{dtype}\. Call \.float\(\)"):
+    with pytest.raises(CapabilityError, match=mentions(f"algo=dsrl {dtype}")):
         start(changed(variant=variant), init=flow().to(dtype))
     start(changed(variant=variant), init=flow().to(dtype).float()).close()
 
@@ -70,12 +71,12 @@ def test_another_precision_than_that_of_the_replay_is_refused(variant: str, dtyp
 def test_an_entropy_that_the_actor_cannot_have_is_refused(variant: str) -> None:
     """Else the temperature grows as long as the run lasts."""
     start(changed(variant=variant, target_entropy=6 * 0.68)).close()
-    with pytest.raises(ConfigError, match=r"algo.target_entropy must be below 4.102.*6 numbers.*got 4.2"):
+    with pytest.raises(ConfigError, match=mentions("algo.target_entropy 4.102 6 4.2")):
         start(changed(variant=variant, target_entropy=4.2))
     start(changed(variant=variant, target_entropy=4.2, learn_alpha=False)).close()
     start(changed(variant=variant, target_entropy=4.2, steering=AS_IT_IS)).close()
     narrower = dataclasses.replace(SMALL.steering, adapter="row_repeat")
-    with pytest.raises(ConfigError, match=r"below 1.367.*2 numbers"):
+    with pytest.raises(ConfigError, match=mentions("1.367 2")):
         start(changed(variant=variant, target_entropy=1.4, steering=narrower))
 
 
@@ -105,13 +106,13 @@ def test_the_temperature_settles_at_a_target_that_can_be_reached() -> None:
 
 @pytest.mark.parametrize("process", [Mip(), Regression(), TanhGaussianProcess()])
 def test_a_policy_that_is_deaf_to_its_noise_is_refused(process: Any) -> None:
-    with pytest.raises(CapabilityError, match=rf"algo=dsrl.*no influence.*{type(process).__name__}"):
+    with pytest.raises(CapabilityError, match=mentions(f"algo=dsrl noise {type(process).__name__}")):
         start(init=flow(process))
 
 
 def test_a_composition_that_draws_at_every_step_is_refused() -> None:
     members = [flow(VPDiffusion(num_levels=4), seed=seed) for seed in (1, 2)]
-    with pytest.raises(CapabilityError, match=r"algo=dsrl.*draws more"):
+    with pytest.raises(CapabilityError, match=mentions("algo=dsrl sampler.eta=0")):
         start(init=compose(members, (0.5, 0.5)))
 
 
@@ -130,22 +131,22 @@ def test_a_composition_of_random_steps_is_steered_by_as_many_steps_without_noise
 
 @pytest.mark.parametrize("process", [Mip(), Regression(), TanhGaussianProcess()])
 def test_a_policy_that_is_deaf_to_its_noise_is_refused_whatever_steps_are_asked_for(process: Any) -> None:
-    with pytest.raises(CapabilityError, match=rf"algo=dsrl.*no influence.*{type(process).__name__}"):
+    with pytest.raises(CapabilityError, match=mentions(f"algo=dsrl noise {type(process).__name__}")):
         start(changed(denoising_steps=3), init=flow(process))
 
 
 @pytest.mark.parametrize(
     ("init", "message"),
     [
-        (flow(Regression(start_noise=True)), r"any number of steps; sampler=direct does not. Leave it out"),
+        (flow(Regression(start_noise=True)), "sampler=direct"),
         (
             flow(Consistency()),
-            r"denoising_steps=3 leaves .* sampler=consistency, which draws .*denoising_steps=1",
+            "denoising_steps=3 sampler=consistency denoising_steps=1",
         ),
     ],
 )
 def test_steps_are_refused_where_they_would_have_no_effect_or_not_suffice(init: Policy, message: str) -> None:
-    with pytest.raises(CapabilityError, match=message) as refused:
+    with pytest.raises(CapabilityError, match=mentions(message)) as refused:
         start(changed(denoising_steps=3), init=init)
     assert "chooses one with algo.denoising_steps" not in str(refused.value)
 
@@ -186,7 +187,7 @@ def test_what_is_accepted_is_decided_by_its_latents_alone(init: Policy) -> None:
 
 @pytest.mark.parametrize("latents", ["box", "mixture"])
 def test_latents_without_a_box_are_not_compared_in_one(latents: str) -> None:
-    with pytest.raises(ConfigError, match=r"algo.distillation_latents must be gaussian.*density=gaussian"):
+    with pytest.raises(ConfigError, match=mentions("algo.distillation_latents density=gaussian")):
         start(changed(distillation_latents=latents, steering=AS_IT_IS))
 
 
@@ -202,22 +203,22 @@ def test_settings_that_a_steered_policy_does_not_take_over_are_told(caplog: Any)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"variant": "sac"}, r"\(algo.variant\) must stay .*: na; got sac"),
-        ({"steering": {"bound": 2.5}}, r"\(algo.steering.bound\) must stay .*: 1.5; got 2.5"),
+        ({"variant": "sac"}, "algo.variant sac"),
+        ({"steering": {"bound": 2.5}}, "algo.steering.bound 1.5 2.5"),
         (
             {"steering": {"density": "gaussian"}},
-            r"\(algo.steering.density\) must stay .*: tanh; got gaussian",
+            "algo.steering.density gaussian",
         ),
         (
             {"denoising_steps": 3},
-            r"\(algo.denoising_steps, its sampler\) must stay .*Euler\(.*; got Euler\(.*steps=3,",
+            "algo.denoising_steps steps=3",
         ),
-        ({"steering": {"adapter": "row_repeat"}}, r"\(algo.steering.adapter\) must stay .*: full; got row_"),
+        ({"steering": {"adapter": "row_repeat"}}, "algo.steering.adapter row_"),
         (
             {"steering": {"activation": "relu"}},
-            r"the actor \(algo.steering.activation\) must stay .*: tanh; got relu",
+            "algo.steering.activation relu",
         ),
-        ({"critic_activation": "mish"}, r"critics \(algo.critic_activation\) must stay .*: tanh; got mish"),
+        ({"critic_activation": "mish"}, "algo.critic_activation mish"),
     ],
 )
 def test_what_latents_mean_does_not_change_when_a_run_is_continued(
@@ -227,6 +228,6 @@ def test_what_latents_mean_does_not_change_when_a_run_is_continued(
     run.advance()
     state = from_plain(to_plain(run.state_dict()))
     steering = dataclasses.replace(SMALL.steering, **changes.get("steering", {}))
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=mentions(message)):
         start(changed(**(changes | {"steering": steering}))).load_state_dict(state)
     run.close()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 
 from algos.gpc import (
     EstimateSettings,
@@ -152,7 +153,7 @@ def test_equal_members_leave_the_weight_open() -> None:
 def test_only_convex_weights_are_estimated() -> None:
     policy = members((0.1, 0.0), (0.2, 0.0))
     product = compose(policy.fields, [0.5, 0.5], operator="product")
-    with pytest.raises(CapabilityError, match="operator=convex only"):
+    with pytest.raises(CapabilityError, match=mentions("operator=convex")):
         estimate_weights(product, gaussian_data((0.0, 0.0)))
 
 
@@ -208,9 +209,9 @@ def test_grids() -> None:
     assert len(SearchSettings().weights(2, "convex")) == 11
     assert len(SearchSettings().weights(3, "or")) == 21 and len(SearchSettings().weights(4, "convex")) == 35
     assert SearchSettings(candidates=[[1, 2]]).weights(2, "cfg_sum") == [(1.0, 2.0)]
-    with pytest.raises(ConfigError, match="no natural grid"):
+    with pytest.raises(ConfigError, match=mentions("operator=product")):
         SearchSettings().weights(2, "product")
-    with pytest.raises(ConfigError, match="each with 3 numbers"):
+    with pytest.raises(ConfigError, match=mentions("search.candidates 3")):
         SearchSettings(candidates=[[1, 2]]).weights(3, "product")
     with pytest.raises(ConfigError, match=r"search\.keep must be one entry fewer.*; got"):
         SearchSettings(episodes=(20,), keep=(3,))

@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 from point_env import PointEnv
 
 from algos.base import Setup
@@ -104,21 +105,21 @@ def test_missing_timeouts_are_counted_and_said_once(tmp_path: Path, caplog: Any)
 
 
 BAD: dict[str, tuple[str, Any, str]] = {
-    "nan in observations": ("observations", np.full((FRAMES, 2), np.nan), "must be finite; got nan"),
-    "nan in actions": ("actions", np.full((FRAMES, 2), np.nan), "must be finite; got nan"),
-    "infinite reward": ("rewards", np.full(FRAMES, np.inf), "must be finite; got inf"),
-    "nan in flags": ("terminals", np.full(FRAMES, np.nan), "must be 0 or 1 in every row"),
-    "a row less": ("actions", np.zeros((FRAMES - 1, 2)), "must have 60 rows"),
-    "an axis less": ("actions", np.zeros(FRAMES), "must have shape"),
-    "rewards per dimension": ("rewards", np.zeros((FRAMES, 2)), "must have shape"),
-    "no width": ("actions", np.zeros((FRAMES, 0)), "must have shape"),
+    "nan in observations": ("observations", np.full((FRAMES, 2), np.nan), "finite nan"),
+    "nan in actions": ("actions", np.full((FRAMES, 2), np.nan), "finite nan"),
+    "infinite reward": ("rewards", np.full(FRAMES, np.inf), "finite inf"),
+    "nan in flags": ("terminals", np.full(FRAMES, np.nan), "terminals 0 1"),
+    "a row less": ("actions", np.zeros((FRAMES - 1, 2)), "actions 60"),
+    "an axis less": ("actions", np.zeros(FRAMES), "shape"),
+    "rewards per dimension": ("rewards", np.zeros((FRAMES, 2)), "shape"),
+    "no width": ("actions", np.zeros((FRAMES, 0)), "shape"),
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_what_cannot_be_learned_from_is_one_error_with_file_and_key(tmp_path: Path, kind: str) -> None:
     key, value, message = BAD[kind]
-    with pytest.raises(DatasetError, match=message) as refused:
+    with pytest.raises(DatasetError, match=mentions(message)) as refused:
         read_dataset(written(tmp_path / "bad.hdf5", **{key: value}))
     assert "bad.hdf5" in str(refused.value) and f"'{key}'" in str(refused.value)
 
@@ -128,7 +129,7 @@ def test_a_file_without_a_step_is_refused(tmp_path: Path) -> None:
         "observations": np.zeros((0, 2)), "actions": np.zeros((0, 2)), "rewards": np.zeros(0),
         "terminals": np.zeros(0, bool), "timeouts": np.zeros(0, bool),
     }  # fmt: skip
-    with pytest.raises(DatasetError, match="at least one row"):
+    with pytest.raises(DatasetError, match=mentions("observations (0, 2)")):
         read_dataset(written(tmp_path / "empty.hdf5", **empty))
 
 
@@ -136,7 +137,7 @@ def test_a_recording_of_single_cut_steps_has_no_transition(tmp_path: Path) -> No
     cut = {"terminals": np.zeros(FRAMES, bool), "timeouts": np.ones(FRAMES, bool)}
     path = written(tmp_path / "single.hdf5", **cut)
     assert len(read_dataset(path).transition_frames) == 0
-    with pytest.raises(DatasetError, match="60 that are the last of cut episodes, so there is no transition"):
+    with pytest.raises(DatasetError, match=mentions("60 episodes transition")):
         run_on(path)
 
 
@@ -144,9 +145,7 @@ def test_a_recording_of_single_cut_steps_has_no_transition(tmp_path: Path) -> No
 def test_rewards_that_are_all_zero_are_refused_with_what_to_do(tmp_path: Path, changes: Any) -> None:
     rewards = np.full(FRAMES, -changes.get("reward_shift", 0.0))
     path = written(tmp_path / "poor.hdf5", rewards=rewards)
-    with pytest.raises(
-        ConfigError, match=r"poor\.hdf5: all 60 rewards are .*algo=iql .*reader\.task=.*algo=bc"
-    ):
+    with pytest.raises(ConfigError, match=mentions("poor.hdf5 60 algo=iql reader.task= algo=bc")):
         run_on(path, IqlConfig(**SMALL, **changes))
 
 

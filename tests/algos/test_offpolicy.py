@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import mentions
 from point_env import PointEnv
 from point_steering import changed, dataset, flow, start
 from torch import Tensor, nn
@@ -261,7 +262,7 @@ def test_a_share_of_the_batches_comes_from_the_dataset() -> None:
     run._collect()
     batch = run.source.draw(400, torch.Generator().manual_seed(0))
     assert int((batch.reward > 6).sum()) == 100  # rewards of the task are below 1
-    with pytest.raises(ConfigError, match=r"algo=dsrl.*offline_ratio=0.25.*Give dataset="):
+    with pytest.raises(ConfigError, match=mentions("algo=dsrl offline_ratio=0.25 dataset=")):
         start(changed(offline_ratio=0.25))
     run.close()
 
@@ -277,7 +278,7 @@ def test_a_dataset_has_to_end_as_the_task_does(caplog: pytest.LogCaptureFixture)
 
     ending = dataset()
     cut = replace(ending, terminated=ending.truncated, truncated=ending.terminated)
-    with pytest.raises(ConfigError, match=r"no episode of dataset is terminated.*burnish collect"):
+    with pytest.raises(ConfigError, match=mentions("env.terminate_on_success=true")):
         start(changed(offline_ratio=0.25), env=Ending(), dataset=cut)
     start(changed(offline_ratio=0.25), env=Ending(), dataset=ending).close()
     start(changed(offline_ratio=0.25), env=Ending(terminate_on_success=False), dataset=cut).close()
@@ -330,15 +331,13 @@ def test_the_temperature_approaches_the_target_entropy() -> None:
     ],
 )  # fmt: skip
 def test_senseless_settings_are_refused(name: str, values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"algo.{name}"):
+    with pytest.raises(ConfigError, match=mentions(f"algo.{name}")):
         changed(**values)
 
 
 @pytest.mark.parametrize(("ratio", "rows"), [(0.05, 8), (0.95, 8), (0.5, 1), (0.0019, 256)])
 def test_a_share_that_rounds_to_no_row_or_to_all_is_refused(ratio: float, rows: int) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"algo.offline_ratio must be 0, .*batch_size={rows} .*raise.*; got {ratio}"
-    ):
+    with pytest.raises(ConfigError, match=mentions(f"algo.offline_ratio 0 batch_size={rows} {ratio}")):
         changed(offline_ratio=ratio, batch_size=rows)
 
 
@@ -354,7 +353,7 @@ def test_a_share_that_is_taken_holds_rows_of_both(ratio: float, rows: int, count
 
 
 def test_a_sampler_that_draws_at_every_step_is_refused_with_advice() -> None:
-    with pytest.raises(CapabilityError, match=r"algo=dsrl.*VPDiffusion.*DDPM.*sampler=ddim"):
+    with pytest.raises(CapabilityError, match=mentions("algo=dsrl VPDiffusion DDPM sampler=ddim")):
         start(init=flow(VPDiffusion(num_levels=4)))
 
 
@@ -379,13 +378,13 @@ def test_a_diffusion_of_random_steps_is_steered_by_as_many_steps_without_noise_a
 
 
 def test_steps_of_a_policy_without_steps_are_refused() -> None:
-    with pytest.raises(CapabilityError, match=r"algo.denoising_steps=3.*got MixturePolicy"):
+    with pytest.raises(CapabilityError, match=mentions("algo.denoising_steps=3 MixturePolicy")):
         start(changed(denoising_steps=3), init=flow(MixtureProcess()))
-    with pytest.raises(ConfigError, match=r"algo.denoising_steps must be at least 1"):
+    with pytest.raises(ConfigError, match=mentions("algo.denoising_steps 1")):
         changed(denoising_steps=0)
 
 
 def test_a_run_that_ends_before_anything_is_learned_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"algo.warmup_steps must be at most algo.total_steps=60.*got 61"):
+    with pytest.raises(ConfigError, match=mentions("algo.warmup_steps algo.total_steps=60 61")):
         start(changed(warmup_steps=61))
     start(changed(warmup_steps=60)).close()

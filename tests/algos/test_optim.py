@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from messages import mentions
 from torch import nn
 
 from algos.optim import DelayedDecay, Ema, PowerDecay, check_schedule, restore_optimizer, warmup_cosine
@@ -33,13 +34,13 @@ def test_schedule_peaks_after_the_warmup_and_restarts() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"lr": 2e-5, "min_lr": 1e-4, "warmup": 0, "cycle": 10}, "actor_min_lr must not exceed"),
-        ({"lr": 0.0, "min_lr": 0.0, "warmup": 0, "cycle": 10}, "must be > 0"),
+        ({"lr": 2e-5, "min_lr": 1e-4, "warmup": 0, "cycle": 10}, "actor_min_lr"),
+        ({"lr": 0.0, "min_lr": 0.0, "warmup": 0, "cycle": 10}, "actor_lr actor_min_lr 0"),
         ({"lr": 1.0, "min_lr": 0.0, "warmup": 10, "cycle": 10}, "actor_lr_warmup"),
     ],
 )
 def test_schedule_that_cannot_be_meant_is_refused(values: dict[str, float], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         check_schedule("actor", **values)  # type: ignore[arg-type]
 
 

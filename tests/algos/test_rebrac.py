@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from messages import mentions
 from test_offline_specified import (
     ACTION,
     STATE,
@@ -222,5 +223,5 @@ def test_a_run_goes_on_with_its_states_alone() -> None:
     """Weights would fit other states, too."""
     state = run_of(RebracConfig(steps=4)).state_dict()
     run_of(RebracConfig(steps=4)).load_state_dict(state)
-    with pytest.raises(CheckpointError, match=r"policy\.normalizer\.state must stay .*got gaussian"):
+    with pytest.raises(CheckpointError, match=mentions("policy.normalizer.state gaussian")):
         run_of(RebracConfig(steps=4, normalize_states=True)).load_state_dict(state)

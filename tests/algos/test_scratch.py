@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from messages import mentions
 from point_env import PointEnv
 
 from algos.base import Setup
@@ -136,11 +137,11 @@ def test_identity_is_left_alone() -> None:
 
 
 def test_what_cannot_start_from_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"normalizer.state=limits. Use gaussian"):
+    with pytest.raises(ConfigError, match=mentions("normalizer.state=limits")):
         make_run(policy=shape(normalizer=PolicyConfig().normalizer))
-    with pytest.raises(ConfigError, match=r"bc_weight=0.1 keeps a policy near the one of init"):
+    with pytest.raises(ConfigError, match=mentions("bc_weight=0.1")):
         make_run(replace(SMALL, bc_weight=0.1))
-    with pytest.raises(CapabilityError, match=r"needs a Gaussian policy.*process=gaussian"):
+    with pytest.raises(CapabilityError, match=mentions("process=gaussian")):
         make_run(policy=shape(process=VPDiffusion(4)))
-    with pytest.raises(ConfigError, match="learns in an environment and got none"):
+    with pytest.raises(ConfigError, match=mentions("algo=ppo env=")):
         SMALL.build(Setup(policy=shape()))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import mentions
 from test_neighbors import costs, table
 
 from algos.offline import neighbor_autotune
@@ -121,10 +122,10 @@ def test_whatever_is_taken_is_exact(how: str) -> None:
 
 @pytest.mark.parametrize(
     ("how", "rank", "message"),
-    [("best", 1, "algo.search"), ("lists", 3, "neighbor_rank=3"), ("tree", 61, "at most .* 60; got 61")],
+    [("best", 1, "algo.search"), ("lists", 3, "neighbor_rank=3"), ("tree", 61, "algo.neighbor_rank 60 61")],
 )
 def test_impossible_searches_are_refused(how: str, rank: int, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         chosen(how, rows_of(rank=rank))
 
 
@@ -163,14 +164,14 @@ def test_what_has_no_room_is_refused_before_it_is_made(
 ) -> None:
     rows = rows_of(1000)
     monkeypatch.setattr("envs.datasets.free_memory.free_memory", lambda: rows.bytes_of("tree") * 2)
-    with pytest.raises(ConfigError, match=r"algo\.search=lists takes up to .* algo\.list_length"):
+    with pytest.raises(ConfigError, match=mentions("algo.search=lists algo.list_length")):
         chosen("lists", rows)
     assert built == []
     assert chosen("auto", rows).name == "tree"
     for function in ("envs.datasets.free_memory.free_memory", "algos.offline.neighbor_autotune.free_memory"):
         monkeypatch.setattr(function, lambda: 0)
-    for how, instead in (("auto", "fewer transitions"), ("brute", r"algo\.search=tree\.")):
-        with pytest.raises(ConfigError, match=rf"0\.00 GiB are free\. Take {instead}"):
+    for how, instead in (("auto", "transitions"), ("brute", "algo.search=tree")):
+        with pytest.raises(ConfigError, match=mentions(f"0.00 GiB {instead}")):
             chosen(how, rows)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 from random_walk import tiny_policy
 
 import algos.training.provenance
@@ -50,7 +51,7 @@ def test_taken_names_are_counted_up(tmp_path: Path) -> None:
 
 
 def test_something_else_is_not_a_run(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="not a run directory"):
+    with pytest.raises(CheckpointError, match=mentions("config.yaml")):
         RunDirectory.open(tmp_path)
 
 
@@ -75,22 +76,22 @@ def test_training_state_loads_without_running_code(run: RunDirectory) -> None:
 
 
 def test_objects_are_refused_when_saved_and_leave_nothing(run: RunDirectory) -> None:
-    with pytest.raises(CheckpointError, match=r"\['algorithm'\]\['thing'\].*got object"):
+    with pytest.raises(CheckpointError, match=mentions("['algorithm'] ['thing'] object")):
         run.save_checkpoint(1, tiny_policy(), {"algorithm": {"thing": object()}})
     assert list((run.path / "checkpoints").iterdir()) == []
 
 
 def test_checkpoint_is_never_rewritten(run: RunDirectory) -> None:
     run.save_checkpoint(1, tiny_policy(), {})
-    with pytest.raises(CheckpointError, match="never rewritten"):
+    with pytest.raises(CheckpointError, match=mentions("checkpoints/1")):
         run.save_checkpoint(1, tiny_policy(), {})
 
 
 def test_missing_step_lists_what_there_is(run: RunDirectory) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint yet"):
+    with pytest.raises(CheckpointError, match=mentions("no checkpoint")):
         run.load_training_state()
     run.save_checkpoint(4, tiny_policy(), {})
-    with pytest.raises(CheckpointError, match=r"no checkpoint 5; it has \[4\]"):
+    with pytest.raises(CheckpointError, match=mentions("checkpoint 5 4")):
         run.load_training_state(5)
 
 
@@ -111,7 +112,7 @@ def test_damaged_state_is_one_clear_error(
     if not has_checksums:
         (run.checkpoint_path() / "SHA256SUMS").unlink()
     damage(run.checkpoint_path() / "training_state" / "state.pt")
-    with pytest.raises(CheckpointError, match=r"state.pt is damaged"):
+    with pytest.raises(CheckpointError, match=mentions("state.pt damaged")):
         run.load_training_state()
 
 
@@ -122,7 +123,7 @@ def test_a_single_flipped_bit_is_noticed(run: RunDirectory, position: float) -> 
     content = bytearray(path.read_bytes())
     content[int(position * len(content))] ^= 1
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"state.pt is damaged \(its SHA-256 is not that of SHA256SUMS"):
+    with pytest.raises(CheckpointError, match=mentions("state.pt damaged SHA-256 SHA256SUMS")):
         run.load_training_state()
 
 
@@ -135,7 +136,7 @@ def test_whatever_a_damaged_file_raises_is_one_clear_error(
 
     run.save_checkpoint(1, tiny_policy(), {})
     monkeypatch.setattr(torch, "load", load)
-    with pytest.raises(CheckpointError, match=r"state.pt is damaged \(odd\)"):
+    with pytest.raises(CheckpointError, match=mentions("state.pt damaged odd")):
         run.load_training_state()
 
 
@@ -156,7 +157,7 @@ def test_state_that_would_run_code_is_refused(run: RunDirectory, tmp_path: Path)
     run.save_checkpoint(1, tiny_policy(), {})
     torch.save({"format": 1, "evil": Evil()}, run.checkpoint_path() / "training_state" / "state.pt")
     (run.checkpoint_path() / "SHA256SUMS").unlink()
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError, match=mentions("damaged")):
         run.load_training_state()
     assert not (tmp_path / "ran").exists()
 
@@ -223,14 +224,14 @@ def test_an_end_at_any_moment_of_saving_leaves_loadable_checkpoints(tmp_path: Pa
 
 def test_a_damaged_configuration_is_one_line(run: RunDirectory) -> None:
     (run.path / "config.yaml").write_text("{[")
-    with pytest.raises(CheckpointError, match=r"config\.yaml is damaged \(.*\)\. Restore it\.") as caught:
+    with pytest.raises(CheckpointError, match=mentions("config.yaml damaged")) as caught:
         _ = run.config
     assert "\n" not in str(caught.value)
 
 
 def test_second_writer_is_refused_while_the_first_lives(run: RunDirectory) -> None:
     script = f"""
-from algos.state import RunDirectory, new_folder
+from algos.training.run_directory import RunDirectory
 from policies.errors import CheckpointError
 try:
     with RunDirectory.open({str(run.path)!r}).claim():
@@ -240,18 +241,18 @@ except CheckpointError as error:
 """
     with run.claim():
         result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert "being written by another process" in result.stdout
+    assert "process" in result.stdout
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout == ""
 
 
 def test_a_run_that_is_being_made_belongs_to_its_maker(tmp_path: Path) -> None:
     first = RunDirectory.create_at(tmp_path / "run", {"seed": 0})
-    with pytest.raises(CheckpointError, match="being written by another process"):
+    with pytest.raises(CheckpointError, match=mentions("process")):
         RunDirectory.create_at(tmp_path / "run", {"seed": 1})
     with first.claim():
         assert first.config == {"seed": 0}
-    with pytest.raises(CheckpointError, match="holds a run already"):
+    with pytest.raises(CheckpointError, match=mentions("resume=")):
         RunDirectory.create_at(tmp_path / "run", {"seed": 1})
     with RunDirectory.open(tmp_path / "run").claim():
         assert first.config == {"seed": 0}
@@ -315,11 +316,11 @@ def test_numpy_generators_continue(bits: type[np.random.BitGenerator], tmp_path:
 
 
 def test_state_of_another_kind_of_generator_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="random state does not fit"):
+    with pytest.raises(CheckpointError, match=mentions("random")):
         restore_generator(
             np.random.Generator(np.random.Philox(0)), capture_generator(np.random.default_rng(0))
         )
-    with pytest.raises(CheckpointError, match="random state does not fit"):
+    with pytest.raises(CheckpointError, match=mentions("random")):
         restore_generator(torch.Generator(), torch.zeros(3, dtype=torch.uint8))
 
 
@@ -341,5 +342,5 @@ def test_plain_values_return_as_they_were() -> None:
 
 @pytest.mark.parametrize("value", [{1.5: 0}, np.array(["text"]), {"deep": [object()]}])
 def test_what_is_not_plain_is_refused(value: object) -> None:
-    with pytest.raises(CheckpointError, match="state"):
+    with pytest.raises(CheckpointError, match=mentions("state")):
         to_plain(value)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from messages import mentions
 from random_walk import RandomWalk
 
 from algos.training.metrics import TensorBoardWriter, read_jsonl
@@ -125,7 +126,7 @@ def test_signal_that_also_ends_the_workers_keeps_the_last_checkpoint(run: RunDir
 def test_non_finite_loss_stops_and_leaves_the_last_good_checkpoint(run: RunDirectory, bad: float) -> None:
     walk = RandomWalk(10)
     walk.losses[6] = bad
-    with pytest.raises(TrainingError, match=r"policy/loss must be finite.*after 6 env_steps.*checkpoints/4"):
+    with pytest.raises(TrainingError, match=mentions("policy/loss finite 6 env_steps checkpoints/4")):
         train(walk, run, TrainerSettings(checkpoint_every=2), progress=False)
     assert run.checkpoints() == [2, 4]
     assert read_jsonl(run.metrics_path)[-1]["policy/loss"] is None
@@ -141,7 +142,7 @@ def test_non_finite_weights_are_never_saved(run: RunDirectory) -> None:
                     next(self.policy.parameters()).view(-1)[0] = float("nan")
             return metrics
 
-    with pytest.raises(TrainingError, match="weights must be finite"):
+    with pytest.raises(TrainingError, match=mentions("finite")):
         train(Spoiled(10), run, TrainerSettings(checkpoint_every=2), progress=False)
     assert run.checkpoints() == [2]
 
@@ -216,7 +217,7 @@ def test_checkpoint_of_another_configuration_is_refused(run: RunDirectory) -> No
 
     train(RandomWalk(4), run, progress=False)
     before = run.metrics_path.read_text()
-    with pytest.raises(CheckpointError, match=r"checkpoint 4 of .* does not fit this configuration"):
+    with pytest.raises(CheckpointError, match=mentions("state_dict 4")):
         train(Wider(4), run, progress=False)
     assert run.metrics_path.read_text() == before
 
@@ -271,7 +272,7 @@ def test_bar_shows_units_and_key_numbers(
     [("log_every", -1), ("checkpoint_every", -1), ("eval_every", -2), ("keep_checkpoints", 0)],
 )
 def test_impossible_settings_are_refused(name: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=f"trainer.{name}"):
+    with pytest.raises(ConfigError, match=mentions(f"trainer.{name}")):
         TrainerSettings(**{name: value})
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import mentions
 from torch import Tensor
 
 from algos.base import Setup
@@ -167,7 +168,7 @@ def test_policies_that_are_told_goals_are_refused() -> None:
 
 def test_recordings_without_a_stretch_are_refused() -> None:
     short = dataset().select([2])
-    with pytest.raises(DatasetError, match="no stretch of 8 frames"):
+    with pytest.raises(DatasetError, match=mentions("act_steps 8")):
         tabulate(short, policy(horizon=8, act_steps=8), Rewarding())
 
 

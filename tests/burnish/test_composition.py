@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import mentions
 
 import burnish
 from burnish import cli
@@ -100,7 +101,7 @@ def test_a_mixture_is_sampled_as_it_must_be(
     pair: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="whole noise of the reverse process"):
+    with pytest.raises(ConfigError, match=mentions("operator=or sampler=ddpm")):
         burnish.compose(pair, operator="or", weights=[0.5, 0.5], **SHORT)
     result = burnish.compose(
         pair, "sampler=ddpm", operator="or", weights=[0.5, 0.5], temperature=2.0, **SHORT
@@ -126,6 +127,16 @@ def test_the_command_prints_what_it_found(
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"compose": ["a"]}, "compose=[a,b] ['a']"),
+        ({"policy": "a"}, "compose policy versus"),
+        ({"weights": "estimate"}, "dataset="),
+        ({"first_seed": 2_000_050}, "first_seed=2000050 search.first_seed=2000000"),
+        ({"operator": "product"}, "operator=product"),
+        ({"weights": [0.5, 0.6]}, "operator=convex operator=product 1"),
+        ({"weights": [0.5, 0.5], "search": SEARCH}, "search weights"),
+        ({"estimate": {"levels": 3}}, "dataset"),
+        ({"weights": [0.5, 0.5], "temperature": 2.0}, "operator=convex"),
+        ({"weights": [0.5, 0.5], "trust": True}, "trust"),
         ({"compose": ["a"]}, "a list of two or more policies"),
         ({"policy": "a"}, "leave policy and baseline out"),
         ({"weights": "estimate"}, "needs dataset="),
@@ -142,7 +153,7 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     members = changes.pop("compose", pair)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=mentions(said)):
         burnish.compose(members, **{**SHORT, **changes})
     assert not (tmp_path / "runs").exists()
 
@@ -154,7 +165,7 @@ def test_members_and_keys_that_have_no_place_are_refused(
     mean = save_policy(
         tiny(GaussianProcess()), tmp_path / "mean", provenance={"env": describe_part("env", TASK)}
     )
-    with pytest.raises(CapabilityError, match="GaussianPolicy with process 'GaussianProcess'"):
+    with pytest.raises(CapabilityError, match=mentions("GaussianPolicy GaussianProcess")):
         burnish.compose([pair[0], str(mean)], weights=[0.5, 0.5], **SHORT)
-    with pytest.raises(ConfigError, match=r"weights belongs to compose=\[a,b\]"):
+    with pytest.raises(ConfigError, match=mentions("compose=")):
         burnish.evaluate(pair[0], weights=[0.5, 0.5], **SHORT)

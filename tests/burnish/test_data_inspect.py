@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 
 import burnish
 from burnish import cli
@@ -117,7 +119,7 @@ def test_distinct_pairs_are_counted_in_shared_bins() -> None:
     states = np.array([[0.0], [0.004], [0.5], [1.0]] * 2)
     data = made(states, np.zeros((8, 1)))
     assert distinct_pairs(data, limits_of(data)) == 3  # 0 and 0.004 share the first of 100 bins
-    with pytest.raises(DatasetError, match="expected 1 observation entries and 1 action entries"):
+    with pytest.raises(DatasetError, match=mentions("observation action 1")):
         coverage(data, made(np.zeros((8, 2)), np.zeros((8, 1))), np.random.default_rng(0))
 
 
@@ -206,7 +208,7 @@ def test_scores_quality_and_coverage_need_something_to_compare_with(
     assert facts["measures"]["trajectory_quality"] == pytest.approx((100 + 20.272305) / (3234.3 + 20.272305))
     assert facts["d4rl_score"]["mean"] == pytest.approx(100 * facts["measures"]["trajectory_quality"])
     assert facts["measures"]["coverage"] == 1.0
-    with pytest.raises(DatasetError, match="expected the name of one D4RL task; got 'hoppper'"):
+    with pytest.raises(DatasetError, match=mentions("D4RL hoppper")):
         inspected(tmp_path / "toy.hdf5", task="hoppper")
 
 
@@ -236,7 +238,7 @@ def test_an_unusable_reference_is_refused_before_measuring(
         with h5py.File(tmp_path / "other.hdf5", "a") as file:
             file["data/demo_2/actions"][3, 0] = np.nan
     message = {"missing": "no such file", "nan": "must be finite", "wide": "expected 3 observation entries"}
-    with pytest.raises(DatasetError, match=rf"other\.hdf5.*{message[kind]}"):
+    with pytest.raises(DatasetError, match=mentions(f"other.hdf5 {message[kind]}")):
         inspected(tmp_path / "toy.hdf5", against=tmp_path / "other.hdf5")
     assert not (tmp_path / "found").exists()
 
@@ -245,7 +247,7 @@ def test_options_reach_the_reader(tmp_path: Path, noisy: EpisodeDataset) -> None
     write_d4rl(tmp_path / "toy.hdf5", replace(noisy, extras={"x": torch.zeros(400)}))
     facts = inspected(tmp_path / "toy.hdf5", data={"d4rl_compat": True}, measures=False)
     assert facts["frames"] == 398, "time-outs are no official transitions"
-    with pytest.raises(ConfigError, match=r"reader\.compact is an option of ogbench; .* is d4rl"):
+    with pytest.raises(ConfigError, match=mentions("reader.compact d4rl")):
         inspected(tmp_path / "toy.hdf5", data={"compact": True})
 
 
@@ -253,7 +255,7 @@ def test_a_file_with_nan_is_described_and_then_refused(tmp_path: Path, noisy: Ep
     write_robomimic(tmp_path / "toy.hdf5", noisy)
     with h5py.File(tmp_path / "toy.hdf5", "a") as file:
         file["data/demo_2/actions"][3, 0] = np.nan
-    with pytest.raises(DatasetError, match="'actions' must be finite"):
+    with pytest.raises(DatasetError, match=mentions("actions finite")):
         burnish.inspect_data(tmp_path / "toy.hdf5", out=tmp_path / "found")
     facts = json.loads((tmp_path / "found" / "inspection.json").read_text())
     assert "must be finite" in facts["error"]
@@ -266,7 +268,7 @@ def test_a_truncated_file_is_one_clear_error(tmp_path: Path, noisy: EpisodeDatas
     write_robomimic(path, noisy)
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content))])
-    with pytest.raises(DatasetError, match=r"cut\.hdf5"):
+    with pytest.raises(DatasetError, match=mentions("cut.hdf5")):
         burnish.inspect_data(path, out=tmp_path / "found")
     assert not (tmp_path / "found").exists()
 
@@ -291,12 +293,12 @@ def test_the_command_takes_a_bare_path_and_prints_what_it_found(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "data inspect needs dataset=<file or folder>"),
-        (["samples=0"], "samples must be at least 1; got 0"),
-        (["beta=-1"], "beta must be above 0; got -1.0"),
+        ([], "dataset="),
+        (["samples=0"], "samples 1 0"),
+        (["beta=-1"], "beta 0 finite -1.0"),
         (["nowhere.hdf5"], "nowhere.hdf5"),
-        (["toy.hdf5", "against=other.hdf5", "measures=false"], "against= is for measuring coverage"),
-        (["nowhere.hdf5", "sample=1"], "unknown key 'sample'"),
+        (["toy.hdf5", "against=other.hdf5", "measures=false"], "against="),
+        (["nowhere.hdf5", "sample=1"], "sample"),
     ],
 )
 def test_mistakes_end_in_one_line(
@@ -311,5 +313,5 @@ def test_mistakes_end_in_one_line(
     with pytest.raises(SystemExit) as ended:
         cli.main(["data", "inspect", *arguments])
     error = capsys.readouterr().err
-    assert ended.value.code == 2 and message in error and error.count("\n") == 1
+    assert ended.value.code == 2 and re.search(mentions(message), error) and error.count("\n") == 1
     assert list(tmp_path.iterdir()) == []

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from dataset_files import write_d4rl_maze
 from omegaconf import OmegaConf
+from pairwise import representatives
 
 import configs
 from burnish.config.overrides import experiments
@@ -129,10 +130,17 @@ def test_tuning_without_a_policy_is_told(name: str, tmp_path: Path, caplog: pyte
     assert not caplog.records
 
 
-@pytest.mark.parametrize("name", experiments())
-def test_every_experiment_says_what_it_is(name: str) -> None:
-    comment = [line for line in (FOLDER / f"{name}.yaml").read_text().splitlines() if line.startswith("# ")]
-    assert len(comment) >= 2, "the first comment line is for Hydra; the next ones are for people"
+def test_every_experiment_says_what_it_is() -> None:
+    """The first comment line is for Hydra; the next ones are for people."""
+    lines = {name: (FOLDER / f"{name}.yaml").read_text().splitlines() for name in experiments()}
+    assert not [name for name, text in lines.items() if sum(line.startswith("# ") for line in text) < 2]
+
+
+def _parts(name: str) -> tuple[str | None, str | None]:
+    """Return the algorithm of an experiment and the family of its task."""
+    choices = _choices(name)
+    task = registry.parts("env").get(choices.get("env", ""))
+    return choices.get("algo"), None if task is None else task().spec.family
 
 
 @pytest.mark.parametrize("name", [n for n in experiments() if n.endswith("_actor")])
@@ -143,7 +151,7 @@ def test_one_tiny_iteration_from_nothing(name: str, tmp_path: Path) -> None:
     assert outcome.directory.latest() == 8
 
 
-@pytest.mark.parametrize("name", [n for n in experiments() if _is_offline(n)])
+@pytest.mark.parametrize("name", representatives(filter(_is_offline, experiments()), _parts))
 def test_two_tiny_steps_on_a_fixed_dataset(name: str, tmp_path: Path) -> None:
     config = compose_config("train", [f"experiment={name}"])
     dataset = _random_dataset(config.env.spec, tmp_path / "data.hdf5", config.env)
@@ -205,7 +213,7 @@ def _tunes(name: str) -> bool:
     return not name.endswith(("_bc", "_actor")) and not _is_offline(name) and not _starts_fresh(name)
 
 
-@pytest.mark.parametrize("name", [n for n in experiments() if _tunes(n)])
+@pytest.mark.parametrize("name", representatives(filter(_tunes, experiments()), _parts))
 def test_one_tiny_iteration_of_cloning_and_fine_tuning(name: str, tmp_path: Path) -> None:
     _skip_unless_registered(name)
     algo = _choices(name)["algo"]

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from foreign_checkpoints import TOLERANCE, example, write
+from messages import mentions
 
 import burnish
 from burnish.commands import importing as command
@@ -60,16 +61,14 @@ def test_the_directory_is_named_after_the_checkpoint(
 
 def test_what_exists_is_replaced_only_when_asked(given: list[str], tmp_path: Path) -> None:
     command.convert(compose_config("import", given))
-    with pytest.raises(
-        CheckpointError, match=r"policy exists; choose another directory or say overwrite=true"
-    ):
+    with pytest.raises(CheckpointError, match=mentions("exists overwrite=true")):
         command.convert(compose_config("import", given))
     command.convert(compose_config("import", [*given, "overwrite=true"]))
-    with pytest.raises(ConfigError, match="is a file"):
+    with pytest.raises(ConfigError, match=mentions("out= state_3.pt")):
         command.convert(compose_config("import", [*given[:-1], f"out={tmp_path / 'state_3.pt'}"]))
 
 
 def test_a_refused_import_leaves_nothing_behind(given: list[str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"source\.horizon must be one number"):
+    with pytest.raises(ConfigError, match=mentions("source.horizon")):
         command.convert(compose_config("import", [*given, "source.horizon=5"]))
     assert not (tmp_path / "policy").exists()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 from safetensors.torch import load_file
 
 import burnish
@@ -80,7 +81,7 @@ def test_collected_files_hold_what_was_asked_for(demonstrations: Path) -> None:
     dataset = read_dataset(demonstrations)
     assert dataset.num_episodes == 4
     assert dataset.success is not None and bool(dataset.success.all())
-    with pytest.raises(DatasetError, match="exists; choose another file or say overwrite=true"):
+    with pytest.raises(DatasetError, match=mentions("exists overwrite=true")):
         burnish.collect(env="avoid", episodes=1, out=demonstrations)
 
 
@@ -211,7 +212,7 @@ def test_a_report_is_replaced_only_when_asked(base: Run, tmp_path: Path) -> None
     kept, stale = tmp_path / "own.png", tmp_path / "behaviour-7.png"
     for path in (index, kept, stale):
         path.write_text("before")
-    with pytest.raises(ConfigError, match="exists; choose another directory or say overwrite=true"):
+    with pytest.raises(ConfigError, match=mentions("exists overwrite=true")):
         burnish.report(base, episodes=0, out=tmp_path)
     assert index.read_text() == "before"
     burnish.report(base, episodes=0, out=tmp_path, overwrite=True)
@@ -225,7 +226,7 @@ def test_an_export_reproduces_the_tuned_policy(tuned: Run, tmp_path: Path) -> No
     report = burnish.export(tuned, out=tmp_path / "exported")
     assert report.worst <= report.tolerance
     assert (tmp_path / "exported" / "policy.onnx").stat().st_size > 0
-    with pytest.raises(ExportError, match="exported exists; choose another directory or say overwrite=true"):
+    with pytest.raises(ExportError, match=mentions("exists overwrite=true")):
         burnish.export(tuned, out=tmp_path / "exported")
 
 
@@ -275,7 +276,7 @@ def test_resuming_continues_bit_exactly(which: str, request: pytest.FixtureReque
 def test_a_new_policy_beside_init_is_refused(
     algo: str, override: str, named: str, base: Run, demonstrations: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"init=.* is a whole policy, so {named} would have no effect"):
+    with pytest.raises(ConfigError, match=mentions(f"init= {named}")):
         burnish.train(override, algo=algo, init=base, dataset=demonstrations, env="avoid")
 
 
@@ -292,7 +293,7 @@ def test_what_init_replaces_of_an_experiment_is_said(base: Run, caplog: pytest.L
 
 
 def test_a_run_is_not_overwritten(base: Run, demonstrations: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds a run already"):
+    with pytest.raises(CheckpointError, match=mentions("resume=")):
         burnish.clone(demonstrations, directory=base.path, **{"algo.steps": 1, "algo.warmup_steps": 0})
 
 
@@ -300,21 +301,21 @@ def test_a_run_is_not_overwritten(base: Run, demonstrations: Path) -> None:
     ("key", "value", "message"),
     [
         ("evaluation.steps", 100, "steps"),
-        ("evaluation.steps", 0, "steps must be at least 1"),
-        ("evaluation.noise_seed", -1, "noise_seed must be from 0 to"),
-        ("evaluation.first_seed", 10**30, "first_seed must be from 0 to"),
-        ("num_workers", -1, "num_workers must be 0 or more"),
-        ("seed", -1, "seed must be from 0 to"),
-        ("device", "meta", "device must be cpu, cuda or cuda:<n>; got 'meta'"),
-        ("device", "mps", "device must be cpu, cuda or cuda:<n>; got 'mps'"),
-        ("device", "cuda:99", "device=cuda:99 is not available"),
+        ("evaluation.steps", 0, "steps 1"),
+        ("evaluation.noise_seed", -1, "noise_seed 0"),
+        ("evaluation.first_seed", 10**30, "first_seed 0"),
+        ("num_workers", -1, "num_workers 0"),
+        ("seed", -1, "seed 0"),
+        ("device", "meta", "device cuda meta"),
+        ("device", "mps", "device cuda mps"),
+        ("device", "cuda:99", "device=cuda:99"),
     ],
 )
 def test_what_would_fail_later_is_refused_before_training(
     key: str, value: Any, message: str, demonstrations: Path, tmp_path: Path
 ) -> None:
     values = {**QUIET, key: value, "directory": tmp_path / "run", "backbone": {"width": 8}}
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         burnish.clone(demonstrations, env="avoid", algo=TINY_BC, **values)
     assert not (tmp_path / "run").exists()
 
@@ -378,19 +379,19 @@ def test_what_was_typed_on_resume_is_checked_against_the_run(demonstrations: Pat
     run = burnish.clone(demonstrations, directory=tmp_path / "run", algo=fast, backbone={"width": 8}, **QUIET)
     again = burnish.train(resume=run.path, **{"algo.min_lr": 0.005})
     assert again.directory.config["algo"]["min_lr"] == 0.005
-    with pytest.raises(ConfigError, match=r"algo\.min_lr must be in 0\.\.lr=0\.01"):
+    with pytest.raises(ConfigError, match=mentions("algo.min_lr 0 lr=0.01")):
         burnish.train(resume=run.path, **{"algo.min_lr": 0.02})
 
 
 def test_what_was_typed_on_resume_changes_values_only(base: Run) -> None:
-    with pytest.raises(ConfigError, match="would replace a part"):
+    with pytest.raises(ConfigError, match=mentions("key=value")):
         burnish.train("process=flow", resume=base)
-    with pytest.raises(ConfigError, match=r"'experiment=avoid_bc' would replace the whole configuration"):
+    with pytest.raises(ConfigError, match=mentions("experiment=avoid_bc")):
         burnish.train("experiment=avoid_bc", resume=base)
 
 
 def test_a_place_without_a_policy_is_described(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="neither a policy directory"):
+    with pytest.raises(CheckpointError, match=mentions("policy=")):
         locate(tmp_path)
 
 
@@ -422,19 +423,15 @@ def test_numbers_of_numpy_and_torch_are_written_as_plain_ones() -> None:
 def test_objects_where_a_path_or_a_name_is_asked_for_are_refused(base: Run, demonstrations: Path) -> None:
     policy = burnish.load_policy(base)
     for command in (burnish.evaluate, burnish.export):
-        with pytest.raises(ConfigError, match=r"policy= must be text, a path.*burnish\.save_policy"):
+        with pytest.raises(ConfigError, match=mentions("policy= burnish.save_policy text")):
             command(policy)
-    with pytest.raises(
-        ConfigError, match=r"init= must .* got an object DenoisingPolicy.*burnish\.save_policy"
-    ):
+    with pytest.raises(ConfigError, match=mentions("init= DenoisingPolicy burnish.save_policy")):
         burnish.train(algo="dppo", init=policy)
-    with pytest.raises(
-        ConfigError, match=r"dataset= must .* got an object EpisodeDataset.*file or the folder"
-    ):
+    with pytest.raises(ConfigError, match=mentions("dataset= EpisodeDataset")):
         burnish.clone(read_dataset(demonstrations))
-    with pytest.raises(ConfigError, match=r"env= must .* got an object Avoid.* name of a part"):
+    with pytest.raises(ConfigError, match=mentions("env=")):
         burnish.evaluate(base, env=Avoid())
-    with pytest.raises(ConfigError, match=r"compose= must .* got an object object"):
+    with pytest.raises(ConfigError, match=mentions("compose=")):
         burnish.compose([base, object()])
 
 
@@ -444,7 +441,7 @@ def test_objects_where_a_path_or_a_name_is_asked_for_are_refused(base: Run, demo
      ("weights", [0.5, 0.5]), ("dataset", "x.hdf5")],
 )  # fmt: skip
 def test_keys_of_a_composition_are_refused_beside_a_single_policy(base: Run, key: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=rf"{key.partition('.')[0]} belongs to compose=\[a,b\]"):
+    with pytest.raises(ConfigError, match=mentions(f"{key.partition('.')[0]} compose=")):
         burnish.evaluate(base, **{key: value})
 
 
@@ -506,7 +503,7 @@ def test_a_dict_sets_values_of_the_cloning_algorithm(demonstrations: Path, tmp_p
         demonstrations, directory=tmp_path / "run", algo=TINY_BC, backbone={"width": 8}, **QUIET
     )
     assert run.directory.latest() == TINY_BC["steps"]
-    with pytest.raises(ConfigError, match=r"clone is algo=bc; got algo=dppo\. Use train"):
+    with pytest.raises(ConfigError, match=mentions("algo=bc algo=dppo")):
         burnish.clone(demonstrations, algo="dppo")
 
 
@@ -539,20 +536,20 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_played(
 ) -> None:
     monkeypatch.setattr(evaluate_command, "evaluate_with", lambda *_, **__: pytest.fail("was played"))
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"out=.* is a folder; give the name of a file"):
+    with pytest.raises(ConfigError, match=mentions("out=")):
         burnish.evaluate(base, out=tmp_path)
-    with pytest.raises(ConfigError, match=r"out=.* cannot be written: .*file is a file, not a folder"):
+    with pytest.raises(ConfigError, match=mentions("out=")):
         burnish.evaluate(base, out=tmp_path / "file" / "below.json")
-    with pytest.raises(ConfigError, match=r"out=.* is a folder"):
+    with pytest.raises(ConfigError, match=mentions("out=")):
         burnish.collect(env="avoid", episodes=1, out=tmp_path, overwrite=True)
     for command in (burnish.export, burnish.report):
         for out in (tmp_path / "file", tmp_path / "file" / "below"):
-            with pytest.raises(ConfigError, match=r"out=.*file(/below cannot be written: .*)? is a file"):
+            with pytest.raises(ConfigError, match=mentions(f"out={out}")):
                 command(base, out=out)
 
 
 def test_messages_name_keys_that_the_command_has(base: Run, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is not a run directory: there is no such folder") as caught:
+    with pytest.raises(CheckpointError, match=mentions("nope")) as caught:
         burnish.report(tmp_path / "nope")
     assert "resume=" not in str(caught.value)
     copy = tmp_path / "policy"
@@ -560,10 +557,10 @@ def test_messages_name_keys_that_the_command_has(base: Run, tmp_path: Path) -> N
     config = json.loads((copy / "config.json").read_text())
     del config["provenance"]["env"]
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="does not say which task") as silent:
+    with pytest.raises(ConfigError, match=mentions("task")) as silent:
         task_of(locate(copy))
     assert "Give env=" not in str(silent.value)
-    with pytest.raises(ConfigError, match=r"does not say which task.* Give env=<name>\."):
+    with pytest.raises(ConfigError, match=mentions("task env=")):
         burnish.evaluate(copy)
 
 
@@ -585,11 +582,11 @@ def test_a_place_that_minari_cannot_have_is_refused_before_anything_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("burnish.commands.collect.collect", lambda *_, **__: pytest.fail("recorded"))
-    with pytest.raises(DatasetError, match="names end in a version"):
+    with pytest.raises(DatasetError, match=mentions("Minari demos demos-v0")):
         burnish.collect(env="avoid", episodes=1, out=tmp_path / "demos", format="minari")
     (tmp_path / "notes-v0").mkdir()
     (tmp_path / "notes-v0" / "a.txt").write_text("mine")
-    with pytest.raises(DatasetError, match="a Minari dataset to replace; found another"):
+    with pytest.raises(DatasetError, match=mentions("Minari notes-v0")):
         burnish.collect(env="avoid", episodes=1, out=tmp_path / "notes-v0", overwrite=True)
 
 
@@ -607,5 +604,5 @@ def test_a_file_of_an_evaluation_is_written_whole_or_not_at_all(
 
 def test_an_algorithm_that_learns_in_an_environment_takes_no_dataset(tmp_path: Path) -> None:
     config = compose_config("train", ["algo=ppo", "env=avoid", "process=gaussian", "dataset=some.hdf5"])
-    with pytest.raises(ConfigError, match=r"algo=ppo learns in an environment and takes no dataset"):
+    with pytest.raises(ConfigError, match=mentions("algo=ppo")):
         launch.train(config, RunContext(tmp_path / "run"))

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from messages import mentions
 
 from algos.training.run_directory import RunDirectory
 from burnish.commands.report import ReportConfig, _is_same, grouped, report
@@ -134,7 +135,7 @@ def test_a_task_that_draws_nothing_is_reported_without_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = SimpleNamespace(spec=SimpleNamespace(name="pendulum"))
-    with pytest.raises(CapabilityError, match="env=pendulum draws nothing; give it figure"):
+    with pytest.raises(CapabilityError, match=mentions("env=pendulum")):
         draw_behaviour(plain, {"after": [SimpleNamespace()]})
     monkeypatch.setattr(
         ReportRollouts, "play", lambda stage, directory: (plain, {"after": [SimpleNamespace()]})

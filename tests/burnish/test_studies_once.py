@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import mentions
 
 from algos.offline.config import plain_actor
 from algos.rebrac import RebracConfig
@@ -40,9 +41,9 @@ def test_a_run_is_made_once_and_by_one_recipe(tmp_path: Path) -> None:
     again = trained(place, *TINY, dataset=str(demos), seed=3, num_workers=1)  # of no influence
     assert again.directory.latest() == 8
     assert {path: path.stat().st_mtime_ns for path in weights.rglob("*")} == made
-    with pytest.raises(SystemExit, match=r"other settings; move it away(.|\n)*- seed=3\n\+ seed=4"):
+    with pytest.raises(SystemExit, match=mentions("seed=3 seed=4")):
         trained(place, *TINY, dataset=str(demos), seed=4)
-    with pytest.raises(SystemExit, match=r"\+ algo.lr=0.5"):
+    with pytest.raises(SystemExit, match=mentions("algo.lr=0.5")):
         trained(place, *TINY, "algo.lr=0.5", dataset=str(demos), seed=3)
     assert trained(place, *TINY, dataset=str(demos), seed=4, indifferent=["seed"]).directory.latest() == 8
 
@@ -52,7 +53,7 @@ def test_a_run_that_was_shorter_goes_on(tmp_path: Path) -> None:
     assert _compared(tmp_path, ["algo=td3_bc", "algo.steps=8", "seed=0"], ()) == []
     assert _compared(tmp_path, ["algo=td3_bc", "algo.steps=16", "seed=0"], ()) == ["algo.steps=16"]
     for other in (["algo.steps=4", "seed=0"], ["algo.steps=16", "seed=1"], ["algo.total_steps=16", "seed=0"]):
-        with pytest.raises(SystemExit, match="other settings"):
+        with pytest.raises(SystemExit, match=mentions("algo.steps=8")):
             _compared(tmp_path, ["algo=td3_bc", *other], ())
 
 

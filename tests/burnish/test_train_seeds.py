@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from messages import mentions
 
 import burnish
 from algos.offline.batched_seeds import SeedBatch
@@ -91,7 +93,7 @@ def test_a_folder_of_seeds_is_continued_as_a_whole(transitions: Path, tmp_path: 
     assert all(run.directory.config["algo"]["steps"] == 12 for run in found)
     one = burnish.train(resume=tmp_path / "some" / "seed-3", algo={"steps": 14})
     assert one.directory.latest() == 14
-    with pytest.raises(ConfigError, match=r"only; algo\.steps of seed 0 is 12, of seed 3 14\. Give"):
+    with pytest.raises(ConfigError, match=mentions("algo.steps 0 12 3 14")):
         burnish.train_seeds(resume=tmp_path / "some")
 
 
@@ -135,15 +137,15 @@ def test_what_cannot_be_trained_leaves_nothing(
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["seeds=[]"], r"one or more different seeds, such as \[0,1,2\]; got \[\]"),
-        (["seeds=[[0,1]]"], r"different seeds, .*; got \[\[0, 1\]\]"),
-        (["seeds=[1,1]"], r"different seeds, .*; got \[1, 1\]"),
-        (["seeds=[0,-1]"], "seeds must be from 0 to"),
-        (["seeds=[0,1]", "seed=7"], r"seed would have no effect beside seeds=\[0, 1\]"),
-        (["resume={three}/seed-0"], r"must be a folder with runs seed-<n>; there are none"),
-        (["seeds=[0,1]", "algo=bc"], r"is for the algorithms .*prdc.*; algo=bc trains one seed at a time"),
-        (["seeds=[0,1]", "resume={three}"], "continues the seeds that are there"),
-        (["seeds=[0,1]", "init={three}/seed-0"], r"for actors that algo=td3_bc makes itself; got init="),
+        (["seeds=[]"], "0,1,2 seeds"),
+        (["seeds=[[0,1]]"], "0 1 seeds"),
+        (["seeds=[1,1]"], "1 seeds"),
+        (["seeds=[0,-1]"], "0 seeds"),
+        (["seeds=[0,1]", "seed=7"], "seeds= 0 1"),
+        (["resume={three}/seed-0"], "resume= burnish.train"),
+        (["seeds=[0,1]", "algo=bc"], "algo=bc"),
+        (["seeds=[0,1]", "resume={three}"], "resume="),
+        (["seeds=[0,1]", "init={three}/seed-0"], "algo=td3_bc init="),
     ],
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused(
@@ -152,18 +154,18 @@ def test_what_cannot_be_meant_is_refused(
     typed = [text.format(three=three) for text in overrides]
     resumed = any(text.startswith("resume=") for text in typed)
     more: dict[str, Any] = {} if resumed else {"dataset": transitions, "directory": tmp_path / "run"}
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         burnish.train_seeds(*([] if resumed else ["algo=td3_bc"]), *typed, **more)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_that_has_runs_takes_no_others(transitions: Path, three: Path, tmp_path: Path) -> None:
     for place in (three, three / "seed-0"):
-        with pytest.raises(ConfigError, match=r"holds a run already, or several\. Continue with"):
+        with pytest.raises(ConfigError, match=mentions("hydra.run.dir= resume=")):
             train(transitions, place, seeds=[7])
         assert not (place / "seed-7").exists()
     (tmp_path / "seed-7").touch()
-    with pytest.raises(ConfigError, match=r"hydra\.run\.dir=.*seed-7 is a file"):
+    with pytest.raises(ConfigError, match=mentions("hydra.run.dir= seed-7")):
         train(transitions, tmp_path, seeds=[6, 7])
     assert not (tmp_path / "seed-6").exists()
 
@@ -171,10 +173,10 @@ def test_a_folder_that_has_runs_takes_no_others(transitions: Path, three: Path, 
 def test_a_seed_that_is_missing_is_missed(transitions: Path, three: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(three, tmp_path / "copy", symlinks=True)
     (copy / "seed-1" / "config.yaml").unlink()
-    message = r"is for the seeds \[0, 1, 2\]; seed-1 is missing or has no config\.yaml\. Restore it"
-    with pytest.raises(CheckpointError, match=f"resume=.*{message}"):
+    message = "[0, 1, 2] seed-1 config.yaml"
+    with pytest.raises(CheckpointError, match=mentions(f"resume= {message}")):
         burnish.train_seeds(resume=copy)
-    with pytest.raises(CheckpointError, match=f"run=.*{message}"):
+    with pytest.raises(CheckpointError, match=mentions(f"run= {message}")):
         burnish.report(copy, episodes=0)
 
 
@@ -197,26 +199,26 @@ def test_a_loss_that_is_not_finite_is_told_of_every_seed_and_costs_none(
     transitions: Path, tmp_path: Path
 ) -> None:
     wild = {"algo": TINY["algo"] | {"critic_lr": 1e30}}
-    with pytest.raises(TrainingError, match=r"seed-0 has no earlier .* must be finite.*seed-1 has no"):
+    with pytest.raises(TrainingError, match=mentions("seed-0 finite seed-1")):
         train(transitions, tmp_path / "wild", seeds=[0, 1], **wild)
     found = burnish.train_seeds(resume=tmp_path / "wild", algo={"critic_lr": 3e-4})
     assert [run.directory.latest() for run in found] == [8, 8]
 
 
 def test_one_run_is_not_several(transitions: Path, three: Path) -> None:
-    with pytest.raises(ConfigError, match=r"resume=.*three means several runs\. Use burnish\.train_seeds"):
+    with pytest.raises(ConfigError, match=mentions("resume= burnish.train_seeds")):
         burnish.train(resume=three)
-    with pytest.raises(ConfigError, match=r"seeds=\[0, 1\] means several runs\. Use burnish\.train_seeds"):
+    with pytest.raises(ConfigError, match=mentions("seeds= 0 1 burnish.train_seeds")):
         burnish.train("algo=td3_bc", dataset=transitions, seeds=[0, 1])
-    with pytest.raises(CheckpointError, match=r"holds the runs of 3 seeds; give one .*seed-0"):
+    with pytest.raises(CheckpointError, match=mentions("3 seed-0")):
         burnish.load_policy(three)
 
 
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("seeds=3", "seeds must be a list, written seeds=[a,b]; got one value (int)."),
-        ("seeds=0,1", "seeds=0,1 is no list; write seeds=[0,1]. To sweep over the values, add --multirun."),
+        ("seeds=3", "seeds=[a,b] int"),
+        ("seeds=0,1", "seeds=0,1 seeds=[0,1] --multirun"),
     ],
 )
 def test_what_is_no_list_is_told_how_to_become_one(
@@ -226,7 +228,8 @@ def test_what_is_no_list_is_told_how_to_become_one(
     monkeypatch.setattr(sys, "argv", ["burnish", "train", "algo=td3_bc", typed])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == 2 and capsys.readouterr().err == f"burnish: error: {message}\n"
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and re.search(mentions(message), error) and error.count("\n") == 1
 
 
 def test_seeds_are_found_in_their_order(three: Path, tmp_path: Path) -> None:

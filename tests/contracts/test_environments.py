@@ -10,6 +10,7 @@ import re
 import numpy as np
 import pytest
 from drawing import require_drawing
+from messages import mentions
 
 from burnish.config.schema import describe_part, restore_part
 from envs.engine.pixels import FREE, HasCameras
@@ -211,16 +212,12 @@ def a_camera_of(vector: VectorEnv) -> str:
 
 
 def test_unknown_names_and_options_list_the_choices() -> None:
-    with pytest.raises(ConfigError, match=r"unknown env 'hoper'; choose one of: .*hopper"):
+    with pytest.raises(ConfigError, match=mentions("hoper")):
         env("hoper")
-    with pytest.raises(
-        ConfigError, match=r"env=hopper has no option \['speed'\]; it has \[.*'max_episode_steps'"
-    ):
+    with pytest.raises(ConfigError, match=mentions("env=hopper ['speed'] max_episode_steps")):
         env("hopper", speed=2)
 
 
 def test_a_missing_package_names_its_extra() -> None:
-    with pytest.raises(
-        MissingExtraError, match=r"package 'no_such_simulator'.*pip install 'burnish\[robots\]'"
-    ):
+    with pytest.raises(MissingExtraError, match=mentions("no_such_simulator burnish[robots]")):
         require("no_such_simulator.envs", extra="robots")

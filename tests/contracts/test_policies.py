@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import pairwise, representatives
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, statistics
 from torch import Tensor
 
@@ -128,7 +129,7 @@ def fits(process: str, **parts: str) -> bool:
 
 
 def combinations() -> Iterator[Any]:
-    """Every process x backbone x sampler that fits, plain and exploring."""
+    """Yield every process x backbone x sampler that fits, plain and exploring."""
     for process in registry.parts("process"):
         backbones = [name for name in registry.parts("backbone") if fits(process, backbone=name)]
         for name, sampler in registry.parts("sampler").items():
@@ -144,13 +145,22 @@ def combinations() -> Iterator[Any]:
 
 
 COMBINATIONS = list(combinations())
-every_policy = pytest.mark.parametrize(("process", "backbone", "sampler"), COMBINATIONS)
-PARTS_OF_A_GRAPH = [
+every_policy = pytest.mark.parametrize(("process", "backbone", "sampler"), pairwise(COMBINATIONS))
+GRAPHS = [
     case
     for case in COMBINATIONS
     if case.values[1] == "mlp" or case.values[2] == small(type(_default_sampler(case.values[0])))
 ]
-"""Every process with every sampler, and every process with every backbone: a graph is made of these pairs."""
+PARTS_OF_A_GRAPH = {
+    case.id: case
+    for case in (
+        *representatives(GRAPHS, lambda case: (case.values[0], type(case.values[2]))),
+        *representatives(GRAPHS, lambda case: (case.values[1], case.values[0] in STEEP)),
+    )
+}.values()
+"""Every process with every kind of sampler; every backbone, also under a gradient: a graph is made of these.
+
+With `--all` every process with every backbone, and with every sampler as it is and exploring."""
 MISFITS = [
     (process, sampler)
     for process in registry.parts("process")
@@ -172,7 +182,7 @@ def test_every_process_has_a_sampler_and_every_sampler_a_process() -> None:
     assert {p for p, _ in fitting} == set(registry.parts("process"))
     assert {s for _, s in fitting} == set(registry.parts("sampler"))
     for process, part in registry.parts("process").items():
-        assert (process, registry.name_of("sampler", part().default_sampler())) in fitting
+        assert (process, part().default_sampler()["name"]) in fitting
 
 
 @pytest.mark.parametrize(("process", "sampler"), MISFITS)
@@ -184,7 +194,7 @@ def test_a_sampler_of_another_process_is_refused_by_both_names(process: str, sam
 
 @pytest.mark.parametrize(("process", "backbone"), NOT_RUN_BY)
 def test_only_a_process_that_says_so_refuses_a_backbone(process: str, backbone: str) -> None:
-    sampler = registry.lookup("process", process)().default_sampler()
+    sampler = _default_sampler(process)
     with pytest.raises(ConfigError, match=f"process={process} needs .* backbone"):
         build(process, backbone, sampler)
     assert process not in ("diffusion", "flow")
@@ -262,9 +272,14 @@ def idle_weights(policy: Policy) -> set[str]:
 # -- laws -----------------------------------------------------------------------------------------------
 
 
-@every_policy
-@pytest.mark.parametrize("chunk", CHUNKS.values(), ids=CHUNKS.keys())
-@pytest.mark.parametrize("goal_dim", [0, GOAL_DIM], ids=["", "goal"])
+@pytest.mark.parametrize(
+    ("process", "backbone", "sampler", "chunk", "goal_dim"),
+    pairwise(
+        COMBINATIONS,
+        [pytest.param(chunk, id=name) for name, chunk in CHUNKS.items()],
+        [pytest.param(0, id=""), pytest.param(GOAL_DIM, id="goal")],
+    ),
+)
 def test_shapes_and_types_at_every_batch(
     process: str, backbone: str, sampler: Any, chunk: dict[str, int], goal_dim: int
 ) -> None:
@@ -383,8 +398,9 @@ def test_a_saved_policy_returns_bit_by_bit(process: str, backbone: str, sampler:
     assert torch.equal(again.matching_loss(*inputs), policy.matching_loss(*inputs))  # type: ignore[attr-defined]
 
 
-@every_policy
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("process", "backbone", "sampler", "dtype"), pairwise(COMBINATIONS, [torch.float32, torch.float64])
+)
 def test_the_ratio_of_a_fresh_chain_is_one(
     process: str, backbone: str, sampler: Any, dtype: torch.dtype
 ) -> None:
@@ -476,7 +492,8 @@ def assert_compiled_equals_eager(policy: Policy) -> None:
 def test_a_compiled_policy_is_one_graph_with_the_same_numbers(
     process: str, backbone: str, sampler: Any
 ) -> None:
-    policy = judged(build(process, backbone, sampler), process)
+    steps = {"steps": 2} if getattr(sampler, "steps", None) else {}  # a loop is unrolled
+    policy = judged(build(process, backbone, dataclasses.replace(sampler, **steps)), process)
     if isinstance(policy, DenoisingPolicy) and policy.table.loop is not None:
         pytest.skip("runs another program's loop, which decides in Python at every step")
     assert_compiled_equals_eager(policy)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pairwise import pairwise
 from small_policies import ACTION_DIM, OBS_DIM, observations, statistics
 
 from algos.fpo import AwmConfig, FpoConfig
@@ -195,8 +196,10 @@ def fresh(ratio: RatioEstimator, seed: int = 0) -> tuple[Experience, Rows]:
     return experience, Rows.sorted_from(torch.arange(ROWS * ratio.inner_steps), ratio.inner_steps)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize(("build", "process", "backbone", "steps", "reduction"), list(estimators()))
+@pytest.mark.parametrize(
+    ("build", "process", "backbone", "steps", "reduction", "dtype"),
+    pairwise(estimators(), [torch.float64, torch.float32]),
+)
 def test_the_ratio_of_fresh_data_is_one(
     build: Any, process: str, backbone: str, steps: int, reduction: str, dtype: torch.dtype
 ) -> None:

@@ -1,4 +1,4 @@
-"""The README's path, executed as it is written, at the smallest sizes."""
+"""The path of README and tutorial, executed as it is written, at the smallest sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "tutorial.md")
 
 BC = [
     "algo.steps=40",
@@ -36,7 +37,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README.read_text(), flags=re.S | re.M)
+    """Return the fenced blocks of README and tutorial, in the order of reading."""
+    fence = rf"^```{language}\n(.*?)^```"
+    return [block for page in PAGES for block in re.findall(fence, page.read_text(), flags=re.S | re.M)]
 
 
 def commands() -> list[str]:

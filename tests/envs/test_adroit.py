@@ -10,6 +10,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from messages import mentions
 
 pytest.importorskip("gymnasium_robotics", reason="needs the extra 'adroit'")
 
@@ -181,12 +182,12 @@ def test_a_file_without_starts_is_refused(tmp_path: Path) -> None:
     write_demonstrations(path, [0, 1])
     with h5py.File(path, "a") as file:
         del file["infos/init_qpos"]
-    with pytest.raises(DatasetError, match=r"infos/init_qpos of shape \(2, 30\).*got nothing"):
+    with pytest.raises(DatasetError, match=mentions("infos/init_qpos shape (2, 30)")):
         AdroitDoor(starts=str(path)).make_vector(1)
     with h5py.File(path, "a") as file:
         del file["observations"]
         file["observations"] = np.zeros((4, 45), np.float32)
-    with pytest.raises(DatasetError, match=r"needs observations of 39 entries; got \(45,\)"):
+    with pytest.raises(DatasetError, match=mentions("39 (45,)")):
         AdroitDoor(starts=str(path)).make_vector(1)
 
 
@@ -200,16 +201,16 @@ def test_scores_are_those_of_the_reward_that_data_have() -> None:
 
 
 def test_values_outside_their_range_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"env\.max_episode_steps must be at least 1; got 0"):
+    with pytest.raises(ConfigError, match=mentions("env.max_episode_steps 1 0")):
         env("adroit-pen", max_episode_steps=0)
-    with pytest.raises(ConfigError, match=r"env\.reward must be one of dense, sparse; got 'shaped'"):
+    with pytest.raises(ConfigError, match=mentions("env.reward shaped dense sparse")):
         env("adroit-hammer", reward="shaped")
-    with pytest.raises(ConfigError, match="num_envs must be at least 1; got 0"):
+    with pytest.raises(ConfigError, match=mentions("num_envs 1 0")):
         vector_of("door", 0)
 
 
 def test_a_missing_simulator_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     load_adroit.cache_clear()
     monkeypatch.setitem(sys.modules, "gymnasium_robotics.envs.adroit_hand.adroit_pen", None)
-    with pytest.raises(MissingExtraError, match=r"gymnasium_robotics.*pip install 'burnish\[adroit\]'"):
+    with pytest.raises(MissingExtraError, match=mentions("gymnasium_robotics burnish[adroit]")):
         vector_of("pen")

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from messages import mentions
 
 from envs.engine.vector import ChunkVector
 from envs.rollouts.collect import collect
@@ -238,9 +239,9 @@ def test_ways_that_do_not_exist_are_refused(options: dict) -> None:
 
 
 def test_bad_sizes_are_refused() -> None:
-    with pytest.raises(ConfigError, match="num_envs"):
+    with pytest.raises(ConfigError, match=mentions("num_envs")):
         Avoid().make_vector(0)
-    with pytest.raises(ConfigError, match="max_episode_steps"):
+    with pytest.raises(ConfigError, match=mentions("max_episode_steps")):
         _ = replace(Avoid(), max_episode_steps=0).spec
 
 

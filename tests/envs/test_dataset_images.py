@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 
 from envs.datasets import Episode, EpisodeDataset, free_memory, read_dataset, write_robomimic
 from envs.datasets.images import Compressed, Images, InMemory
@@ -93,7 +94,7 @@ def test_what_nobody_looks_at_is_not_read(tmp_path: Path) -> None:
     assert len(Windows(blind, ChunkSpec(3, horizon=2, act_steps=1))) == sum(LENGTHS)
     with pytest.raises(DatasetError, match="no such file"):
         data.with_cameras(["front"])
-    with pytest.raises(DatasetError, match=r"cameras \['top'\]; there are some of \['front', 'wrist'\]"):
+    with pytest.raises(DatasetError, match=mentions("['top'] ['front', 'wrist']")):
         data.with_cameras(["top"])
 
 
@@ -119,13 +120,13 @@ def test_one_pixel_changes_the_digest() -> None:
 def test_images_that_do_not_fit_are_refused() -> None:
     data = filmed()
     keys = ("observations", "actions", "rewards", "terminated", "truncated")
-    with pytest.raises(DatasetError, match=r"'front' must have shape \(10, H, W, 3\); got \(9, 6, 7, 3\)"):
+    with pytest.raises(DatasetError, match=mentions("front shape 10 3 (9, 6, 7, 3)")):
         EpisodeDataset.from_arrays(
             *(getattr(data, key) for key in keys),
             data.episode_start,
             images={"front": np.zeros((9, *SHAPE), np.uint8)},
         )
-    with pytest.raises(DatasetError, match="images must be uint8"):
+    with pytest.raises(DatasetError, match=mentions("images uint8")):
         Images.of(np.zeros((2, *SHAPE)))
 
 
@@ -135,7 +136,7 @@ def test_a_demonstration_with_other_images_is_named(tmp_path: Path) -> None:
     with h5py.File(path, "a") as file:
         del file["data/demo_2/obs/front_image"]
         file["data/demo_2/obs/front_image"] = np.zeros((4, 6, 8, 3), np.uint8)
-    with pytest.raises(DatasetError, match=r"demo_2/obs: key 'front_image' must have shape \(4, 6, 7, 3\)"):
+    with pytest.raises(DatasetError, match=mentions("demo_2/obs front_image shape (4, 6, 7, 3)")):
         read_dataset(path)
 
 
@@ -151,10 +152,10 @@ def test_compressed_images_are_decoded_when_they_are_asked_for() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (3, *SHAPE), dtype=np.uint8)
     images = Images(Compressed([png(pixels[0]), b"torn", png(pixels[2])], SHAPE, "f: column 'c'"))
     np.testing.assert_array_equal(images[torch.tensor([2, 0, 2])], pixels[[2, 0, 2]])
-    with pytest.raises(DatasetError, match="f: column 'c': expected a PNG or JPEG image in row 1"):
+    with pytest.raises(DatasetError, match=mentions("c PNG JPEG 1")):
         images.loaded()
     odd = Images(Compressed([png(pixels[0, :5])], SHAPE, "f"))
-    with pytest.raises(DatasetError, match=r"must have shape \(6, 7, 3\); that of row 0 has \(5, 7, 3\)"):
+    with pytest.raises(DatasetError, match=mentions("shape (6, 7, 3) 0 (5, 7, 3)")):
         odd.loaded()
 
 

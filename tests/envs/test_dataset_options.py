@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import mentions
 
 from envs.datasets import (
     Episode,
@@ -66,22 +67,22 @@ def test_arguments_are_explained_by_their_docstring() -> None:
 @pytest.mark.parametrize(
     ("write", "options", "message"),
     [
-        (write_d4rl, {"d4rl_compt": True}, r"reader\.d4rl_compt is no option of any format\. Did you mean"),
-        (write_d4rl, {"scaled": True}, r"reader\.scaled is an option of dppo; .*toy-v0 is d4rl, whose"),
-        (write_robomimic, {"infos": True}, r"reader\.infos is an option of d4rl and minari; .* is robomimic"),
-        (write_d4rl, {"max_episode_steps": "long"}, r"of d4rl must be a whole number or null; got 'long'"),
-        (write_d4rl, {"max_episode_steps": True}, r"must be a whole number or null; got True"),
-        (write_d4rl, {"max_episode_steps": 0}, r"reader\.max_episode_steps must be at least 1, or null; got 0"),
-        (write_d4rl, {"d4rl_compat": 1}, r"reader\.d4rl_compat of d4rl must be true or false; got 1"),
-        (write_minari, {"obs_keys": "observation"}, r"minari must be a list of a text or null; got 'obs"),
-        (write_minari, {"obs_keys": [1]}, r"must be a list of a text or null; got \[1\]"),
+        (write_d4rl, {"d4rl_compt": True}, "reader.d4rl_compt"),
+        (write_d4rl, {"scaled": True}, "reader.scaled toy-v0 d4rl"),
+        (write_robomimic, {"infos": True}, "reader.infos d4rl"),
+        (write_d4rl, {"max_episode_steps": "long"}, "reader.max_episode_steps d4rl long"),
+        (write_d4rl, {"max_episode_steps": True}, "reader.max_episode_steps True"),
+        (write_d4rl, {"max_episode_steps": 0}, "reader.max_episode_steps 1 0"),
+        (write_d4rl, {"d4rl_compat": 1}, "reader.d4rl_compat d4rl 1"),
+        (write_minari, {"obs_keys": "observation"}, "reader.obs_keys minari observation"),
+        (write_minari, {"obs_keys": [1]}, "reader.obs_keys 1"),
     ],
 )  # fmt: skip
 def test_what_a_format_does_not_have_is_refused_by_name(
     write: Any, options: dict[str, Any], message: str, dataset: EpisodeDataset, tmp_path: Path
 ) -> None:
     write(tmp_path / "toy-v0", dataset)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         read_dataset(tmp_path / "toy-v0", **options)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 
 from envs.datasets import EpisodeDataset, read_dataset
 from envs.datasets.windows import Windows
@@ -125,12 +126,12 @@ def test_damaged_videos_are_named(folder: Path) -> None:
     data, video = read_dataset(folder), folder / "videos" / KEY / "chunk-001" / "file-000.mp4"
     whole = video.read_bytes()
     video.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DatasetError, match=r"chunk-001/file-000.mp4: expected a readable video"):
+    with pytest.raises(DatasetError, match=mentions("chunk-001/file-000.mp4 readable")):
         look(data)
     video.unlink()
     write_video(video.parent.parent / "short/short.mp4", range(32, 40))
     (video.parent.parent / "short/short.mp4").rename(video)
-    with pytest.raises(DatasetError, match=r"chunk-001/file-000.mp4: expected a frame at 0.800 s"):
+    with pytest.raises(DatasetError, match=mentions("chunk-001/file-000.mp4 0.800")):
         look(data)
 
 

@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 
 from envs import datasets
 from envs.datasets import (
@@ -130,7 +131,7 @@ def test_selected_episodes_keep_everything_that_belongs_to_them(dataset):
     assert part.episode_extras["seed"].tolist() == [2, 0]
     torch.testing.assert_close(part.actions[:6], dataset.actions[5:11])
     torch.testing.assert_close(part.next_observations[6:], dataset.next_observations[:4])
-    with pytest.raises(DatasetError, match=r"0\.\.3"):
+    with pytest.raises(DatasetError, match=mentions("0 3 [4]")):
         dataset.select([4])
 
 
@@ -144,7 +145,7 @@ def test_splits_are_disjoint_complete_and_decided_by_the_seed(dataset):
     again = dataset.split(0.3, seed=5)
     assert seeds(again[1]) == seeds(valid)
     assert len({tuple(seeds(dataset.split(0.3, seed=s)[1])) for s in range(20)}) == 4
-    with pytest.raises(DatasetError, match="at least 2 episodes"):
+    with pytest.raises(DatasetError, match=mentions("2 episodes")):
         dataset.select([0]).split()
 
 
@@ -154,38 +155,36 @@ def test_splits_are_disjoint_complete_and_decided_by_the_seed(dataset):
         (
             "observations",
             np.full((10, 3), np.nan),
-            r"'observations' must be finite; got nan at index \[0, 0\]",
+            "observations finite nan [0, 0]",
         ),
-        ("actions", np.full((10, 2), np.inf), r"'actions' must be finite; got inf"),
-        ("rewards", np.r_[np.zeros(9), np.nan], r"'rewards' must be finite; got nan at index \[9\] \(1 such"),
-        ("actions", np.zeros((9, 2)), r"'actions' must have shape \(10, Da\); got \(9, 2\)"),
-        ("rewards", np.zeros((10, 1)), r"'rewards' must have shape \(10\); got \(10, 1\)"),
-        ("observations", np.zeros((0, 3)), r"'observations' is empty"),
-        ("episode_start", [0, 4, 4, 10], r"must increase .* got 4 after 4 at position 2"),
-        ("episode_start", [0, 6, 4, 10], r"must increase .* got 4 after 6"),
-        ("episode_start", [0, 4, 9], r"must run from 0 to the number of frames 10"),
-        ("truncated", np.r_[True, np.zeros(9, bool)], r"'truncated' .* set on frame 0 inside one"),
+        ("actions", np.full((10, 2), np.inf), "actions finite inf"),
+        ("rewards", np.r_[np.zeros(9), np.nan], "rewards finite nan 9 1"),
+        ("actions", np.zeros((9, 2)), "actions shape 10 (9, 2)"),
+        ("rewards", np.zeros((10, 1)), "rewards shape (10) (10, 1)"),
+        ("observations", np.zeros((0, 3)), "observations empty"),
+        ("episode_start", [0, 4, 4, 10], "episode_start 4 2"),
+        ("episode_start", [0, 6, 4, 10], "episode_start 4 6"),
+        ("episode_start", [0, 4, 9], "episode_start 0 10"),
+        ("truncated", np.r_[True, np.zeros(9, bool)], "truncated 0"),
     ],
 )
 def test_bad_arrays_are_refused_with_key_expected_and_got(key, value, message):
-    with pytest.raises(DatasetError, match=message) as error:
+    with pytest.raises(DatasetError, match=mentions(message)) as error:
         EpisodeDataset.from_arrays(**arrays() | {key: value}, meta={"source": "demo.hdf5"})
     assert str(error.value).startswith("demo.hdf5: ")
 
 
 def test_bad_extras_are_refused():
-    with pytest.raises(DatasetError, match="'states' must have one row for each of the 10 frames"):
+    with pytest.raises(DatasetError, match=mentions("states 10")):
         EpisodeDataset.from_arrays(**arrays(), extras={"states": np.zeros((9, 2))})
-    with pytest.raises(DatasetError, match="'goal' must be finite"):
+    with pytest.raises(DatasetError, match=mentions("goal finite")):
         EpisodeDataset.from_arrays(**arrays(), extras={"goal": np.full((10, 2), np.nan)})
 
 
 def test_bad_episodes_are_refused():
-    with pytest.raises(DatasetError, match="at least one episode"):
+    with pytest.raises(DatasetError, match=mentions("episode")):
         EpisodeDataset.from_episodes([])
-    with pytest.raises(
-        DatasetError, match=r"episode 1: key 'actions' must have shape \(3, 2\); got \(3, 4\)"
-    ):
+    with pytest.raises(DatasetError, match=mentions("1 actions shape (3, 2) (3, 4)")):
         EpisodeDataset.from_episodes([episode(3), episode(3, action_dim=4)])
 
 
@@ -216,7 +215,7 @@ def test_time_limit_cuts_files_without_timeouts_at_every_multiple(tmp_path):
     assert read_d4rl(path).lengths.tolist() == [4, 6]
     missed = write_d4rl(tmp_path / "b.hdf5", timeouts=np.zeros(10, bool))
     assert read_d4rl(missed, max_episode_steps=3).lengths.tolist() == [3, 1, 3, 3]
-    with pytest.raises(DatasetError, match=r"a\.hdf5: .*'timeouts'.* Give reader\.max_episode_steps=<steps>"):
+    with pytest.raises(DatasetError, match=mentions("a.hdf5 timeouts reader.max_episode_steps=")):
         read_d4rl(path, d4rl_compat=True)
 
 
@@ -294,7 +293,7 @@ def test_successors_that_are_hardly_ever_the_next_row_are_told(tmp_path, caplog,
 
 def test_what_is_not_finite_under_infos_is_refused_with_the_way_to_leave_it_out(tmp_path):
     path = write_d4rl(tmp_path / "a.hdf5", **{"infos/qvel": np.full((10, 2), np.nan)})
-    with pytest.raises(DatasetError, match=r"key 'infos/qvel' must be finite; .*reader\.infos=false"):
+    with pytest.raises(DatasetError, match=mentions("infos/qvel finite reader.infos=false")):
         read_d4rl(path)
     assert read_d4rl(path, infos=False).num_frames == 10
 
@@ -304,7 +303,7 @@ def test_numbers_beyond_float32_are_one_error_and_no_warning_of_numpy(tmp_path):
     large[4, 1] = 1e300
     for key in ("observations", "next_observations"):
         path = write_d4rl(tmp_path / "a.hdf5", **{key: large})
-        with pytest.raises(DatasetError, match=rf"key '{key}' must be finite; got inf at index \[4, 1\]"):
+        with pytest.raises(DatasetError, match=mentions(f"{key} finite inf 4 1")):
             read_d4rl(path)
 
 
@@ -368,7 +367,7 @@ def test_a_truncated_file_is_one_clear_error(tmp_path, keep):
     path = write_d4rl(tmp_path / "cut.hdf5", **big)
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content))])
-    with pytest.raises(DatasetError, match=r"cut\.hdf5: expected a readable HDF5 file.*truncated"):
+    with pytest.raises(DatasetError, match=mentions("cut.hdf5 readable HDF5 truncated")):
         read_dataset(path)
 
 
@@ -382,49 +381,49 @@ def test_a_damaged_chunk_is_one_clear_error(tmp_path):
     content = bytearray(path.read_bytes())
     content[offset : offset + 200] = bytes(200)
     path.write_bytes(content)
-    with pytest.raises(DatasetError, match=r"bad\.hdf5"):
+    with pytest.raises(DatasetError, match=mentions("bad.hdf5")):
         read_dataset(path)
 
 
 def test_other_unusable_files_are_one_clear_error(tmp_path):
-    with pytest.raises(DatasetError, match="no such file"):
+    with pytest.raises(DatasetError, match=mentions("no such file")):
         read_dataset(tmp_path / "absent.hdf5")
     text = tmp_path / "text.hdf5"
     text.write_text("not HDF5")
-    with pytest.raises(DatasetError, match="expected a readable HDF5 file"):
+    with pytest.raises(DatasetError, match=mentions("readable HDF5")):
         read_dataset(text)
     with h5py.File(tmp_path / "other.hdf5", "w") as file:
         file["something"] = 1
-    with pytest.raises(DatasetError, match=r"formats d4rl, .* found the keys \['something'\]"):
+    with pytest.raises(DatasetError, match=mentions("d4rl ['something']")):
         read_dataset(tmp_path / "other.hdf5")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rewards": None}, r"missing \['rewards'\], found"),
+        ({"rewards": None}, "missing ['rewards']"),
         (
             {"actions": np.zeros((9, 2))},
-            r"'actions' must have 10 rows of numbers, one per step; got shape \(9, 2\)",
+            "actions 10 shape (9, 2)",
         ),
-        ({"actions": np.full((10, 2), np.nan)}, "'actions' must be finite"),
-        ({"observations": np.zeros((10, 3, 2))}, r"'observations' must have shape \(10, Do\)"),
-        ({"observations": np.zeros(())}, r"'observations' must have 1 rows of numbers"),
-        ({"rewards": np.array([b"a"] * 10)}, r"'rewards' must have 10 rows of numbers.*type \|S1"),
-        ({"next_observations": np.zeros((10, 4))}, r"'next_observations' must have shape \(10, 3\)"),
-        ({"timeouts": np.zeros((10, 2), bool)}, r"'timeouts' must have shape \(10,\); got \(10, 2\)"),
-        ({"terminals": np.full(10, np.nan)}, "'terminals' must be 0 or 1 in every row; got nan in row 0"),
-        ({"timeouts": np.arange(10)}, r"'timeouts' must be 0 or 1.*got 2 in row 2 \(8 such rows\)"),
-        ({"observations": h5py.Empty("f")}, r"'observations' must have 1 rows of numbers"),
+        ({"actions": np.full((10, 2), np.nan)}, "actions finite"),
+        ({"observations": np.zeros((10, 3, 2))}, "observations shape 10"),
+        ({"observations": np.zeros(())}, "observations 1"),
+        ({"rewards": np.array([b"a"] * 10)}, "rewards 10 |S1"),
+        ({"next_observations": np.zeros((10, 4))}, "next_observations shape (10, 3)"),
+        ({"timeouts": np.zeros((10, 2), bool)}, "timeouts shape (10,) (10, 2)"),
+        ({"terminals": np.full(10, np.nan)}, "terminals 0 1 nan"),
+        ({"timeouts": np.arange(10)}, "timeouts 0 1 2 8"),
+        ({"observations": h5py.Empty("f")}, "observations 1"),
         (
             {key: np.zeros((0, 2)) for key in ("observations", "actions")}
             | {key: np.zeros(0) for key in ("rewards", "terminals", "timeouts")},
-            r"'observations' must have at least one row",
+            "observations",
         ),
     ],
 )
 def test_bad_d4rl_content_names_file_and_key(tmp_path, changes, message):
-    with pytest.raises(DatasetError, match=message) as error:
+    with pytest.raises(DatasetError, match=mentions(message)) as error:
         read_dataset(write_d4rl(tmp_path / "bad.hdf5", **changes))
     assert "bad.hdf5" in str(error.value)
 
@@ -441,16 +440,16 @@ def test_the_byte_order_of_the_file_does_not_matter(tmp_path):
 @pytest.mark.parametrize("error", [ValueError, TypeError, AttributeError, IndexError, KeyError])
 def test_what_fails_while_reading_is_one_clear_error(tmp_path, error):
     path = write_d4rl(tmp_path / "a.hdf5")
-    with pytest.raises(DatasetError, match=r"a\.hdf5.*odd"), read_hdf5(path):
+    with pytest.raises(DatasetError, match=mentions("a.hdf5")), read_hdf5(path):
         raise error("odd")
 
 
 def test_scores_are_zero_at_random_and_hundred_at_expert():
     np.testing.assert_allclose(normalized_score("hopper-medium-v2", [-20.272305, 3234.3]), [0, 100])
     assert reference("hopper") == reference("hopper-expert-v0")
-    with pytest.raises(DatasetError, match="hopper-medium-v2"):
+    with pytest.raises(DatasetError, match=mentions("hopper-medium-v2")):
         normalized_score("hopper-medum-v2", 1.0)
-    with pytest.raises(DatasetError, match="maze2d-umaze-"):
+    with pytest.raises(DatasetError, match=mentions("maze2d-umaze-")):
         reference("maze2d-umaze")
 
 

@@ -8,6 +8,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 
 import burnish
 from envs.datasets import (
@@ -72,7 +73,7 @@ def test_extra_keys_of_nearly_one_name_are_all_kept(tmp_path, dataset):
 @pytest.mark.parametrize("write", [write_d4rl, write_minari, partial(write_dataset, format="d4rl")])
 def test_images_are_refused_where_there_is_no_place_for_them(tmp_path, dataset, write):
     seen = Images.of(np.zeros((dataset.num_frames, 2, 2, 3), np.uint8))
-    with pytest.raises(ConfigError, match="images of the cameras top need format=robomimic; got format="):
+    with pytest.raises(ConfigError, match=mentions("format=robomimic format=")):
         write(tmp_path / "demos-v0", replace(dataset, images={"top": seen}))
     assert not list(tmp_path.iterdir())
 
@@ -135,7 +136,7 @@ def test_damaged_names_are_one_clear_error(tmp_path, dataset):
     for text in ("{no", "3", json.dumps({"extras": [3]}), json.dumps({"meta": 4})):
         with h5py.File(tmp_path / "demos.hdf5", "a") as file:
             file.attrs["burnish"] = text
-        with pytest.raises(DatasetError, match=r"demos\.hdf5: attribute 'burnish' must be a JSON object"):
+        with pytest.raises(DatasetError, match=mentions("demos.hdf5 burnish JSON")):
             read_dataset(tmp_path / "demos.hdf5")
 
 
@@ -143,12 +144,12 @@ def test_the_format_follows_from_the_name_unless_told():
     assert format_to_write("demos.hdf5") == format_to_write("demos") == "robomimic"
     assert format_to_write("here/demos-v0") == "minari"
     assert format_to_write("demos-v0", "d4rl") == "d4rl"
-    with pytest.raises(ConfigError, match="format must be one of: robomimic, minari, d4rl; got zarr"):
+    with pytest.raises(ConfigError, match=mentions("d4rl robomimic minari zarr")):
         format_to_write("x", "zarr")
 
 
 def test_only_robomimic_has_masks(tmp_path, dataset):
-    with pytest.raises(ConfigError, match="valid_fraction needs format=robomimic; got format=d4rl"):
+    with pytest.raises(ConfigError, match=mentions("valid_fraction format=robomimic format=d4rl")):
         write_dataset(tmp_path / "demos.hdf5", dataset, format="d4rl", valid_fraction=0.5)
 
 
@@ -160,9 +161,9 @@ def test_what_is_collected_is_the_same_in_every_format(tmp_path):
         assert dataset_format(path) == name and data.meta["env" if name != "robomimic" else "env_args"]
         digests.add(data.digest())
     assert len(digests) == 1
-    with pytest.raises(ConfigError, match="valid_fraction needs format=robomimic"):
+    with pytest.raises(ConfigError, match=mentions("valid_fraction format=robomimic")):
         burnish.collect(env="avoid", episodes=2, out=tmp_path / "x.hdf5", format="d4rl", valid_fraction=0.5)
-    with pytest.raises(DatasetError, match="exists; choose another"):
+    with pytest.raises(DatasetError, match=mentions("exists")):
         burnish.collect(env="avoid", episodes=2, out=tmp_path / "minari-v0")
     burnish.collect(env="avoid", episodes=1, out=tmp_path / "minari-v0", overwrite=True)
     assert read_dataset(tmp_path / "minari-v0").num_episodes == 1

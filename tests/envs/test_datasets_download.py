@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.server
 import io
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+from messages import mentions
 
 import burnish
 from envs.datasets import read_dataset
@@ -112,7 +114,7 @@ def test_a_broken_connection_is_continued_within_one_call(tmp_path: Path, server
 
 def test_an_interrupted_download_is_continued_by_the_next_call(tmp_path: Path, server: Server) -> None:
     server.breaks = [1_200_000]
-    with pytest.raises(DatasetError, match=r"broke off after 1200000 bytes .* it continues there"):
+    with pytest.raises(DatasetError, match=mentions("1200000 bytes")):
         fetch(f"{server.address}/x.bin", tmp_path / "x.bin", attempts=1)
     assert not (tmp_path / "x.bin").exists(), "nothing unfinished has the final name"
     assert fetch(f"{server.address}/x.bin", tmp_path / "x.bin", attempts=1).read_bytes() == CONTENT
@@ -168,12 +170,12 @@ def test_a_wrong_checksum_is_refused_and_thrown_away(tmp_path: Path, server: Ser
         spoiled = bytearray((tmp_path / "x.bin.part").read_bytes())
         spoiled[7] ^= 1
         (tmp_path / "x.bin.part").write_bytes(spoiled)
-    with pytest.raises(DatasetError, match=r"x\.bin: expected the SHA-256 .* Download it again"):
+    with pytest.raises(DatasetError, match=mentions("x.bin SHA-256")):
         fetch(url, target, sha256=None if how == "linked" else "0" * 64)
     assert list(tmp_path.iterdir()) == []
     assert fetch(url, target, sha256=SUM).read_bytes() == CONTENT
     target.write_bytes(b"damaged")
-    with pytest.raises(DatasetError, match="Remove the file and download it again"):
+    with pytest.raises(DatasetError, match=mentions("x.bin SHA-256")):
         fetch(url, target, sha256=SUM)
 
 
@@ -181,7 +183,7 @@ def test_without_a_network_there_is_one_clear_message(tmp_path: Path, server: Se
     address = server.address
     server.shutdown()
     server.server_close()
-    with pytest.raises(DatasetError, match=r"/x\.bin: cannot be reached \(.*refused.*\)\. Check the network"):
+    with pytest.raises(DatasetError, match=mentions("/x.bin refused")):
         fetch(f"{address}/x.bin", tmp_path / "x.bin")
     assert list(tmp_path.iterdir()) == []
 
@@ -227,13 +229,13 @@ def test_who_waits_for_a_download_that_fails_fetches_itself(
 
 
 def test_a_refusal_names_the_status_and_is_not_tried_again(tmp_path: Path, server: Server) -> None:
-    with pytest.raises(DatasetError, match=r"the server answered 404 \(Not Found\)"):
+    with pytest.raises(DatasetError, match=mentions("404")):
         fetch(f"{server.address}/none.bin", tmp_path / "none.bin")
     assert server.requests == 1
     server.files["/empty.bin"] = b""  # of which our server has no byte to send
-    with pytest.raises(DatasetError, match=r"the server answered 416 \(Requested Range Not Satisfiable\)"):
+    with pytest.raises(DatasetError, match=mentions("empty.bin 416")):
         fetch(f"{server.address}/empty.bin", tmp_path / "empty.bin")
-    with pytest.raises(DatasetError, match="url must begin with http"):
+    with pytest.raises(DatasetError, match=mentions("url http:// https://")):
         fetch("file:///etc/hostname", tmp_path / "x")
 
 
@@ -244,7 +246,7 @@ def test_names_are_unique_and_their_files_too() -> None:
     entries = list(catalogue().values())
     assert len({entry.path for entry in entries}) == len(entries) > 200
     assert {entry.family for entry in entries} == {"D4RL", "OGBench", "robomimic", "Minari"}
-    with pytest.raises(DatasetError, match=r"similar names: .*hopper-medium-v2"):
+    with pytest.raises(DatasetError, match=mentions("hopper-medium-v2")):
         lookup("hoper-medium-v2")
 
 
@@ -288,11 +290,8 @@ def test_what_is_no_file_of_its_kind_is_refused_and_thrown_away(
     server.files[f"/{name}"], server.tags = sent, False
     with pytest.raises(DatasetError) as refused:
         fetch(f"{server.address}/{name}", tmp_path / name)
-    assert str(refused.value) == (
-        f"{tmp_path / name}: expected that {server.address}/{name} is a readable {name[2:]} file; got "
-        f"{len(sent)} bytes that are none. The server sent a part of it or something else: check the "
-        f"address, and download it again."
-    )
+    parts = f"{tmp_path / name} {server.address}/{name} readable {name[2:]} {len(sent)} bytes"
+    assert re.search(mentions(parts), str(refused.value))
     assert list(tmp_path.iterdir()) == []
     server.files[f"/{name}"] = whole
     assert fetch(f"{server.address}/{name}", tmp_path / name).read_bytes() == whole
@@ -304,7 +303,7 @@ def test_a_name_is_downloaded_once_and_then_read_by_its_name(
     monkeypatch.setenv("BURNISH_DATASETS", str(tmp_path / "data"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     name = "cube-single-play-v0"
-    with pytest.raises(DatasetError, match=f"burnish data download name={name}"):
+    with pytest.raises(DatasetError, match=mentions(f"name={name}")):
         read_dataset(name)
     for part in ("", "-val"):
         server.files[f"/datasets/ogbench/{name}{part}.npz"] = npz()
@@ -314,7 +313,7 @@ def test_a_name_is_downloaded_once_and_then_read_by_its_name(
     burnish.download_data(name, mirror=server.address)
     assert server.requests == 2
     path.write_bytes(b"damaged")
-    with pytest.raises(DatasetError, match="expected the SHA-256"):
+    with pytest.raises(DatasetError, match=mentions("SHA-256")):
         burnish.download_data(name, mirror=server.address)
 
 
@@ -331,7 +330,7 @@ def test_what_another_program_downloaded_is_found(tmp_path: Path, monkeypatch: p
 
 def test_a_mistyped_name_is_told_the_names_like_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DatasetError, match=r"hopper-medum-v2: expected .*names: .*hopper-medium-v2"):
+    with pytest.raises(DatasetError, match=mentions("hopper-medum-v2 hopper-medium-v2")):
         read_dataset("hopper-medum-v2")
     Path("hopper-medum-v2").mkdir()
     assert find_dataset("hopper-medum-v2") == Path("hopper-medum-v2")
@@ -378,25 +377,25 @@ def test_a_file_that_was_removed_is_fetched_as_it_is_now(tmp_path: Path, server:
     assert path.read_bytes() == b"a later version"
     assert download() == path, "the checksum is that of the later version"
     path.write_bytes(CONTENT)
-    with pytest.raises(DatasetError, match="Remove the file and download it again"):
+    with pytest.raises(DatasetError, match=mentions("x.bin SHA-256")):
         download()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "data download needs name=<dataset> or url=<address>"),
-        ({"url": "http://x/y", "name": "scene-play-v0"}, "takes name= or url=, not both"),
-        ({"url": "http://x/y", "sha256": "12"}, "sha256 must be 64 hexadecimal digits, with url=; got 12"),
-        ({"url": "http://x/"}, "url must end in the name of a file"),
-        ({"url": "http://x/a/"}, "url must end in the name of a file"),
-        ({"url": "http://x/../../y"}, r"without '\.\.'; got 'http://x/\.\./\.\./y'"),
-        ({"name": "scene-play-v0", "attempts": 0}, "attempts must be at least 1; got 0"),
+        ({}, "name= url="),
+        ({"url": "http://x/y", "name": "scene-play-v0"}, "name= url="),
+        ({"url": "http://x/y", "sha256": "12"}, "sha256 64 url= 12"),
+        ({"url": "http://x/"}, "url file"),
+        ({"url": "http://x/a/"}, "url file"),
+        ({"url": "http://x/../../y"}, "http://x/ / /y"),
+        ({"name": "scene-play-v0", "attempts": 0}, "attempts 0"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_fetched(
     tmp_path: Path, options: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         burnish.download_data(out=tmp_path / "data", **options)
     assert list(tmp_path.iterdir()) == []

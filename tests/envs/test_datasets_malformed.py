@@ -13,34 +13,32 @@ import numpy as np
 import pytest
 import torch
 from dataset_files import FORMATS, LENGTHS, made, read_parquet, write_parquet
+from messages import mentions
 
 from envs.datasets import dataset_format, read_dataset, write_minari
 from policies.errors import DatasetError
 
 each = pytest.mark.parametrize("name", FORMATS)
 
-COPY = "copy or download it again."
 UNREADABLE = {
-    ".hdf5": f"expected a readable HDF5 file; reading failed with '.+'. The file is truncated, damaged, or "
-    f"of another kind: {COPY}",
-    ".npz": f"expected a readable npz archive; reading failed with '.+'. The file is truncated, damaged, or "
-    f"holds Python objects, which are never loaded: {COPY}",
-    ".parquet": f"expected a readable Parquet file; reading failed with '.+'. The file is truncated or "
-    f"damaged: {COPY}",
+    ".hdf5": "HDF5 truncated damaged",
+    ".npz": "npz truncated damaged",
+    ".parquet": "Parquet truncated damaged",
 }
-"""What follows the name of a damaged file, by its suffix."""
+"""What is mentioned beside the name of a damaged file, by its suffix."""
 
 
 def refusal(path: Path) -> str:
-    """Return with which words a dataset is refused."""
+    """Return the message with which a dataset is refused."""
     with pytest.raises(DatasetError) as refused:
         read_dataset(path)
     return str(refused.value)
 
 
-def says(message: str, source: Path, pattern: str) -> bool:
-    """Tell whether a message is the name of a source and, after a colon, a pattern; nothing else."""
-    return bool(re.fullmatch(f"{re.escape(str(source))}: {pattern}", message, re.DOTALL))
+def says(message: str, source: Path, parts: str) -> bool:
+    """Tell whether a message begins with the name of a source and mentions every part after that."""
+    rest = message.removeprefix(f"{source}: ")
+    return rest != message and bool(re.search(mentions(parts), rest))
 
 
 @each
@@ -74,7 +72,7 @@ def test_a_block_of_zeros_anywhere_gives_a_whole_dataset_or_one_clear_error(
         try:
             data = read_dataset(path)
         except DatasetError as error:
-            assert says(str(error), file, f"{UNREADABLE[file.suffix]}|.*expected .+; .+|.*key '.+' must .+")
+            assert says(str(error), file, "")
         else:
             assert data.num_frames == int(data.episode_start[-1]) and data.num_frames <= sum(LENGTHS)
 
@@ -123,8 +121,7 @@ def test_numbers_that_are_none_are_refused(tmp_path: Path, name: str, value: flo
         lambda old: np.where(np.arange(old.size).reshape(old.shape) == 1, value, old),
     )
     count = len(LENGTHS) if name in ("minari", "robomimic") else 1  # they have an array per episode
-    wanted = rf"key 'actions' must be finite; got {value} at index \[0, 1\] \({count} such entries\)\. "
-    assert says(refusal(path), path, f"{wanted}Remove or repair the affected episodes.")
+    assert says(refusal(path), path, f"actions finite {value} [0, 1] {count}")
 
 
 @each
@@ -143,47 +140,35 @@ CHANGES: dict[str, Change] = {
     "texts": lambda old: old.astype("S4"),
     "no rows": lambda old: old[:0],
 }
-_FILES = "of meta/info.json must be what data/chunk-*/file-*.parquet hold"
-_MISSING = "Files are missing, or episodes are mixed: download the dataset again."
 REFUSALS = {
     "d4rl": (
-        "key 'actions' must have 24 rows of numbers, one per step; got shape (23, 2), type float32.",
-        "key 'actions' must have shape (24, Da); got (24,).",
-        "key 'actions' must have 24 rows of numbers, one per step; got shape (24, 2), type |S4.",
-        "key 'actions' must have 24 rows of numbers, one per step; got shape (0, 2), type float32.",
+        "actions 24 (23, 2)",
+        "actions (24, Da) (24,)",
+        "actions 24 (24, 2) S4",
+        "actions 24 (0, 2)",
     ),
-    "dppo": (
-        "key 'actions' must have 24 rows, one per step; got (23, 2).",
-        "key 'actions' must be 2 wide, as its limits are; got (24,).",
-        "key 'actions' must hold real numbers; got type |S4.",
-        "key 'actions' must have 24 rows, one per step; got (0, 2).",
-    ),
+    "dppo": ("actions 24 (23, 2)", "actions 2 (24,)", "actions S4", "actions 24 (0, 2)"),
     "lerobot": (
-        f"key 'total_frames' {_FILES}; got 24 and 23. {_MISSING}",
-        "column 'action' must have 2 numbers in each of its 24 rows; got [1].",
-        "column 'action' must hold real numbers; got type list<element: binary>.",
-        f"key 'total_frames' {_FILES}; got 24 and 0. {_MISSING}",
+        "total_frames meta/info.json 24 23",
+        "action 2 24 [1]",
+        "action binary",
+        "total_frames meta/info.json 24 0",
     ),
     "minari": (
-        "episode_0: key 'terminations' must have 4 numbers, one per action; got shape (5,).",
-        "episode_0: key 'actions' must have shape (T, Da), continuous; got shape (5,), type float32.",
-        "episode_0: key 'actions' must have shape (T, Da), continuous; got shape (5, 2), type |S4.",
-        "episode_0: key 'actions' must have at least one row; the episode is empty.",
+        "episode_0 terminations 4 (5,)",
+        "episode_0 actions (T, Da) (5,)",
+        "episode_0 actions (T, Da) (5, 2) S4",
+        "episode_0 actions empty",
     ),
-    "ogbench": (
-        "key 'actions' must have 28 rows, one per step; got (27, 2).",
-        "key 'actions' must have shape (N, D); got (28,).",
-        "key 'actions' must hold real numbers; got type |S4.",
-        "key 'actions' must have 28 rows, one per step; got (0, 2).",
-    ),
+    "ogbench": ("actions 28 (27, 2)", "actions (N, D) (28,)", "actions S4", "actions 28 (0, 2)"),
     "robomimic": (
-        "demo_0/obs: key 'flat' must have shape (4, 3); got (5, 3).",
-        "key 'actions' must have shape (24, Da); got (24,).",
-        "demo_0: key 'actions' must hold real numbers; got type |S4.",
-        "demo_0/obs: key 'flat' must have shape (0, 3); got (5, 3).",
+        "demo_0/obs flat (4, 3) (5, 3)",
+        "actions (24, Da) (24,)",
+        "demo_0 actions S4",
+        "demo_0/obs flat (0, 3) (5, 3)",
     ),
 }
-"""With which words each of these changes of the actions is refused."""
+"""What the refusal of each of these changes of the actions mentions."""
 
 
 @each
@@ -191,17 +176,17 @@ REFUSALS = {
 def test_actions_of_another_shape_or_kind_are_refused(tmp_path: Path, name: str, kind: str) -> None:
     path, file = FORMATS[name].into(tmp_path)
     rewritten(file, FORMATS[name].action, CHANGES[kind])
-    expected = REFUSALS[name][list(CHANGES).index(kind)]
-    assert refusal(path) in (f"{path}: {expected}", f"{file}: {expected}")
+    message, parts = refusal(path), REFUSALS[name][list(CHANGES).index(kind)]
+    assert says(message, path, parts) or says(message, file, parts)
 
 
 WITHOUT_ACTIONS = {
-    "d4rl": "expected one of the formats .+; found the keys .+",
-    "dppo": "expected one of the formats .+; found an npz archive with the keys .+",
-    "lerobot": r"expected the columns \[.+\]; missing \['action'\]\. Copy or download the dataset again\.",
-    "minari": r"episode_0: key 'actions' must have shape \(T, Da\), continuous; got the keys \[.+\]\.",
-    "ogbench": "expected one of the formats .+; found an npz archive with the keys .+",
-    "robomimic": r"demo_0: expected the keys \['actions'\]; found \[.+\]\.",
+    "d4rl": "formats keys",
+    "dppo": "formats npz keys",
+    "lerobot": "missing ['action']",
+    "minari": "episode_0 actions keys",
+    "ogbench": "formats npz keys",
+    "robomimic": "demo_0 keys ['actions']",
 }
 
 
@@ -216,17 +201,17 @@ EMPTY: dict[str, tuple[str, Change, str]] = {
     "dppo": (
         "traj_lengths",
         lambda old: np.insert(old, 1, 0),
-        "key 'traj_lengths' must hold whole numbers above 0; got [5, 0, 3, 12, 4].",
+        "traj_lengths [5, 0, 3, 12, 4]",
     ),
     "minari": (
         "terminations",
         lambda old: old[:0],
-        "episode_0: key 'terminations' must have 5 numbers, one per action; got shape (0,).",
+        "episode_0 terminations 5 (0,)",
     ),
     "ogbench": (
         "terminals",
         lambda old: old | (np.arange(len(old)) == 0),
-        "key 'terminals' must leave at least two rows to every recording; recording 0 has one. Remove it.",
+        "terminals rows recording 0",
     ),
 }
 
@@ -236,7 +221,7 @@ def test_episodes_without_a_step_are_refused(tmp_path: Path, name: str) -> None:
     path, file = FORMATS[name].into(tmp_path)
     key, change, expected = EMPTY[name]
     rewritten(file, key, change)
-    assert refusal(path) == f"{file}: {expected}"
+    assert says(refusal(path), file, expected)
 
 
 def test_demonstrations_are_sorted_by_number_and_empty_ones_refused(tmp_path: Path) -> None:
@@ -251,7 +236,7 @@ def test_demonstrations_are_sorted_by_number_and_empty_ones_refused(tmp_path: Pa
             value = demo[key][:0]
             del demo[key]
             demo[key] = value
-    assert refusal(path) == f"{path}: demonstration number 0 is empty; expected actions."
+    assert says(refusal(path), path, "demonstration 0 empty actions")
 
 
 def test_nothing_is_left_in_memory_or_on_disk_of_a_failed_write(tmp_path: Path) -> None:

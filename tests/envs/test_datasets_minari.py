@@ -7,6 +7,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 
 from envs.datasets import Episode, EpisodeDataset, dataset_format, read_dataset, write_minari
 from policies.errors import DatasetError
@@ -73,7 +74,7 @@ def test_unknown_successors_stay_unknown(tmp_path, dataset):
 
 def test_successors_that_are_not_the_next_observation_cannot_be_written(tmp_path, dataset):
     odd = replace(dataset, next_observations=dataset.next_observations + 1)
-    with pytest.raises(DatasetError, match=r"not in frame 0 \(5 such frames\)"):
+    with pytest.raises(DatasetError, match=mentions("next_observations 0 5")):
         write_minari(tmp_path / "demos-v0", odd)
     assert list(tmp_path.iterdir()) == []
 
@@ -84,9 +85,9 @@ def test_a_new_dataset_replaces_an_old_one_and_nothing_else(tmp_path, dataset):
     assert read_dataset(tmp_path / "demos-v0").num_episodes == 1
     (tmp_path / "mine-v0").mkdir()
     (tmp_path / "mine-v0" / "thesis.txt").touch()
-    with pytest.raises(DatasetError, match="found another"):
+    with pytest.raises(DatasetError, match=mentions("Minari another")):
         write_minari(tmp_path / "mine-v0", dataset)
-    with pytest.raises(DatasetError, match=r"names end in a version, e\.g\. demos-v0; got 'demos'"):
+    with pytest.raises(DatasetError, match=mentions("demos demos-v0")):
         write_minari(tmp_path / "demos", dataset)
     assert sorted(item.name for item in tmp_path.iterdir()) == ["demos-v0", "mine-v0"]
 
@@ -217,9 +218,7 @@ def test_the_desired_goal_becomes_the_goal(tmp_path, monkeypatch, form):
     assert data.statistics()["goal"]["mean"].shape == (3,)
     chosen = read_dataset(path, obs_keys=["desired_goal/kettle", "observation"])
     assert chosen.obs_dim == 5 and torch.equal(chosen.observations[:, 2:], data.observations)
-    with pytest.raises(
-        DatasetError, match=r"expected vectors of numbers as observations \['camera'\]; found"
-    ):
+    with pytest.raises(DatasetError, match=mentions("['camera']")):
         read_dataset(path, obs_keys=["camera"])
 
 
@@ -310,27 +309,27 @@ def write_raw(folder, metadata=None, **changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"observations": None}, r"episode_1: key 'observations' must have 5 rows.*got nothing"),
-        ({"observations": np.zeros((4, 3))}, r"must have 5 rows of numbers in 'observation', one more"),
-        ({"observations": np.zeros((5, 4))}, r"episode 1: key 'observations' must have shape \(5, 3\)"),
-        ({"observations": np.full((5, 3), np.nan)}, "'observations' must be finite"),
-        ({"actions": None}, r"episode_1: key 'actions' must .*; got the keys \['observations'"),
+        ({"observations": None}, "episode_1 observations 5"),
+        ({"observations": np.zeros((4, 3))}, "5 observation"),
+        ({"observations": np.zeros((5, 4))}, "1 observations shape (5, 3)"),
+        ({"observations": np.full((5, 3), np.nan)}, "observations finite"),
+        ({"actions": None}, "episode_1 actions observations"),
         (
             {"actions": np.zeros(4, int)},
-            r"key 'actions' must have shape \(T, Da\), continuous; got shape \(4,\)",
+            "actions shape (4,)",
         ),
-        ({"actions": np.zeros((0, 2))}, "key 'actions' must have at least one row; the episode is empty"),
-        ({"rewards": None}, "key 'rewards' must have 4 numbers, one per action; got nothing"),
-        ({"rewards": np.zeros(5)}, r"key 'rewards' must have 4 numbers, one per action; got shape \(5,\)"),
+        ({"actions": np.zeros((0, 2))}, "actions empty"),
+        ({"rewards": None}, "rewards 4"),
+        ({"rewards": np.zeros(5)}, "rewards 4 shape (5,)"),
         (
             {"terminations": np.array([0, 1, 0, 1])},
-            "may be set on the last step only; it is set on step 1 of 4",
+            "terminations 1 4",
         ),
-        ({"truncations": np.full(4, 3)}, "'truncations' must be 0 or 1 in every row; got 3"),
+        ({"truncations": np.full(4, 3)}, "truncations 0 1 3"),
     ],
 )
 def test_bad_content_names_file_episode_and_key(tmp_path, changes, message):
-    with pytest.raises(DatasetError, match=message) as error:
+    with pytest.raises(DatasetError, match=mentions(message)) as error:
         read_dataset(write_raw(tmp_path / "bad-v0", **changes))
     assert "bad-v0" in str(error.value)
 
@@ -338,15 +337,15 @@ def test_bad_content_names_file_episode_and_key(tmp_path, changes, message):
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"total_episodes": 3}, r"3 episodes that the metadata counts; missing \['episode_2'\]"),
-        ({"total_episodes": 0}, "'total_episodes' must be at least 1; got 0"),
-        ({"total_episodes": None}, r"expected Minari's metadata with data_format and total_episodes"),
-        ({"data_format": "zarr"}, "'data_format' must be hdf5, arrow or parquet; got 'zarr'"),
-        ({"observation_space": "{no"}, "expected Minari's metadata"),
+        ({"total_episodes": 3}, "3 missing ['episode_2']"),
+        ({"total_episodes": 0}, "total_episodes 1 0"),
+        ({"total_episodes": None}, "data_format total_episodes"),
+        ({"data_format": "zarr"}, "data_format hdf5 zarr arrow parquet"),
+        ({"observation_space": "{no"}, "data_format total_episodes"),
     ],
 )
 def test_bad_metadata_is_one_clear_error(tmp_path, metadata, message):
-    with pytest.raises(DatasetError, match=message):
+    with pytest.raises(DatasetError, match=mentions(message)):
         read_dataset(write_raw(tmp_path / "bad-v0", metadata))
 
 
@@ -355,12 +354,12 @@ def test_a_truncated_main_file_is_one_clear_error(tmp_path, keep):
     path = write_raw(tmp_path / "cut-v0") / "data" / "main_data.hdf5"
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content))])
-    with pytest.raises(DatasetError, match=r"main_data\.hdf5.*truncated"):
+    with pytest.raises(DatasetError, match=mentions("main_data.hdf5 truncated")):
         read_dataset(tmp_path / "cut-v0")
 
 
 def test_a_dataset_without_metadata_names_what_is_there(tmp_path):
     folder = write_raw(tmp_path / "bare-v0")
     (folder / "data" / "metadata.json").unlink()
-    with pytest.raises(DatasetError, match=r"found a folder with \['data'\]"):
+    with pytest.raises(DatasetError, match=mentions("['data']")):
         read_dataset(folder)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 
 from envs.datasets import dataset_format, read_dataset
 from envs.datasets.formats.ogbench import compact_dataset, load_ogbench, regular_dataset
@@ -110,7 +111,7 @@ def test_rewards_and_masks_of_the_file_are_kept_and_other_keys_told(tmp_path, ca
     assert data.extras["masks"].tolist() == (kept % 3 > 0).tolist()
     assert torch.equal(data.over, torch.as_tensor(kept % 3 == 0)), "values do not look further"
     assert data.meta["not_read"] == ["weights"] and "play.npz: not read: weights" in caplog.text
-    with pytest.raises(DatasetError, match="key 'masks' must be 0 or 1"):
+    with pytest.raises(DatasetError, match=mentions("masks 0 1")):
         read_dataset(write_ogbench(tmp_path / "bad.npz", masks=np.full(num, 2)))
 
 
@@ -122,7 +123,7 @@ def test_a_regular_dataset_that_was_saved_keeps_its_successors_and_last_actions(
     assert data.lengths.tolist() == [length - 1 for length in LENGTHS] and data.rewards.tolist() == [*rewards]
     for key in ("observations", "actions", "next_observations", "truncated"):
         assert torch.equal(getattr(data, key), getattr(original, key))
-    with pytest.raises(DatasetError, match=r"saved\.npz: reader\.compact=true .* Leave reader\.compact out"):
+    with pytest.raises(DatasetError, match=mentions("saved.npz reader.compact=true reader.compact")):
         read_dataset(tmp_path / "saved.npz", compact=True)
 
 
@@ -184,14 +185,14 @@ def solved_states(task, env, nq):
 
 @pytest.mark.parametrize("task", ["cube-single", "cube-single-play-v0", "../x-singletask-v0"])
 def test_what_is_no_single_task_is_refused(tmp_path, task):
-    with pytest.raises(DatasetError, match=r"play\.npz: task must be a single task such as"):
+    with pytest.raises(DatasetError, match=mentions("play.npz task")):
         read_dataset(write_ogbench(tmp_path / "play.npz"), task=task)
 
 
 def test_a_task_needs_the_states_it_is_judged_by(tmp_path):
     pytest.importorskip("ogbench", reason="needs the extra 'ogbench'")
     path = write_ogbench(tmp_path / "play.npz", qpos=None)
-    with pytest.raises(DatasetError, match=r"'qpos' must have shape \(N, 2 or more\)"):
+    with pytest.raises(DatasetError, match=mentions("qpos 2")):
         read_dataset(path, task="pointmaze-medium-navigate-singletask-task1-v0")
 
 
@@ -215,7 +216,7 @@ def test_the_scaling_of_states_and_actions_is_undone(tmp_path):
 
 def test_scaled_numbers_are_left_alone_on_request(tmp_path):
     path = write_dppo(tmp_path / "train.npz", limits=None)
-    with pytest.raises(DatasetError, match=r"normalization\.npz: expected the limits .*reader\.scaled=true"):
+    with pytest.raises(DatasetError, match=mentions("normalization.npz reader.scaled=true")):
         read_dataset(path)
     data = read_dataset(path, scaled=True)
     np.testing.assert_array_equal(data.observations, dppo_arrays()["states"])
@@ -236,30 +237,30 @@ def test_images_that_are_left_out_are_named(tmp_path, caplog):
 # -- bad files ------------------------------------------------------------------------------------------
 
 BAD_OGBENCH = [
-    ({"actions": np.zeros((10, 2))}, r"'actions' must have 11 rows, one per step; got \(10, 2\)"),
-    ({"actions": np.full((11, 2), np.nan)}, "'actions' must be finite"),
-    ({"observations": np.zeros((11, 4, 4, 3), np.uint8)}, r"'observations' must have shape \(N, D\).*images"),
-    ({"observations": np.zeros((0, 3))}, "'observations' must have at least one row"),
-    ({"terminals": np.zeros(11)}, "'terminals' must be 1 in the last row"),
-    ({"terminals": np.full(11, 2)}, "'terminals' must be 0 or 1 in every row; got 2 in row 0"),
-    ({"terminals": np.ones(11)}, "must leave at least two rows to every recording; recording 0 has one"),
-    ({"terminals": np.ones((11, 2))}, r"'terminals' must have shape \(11,\); got \(11, 2\)"),
-    ({"actions": np.array([["a", "b"]] * 11)}, "'actions' must hold real numbers; got type <U1"),
+    ({"actions": np.zeros((10, 2))}, "actions 11 (10, 2)"),
+    ({"actions": np.full((11, 2), np.nan)}, "actions finite"),
+    ({"observations": np.zeros((11, 4, 4, 3), np.uint8)}, "observations shape (N, D)"),
+    ({"observations": np.zeros((0, 3))}, "observations"),
+    ({"terminals": np.zeros(11)}, "terminals 1"),
+    ({"terminals": np.full(11, 2)}, "terminals 0 1 2"),
+    ({"terminals": np.ones(11)}, "terminals 0"),
+    ({"terminals": np.ones((11, 2))}, "terminals shape (11,) (11, 2)"),
+    ({"actions": np.array([["a", "b"]] * 11)}, "actions <U1"),
 ]
 BAD_DPPO = [
-    ({"traj_lengths": np.array([4, 2])}, "'traj_lengths' must add up to the 11 rows of 'states'; got 6"),
+    ({"traj_lengths": np.array([4, 2])}, "traj_lengths 11 states 6"),
     (
         {"traj_lengths": np.array([4, 0, 7])},
-        r"'traj_lengths' must hold whole numbers above 0; got \[4, 0, 7\]",
+        "traj_lengths 0 [4, 0, 7]",
     ),
-    ({"traj_lengths": np.array([4.5, 6.5])}, "'traj_lengths' must hold whole numbers above 0"),
-    ({"states": np.zeros((11, 4))}, r"'states' must be 3 wide, as its limits are; got \(11, 4\)"),
-    ({"actions": np.zeros((10, 2))}, "'actions' must have 11 rows"),
-    ({"rewards": np.zeros((11, 2))}, r"'rewards' must have shape \(11\); got \(11, 2\)"),
-    ({"states": np.full((11, 3), np.inf)}, "'observations' must be finite"),
-    ({"terminals": np.ones(11)}, "'terminated' may be set on the last frame of an episode only"),
-    ({"limits": {**LIMITS, "obs_min": LIMITS["obs_max"] + 1}}, "the first nowhere above the second"),
-    ({"limits": {"obs_min": np.zeros(3)}}, r"normalization\.npz: expected the keys .* missing \['obs_max'"),
+    ({"traj_lengths": np.array([4.5, 6.5])}, "traj_lengths 0"),
+    ({"states": np.zeros((11, 4))}, "states 3 (11, 4)"),
+    ({"actions": np.zeros((10, 2))}, "actions 11"),
+    ({"rewards": np.zeros((11, 2))}, "rewards shape (11) (11, 2)"),
+    ({"states": np.full((11, 3), np.inf)}, "observations finite"),
+    ({"terminals": np.ones(11)}, "terminated"),
+    ({"limits": {**LIMITS, "obs_min": LIMITS["obs_max"] + 1}}, "obs_min obs_max"),
+    ({"limits": {"obs_min": np.zeros(3)}}, "normalization.npz missing obs_max"),
 ]
 
 
@@ -268,7 +269,7 @@ BAD_DPPO = [
     [(write_ogbench, *case) for case in BAD_OGBENCH] + [(write_dppo, *case) for case in BAD_DPPO],
 )
 def test_bad_content_names_file_and_key(tmp_path, write, changes, message):
-    with pytest.raises(DatasetError, match=message) as error:
+    with pytest.raises(DatasetError, match=mentions(message)) as error:
         read_dataset(write(tmp_path / "bad.npz", **changes))
     assert ".npz: " in str(error.value)
 
@@ -279,7 +280,7 @@ def test_a_truncated_archive_is_one_clear_error(tmp_path, write, keep):
     path = write(tmp_path / "cut.npz")
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content))])
-    with pytest.raises(DatasetError, match=r"cut\.npz: expected a readable npz archive.*truncated"):
+    with pytest.raises(DatasetError, match=mentions("cut.npz readable truncated")):
         read_dataset(path)
 
 
@@ -289,23 +290,23 @@ def test_a_damaged_member_is_one_clear_error(tmp_path, write):
     content = bytearray(path.read_bytes())
     content[60:200] = bytes(140)
     path.write_bytes(content)
-    with pytest.raises(DatasetError, match=r"bad\.npz"):
+    with pytest.raises(DatasetError, match=mentions("bad.npz")):
         read_dataset(path)
 
 
 def test_objects_are_never_unpickled(tmp_path):
     path = tmp_path / "objects.npz"
     np.savez(path, **ogbench_arrays() | {"actions": np.array([{}] * sum(LENGTHS), dtype=object)})
-    with pytest.raises(DatasetError, match="holds Python objects, which are never loaded"):
+    with pytest.raises(DatasetError, match=mentions("Python objects")):
         read_dataset(path)
 
 
 def test_an_archive_of_another_kind_says_what_is_in_it(tmp_path):
     np.savez(tmp_path / "other.npz", x=np.zeros(3))
-    with pytest.raises(DatasetError, match=r"expected one of the formats .* keys \['x'\]"):
+    with pytest.raises(DatasetError, match=mentions("['x']")):
         read_dataset(tmp_path / "other.npz")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DatasetError, match="found a folder with nothing in it"):
+    with pytest.raises(DatasetError, match=mentions("formats nothing")):
         read_dataset(tmp_path / "folder")
 
 

@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 
 from algos.base import Setup
 from algos.bc import BcConfig
@@ -225,11 +226,9 @@ def test_a_table_of_transitions_that_does_not_fit_is_refused(
 ) -> None:
     outside = read_dataset(d4rl(tmp_path, replace(data, extras={})))
     policy = build_policy(PolicyConfig(), obs_dim=6, action_dim=2, statistics=outside.statistics())
-    with pytest.raises(
-        DatasetError, match=r"a.hdf5, as a table of transitions: reading it takes .* of memory"
-    ):
+    with pytest.raises(DatasetError, match=mentions("a.hdf5 table memory")):
         tabulate(outside, policy, Rewarding())
-    with pytest.raises(DatasetError, match=r"a.hdf5, as transitions: reading it takes .* of memory"):
+    with pytest.raises(DatasetError, match=mentions("a.hdf5 transitions memory")):
         outside.transitions()
 
 
@@ -264,7 +263,7 @@ def test_what_fits_on_no_disk_is_refused(
 ) -> None:
     path = write(tmp_path, data)
     monkeypatch.setattr(array_storage, "free_disk", lambda folder: 1000)
-    with pytest.raises(DatasetError, match=r"reading it takes .* GiB.*has 0.00 GiB.*reader.cache=<folder>"):
+    with pytest.raises(DatasetError, match=mentions("GiB 0.00 reader.cache=")):
         read_dataset(path)
 
 
@@ -275,7 +274,7 @@ def test_a_disk_that_is_full_is_an_error_and_not_the_end(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(array_storage.os, "posix_fallocate", full)
-    with pytest.raises(DatasetError, match=r"no room for .*No space left on device.*reader.cache=<folder>"):
+    with pytest.raises(DatasetError, match=mentions("No space left reader.cache=")):
         Disk(tmp_path).empty((10, 2), np.float32)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from messages import mentions
 
 from envs.datasets.inspect import KeyFacts, describe_file
 from policies.errors import DatasetError
@@ -50,7 +51,7 @@ def test_a_damaged_archive_is_one_clear_error(tmp_path: Path, where: float) -> N
     place = int(where * len(content))
     content[place : place + 50] = bytes(50)
     (tmp_path / "x.npz").write_bytes(content)
-    with pytest.raises(DatasetError, match=r"x\.npz: expected a readable npz archive"):
+    with pytest.raises(DatasetError, match=mentions("x.npz readable")):
         describe_file(tmp_path / "x.npz")
 
 

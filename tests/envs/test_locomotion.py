@@ -9,6 +9,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
+from messages import mentions
 
 from envs.engine.vector import ChunkVector
 from envs.make import env
@@ -183,11 +184,11 @@ def test_options_change_the_task_and_bad_ones_are_refused() -> None:
         vector.reset([0])
         rewards.append(vector.step_chunk(actions).rewards[0, 0])
     assert rewards[0] - rewards[1] == pytest.approx(0.75)
-    with pytest.raises(ConfigError, match="no option"):
+    with pytest.raises(ConfigError, match=mentions("env=hopper")):
         env("hopper", gravity=1.0)
-    with pytest.raises(ConfigError, match="max_episode_steps must be at least 1; got 0"):
+    with pytest.raises(ConfigError, match=mentions("max_episode_steps 1 0")):
         _ = env("hopper", max_episode_steps=0).spec
-    with pytest.raises(ConfigError, match="num_envs must be at least 1; got 0"):
+    with pytest.raises(ConfigError, match=mentions("num_envs 1 0")):
         env("hopper").make_vector(0)
 
 

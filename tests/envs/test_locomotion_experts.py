@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from messages import mentions
 
 from burnish.commands.collect import record
 from burnish.config.schema import compose_config
@@ -113,5 +114,5 @@ def test_bad_options_are_refused() -> None:
         compose_config("collect", ["env=hopper", "env.expert.tier=best"])
     with pytest.raises(ConfigError, match=f"env.expert.tier must be one of {', '.join(EXPERTS)}; got 'best'"):
         collect(env("hopper"), episodes=1, expert="best")
-    with pytest.raises(ConfigError, match=r"expert of avoid is the only one of its task; got expert=medium"):
+    with pytest.raises(ConfigError, match=mentions("expert=medium")):
         collect(env("avoid"), episodes=1, expert="medium")

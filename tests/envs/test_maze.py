@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from messages import mentions
 
 from envs.datasets.scores import reference
 from envs.engine.vector import ChunkVector
@@ -290,7 +291,7 @@ def test_a_longer_way_is_taken_where_it_is_allowed() -> None:
     ],
 )
 def test_bad_options_are_refused(options: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         env("pointmaze-umaze", **options)
 
 

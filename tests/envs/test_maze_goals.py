@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dataset_files import write_d4rl_maze
+from messages import mentions
 
 from algos.base import Setup
 from algos.bc import BcConfig
@@ -129,10 +130,10 @@ def test_a_goal_that_moves_within_an_episode_is_that_of_the_next_frame_afterward
 
 def test_states_that_lack_a_goal_nobody_recorded_are_refused(demonstrations: EpisodeDataset) -> None:
     wide = replace(demonstrations, extras={"goal": torch.zeros(demonstrations.num_frames, 3)})
-    for data, found in ((replace(demonstrations, extras={}), "no goals"), (wide, r"goals of shape \(3,\)")):
-        with pytest.raises(ConfigError, match=rf"6 wide and end with a goal of width 2; .* and {found}"):
+    for data, found in ((replace(demonstrations, extras={}), "no goals"), (wide, "(3,)")):
+        with pytest.raises(ConfigError, match=mentions(f"6 2 {found}")):
             as_shown(task("appended"), data)
-    with pytest.raises(CapabilityError, match=r"algo=td3_bc learns from states.*env.goal=appended"):
+    with pytest.raises(CapabilityError, match=mentions("algo=td3_bc env.goal=appended")):
         Td3BcConfig(steps=1).build(Setup(env=task("separate"), dataset=demonstrations))
 
 
@@ -202,17 +203,17 @@ def test_without_a_task_goals_are_the_datasets_where_they_are_dropped(demonstrat
 def test_what_has_no_use_for_goals_is_refused_by_name(demonstrations: EpisodeDataset) -> None:
     bare = replace(demonstrations, extras={})
     quick = BcConfig(steps=10, warmup_steps=1)
-    with pytest.raises(ConfigError, match=r"has no key 'goal'.*env.goal=appended"):
+    with pytest.raises(ConfigError, match=mentions("goal env.goal=appended")):
         quick.build(Setup(policy=blank().config, env=task(), dataset=bare))
     wide = replace(demonstrations, extras={"goal": torch.zeros(demonstrations.num_frames, 3)})
     with pytest.raises(ConfigError, match=r"goals of width 2; those of .* have width 3"):
         quick.build(Setup(policy=blank().config, env=task(), dataset=wide))
-    with pytest.raises(ConfigError, match=r"env.goal must be one of appended, separate; got 'none'"):
+    with pytest.raises(ConfigError, match=mentions("env.goal none appended separate")):
         task("none")
-    with pytest.raises(ConfigError, match="goal width 2, but the policy has goal width 0"):
+    with pytest.raises(ConfigError, match=mentions("2 0 goal width policy")):
         evaluate(blank(goal_dim=0), task(), episodes=1)
     init = build_policy(PolicyConfig(), obs_dim=4, action_dim=2, goal_dim=2)
-    with pytest.raises(CapabilityError, match=r"algo=dppo learns from states.*env.goal=appended"):
+    with pytest.raises(CapabilityError, match=mentions("algo=dppo env.goal=appended")):
         DppoConfig().build(Setup(policy=PolicyConfig(), env=task(), init=init))
 
 

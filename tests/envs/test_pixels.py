@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from drawing import require_drawing
+from messages import mentions
 
 from envs.datasets import Episode, read_dataset, write_robomimic
 from envs.engine.pixels import match_cameras
@@ -188,9 +189,9 @@ def test_a_task_has_to_show_what_the_policy_was_trained_on() -> None:
     assert match_cameras(task(), {}) == env("avoid", image_size=SIZE)
     with pytest.raises(ConfigError, match=r"looks through the cameras top; env.cameras has tilted"):
         evaluate(policy, task("tilted"), episodes=1)
-    with pytest.raises(ConfigError, match=r"24 x 32 pixels from camera 'top'; env.image_size is \[96, 96\]"):
+    with pytest.raises(ConfigError, match=mentions("24 32 top env.image_size [96, 96]")):
         evaluate(policy, env("avoid", cameras=("top",)), episodes=1)
-    with pytest.raises(ConfigError, match=r"env.cameras must be among top, tilted, free; got front"):
+    with pytest.raises(ConfigError, match=mentions("env.cameras front")):
         task("front").make_vector(1)
     with pytest.raises(CapabilityError, match="cannot be drawn"):
         match_cameras(object(), policy.images)
@@ -206,5 +207,5 @@ def test_a_size_is_height_and_width(size: tuple[int, ...], message: str) -> None
 
 def test_a_camera_is_named_once_and_is_no_state() -> None:
     for cameras in (("top", "top"), ("state",)):
-        with pytest.raises(ConfigError, match=r"env.cameras must be distinct, and none of state"):
+        with pytest.raises(ConfigError, match=mentions("env.cameras state")):
             env("avoid", cameras=cameras)

@@ -5,6 +5,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 
 from envs.datasets import (
     Episode,
@@ -80,9 +81,9 @@ def test_keys_with_slashes_are_read_as_they_were_written(tmp_path, dataset):
 def test_a_share_for_validation_outside_its_range_is_refused_before_anything_is_written(
     tmp_path, dataset, share
 ):
-    with pytest.raises(ConfigError, match=r"valid_fraction must lie in \[0, 1\); got "):
+    with pytest.raises(ConfigError, match=mentions("valid_fraction 0 1")):
         write_robomimic(tmp_path / "demo.hdf5", dataset, valid_fraction=share)
-    with pytest.raises(ConfigError, match=r"valid_fraction=0.5 needs at least 2 episodes"):
+    with pytest.raises(ConfigError, match=mentions("valid_fraction=0.5 2")):
         write_robomimic(tmp_path / "demo.hdf5", dataset.select([0]), valid_fraction=0.5)
     assert not list(tmp_path.iterdir())
 
@@ -134,7 +135,7 @@ def test_masks_select_demonstrations(tmp_path, dataset):
     seeds = train.episode_extras["seed"].tolist()
     assert seeds == sorted(seeds)
     assert sorted(seeds + valid.episode_extras["seed"].tolist()) == list(range(12))
-    with pytest.raises(DatasetError, match=r"mask/test; the file has the masks \['train', 'valid'\]"):
+    with pytest.raises(DatasetError, match=mentions("mask/test ['train', 'valid']")):
         read_dataset(tmp_path / "demo.hdf5", mask="test")
 
 
@@ -170,33 +171,32 @@ def test_foreign_files_give_proprioception_then_object_in_numeric_order(tmp_path
     assert data.meta["not_read"] == [] and data.image_shapes == {"agentview": (4, 4, 3)}
     chosen = read_robomimic(tmp_path / "foreign.hdf5", obs_keys=["object", "robot0_joint_pos"])
     assert chosen.obs_dim == 9
-    with pytest.raises(DatasetError, match=r"keys \['agentview_image'\]"):
+    with pytest.raises(DatasetError, match=mentions("['agentview_image']")):
         read_robomimic(tmp_path / "foreign.hdf5", obs_keys=["agentview_image"])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"actions": None}, r"demo_2: expected the keys \['actions'\]"),
-        ({"actions": np.full((4, 7), np.nan)}, None),
-        ({"rewards": np.zeros(9)}, r"demo_2: key 'rewards' must have 4 rows as the actions have; got 9"),
+        ({"actions": None}, "demo_2 ['actions']"),
+        ({"rewards": np.zeros(9)}, "demo_2 rewards 4 9"),
         (
             {"obs/object": np.zeros((9, 2))},
-            r"demo_2/obs: key 'object' must have shape \(4, 2\); got \(9, 2\)",
+            "demo_2/obs object shape (4, 2) (9, 2)",
         ),
-        ({"actions": np.full((4, 7), 1j)}, "demo_2: key 'actions' must hold real numbers; got type complex"),
-        ({"actions": np.full((4, 7), b"a")}, r"demo_2: key 'actions' must hold real numbers; got type \|S1"),
-        ({"actions": 3.0}, "demo_2: key 'actions' must have one row per step"),
-        ({"rewards": 3.0}, "demo_2: key 'rewards' must have 4 rows as the actions have; got a single number"),
-        ({"rewards": h5py.Empty("f")}, "demo_2: key 'rewards' must hold real numbers; got nothing"),
-        ({"dones": 1}, r"demo_2: key 'dones' must have shape \(4,\); got \(\)"),
-        ({"dones": np.zeros(0)}, r"demo_2: key 'dones' must have shape \(4,\); got \(0,\)"),
-        ({"extras/s": np.array([b"a"] * 4)}, "demo_2/extras: key 's' must hold real numbers"),
+        ({"actions": np.full((4, 7), 1j)}, "demo_2 actions"),
+        ({"actions": np.full((4, 7), b"a")}, "demo_2 actions |S1"),
+        ({"actions": 3.0}, "demo_2 actions"),
+        ({"rewards": 3.0}, "demo_2 rewards 4"),
+        ({"rewards": h5py.Empty("f")}, "demo_2 rewards"),
+        ({"dones": 1}, "demo_2 dones shape (4,)"),
+        ({"dones": np.zeros(0)}, "demo_2 dones shape (4,) (0,)"),
+        ({"extras/s": np.array([b"a"] * 4)}, "demo_2/extras"),
     ],
 )
 def test_bad_content_names_file_demonstration_and_key(tmp_path, changes, message):
     path = write_foreign(tmp_path / "bad.hdf5", **changes)
-    with pytest.raises(DatasetError, match=message) as error:
+    with pytest.raises(DatasetError, match=mentions(message)) as error:
         read_dataset(path)
     assert "bad.hdf5" in str(error.value)
 
@@ -212,23 +212,23 @@ def replaced_by_numbers(key):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda file: file["data"].attrs.update(obs_layout="{no"), "'obs_layout' of data must be a JSON a"),
-        (lambda file: file["data"].attrs.update(obs_layout="[1, 2]"), "'obs_layout' of data must list pairs"),
-        (lambda file: file["data"].attrs.update(meta="{no"), "'meta' of data must be a JSON object"),
-        (lambda file: file["data"].attrs.update(env_args=3), "'env_args' of data must be a JSON object"),
-        (lambda file: file["data/demo_1"].attrs.update(terminated="no"), "'terminated' must be true"),
-        (lambda file: file.copy("data/demo_1", "data/demo_foo"), r"data/demo_<number>; got \['demo_foo'\]"),
-        (replaced_by_numbers("data/demo_0"), "'demo_0' must be a group"),
-        (replaced_by_numbers("data/demo_1"), "demo_1 must be a group"),
-        (replaced_by_numbers("data/demo_0/obs"), "demo_0: key 'obs' must be a group"),
-        (replaced_by_numbers("data/demo_1/next_obs"), "demo_1: key 'next_obs' must be a group"),
+        (lambda file: file["data"].attrs.update(obs_layout="{no"), "obs_layout JSON"),
+        (lambda file: file["data"].attrs.update(obs_layout="[1, 2]"), "obs_layout pairs"),
+        (lambda file: file["data"].attrs.update(meta="{no"), "meta JSON"),
+        (lambda file: file["data"].attrs.update(env_args=3), "env_args JSON"),
+        (lambda file: file["data/demo_1"].attrs.update(terminated="no"), "terminated true"),
+        (lambda file: file.copy("data/demo_1", "data/demo_foo"), "['demo_foo']"),
+        (replaced_by_numbers("data/demo_0"), "demo_0 group"),
+        (replaced_by_numbers("data/demo_1"), "demo_1 group"),
+        (replaced_by_numbers("data/demo_0/obs"), "demo_0 obs group"),
+        (replaced_by_numbers("data/demo_1/next_obs"), "demo_1 next_obs group"),
     ],
 )
 def test_a_damaged_structure_names_what_it_should_be(tmp_path, dataset, spoil, message):
     write_robomimic(tmp_path / "bad.hdf5", dataset)
     with h5py.File(tmp_path / "bad.hdf5", "a") as file:
         spoil(file)
-    with pytest.raises(DatasetError, match=r"bad\.hdf5: .*" + message):
+    with pytest.raises(DatasetError, match=mentions(f"bad.hdf5 {message}")):
         read_dataset(tmp_path / "bad.hdf5")
 
 
@@ -245,9 +245,7 @@ def test_models_of_demonstrations_are_read_in_the_order_of_the_data(tmp_path, da
     assert read_models(path, mask="valid") == [texts[number] for number in chosen]
     with h5py.File(path, "a") as file:
         file["data/demo_1"].attrs["model_file"] = 3
-    with pytest.raises(
-        DatasetError, match=r"demo_1: attribute 'model_file' must be an MJCF document; got '3'"
-    ):
+    with pytest.raises(DatasetError, match=mentions("demo_1 model_file MJCF 3")):
         read_models(path)
 
 
@@ -262,9 +260,7 @@ def test_nan_in_a_demonstration_is_refused(tmp_path, dataset):
     write_robomimic(tmp_path / "demo.hdf5", dataset)
     with h5py.File(tmp_path / "demo.hdf5", "a") as file:
         file["data/demo_3/actions"][0, 1] = np.nan
-    with pytest.raises(
-        DatasetError, match=r"demo\.hdf5: key 'actions' must be finite; got nan at index \[9, 1\]"
-    ):
+    with pytest.raises(DatasetError, match=mentions("demo.hdf5 actions finite nan 9 1")):
         read_dataset(tmp_path / "demo.hdf5")
 
 
@@ -273,7 +269,7 @@ def test_a_truncated_file_is_refused(tmp_path, dataset):
     write_robomimic(path, dataset)
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(DatasetError, match="truncated, damaged"):
+    with pytest.raises(DatasetError, match=mentions("truncated damaged")):
         read_dataset(path)
 
 
@@ -281,7 +277,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_debris(tmp_path, dataset):
     path = tmp_path / "demo.hdf5"
     write_robomimic(path, dataset)
     before = path.read_bytes()
-    with pytest.raises(DatasetError, match="add up to the 5 observation entries"):
+    with pytest.raises(DatasetError, match=mentions("layout 5")):
         write_robomimic(path, dataset, layout={"a": 4})
     broken = EpisodeDataset.from_episodes([episode(3, 0)])
     broken.extras["states"] = torch.zeros(3, 2, dtype=torch.bfloat16)  # HDF5 has no such type

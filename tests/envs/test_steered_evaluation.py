@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from messages import mentions
 
 from envs.evaluation.evaluate import Evaluation, evaluate
 from envs.tasks.avoid.task import Avoid
@@ -74,11 +75,11 @@ def test_the_protocol_holds_the_sketch_itself(way: str) -> None:
 
 def test_switches_that_exclude_each_other_are_refused(way: str) -> None:
     for options, message in (
-        ({"start_noise": "zero"}, "start_noise=zero and steer"),
-        ({"warm_start": WarmStart(steps=2)}, "steer and warm_start"),
-        ({"steer": Steering("random")}, r"needs steer\.sketch"),
+        ({"start_noise": "zero"}, "start_noise=zero"),
+        ({"warm_start": WarmStart(steps=2)}, "warm_start"),
+        ({"steer": Steering("random")}, "steer.sketch"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=mentions(message)):
             evaluate(policy_of(), TASK, episodes=1, **{"steer": Steering("random", way), **options})
 
 
@@ -87,5 +88,5 @@ def test_a_policy_without_a_plan_is_refused(way: str) -> None:
         chunk = policy_of().chunk
         noise_shape = (6, 2)
 
-    with pytest.raises(CapabilityError, match="Scripted does not"):
+    with pytest.raises(CapabilityError, match=mentions("Scripted")):
         evaluate(Scripted(), TASK, episodes=1, steer=Steering("random", way))  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 from torch import Tensor
 
 from algos.base import Setup
@@ -201,5 +202,5 @@ def agreement(found: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 def test_a_policy_or_data_that_are_missing_are_asked_for() -> None:
-    with pytest.raises(ConfigError, match="init="):
+    with pytest.raises(ConfigError, match=mentions("init=")):
         CdsaConfig().build(Setup())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from messages import mentions
 from official_networks import read
 from safetensors.torch import save_file
 from torch import Tensor
@@ -82,13 +82,13 @@ def without_states(weights: dict[str, Tensor]) -> None:
 
 
 BROKEN: tuple[tuple[Callable[[dict[str, Tensor]], Any], str], ...] = (
-    (lambda weights: weights.pop("policy.b1"), "not the layers of FPO's network"),
-    (lambda weights: weights.update({"policy.scale": torch.ones(1)}), "not the layers of FPO's network"),
-    (without_states, r"more than (\d+) rows .* got \1"),
-    (lambda weights: weights.update({"policy.W1": weights["policy.W1"][0]}), "'W1' must have 2 dimensions"),
+    (lambda weights: weights.pop("policy.b1"), "network"),
+    (lambda weights: weights.update({"policy.scale": torch.ones(1)}), "network"),
+    (without_states, "W0 source.time_features="),
+    (lambda weights: weights.update({"policy.W1": weights["policy.W1"][0]}), "W1 2 (32,)"),
     (lambda weights: weights.update({"policy.W1": weights["policy.W1"][1:]}), "W1"),
     (lambda weights: weights["obs_std"].zero_(), "state"),
-    (lambda weights: weights.pop("obs_std"), "not the layers of FPO's network"),
+    (lambda weights: weights.pop("obs_std"), "network"),
 )
 
 
@@ -101,7 +101,7 @@ def test_other_tensors_are_refused(
 ) -> None:
     weights = weights_of(read(golden_path))
     break_it(weights)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=mentions(message)):
         imported({name: value.contiguous() for name, value in weights.items()}, tmp_path)
 
 
@@ -109,7 +109,7 @@ def test_other_tensors_are_refused(
 def test_statistics_are_given_or_left_out_on_purpose(golden_path: Path, tmp_path: Path) -> None:
     arrays = read(golden_path)
     weights = {name: value for name, value in weights_of(arrays).items() if "obs" not in name}
-    with pytest.raises(ConfigError, match=re.escape("identity=[state]")):
+    with pytest.raises(ConfigError, match=mentions("identity=[state]")):
         imported(weights, tmp_path)
     policy, _ = imported(weights, tmp_path, identity=["state"])
     assert policy.obs_dim == len(arrays["obs_mean"])
@@ -117,5 +117,5 @@ def test_statistics_are_given_or_left_out_on_purpose(golden_path: Path, tmp_path
 
 
 def test_an_odd_number_of_time_features_is_refused() -> None:
-    with pytest.raises(ConfigError, match="even and at least 4; got 7"):
+    with pytest.raises(ConfigError, match=mentions("source.time_features 4 7")):
         FpoSource(time_features=7)

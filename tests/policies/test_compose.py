@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import mentions
 from torch import Tensor
 
 from policies.composition.operators import Composition
@@ -258,14 +259,14 @@ def test_a_mixture_of_gaussians_is_sampled_in_its_shares() -> None:
 @pytest.mark.parametrize("sampler", [DDIM(steps=5), DDIM(steps=5, eta=0.5), DDPM(variance="fixed_large")])
 def test_a_mixture_needs_the_whole_noise(sampler: Any) -> None:
     policy = member("diffusion")
-    with pytest.raises(ConfigError, match="whole noise of the reverse process"):
+    with pytest.raises(ConfigError, match=mentions("operator=or sampler=ddpm")):
         compose([policy, policy], [0.5, 0.5], operator="or", sampler=sampler)
 
 
 def test_a_mixture_cannot_be_asked_at_a_single_state() -> None:
     mixture = compose([member("diffusion-x0")] * 2, [0.5, 0.5], operator="or")
     cond = mixture.encode(mixture.observation(observations(2)))
-    with pytest.raises(CapabilityError, match="along a denoising chain only"):
+    with pytest.raises(CapabilityError, match=mentions("operator=or operator=convex")):
         mixture.predict(torch.zeros(2, *mixture.chunk.shape), torch.zeros(2), cond, kind="eps")
 
 
@@ -397,53 +398,53 @@ def test_other_weights_are_a_view_on_the_same_networks() -> None:
 
 
 def test_policies_without_a_field_are_refused_by_name() -> None:
-    with pytest.raises(CapabilityError, match="member 1, GaussianPolicy with process 'GaussianProcess'"):
+    with pytest.raises(CapabilityError, match=mentions("1 GaussianPolicy GaussianProcess")):
         compose([member("flow"), small_policy(GaussianProcess())], [0.5, 0.5])
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
-    [({"horizon": 4}, "horizon .* is \\[3, 4\\]"), ({"action_start": 1}, "first row .* is \\[0, 1\\]")],
+    [({"horizon": 4}, "[3, 4]"), ({"action_start": 1}, "policy.action_start 0 1")],
 )
 def test_members_that_predict_other_chunks_are_refused(changed: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=mentions(said)):
         compose([member("flow"), member("flow", **changed)], [0.5, 0.5])
 
 
 @pytest.mark.parametrize(
     ("weights", "operator", "said"),
     [
-        ([0.5, 0.6], "convex", "must add up to 1"),
-        ([((0, 0.5), (1, 1.0)), 0.5], "convex", "must add up to 1"),
-        ([0.5, 0.5], "cfg_sum", "whose weight is 1"),
-        ([1.5, -0.5], "or", "shares of a mixture"),
-        ([0.5, 0.5], "sum", "operator must be one of"),
-        ([float("nan"), 0.5], "product", "must be finite"),
-        ([((1, 0.5), (0, 1.0)), 0.5], "product", "times that rise"),
-        ([0.5], "product", "one weight per member"),
-        ([2.0, 1.0], "product", "do not add up to 1 scale the noise"),
+        ([0.5, 0.6], "convex", "operator=convex operator=product 1"),
+        ([((0, 0.5), (1, 1.0)), 0.5], "convex", "operator=convex operator=product 1"),
+        ([0.5, 0.5], "cfg_sum", "operator=cfg_sum 1"),
+        ([1.5, -0.5], "or", "operator=or"),
+        ([0.5, 0.5], "sum", "operator cfg_sum"),
+        ([float("nan"), 0.5], "product", "finite"),
+        ([((1, 0.5), (0, 1.0)), 0.5], "product", "knots weight"),
+        ([0.5], "product", "weight"),
+        ([2.0, 1.0], "product", "process=diffusion 1"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(weights: Any, operator: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=mentions(said)):
         compose([member("flow"), member("flow")], weights, operator=operator)
 
 
 def test_columns_and_widths_that_do_not_fit_are_refused() -> None:
     policy = member("flow")
     for options, said in (
-        ({"columns": [[0, 1], None]}, "must name the 5 entries"),
-        ({"columns": [range(5), range(5)]}, "obs_dim where none sees all"),
-        ({"columns": [range(1, 6), range(5)], "obs_dim": 5}, "must lie in 0..4"),
+        ({"columns": [[0, 1], None]}, "columns 5 2"),
+        ({"columns": [range(5), range(5)]}, "obs_dim"),
+        ({"columns": [range(1, 6), range(5)], "obs_dim": 5}, "columns 0 4"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=mentions(said)):
             compose([policy, policy], [0.5, 0.5], **options)  # type: ignore[arg-type]
 
 
 def test_a_composition_is_not_fine_tuned() -> None:
     both = compose([member("diffusion"), member("flow")], [0.5, 0.5])
     for ask in (lambda: both.field, lambda: both.sample_chain(None)):  # type: ignore[arg-type]
-        with pytest.raises(CapabilityError, match="no network of its own"):
+        with pytest.raises(CapabilityError, match=mentions("network")):
             ask()
 
 
@@ -451,7 +452,7 @@ def test_a_damaged_description_of_a_composition_is_one_clear_error(tmp_path: Pat
     place = save_policy(compose([member("flow")] * 2, [0.5, 0.5]), tmp_path / "policy")
     config = (place / "config.json").read_text()
     (place / "config.json").write_text(config.replace('"operator": "convex"', '"operator": "run"'))
-    with pytest.raises(CheckpointError, match="does not describe a policy: operator must be one of"):
+    with pytest.raises(CheckpointError, match=mentions("operator")):
         load_policy(place)
 
 

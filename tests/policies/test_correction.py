@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from messages import mentions
 from small_policies import observations, small_policy
 from torch import Tensor
 
@@ -124,7 +125,7 @@ def test_noise_is_added_to_a_policy_that_has_none() -> None:
     noise = policy.sample_noise(3, generator=torch.Generator().manual_seed(1))
     expected = (base.decode(cond, noise) + 0.3 * noise).clamp(-1, 1)
     assert torch.equal(policy.decode(cond, noise), expected)
-    with pytest.raises(ConfigError, match="noise of its own"):
+    with pytest.raises(ConfigError, match=mentions("noise")):
         Perturbation().wrap(bases()[1])
 
 
@@ -146,5 +147,5 @@ def test_wrappers_that_are_none_are_refused(wrapper: object, tmp_path: Path) -> 
     ("name", "value"), [("sigmas", ()), ("steps", 0), ("eta", -1.0), ("radius", 0.0), ("gate_quantile", 1.0)]
 )
 def test_senseless_corrections_are_refused(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"correction.{name}"):
+    with pytest.raises(ConfigError, match=mentions(f"correction.{name}")):
         Correction(**{name: value})  # type: ignore[arg-type]

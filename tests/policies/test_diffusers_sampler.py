@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from messages import mentions
 from torch import Tensor
 
 from policies.errors import CapabilityError, ConfigError
@@ -87,35 +88,38 @@ def test_every_scheduler_finds_a_gaussian_target(scheduler: str) -> None:
     [
         (
             lambda: Diffusers(scheduler="DDPMScheduler"),
-            "must be one of DDIMScheduler, .*; got 'DDPMScheduler'",
+            "DDIMScheduler DDPMScheduler",
         ),
-        (lambda: Diffusers(steps=0), "steps must be at least 1; got 0"),
-        (lambda: Diffusers().table(Edm()), "sampler=diffusers needs process=diffusion or flow"),
-        (lambda: Diffusers().table(RectifiedFlow()), "does not run process=flow"),
+        (lambda: Diffusers(steps=0), "sampler.steps 1 0"),
+        (lambda: Diffusers().table(Edm()), "sampler=diffusers process=diffusion"),
+        (lambda: Diffusers().table(RectifiedFlow()), "process=flow"),
         (
             lambda: Diffusers(options={"nonsense": 1}).table(VPDiffusion()),
-            r"\['nonsense'\] are no settings",
+            "['nonsense']",
         ),
         (
             lambda: Diffusers(options={"algorithm_type": "sde-dpmsolver++"}).table(VPDiffusion()),
-            "make it draw noise of its own",
+            "sampler.options sampler=ddpm",
         ),
         (
             lambda: Diffusers(
                 scheduler="FlowMatchEulerDiscreteScheduler", options={"stochastic_sampling": True}
             ).table(RectifiedFlow()),
-            "make it draw noise of its own",
+            "sampler.options sampler=ddpm",
         ),
-        (lambda: Diffusers(clip_x0=1.0).table(VPDiffusion()), "clip_x0 must be null with scheduler=DPM"),
+        (
+            lambda: Diffusers(clip_x0=1.0).table(VPDiffusion()),
+            "clip_x0 DPMSolverMultistepScheduler",
+        ),
     ],
 )
 def test_bad_settings_are_named(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         make()
 
 
 def test_their_loop_takes_no_hooks_and_no_start() -> None:
     table = Diffusers().table(VPDiffusion())
     for more in ({"hooks": [Hook()], "cond": Cond(torch.zeros(3, 1))}, {"start": NOISE}, {"record_from": 0}):
-        with pytest.raises(CapabilityError, match="another program's loop"):
+        with pytest.raises(CapabilityError, match=mentions("sampler=diffusers")):
             denoise(network(table), table, NOISE, **more)  # type: ignore[arg-type]

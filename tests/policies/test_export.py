@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, small_policy, statistics
 from torch import Tensor, nn
 
@@ -245,9 +246,9 @@ def nan_in_the_second_batch(out: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("change", "shown"),
     [
-        (lambda out: out + 1e-3, r"differs by \d\.\d+e-0"),
-        (nan_in_the_second_batch, "differs by nan"),
-        (lambda out: out[:1], "differs by inf"),
+        (lambda out: out + 1e-3, ""),
+        (nan_in_the_second_batch, "nan"),
+        (lambda out: out[:1], "inf"),
     ],
     ids=["off", "nan", "shape"],
 )
@@ -260,7 +261,7 @@ def test_a_graph_that_disagrees_is_an_error_and_leaves_nothing(
     )
     plain = onnx_graph.open_session
     monkeypatch.setattr(onnx_graph, "open_session", lambda path: Perturbed(plain(path), change))
-    with pytest.raises(ExportError, match=f"within 1e-05 for batches of 1, 2, 7; it {shown}"):
+    with pytest.raises(ExportError, match=mentions(f"1e-05 1 2 7 {shown}")):
         export_onnx(policy, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -274,7 +275,7 @@ def test_a_failed_export_leaves_an_earlier_one_as_it_was(
     monkeypatch.setattr(
         torch.onnx, "export", lambda *a, **k: (_ for _ in ()).throw(RuntimeError("no such op"))
     )
-    with pytest.raises(ExportError, match="could not be traced to ONNX: no such op"):
+    with pytest.raises(ExportError, match=mentions("ONNX no such op")):
         export_onnx(policy, tmp_path / "out", overwrite=True)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
 
@@ -290,9 +291,9 @@ def test_a_directory_that_holds_something_is_left_alone_unless_asked(
     own.parent.mkdir()
     own.write_text("my own words")
     other.write_text("more of them")
-    with pytest.raises(ExportError, match=r"mine exists; choose another directory or say overwrite=true"):
+    with pytest.raises(ExportError, match=mentions("exists overwrite=true")):
         export_onnx(policy, own.parent, latency_batches=())
-    with pytest.raises(ExportError, match=r"notes\.txt is a file; choose another directory"):
+    with pytest.raises(ExportError, match=mentions("notes.txt")):
         export_onnx(policy, other, latency_batches=(), overwrite=True)
     assert own.read_text() == "my own words" and len(list(own.parent.iterdir())) == 2
     export_onnx(policy, own.parent, latency_batches=(), overwrite=True)
@@ -305,9 +306,7 @@ def test_a_missing_package_names_its_extra_before_work_starts(
     package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(
-        MissingExtraError, match=rf"export needs the package '{package}'.*pip install 'burnish\[export\]'"
-    ):
+    with pytest.raises(MissingExtraError, match=mentions(f"{package} burnish[export]")):
         export_onnx(small_policy(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
@@ -321,7 +320,7 @@ def test_a_policy_that_rounding_decides_about_is_told_from_a_wrong_graph(
     assert 1e-8 < own < 1e-4
     off = [{"batch": 1, "max_abs_difference": 0.5}]
     monkeypatch.setattr(onnx_graph, "_parity", lambda *_: off)
-    with pytest.raises(ExportError, match=r"rounding decides what it does.*tolerance=<difference>"):
+    with pytest.raises(ExportError, match=mentions("tolerance=")):
         export_onnx(policy, tmp_path / "a", tolerance=own / 2)
-    with pytest.raises(ExportError, match=r"Nothing was written\.$"):
+    with pytest.raises(ExportError, match=mentions("Nothing written")):
         export_onnx(policy, tmp_path / "b", tolerance=own * 2)

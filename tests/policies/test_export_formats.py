@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import mentions
 from small_policies import GOAL_DIM, OBS_DIM, small_policy
 
 from policies.composition.policy import compose
@@ -142,5 +143,5 @@ def test_a_composition_is_exported_as_one_policy(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_was_not_exported_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is no exported policy: it holds no signature\.json"):
+    with pytest.raises(CheckpointError, match=mentions("signature.json")):
         ExportedPolicy(tmp_path)

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from messages import mentions
 from torch import Tensor, nn
 
 from policies.backbones import Backbone
@@ -160,7 +161,7 @@ def test_a_copy_is_independent(field: SwitchedField) -> None:
 
 def test_networks_that_share_weights_are_refused() -> None:
     net = MlpConfig(width=8, time_dim=4).build((2, 3), 5)
-    with pytest.raises(ConfigError, match="without common parameters"):
+    with pytest.raises(ConfigError, match=mentions("SwitchedField networks")):
         SwitchedField(net, net, SWITCH)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from messages import mentions
 from safetensors.torch import load_file, save_file
 from small_policies import observations, small_policy
 
@@ -137,7 +138,7 @@ def test_a_kill_between_two_renames_leaves_the_earlier_policy_beside(tmp_path: P
         CheckpointError, match=r"killed while replacing it; rename .*\.policy\.old\."
     ) as refused:
         load_policy(tmp_path / "policy")
-    with pytest.raises(CheckpointError, match=r"does not exist.*rename .*\.policy\.old\."):
+    with pytest.raises(CheckpointError, match=mentions(".policy.old")):
         locate(tmp_path / "policy")
     beside = str(refused.value).split("rename ")[1].split(" to it")[0]
     assert type(load_policy(beside).process) is VPDiffusion
@@ -156,7 +157,7 @@ def test_an_exchange_leaves_no_moment_without_a_policy(tmp_path: Path) -> None:
 
 def test_a_foreign_directory_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(CheckpointError, match="not a policy directory"):
+    with pytest.raises(CheckpointError, match=mentions("exists policy")):
         save_policy(small_policy(), tmp_path)
     assert (tmp_path / "thesis.tex").read_text() == "precious"
 
@@ -169,33 +170,33 @@ def edited(directory: Path, **changes: object) -> Path:
 
 
 def test_configurations_that_lie_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+    with pytest.raises(CheckpointError, match=mentions("config.json")):
         load_policy(tmp_path)
-    with pytest.raises(CheckpointError, match="format 1; got 99"):
+    with pytest.raises(CheckpointError, match=mentions("config.json format 1 99")):
         load_policy(edited(tmp_path / "a", format=99))
-    with pytest.raises(CheckpointError, match="must have shape"):
+    with pytest.raises(CheckpointError, match=mentions("shape")):
         load_policy(edited(tmp_path / "b", obs_dim=7))
     evil = {"process": {"name": "os.system"}, "backbone": {"name": "mlp"}, "sampler": {"name": "ddpm"}}
-    with pytest.raises(CheckpointError, match=r"unknown process 'os\.system'"):
+    with pytest.raises(CheckpointError, match=mentions("os.system")):
         load_policy(edited(tmp_path / "c", parts=evil))
-    with pytest.raises(CheckpointError, match="missing key 'parts'"):
+    with pytest.raises(CheckpointError, match=mentions("missing parts")):
         directory = edited(tmp_path / "d")
         data = json.loads((directory / "config.json").read_text())
         del data["parts"]
         (directory / "config.json").write_text(json.dumps(data))
         load_policy(directory)
     (tmp_path / "d" / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not valid JSON"):
+    with pytest.raises(CheckpointError, match=mentions("config.json JSON")):
         load_policy(tmp_path / "d")
 
 
 def test_damaged_or_missing_weights_are_refused(tmp_path: Path) -> None:
     weights = save_policy(small_policy(), tmp_path / "policy") / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-40])
-    with pytest.raises(CheckpointError, match="damaged"):
+    with pytest.raises(CheckpointError, match=mentions("damaged")):
         load_policy(tmp_path / "policy")
     weights.unlink()
-    with pytest.raises(CheckpointError, match="missing"):
+    with pytest.raises(CheckpointError, match=mentions("missing")):
         load_policy(tmp_path / "policy")
 
 
@@ -203,19 +204,19 @@ def test_weights_of_another_network_are_refused_by_name(tmp_path: Path) -> None:
     save_policy(small_policy(), tmp_path / "a")
     save_policy(small_policy(GaussianProcess()), tmp_path / "b")
     (tmp_path / "a" / "model.safetensors").write_bytes((tmp_path / "b" / "model.safetensors").read_bytes())
-    with pytest.raises(CheckpointError, match=r"missing .*field"):
+    with pytest.raises(CheckpointError, match=mentions("missing field")):
         load_policy(tmp_path / "a")
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("field.trunk.inlet.bias", lambda value: value.fill_(float("nan")), "must be finite"),
-        ("normalizer.state_offset", lambda value: value.fill_(float("inf")), "must be finite"),
-        ("normalizer.action_scale", torch.zeros_like, "must not hold zeros"),
-        ("normalizer.action_scale", lambda value: value.int(), r"type like torch\.float32; got torch\.int32"),
-        ("normalizer.action_scale", lambda value: value.bool(), r"got torch\.bool"),
-        ("normalizer.action_offset", lambda value: value.double() + 1e300, "must be finite"),
+        ("field.trunk.inlet.bias", lambda value: value.fill_(float("nan")), "finite"),
+        ("normalizer.state_offset", lambda value: value.fill_(float("inf")), "finite"),
+        ("normalizer.action_scale", torch.zeros_like, "zeros"),
+        ("normalizer.action_scale", lambda value: value.int(), "torch.float32 torch.int32"),
+        ("normalizer.action_scale", lambda value: value.bool(), "torch.float32 torch.bool"),
+        ("normalizer.action_offset", lambda value: value.double() + 1e300, "finite"),
     ],
 )
 def test_values_that_cannot_act_are_refused(
@@ -224,7 +225,7 @@ def test_values_that_cannot_act_are_refused(
     weights = save_policy(small_policy(), tmp_path / "policy") / "model.safetensors"
     state = load_file(weights)
     save_file(state | {name: change(state[name])}, weights)
-    with pytest.raises(CheckpointError, match=f"'{name}' .*{message}"):
+    with pytest.raises(CheckpointError, match=mentions(f"{name} {message}")):
         load_policy(tmp_path / "policy")
 
 
@@ -258,10 +259,10 @@ def test_every_process_loads_with_every_sampler(
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda p: p.normalizer.get_buffer("action_scale").fill_(math.nan), "action_scale' must be finite"),
-        (lambda p: p.normalizer.get_buffer("action_scale").zero_(), "action_scale' must not hold zeros"),
+        (lambda p: p.normalizer.get_buffer("action_scale").fill_(math.nan), "action_scale finite"),
+        (lambda p: p.normalizer.get_buffer("action_scale").zero_(), "action_scale zeros"),
         (lambda p: setattr(p.config, "observation_clip", math.inf), "null"),
-        (lambda p: p.double(), "has double precision"),
+        (lambda p: p.double(), "normalizer.state_scale"),
     ],
 )
 def test_what_could_not_be_loaded_is_not_saved_over_what_can(
@@ -271,12 +272,12 @@ def test_what_could_not_be_loaded_is_not_saved_over_what_can(
     save_policy(policy, tmp_path / "policy")
     broken = policy.clone()
     spoil(broken)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=mentions(message)):
         save_policy(broken, tmp_path / "policy")
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
     obs, noise = observations(2), policy.sample_noise(2)
     assert torch.equal(load_policy(tmp_path / "policy").act(obs, noise=noise), policy.act(obs, noise=noise))
-    with pytest.raises(CheckpointError, match="cannot be saved"):
+    with pytest.raises(CheckpointError, match=mentions("saved JSON")):
         save_policy(policy, tmp_path / "other", provenance={"success": math.nan})
     assert not (tmp_path / "other").exists()
 
@@ -289,7 +290,7 @@ def test_a_link_stays_one_and_a_file_is_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "last"]
     assert (tmp_path / "last").is_symlink() and type(load_policy(tmp_path / "10").process) is RectifiedFlow
     (tmp_path / "file").write_text("precious")
-    with pytest.raises(CheckpointError, match="is not a policy directory"):
+    with pytest.raises(CheckpointError, match=mentions("exists policy")):
         save_policy(second, tmp_path / "file")
     assert (tmp_path / "file").read_text() == "precious"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from messages import mentions
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, statistics
 
 from policies.backbones.mlp import MlpConfig
@@ -83,14 +84,14 @@ def test_guidance_is_saved_with_the_policy(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_guided_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"goal_dropout=0\.25 needs a goal .* has no goal"):
+    with pytest.raises(ConfigError, match=mentions("goal_dropout=0.25")):
         make(goal_dim=0)
-    with pytest.raises(ConfigError, match=r"trained with policy\.goal_dropout > 0"):
+    with pytest.raises(ConfigError, match=mentions("policy.goal_dropout 0")):
         make(goal_dropout=0.0, guidance=2.0)
-    with pytest.raises(ConfigError, match=r"must lie in \[0, 1\); got 1"):
+    with pytest.raises(ConfigError, match=mentions("policy.goal_dropout 0 1")):
         make(goal_dropout=1.0)
-    with pytest.raises(ConfigError, match="GaussianPolicy has no field"):
+    with pytest.raises(ConfigError, match=mentions("GaussianPolicy")):
         make(GaussianProcess())
     guided = make(VPDiffusion(5), sampler=DDPM(min_std=0.1, final_std=None)).with_guidance(2.0)
-    with pytest.raises(CapabilityError, match=r"no density .* with_guidance\(1\)"):
+    with pytest.raises(CapabilityError, match=mentions("density with_guidance (1)")):
         guided.sample_chain(guided.encode(observe(2)))

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import struct
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from messages import mentions
 from small_policies import small_policy
 
 from policies.errors import BurnishError, CheckpointError
@@ -61,41 +63,41 @@ def edit(home: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("[" * 100_000, "not valid JSON"),
-        ('{"a":' * 200 + "1" + "}" * 200, "nested too deep"),
-        ('{"format": NaN}', "numbers must be finite; got NaN"),
-        ('{"format": 1e999}', "numbers must be finite; got 1e999"),
-        ('{"format": -Infinity}', "numbers must be finite"),
-        ('{"format": ' + "9" * 10_000 + "}", "at most 64 bits"),
-        ('{"format": 1, "format": 1}', "the key 'format' stands twice"),
-        ("[1]", "must hold a JSON object; got list"),
-        ("{", "not valid JSON"),
-        ("", "not valid JSON"),
-        ("\udcff", "not valid JSON"),
-        ('{"format": true}', "must have format 1; got True"),
-        ('{"format": 1.0}', "must have format 1"),
+        ("[" * 100_000, "config.json JSON"),
+        ('{"a":' * 200 + "1" + "}" * 200, "JSON deep"),
+        ('{"format": NaN}', "finite NaN"),
+        ('{"format": 1e999}', "finite 1e999"),
+        ('{"format": -Infinity}', "finite"),
+        ('{"format": ' + "9" * 10_000 + "}", "64 bits"),
+        ('{"format": 1, "format": 1}', "format twice"),
+        ("[1]", "JSON list"),
+        ("{", "config.json JSON"),
+        ("", "config.json JSON"),
+        ("\udcff", "config.json JSON"),
+        ('{"format": true}', "format 1 True"),
+        ('{"format": 1.0}', "format 1"),
     ],
 )
 def test_json_that_is_none_or_says_two_things_is_refused(text: str, reason: str, directory: Path) -> None:
     (directory / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
-    assert reason in refused(directory)
+    assert re.search(mentions(reason), refused(directory))
 
 
 def test_a_description_of_megabytes_is_not_read(directory: Path) -> None:
     with (directory / "config.json").open("wb") as file:
         file.truncate(1 << 33)
-    assert "must have at most" in refused(directory)
+    assert re.search(mentions("config.json most"), refused(directory))
 
 
 # -- values -------------------------------------------------------------------------------------------------
 
 LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "a width as text": (lambda d: d.update(obs_dim="5"), "obs_dim must be a whole number; got 5"),
-    "a width as a truth": (lambda d: d.update(obs_dim=True), "obs_dim must be a whole number"),
-    "a width as a fraction": (lambda d: d.update(horizon=3.5), "horizon must be a whole number"),
-    "a negative width": (lambda d: d.update(obs_dim=-1), "does not describe a policy"),
-    "a giant width": (lambda d: d.update(obs_dim=10**15), "whole numbers must be at most 100000"),
-    "a giant network": (lambda d: d["parts"]["backbone"].update(width=90_000), "its weights do not have"),
+    "a width as text": (lambda d: d.update(obs_dim="5"), "obs_dim 5"),
+    "a width as a truth": (lambda d: d.update(obs_dim=True), "obs_dim True"),
+    "a width as a fraction": (lambda d: d.update(horizon=3.5), "horizon 3.5"),
+    "a negative width": (lambda d: d.update(obs_dim=-1), "config.json"),
+    "a giant width": (lambda d: d.update(obs_dim=10**15), "100000"),
+    "a giant network": (lambda d: d["parts"]["backbone"].update(width=90_000), "weights"),
     "a deep network": (
         lambda d: d["parts"]["backbone"].update(num_blocks=90_000) or d["parts"]["backbone"].update(width=1),
         "does not describe a policy",
@@ -105,34 +107,34 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "does not",
     ),
     "images of nothing": (lambda d: d.update(images={"a": [1]}), "does not describe a policy"),
-    "many texts": (lambda d: d.update(normalizer={str(i): "limits" for i in range(2000)}), "may have 1000"),
-    "a long text": (lambda d: d["normalizer"].update(state="x" * 2000), "may have 1000"),
-    "an unknown mode": (lambda d: d["normalizer"].update(state="eval"), "normalizer mode"),
-    "an unknown key": (lambda d: d.update(__class__="os.system"), "unknown keys"),
-    "an unknown part": (lambda d: d["parts"].update(hook={"name": "x"}), "parts must hold objects for"),
-    "an unknown name": (lambda d: d["parts"]["process"].update(name="nothing"), "unknown process 'nothing'"),
-    "a dotted path": (lambda d: d["parts"]["process"].update(name="os.system"), "unknown process"),
-    "a name that is a path": (lambda d: d["parts"]["backbone"].update(name="../../evil"), "unknown backbone"),
-    "a name that is a list": (lambda d: d["parts"]["sampler"].update(name=["ddim"]), "unknown sampler"),
-    "a part that is a text": (lambda d: d["parts"].update(process="diffusion"), "parts must hold objects"),
+    "many texts": (lambda d: d.update(normalizer={str(i): "limits" for i in range(2000)}), "1000"),
+    "a long text": (lambda d: d["normalizer"].update(state="x" * 2000), "1000"),
+    "an unknown mode": (lambda d: d["normalizer"].update(state="eval"), "normalizer eval"),
+    "an unknown key": (lambda d: d.update(__class__="os.system"), "__class__"),
+    "an unknown part": (lambda d: d["parts"].update(hook={"name": "x"}), "parts objects"),
+    "an unknown name": (lambda d: d["parts"]["process"].update(name="nothing"), "process nothing"),
+    "a dotted path": (lambda d: d["parts"]["process"].update(name="os.system"), "process"),
+    "a name that is a path": (lambda d: d["parts"]["backbone"].update(name="../../evil"), "../../evil"),
+    "a name that is a list": (lambda d: d["parts"]["sampler"].update(name=["ddim"]), "sampler"),
+    "a part that is a text": (lambda d: d["parts"].update(process="diffusion"), "parts objects"),
     "a width of a part as text": (
-        lambda d: d["parts"]["backbone"].update(width="16"), "backbone.width must be of type int; got '16'"
+        lambda d: d["parts"]["backbone"].update(width="16"), "backbone.width int 16"
     ),
-    "a truth as a number": (lambda d: d["parts"]["process"].update(num_levels=True), "must be of type int"),
-    "a target to import": (lambda d: d["parts"]["process"].update(_target_="os.system"), "unknown process"),
-    "steps without end": (lambda d: d["parts"]["sampler"].update(steps=10**9), "must be at most 100000"),
+    "a truth as a number": (lambda d: d["parts"]["process"].update(num_levels=True), "num_levels int"),
+    "a target to import": (lambda d: d["parts"]["process"].update(_target_="os.system"), "process"),
+    "steps without end": (lambda d: d["parts"]["sampler"].update(steps=10**9), "100000"),
     "itself as a member": (
         lambda d: d.update(members=[copy.deepcopy(d)], composition={"weights": ["x"]}), "composition.weights"
     ),
     "members without end": (
-        lambda d: d.update(members=[copy.deepcopy(d)] * 65, composition={"weights": [1.0]}), "members must be"
+        lambda d: d.update(members=[copy.deepcopy(d)] * 65, composition={"weights": [1.0]}), "members 64"
     ),
-    "provenance as a text": (lambda d: d.update(provenance="x"), "provenance must be an object"),
+    "provenance as a text": (lambda d: d.update(provenance="x"), "provenance object"),
     "a side of the switch as a text": (
-        lambda d: d.update(switch_time=1.5, tuned_above="no"), "tuned_above must be true or false; got no"
+        lambda d: d.update(switch_time=1.5, tuned_above="no"), "tuned_above no"
     ),
-    "a side of the switch as a number": (lambda d: d.update(tuned_above=0), "true or false; got 0"),
-    "a clip as a text": (lambda d: d.update(observation_clip="5"), "observation_clip must be a number"),
+    "a side of the switch as a number": (lambda d: d.update(tuned_above=0), "tuned_above 0"),
+    "a clip as a text": (lambda d: d.update(observation_clip="5"), "observation_clip"),
 }  # fmt: skip
 
 
@@ -140,7 +142,7 @@ LIES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 def test_descriptions_that_lie_are_refused_by_the_key(lie: str, directory: Path) -> None:
     change, reason = LIES[lie]
     edit(directory, change)
-    assert reason in refused(directory)
+    assert re.search(mentions(reason), refused(directory))
 
 
 def test_compositions_in_compositions_end(directory: Path) -> None:
@@ -150,7 +152,7 @@ def test_compositions_in_compositions_end(directory: Path) -> None:
             data.update(members=[inner], composition={"weights": [1.0]})
 
     edit(directory, nest)
-    assert "members must be a list" in refused(directory)
+    assert re.search(mentions("members list"), refused(directory))
 
 
 GIANTS = """
@@ -233,7 +235,7 @@ def test_a_pickle_in_place_of_the_weights_is_not_unpickled(directory: Path) -> N
 def test_links_out_of_the_directory_are_refused(name: str, directory: Path, tmp_path: Path) -> None:
     (directory / name).rename(tmp_path / "elsewhere")
     (directory / name).symlink_to(tmp_path / "elsewhere")
-    assert "link that leads out of its directory" in refused(directory)
+    assert "link" in refused(directory)
 
 
 def test_links_within_the_directory_and_to_it_are_followed(directory: Path, tmp_path: Path) -> None:
@@ -247,10 +249,10 @@ def test_links_within_the_directory_and_to_it_are_followed(directory: Path, tmp_
 def test_a_pipe_or_a_folder_in_place_of_a_file_is_refused_at_once(directory: Path) -> None:
     (directory / "model.safetensors").unlink()
     os.mkfifo(directory / "model.safetensors")
-    assert "must be a regular file" in refused(directory)
+    assert "regular file" in refused(directory)
     (directory / "config.json").unlink()
     (directory / "config.json").mkdir()
-    assert "has no config.json" in refused(directory)
+    assert re.search(mentions("no config.json"), refused(directory))
 
 
 def header(content: bytes) -> bytes:
@@ -287,20 +289,20 @@ def test_a_bit_that_flipped_is_found(honest: Path, directory: Path) -> None:
     weights = bytearray((directory / "model.safetensors").read_bytes())
     weights[-2] ^= 1
     (directory / "model.safetensors").write_bytes(weights)
-    assert "model.safetensors is not what was written: its SHA-256" in refused(directory)
+    assert re.search(mentions("model.safetensors SHA-256"), refused(directory))
 
 
 def test_a_description_that_was_changed_is_found(honest: Path, directory: Path) -> None:
     (directory / "SHA256SUMS").write_text((honest / "SHA256SUMS").read_text())
     edit(directory, lambda data: data.update(observation_clip=4.0))
-    assert "config.json is not what was written" in refused(directory)
+    assert re.search(mentions("config.json SHA-256"), refused(directory))
     (directory / "SHA256SUMS").unlink()
     assert load_policy(directory).config.observation_clip == 4.0
 
 
 def test_the_checksums_of_a_checkpoint_are_compared_too(directory: Path) -> None:
     (directory.parent / "SHA256SUMS").write_text(f"{'0' * 64}  policy/config.json\n")
-    assert "config.json is not what was written" in refused(directory)
+    assert re.search(mentions("config.json SHA-256"), refused(directory))
 
 
 # -- fuzzing ------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from foreign_checkpoints import (
     workspace,
     write,
 )
+from messages import mentions
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torch import Tensor
@@ -116,9 +117,7 @@ def test_averaged_weights_are_preferred_and_others_can_be_chosen(cloned: Example
     raw, other = imported(cloned, tmp_path, entry="model")
     assert (conversion.entry, other.entry) == ("ema", "model")
     assert not torch.equal(predicted(averaged, cloned), predicted(raw, cloned))
-    with pytest.raises(
-        CheckpointError, match="has no entry of tensors that is 'emma'; there are: ema, model"
-    ):
+    with pytest.raises(CheckpointError, match=mentions("emma ema model")):
         imported(cloned, tmp_path, entry="emma")
 
 
@@ -190,7 +189,7 @@ def test_a_tuned_checkpoint_asks_how_many_steps_were_tuned(
     arguments = write(cloned, tmp_path)
     torch.save(finetuned(cloned), arguments["path"])
     arguments["source"] = replace(cloned.source, tuned_steps=steps)
-    with pytest.raises(ConfigError, match=r"source\.tuned_steps"):
+    with pytest.raises(ConfigError, match=mentions("source.tuned_steps")):
         import_policy(**arguments)
 
 
@@ -268,7 +267,7 @@ def test_a_file_that_would_run_code_is_refused_and_does_not(
         path.write_bytes(pickle.dumps(payload["cfg"], protocol=2))
     else:
         torch.save(payload, path, _use_new_zipfile_serialization=how == "zip")
-    with pytest.raises(CheckpointError, match=r"was not read: it holds \w+\.mkdir, so reading it could run"):
+    with pytest.raises(CheckpointError, match=mentions("posix.mkdir")):
         import_policy(path, cloned.source, identity=["state", "action"])
     assert not trace.exists()
     with pytest.raises(CheckpointError):
@@ -280,7 +279,7 @@ def test_a_workspace_with_its_configuration_tells_how_to_convert_it(tmp_path: Pa
     of = diffusion_policy("dp_unet1d_film")
     arguments = write(of, tmp_path)
     torch.save(workspace(of) | {"cfg": OmegaConf.create({"horizon": 8})}, arguments["path"])
-    with pytest.raises(CheckpointError, match="was not read: it holds omegaconf") as caught:
+    with pytest.raises(CheckpointError, match=mentions("omegaconf")) as caught:
         import_policy(**arguments)
     command = re.search(r'python -c "(.*)"', str(caught.value))
     assert command is not None
@@ -305,14 +304,14 @@ def test_a_truncated_file_is_damaged(kind: str, share: float, cloned: Example, t
         torch.save(pretrained(cloned), path, _use_new_zipfile_serialization=kind == "zip")
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(CheckpointError, match=r"whole\.\w+ (cannot be read|was not read)") as caught:
+    with pytest.raises(CheckpointError, match=mentions("read")) as caught:
         import_policy(path, cloned.source, identity=["state", "action"])
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["nowhere.pt", "."])
 def test_a_missing_file_is_named(name: str, cloned: Example, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no file; give a checkpoint"):
+    with pytest.raises(CheckpointError, match=mentions("weights=")):
         import_policy(tmp_path / name, cloned.source)
 
 
@@ -321,45 +320,45 @@ OUTLET = "mlp_mean.layers.2.bias"
 
 CHANGES: dict[str, tuple[Change, type[Exception], str]] = {
     "missing": (
-        lambda weights: weights.pop(OUTLET), CheckpointError, rf"missing {OUTLET}; unexpected none",
+        lambda weights: weights.pop(OUTLET), CheckpointError, f"missing {OUTLET}",
     ),
     "needed to know the sizes": (
         lambda weights: weights.pop("time_embedding.1.weight"),
         CheckpointError,
-        r"no tensor 'time_embedding\.1\.weight'; it has",
+        "time_embedding.1.weight",
     ),
     "unexpected": (
         lambda weights: weights.update({"critic.weight": torch.zeros(2)}),
         CheckpointError,
-        r"missing none; unexpected critic\.weight",
+        "critic.weight",
     ),
     "another shape": (
         lambda weights: weights.update({OUTLET: torch.zeros(5)}),
         CheckpointError,
-        rf"'{OUTLET}' must have shape \(12,\); got \(5,\)",
+        f"{OUTLET} (12,) (5,)",
     ),
     "another number of dimensions": (
         lambda weights: weights.update({"time_embedding.1.weight": torch.zeros(5)}),
         CheckpointError,
-        "must have 2 dimensions",
+        "time_embedding.1.weight 2",
     ),
     "not finite": (
-        lambda weights: weights[OUTLET].fill_(torch.nan), CheckpointError, rf"'{OUTLET}' must be finite",
+        lambda weights: weights[OUTLET].fill_(torch.nan), CheckpointError, f"{OUTLET} finite",
     ),
     "no floats": (
         lambda weights: weights.update({OUTLET: torch.zeros(12, dtype=torch.long)}),
         CheckpointError,
-        rf"'{OUTLET}' must have a type like torch\.float32; got torch\.int64",
+        f"{OUTLET} torch.float32 torch.int64",
     ),
     "of images": (
         lambda weights: weights.update({"backbone.vit.weight": torch.zeros(2)}),
         CapabilityError,
-        "an encoder of images",
+        "encoder images",
     ),
     "nothing known": (
         lambda weights: [weights.pop(name) for name in list(weights) if name.startswith("mlp")],
         CheckpointError,
-        r"neither DPPO's MLP nor its U-Net: time_embedding\.1\.bias",
+        "MLP time_embedding.1.bias",
     ),
 }  # fmt: skip
 
@@ -370,47 +369,47 @@ def test_tensors_that_do_not_fit_are_named(change: str, cloned: Example, tmp_pat
     apply, error, message = CHANGES[change]
     apply(cloned.weights)
     torch.save(pretrained(cloned), arguments["path"])
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=mentions(message)):
         import_policy(**arguments)
 
 
 def test_what_no_tensor_tells_is_asked_for(cloned: Example, tmp_path: Path) -> None:
     arguments = write(cloned, tmp_path)
-    with pytest.raises(ConfigError, match=r"source\.activation is in no tensor"):
+    with pytest.raises(ConfigError, match=mentions("source.activation")):
         import_policy(**(arguments | {"source": DppoSource()}))
-    with pytest.raises(ConfigError, match=r"source\.activation is in no tensor"):
+    with pytest.raises(ConfigError, match=mentions("source.activation")):
         import_policy(**(arguments | {"source": ReinflowSource()}))
-    with pytest.raises(ConfigError, match=r"source\.horizon is in no tensor of this checkpoint"):
+    with pytest.raises(ConfigError, match=mentions("source.horizon")):
         imported(diffusion_policy("dp_unet1d_film"), tmp_path, source=DiffusionPolicySource(groups=4))
     arguments = write(cloned, tmp_path)
     bare = {"normalization": None, "identity": ["state", "action"]}
     unknown = replace(cloned.source, horizon=None, obs_steps=1)
-    with pytest.raises(ConfigError, match=r"source\.obs_steps is in no tensor"):
+    with pytest.raises(ConfigError, match=mentions("source.obs_steps")):
         import_policy(**(arguments | bare))
-    with pytest.raises(ConfigError, match=r"source\.action_dim is in no tensor"):
+    with pytest.raises(ConfigError, match=mentions("source.action_dim")):
         import_policy(**(arguments | bare | {"source": unknown}))
 
 
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"action_dim": 4}, r"source\.action_dim must be one number; got 4 \(told\), 3 \(network\)"),
-        ({"horizon": 3}, r"source\.action_dim must be one number; got 4 \(network\), 3 \(statistics\)"),
-        ({"horizon": 5}, r"source\.horizon must be one number; got 5 \(told\), 4 \(network\)"),
-        ({"obs_steps": 2}, r"source\.obs_steps must be one number; got 2 \(told\), 1 \(statistics\)"),
+        ({"action_dim": 4}, "source.action_dim 4 3 network"),
+        ({"horizon": 3}, "source.action_dim 4 network 3 statistics"),
+        ({"horizon": 5}, "source.horizon 5 4 network"),
+        ({"obs_steps": 2}, "source.obs_steps 2 1 statistics"),
     ],
 )
 def test_what_contradicts_the_tensors_is_refused(
     told: dict[str, int], message: str, cloned: Example, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         imported(cloned, tmp_path, source=replace(cloned.source, **told))
 
 
 def test_a_feature_without_statistics_must_be_left_as_it_is_by_name(cloned: Example, tmp_path: Path) -> None:
     source = replace(cloned.source, obs_steps=1)
     for identity in ([], ["state"]):
-        with pytest.raises(ConfigError, match=r"has no statistics, neither in the checkpoint nor beside it"):
+        with pytest.raises(ConfigError, match=mentions("statistics")):
             imported(cloned, tmp_path, source=source, normalization=None, identity=identity)
     policy, conversion = imported(
         cloned, tmp_path, source=source, normalization=None, identity=["state", "action"]
@@ -418,7 +417,7 @@ def test_a_feature_without_statistics_must_be_left_as_it_is_by_name(cloned: Exam
     assert torch.equal(policy.physical(cloned.x), cloned.x)
     assert policy.normalizer.modes == {"state": "identity", "action": "identity"}
     assert set(conversion.normalizer.values()) == {"identity, as asked for"}
-    with pytest.raises(ConfigError, match="identity must list some of state, action; got obs"):
+    with pytest.raises(ConfigError, match=mentions("identity state action obs")):
         imported(cloned, tmp_path, identity=["obs"])
 
 
@@ -432,12 +431,12 @@ def test_a_map_that_is_not_asked_for_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda limits: limits.pop("obs_max"), "no array 'obs_max'; its arrays are: action_max, action_min"),
-        (lambda limits: limits.update(obs_min=np.zeros((2, 2))), "'obs_min' must be a finite vector"),
-        (lambda limits: limits["obs_min"].fill(np.nan), "'obs_min' must be a finite vector"),
+        (lambda limits: limits.pop("obs_max"), "obs_max action_max action_min"),
+        (lambda limits: limits.update(obs_min=np.zeros((2, 2))), "obs_min finite"),
+        (lambda limits: limits["obs_min"].fill(np.nan), "obs_min finite"),
         (
             lambda limits: limits.update(obs_min=np.zeros(7), obs_max=np.ones(7)),
-            r"condition has 11 numbers|source\.obs_steps",
+            "source.obs_steps",
         ),
     ],
 )
@@ -448,45 +447,45 @@ def test_statistics_that_do_not_fit_are_refused(
     limits = cloned.limits()
     change(limits)
     np.savez(tmp_path / "normalization.npz", **limits)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         import_policy(**arguments)
 
 
 def test_statistics_are_read_without_running_them(cloned: Example, tmp_path: Path) -> None:
     arguments, trace = write(cloned, tmp_path), tmp_path / "trace"
     np.savez(tmp_path / "normalization.npz", obs_min=np.array([Intruder(trace)], dtype=object))
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match=mentions("normalization.npz read")):
         import_policy(**arguments)
     assert not trace.exists()
-    with pytest.raises(CheckpointError, match=r"normalization=.* is no file"):
+    with pytest.raises(CheckpointError, match=mentions("normalization=")):
         import_policy(**(arguments | {"normalization": tmp_path / "nowhere.npz"}))
 
 
 def test_diffusion_policy_has_no_file_of_statistics(tmp_path: Path) -> None:
     of = diffusion_policy("dp_transformer")
     np.savez(tmp_path / "normalization.npz", **of.limits())
-    with pytest.raises(ConfigError, match="DiffusionPolicySource reads no statistics beside the checkpoint"):
+    with pytest.raises(ConfigError, match=mentions("DiffusionPolicySource")):
         imported(of, tmp_path, normalization=tmp_path / "normalization.npz")
 
 
 def test_networks_without_a_counterpart_are_refused(tmp_path: Path) -> None:
     of, film = diffusion_policy("dp_unet1d_film"), "cond_encoder.1.weight"
     narrow = {name: value[:, :8] if name.endswith(film) else value for name, value in of.weights.items()}
-    with pytest.raises(CapabilityError, match="not conditioned on observations"):
+    with pytest.raises(CapabilityError, match=mentions("obs_as_global_cond")):
         imported(replace(of, weights=narrow), tmp_path)
     path = tmp_path / "other.pt"
     torch.save({"model": {"obs_encoder.conv.weight": torch.zeros(2)}}, path)
-    with pytest.raises(CapabilityError, match="an encoder of images"):
+    with pytest.raises(CapabilityError, match=mentions("encoder images")):
         import_policy(path, DiffusionPolicySource())
     torch.save({"model": {"network.vel_head.layers.0.weight": torch.zeros(2, 2)}}, path)
-    with pytest.raises(CapabilityError, match="shortcut networks"):
+    with pytest.raises(CapabilityError, match=mentions("shortcut networks")):
         import_policy(path, ReinflowSource(activation="relu"))
     torch.save({"model": {"what.weight": torch.zeros(2)}}, path)
     for source, message in (
-        (DiffusionPolicySource(), r"neither network of Diffusion Policy: what\.weight"),
-        (ReinflowSource(activation="relu"), r"not ReinFlow's FlowMLP: what\.weight"),
+        (DiffusionPolicySource(), "what.weight"),
+        (ReinflowSource(activation="relu"), "FlowMLP what.weight"),
     ):
-        with pytest.raises(CheckpointError, match=message):
+        with pytest.raises(CheckpointError, match=mentions(message)):
             import_policy(path, source)
 
 
@@ -495,9 +494,7 @@ def test_masks_of_another_transformer_are_refused(tmp_path: Path) -> None:
     _, conversion = imported(of, tmp_path)
     assert conversion.skipped["rebuilt, and equal"] == 2
     seen = of.weights | {"memory_mask": torch.zeros_like(of.weights["memory_mask"])}
-    with pytest.raises(
-        CheckpointError, match="'memory_mask' is another one than that of the released network"
-    ):
+    with pytest.raises(CheckpointError, match=mentions("memory_mask")):
         imported(replace(of, weights=seen), tmp_path)
 
 
@@ -507,16 +504,16 @@ def test_a_normaliser_that_divides_by_zero_is_refused(tmp_path: Path) -> None:
     payload = workspace(of)
     payload["state_dicts"]["ema_model"]["normalizer.params_dict.action.scale"] = torch.zeros(3)
     torch.save(payload, arguments["path"])
-    with pytest.raises(CheckpointError, match="scale of 'action' must not hold zeros"):
+    with pytest.raises(CheckpointError, match=mentions("action zeros")):
         import_policy(**arguments)
 
 
 def test_a_sampler_of_another_process_is_refused(tmp_path: Path) -> None:
-    with pytest.raises((CapabilityError, ConfigError), match="diffusion"):
+    with pytest.raises((CapabilityError, ConfigError), match=mentions("sampler=ddim process=diffusion")):
         imported(reinflow("reinflow_reflow_loss"), tmp_path, sampler=DDIM(steps=2))
 
 
 @pytest.mark.parametrize("size", ["obs_steps", "action_dim", "horizon", "act_steps"])
 def test_sizes_must_be_positive(size: str) -> None:
-    with pytest.raises(ConfigError, match=rf"source\.{size} must be at least 1; got 0"):
+    with pytest.raises(ConfigError, match=mentions(f"source.{size} 1 0")):
         DppoSource(**{size: 0})

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from messages import mentions
 from small_policies import ACTION_DIM, GOAL_DIM, OBS_DIM, observations, small_policy, statistics
 
 from policies.backbones.mlp import MlpConfig
@@ -70,19 +71,17 @@ def test_a_goal_changes_the_action_and_must_be_given() -> None:
         policy.act({"state": obs, "goal": near}, noise=noise),
         policy.act({"state": obs, "goal": far}, noise=noise),
     )
-    with pytest.raises(ConfigError, match="needs the observation 'goal'"):
+    with pytest.raises(ConfigError, match=mentions("goal")):
         policy.act(obs, noise=noise)
 
 
 def test_observations_of_the_wrong_shape_are_named() -> None:
-    with pytest.raises(
-        ConfigError, match=rf"'state' must have shape \('B', 1, {OBS_DIM}\); got \(2, {OBS_DIM}\)"
-    ):
+    with pytest.raises(ConfigError, match=mentions(f"state ('B', 1, {OBS_DIM}) (2, {OBS_DIM})")):
         small_policy().act(torch.zeros(2, OBS_DIM))
 
 
 def test_executed_rows_must_fit_the_horizon() -> None:
-    with pytest.raises(ConfigError, match=r"must fit into policy\.horizon=4"):
+    with pytest.raises(ConfigError, match=mentions("policy.horizon=4")):
         ChunkSpec(2, horizon=4, act_steps=4, obs_steps=2, action_start=1)
 
 
@@ -151,17 +150,17 @@ def test_densities_reach_exactly_the_network() -> None:
 
 def test_a_deterministic_chain_has_no_density() -> None:
     policy = small_policy(RectifiedFlow(), Euler(steps=3))
-    with pytest.raises(CapabilityError, match="deterministic"):
+    with pytest.raises(CapabilityError, match=mentions("deterministic")):
         policy.sample_chain(policy.encode({"state": observations(2)}))
 
 
 @pytest.mark.parametrize(
     ("process", "sampler", "match"),
     [
-        (VPDiffusion(num_levels=4), DDPM(), r"ends with a deviation of 0, which is scored as 0\.001"),
-        (VPDiffusion(num_levels=4), DDPM(min_std=0.1, final_std=0.05), r"deviation of 0\.05.*as 0\.1"),
-        (VPDiffusion(num_levels=4), DDPM(**EXPLORE, clip_action=1.0), r"clamps the finished chunk to ±1"),
-        (RectifiedFlow(), Euler(steps=3, min_std=0.1), r"clamps the finished chunk to ±1"),
+        (VPDiffusion(num_levels=4), DDPM(), "0 0.001"),
+        (VPDiffusion(num_levels=4), DDPM(min_std=0.1, final_std=0.05), "0.05 0.1"),
+        (VPDiffusion(num_levels=4), DDPM(**EXPLORE, clip_action=1.0), "clip_action=null ±1"),
+        (RectifiedFlow(), Euler(steps=3, min_std=0.1), "clip_action=null ±1"),
     ],
 )
 def test_a_sampler_with_another_density_than_is_scored_is_refused(
@@ -171,7 +170,7 @@ def test_a_sampler_with_another_density_than_is_scored_is_refused(
     cond = policy.encode({"state": observations(2)})
     chain = torch.zeros(2, policy.tuned_steps + 1, *policy.chunk.shape)
     for use in (lambda: policy.sample_chain(cond), lambda: policy.chain_log_prob(cond, chain)):
-        with pytest.raises(CapabilityError, match=match):
+        with pytest.raises(CapabilityError, match=mentions(match)):
             use()
 
 
@@ -184,7 +183,7 @@ def test_a_flow_with_noise_and_without_a_bound_has_a_density() -> None:
 
 def test_a_gaussian_refuses_an_encoder_of_the_condition() -> None:
     config = PolicyConfig(process=GaussianProcess(), backbone=MlpConfig(width=16, cond_dims=(8, 4)))
-    with pytest.raises(ConfigError, match=r"got backbone\.cond_dims=\[8, 4\]"):
+    with pytest.raises(ConfigError, match=mentions("backbone.cond_dims= [8, 4] backbone")):
         build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM)
 
 
@@ -201,7 +200,7 @@ def test_a_view_shares_weights_but_not_what_is_put_in_their_place() -> None:
 
 def test_more_tuned_than_denoising_steps_is_refused() -> None:
     policy = small_policy(VPDiffusion(num_levels=4))
-    with pytest.raises(ConfigError, match=r"tuned_steps must lie in 1\.\.4.*got 5"):
+    with pytest.raises(ConfigError, match=mentions("tuned_steps 1 4 5")):
         policy.with_sampler(policy.sampler, tuned_steps=5)
 
 
@@ -239,14 +238,12 @@ def test_a_gaussian_refuses_what_it_would_have_to_ignore() -> None:
     policy = small_policy(GaussianProcess())
     cond, noise = policy.encode({"state": observations(2)}), policy.sample_noise(2)
     for options in ({"hooks": [Hook()]}, {"start": (noise, 0.5)}):
-        with pytest.raises(CapabilityError, match="process=gaussian acts in one step"):
+        with pytest.raises(CapabilityError, match=mentions("process=gaussian")):
             policy.decode(cond, noise, **options)
-    with pytest.raises(
-        ConfigError, match="process=gaussian needs sampler=mean, its default; got sampler=ddim"
-    ):
+    with pytest.raises(ConfigError, match=mentions("process=gaussian sampler=mean sampler=ddim")):
         policy.with_sampler(DDIM())
     config = PolicyConfig(process=GaussianProcess(), backbone=object())
-    with pytest.raises(ConfigError, match="needs a fully connected backbone"):
+    with pytest.raises(ConfigError, match=mentions("process=gaussian")):
         build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM)
 
 
@@ -261,7 +258,7 @@ def test_features_without_a_mode_and_modes_without_a_feature_are_named(
     modes: dict[str, str], message: str
 ) -> None:
     config = PolicyConfig(backbone=MlpConfig(width=8), normalizer=modes)
-    with pytest.raises(ConfigError, match=f"policy.normalizer {message}"):
+    with pytest.raises(ConfigError, match=mentions(f"policy.normalizer {message}")):
         build_policy(config, obs_dim=OBS_DIM, action_dim=ACTION_DIM, goal_dim=GOAL_DIM)
 
 
@@ -277,7 +274,7 @@ def test_a_policy_that_moves_lets_go_of_what_it_computed_where_it_was() -> None:
 def test_a_last_step_with_more_noise_than_is_scored_has_another_density() -> None:
     policy = small_policy(VPDiffusion(num_levels=5), DDPM(min_std=0.1, final_std=0.5, clip_action=None))
     cond = policy.encode({"state": observations(2)})
-    with pytest.raises(CapabilityError, match=r"ends with a deviation of 0\.5, which is scored as 0\.1"):
+    with pytest.raises(CapabilityError, match=mentions("0.5 0.1")):
         policy.sample_chain(cond)
 
 
@@ -285,7 +282,7 @@ def test_steps_of_the_frozen_network_are_not_scored_as_those_of_the_tuned_one() 
     policy = small_policy(VPDiffusion(num_levels=6), DDPM(min_std=0.1, final_std=None, clip_action=None))
     policy.field = SwitchedField(policy.field, policy.clone().field, 2.5)
     cond = policy.encode({"state": observations(2)})
-    with pytest.raises(CapabilityError, match="records 6 steps, of which the first are those of the frozen"):
+    with pytest.raises(CapabilityError, match=mentions("DDPM with_sampler 6")):
         policy.sample_chain(cond)
     tuned = policy.with_sampler(policy.sampler, tuned_steps=3)
     tuned.sample_chain(cond)

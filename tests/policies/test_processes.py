@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from messages import mentions
 from torch import Tensor
 
 from policies.errors import ConfigError
@@ -140,6 +141,12 @@ def test_a_saved_process_is_the_same_process(process: Process) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: VPDiffusion(1), "num_levels 2 1"),
+        (lambda: VPDiffusion(prediction="velocity"), "x0 velocity eps"),
+        (lambda: VPDiffusion(schedule="sqrt"), "process.schedule scaled_linear"),
+        (lambda: VPDiffusion(beta_start=0.5), "beta_start beta_end"),
+        (lambda: RectifiedFlow("cosine"), "time_density"),
+        (lambda: RectifiedFlow(time_scale=0.0), "time_scale"),
         (lambda: VPDiffusion(1), "num_levels must be at least 2; got 1"),
         (lambda: VPDiffusion(prediction="velocity"), "prediction must be one of eps, x0, v; got 'velocity'"),
         (lambda: VPDiffusion(schedule="sqrt"), "schedule must be one of cosine"),
@@ -149,5 +156,5 @@ def test_a_saved_process_is_the_same_process(process: Process) -> None:
     ],
 )
 def test_bad_settings_are_named(make, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentions(message)):
         make()

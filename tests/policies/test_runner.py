@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 from small_policies import ACTION_DIM, OBS_DIM, small_policy
 
 from policies.execution.history import ChunkActor
@@ -188,23 +189,23 @@ def test_the_shipped_file_checks_its_folder_and_finds_a_changed_one(made: Any, t
 @pytest.mark.parametrize(
     ("newest", "message"),
     [
-        ({}, r"needs \['observation'\] as well"),
-        ({"observation": np.zeros(OBS_DIM + 1)}, rf"observation must have shape \({OBS_DIM},\); got"),
+        ({}, "['observation']"),
+        ({"observation": np.zeros(OBS_DIM + 1)}, f"observation ({OBS_DIM},)"),
     ],
 )
 def test_what_does_not_fit_is_refused(made: Any, newest: Any, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=mentions(message)):
         Runner(made[1]).act(newest)
-    with pytest.raises(ValueError, match=r"is no exported policy: it holds no signature\.json"):
+    with pytest.raises(ValueError, match=mentions("signature.json")):
         Runner(tmp_path)
-    with pytest.raises(ValueError, match=r"inputs must be \['noise', 'observation'\]; got \['noise'\]"):
+    with pytest.raises(ValueError, match=mentions("['noise', 'observation'] ['noise']")):
         Runner(made[1]).predict({"noise": np.zeros(1)})
 
 
 def test_images_are_taken_as_bytes_and_never_rounded_to_black() -> None:
     assert _typed("front", np.full((2, 2, 3), 200), "uint8").dtype == np.uint8
     for image in (np.full((2, 2, 3), 0.9), np.full((2, 2, 3), -1), np.full((2, 2, 3), 256)):
-        with pytest.raises(ValueError, match=r"front must be bytes, 0 to 255; got (float64|int64)"):
+        with pytest.raises(ValueError, match=mentions("0 255 bytes")):
             _typed("front", image, "uint8")
     assert _typed("observation", [1, 2], "float32").dtype == np.float32
 
@@ -302,7 +303,7 @@ def test_before_there_is_a_command_to_hold_an_action_that_is_not_finite_is_refus
     track = Track(1)
     track.begin()
     track.deliver(np.array([[bad]]))
-    with pytest.raises(ValueError, match=r"the first action of an episode must be finite; got .*Nothing was"):
+    with pytest.raises(ValueError, match=mentions("finite")):
         track.next()
     assert track.step == 0
 
@@ -404,13 +405,13 @@ def test_a_loop_at_a_rate_decides_on_a_thread_and_passes_its_errors_on() -> None
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Track(0), "act_steps must be at least 1; got 0"),
-        (lambda: Track(1, ensemble=-1.0), "ensemble must be 0 or more"),
-        (lambda: Limits(max_jump=0.0), "max_jump must be positive"),
-        (lambda: Track(1).next(), "no plan to execute yet"),
-        (lambda: Track(1).deliver(numbered(0)), "no decision had begun"),
+        (lambda: Track(0), "act_steps 1 0"),
+        (lambda: Track(1, ensemble=-1.0), "ensemble 0"),
+        (lambda: Limits(max_jump=0.0), "max_jump"),
+        (lambda: Track(1).next(), "no plan"),
+        (lambda: Track(1).deliver(numbered(0)), "no decision begin"),
     ],
 )
 def test_what_makes_no_sense_over_time_is_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=mentions(message)):
         make()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler
+from messages import mentions
 
 from policies.errors import ConfigError
 from policies.processes.schedules import (
@@ -53,24 +54,22 @@ def test_levels_between_integers_are_kept() -> None:
 
 @pytest.mark.parametrize("steps", [0, 21])
 def test_a_step_count_outside_the_levels_is_refused(steps: int) -> None:
-    with pytest.raises(
-        ConfigError, match=r"sampler\.steps must be between 1 and process\.num_levels=20; got"
-    ):
+    with pytest.raises(ConfigError, match=mentions("sampler.steps 1 process.num_levels=20")):
         spaced_levels(20, steps)
 
 
 @pytest.mark.parametrize("spacing", ["leading", "linspace"])
 def test_a_single_step_must_start_at_the_noise(spacing: str) -> None:
-    with pytest.raises(ConfigError, match=f"{spacing} levels visits level 0 only.*spacing=trailing, or 2"):
+    with pytest.raises(ConfigError, match=mentions(f"{spacing} 0 spacing=trailing 2")):
         spaced_levels(20, 1, spacing)
     assert spaced_levels(20, 1, "trailing") == [19]
     assert spaced_levels(1, 1, spacing) == [0]
 
 
 def test_unknown_names_are_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match="one of cosine, linear, scaled_linear; got 'sigmoid'"):
+    with pytest.raises(ConfigError, match=mentions("scaled_linear sigmoid cosine linear")):
         make_betas(10, "sigmoid")
-    with pytest.raises(ConfigError, match="one of leading, trailing, linspace; got 'karras'"):
+    with pytest.raises(ConfigError, match=mentions("karras leading trailing linspace")):
         spaced_levels(10, 5, "karras")
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from messages import mentions
 from small_policies import observations, small_policy
 
 from policies.errors import ConfigError, ExportError, ServingError
@@ -181,7 +182,7 @@ def test_commands_of_a_robot_change_by_no_more_than_the_jump(client: Client) -> 
     wild, tame = (np.diff([robot.act(state) for state in states], axis=0) for robot in (free, bounded))
     assert np.abs(wild).max() > 0.1 and np.abs(tame).max() <= 0.05 + 1e-6
     assert (free.limited, bounded.limited > 0) == (0, True)
-    with pytest.raises(ConfigError, match="max_jump must be positive, or None; got 0"):
+    with pytest.raises(ConfigError, match=mentions("max_jump 0 positive")):
         RemotePolicy(client, max_jump=0.0)
 
 
@@ -210,15 +211,15 @@ def test_a_folder_whose_signature_lies_is_not_served(text: str, tmp_path: Path) 
 
 GOOD = observed()["observation"].astype(np.float32)
 WRONG: dict[str, tuple[Any, str, str]] = {
-    "an entry is missing": ({}, "missing", r"must have \['observation'\]; got \[\]"),
+    "an entry is missing": ({}, "missing", "['observation']"),
     "an entry too much": ({"observation": GOOD, "image": GOOD}, "missing", "must have"),
-    "another history": ({"observation": GOOD[:1]}, "shape", r"must have shape \(2, 5\); got \(1, 5\)"),
-    "another width": ({"observation": GOOD[:, :4]}, "shape", "must have shape"),
-    "a batch": ({"observation": GOOD[None]}, "shape", "must have shape"),
-    "NaN": ({"observation": GOOD * np.nan}, "nan", "must be finite"),
-    "inf": ({"observation": GOOD + np.inf}, "nan", "must be finite"),
-    "too large": ({"observation": GOOD * 1e9}, "range", r"within ± 1e\+06"),
-    "bytes": ({"observation": GOOD.astype(np.uint8)}, "dtype", "must be float32; got uint8"),
+    "another history": ({"observation": GOOD[:1]}, "shape", "shape (2, 5) (1, 5)"),
+    "another width": ({"observation": GOOD[:, :4]}, "shape", "shape"),
+    "a batch": ({"observation": GOOD[None]}, "shape", "shape"),
+    "NaN": ({"observation": GOOD * np.nan}, "nan", "finite"),
+    "inf": ({"observation": GOOD + np.inf}, "nan", "finite"),
+    "too large": ({"observation": GOOD * 1e9}, "range", "1e+06"),
+    "bytes": ({"observation": GOOD.astype(np.uint8)}, "dtype", "float32 uint8"),
 }
 
 
@@ -230,7 +231,7 @@ def test_observations_that_do_not_fit_are_refused_by_name(case: str, client: Cli
         "obs": {k: to_wire(v) for k, v in obs.items()},
         "schema": client.schema.fingerprint,
     }
-    with pytest.raises(ServingError, match=message) as refused:
+    with pytest.raises(ServingError, match=mentions(message)) as refused:
         client.ask(body | {"key": [0]})
     assert refused.value.reason == reason
 
@@ -470,16 +471,14 @@ def test_connections_that_hold_too_much_memory_are_dropped_and_come_back() -> No
 
 
 def test_other_machines_must_be_asked_in() -> None:
-    with pytest.raises(
-        ConfigError, match=r"host=0\.0\.0\.0 can be reached from other machines.*allow_remote"
-    ):
+    with pytest.raises(ConfigError, match=mentions("host=0.0.0.0 allow_remote")):
         ServerSettings(host="0.0.0.0")
     assert ServerSettings(host="0.0.0.0", allow_remote=True).host == "0.0.0.0"
 
 
 def test_a_port_that_is_taken_is_said(server: Server) -> None:
     port = int(server.endpoint.rpartition(":")[2])
-    with pytest.raises(ConfigError, match="cannot listen at"):
+    with pytest.raises(ConfigError, match=mentions("listen tcp://127.0.0.1")):
         Server(ServedPolicy(flow()), ServerSettings(port=port))
 
 
@@ -493,7 +492,7 @@ def test_only_who_has_a_key_is_answered(tmp_path: Path) -> None:
             assert client.decide(observed(), (0,)).shape == (2, 2)
         for keys in ({}, {"secret_key": stranger, "server_key": public}):
             with client_of(server, timeout_s=0.5, retries=0, **keys) as client:
-                with pytest.raises(ServingError, match="did not answer") as refused:
+                with pytest.raises(ServingError, match=mentions("timeout_s")) as refused:
                     client.decide(observed(), (0,))
                 assert refused.value.reason == "timeout"
 
@@ -501,17 +500,17 @@ def test_only_who_has_a_key_is_answered(tmp_path: Path) -> None:
 @pytest.mark.parametrize("given", ["secret_key", "server_key"])
 def test_one_key_without_the_other_is_not_taken_for_none(given: str, tmp_path: Path) -> None:
     secret, public = make_keys(tmp_path / "keys", "robot"), tmp_path / "keys" / "server.key"
-    with pytest.raises(ConfigError, match=f"needs secret_key and server_key; got {given} alone"):
+    with pytest.raises(ConfigError, match=mentions(f"secret_key server_key {given}")):
         Client("tcp://127.0.0.1:1", **{given: secret if given == "secret_key" else public})
 
 
 def test_keys_that_are_not_there_are_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no key in clients/.*new_client="):
+    with pytest.raises(ConfigError, match=mentions("clients/ new_client=")):
         Server(ServedPolicy(flow()), ServerSettings(port=0, keys=str(tmp_path)))
     make_keys(tmp_path, "a")
-    with pytest.raises(ConfigError, match="keys of the client 'a' already"):
+    with pytest.raises(ConfigError, match=mentions("keys 'a'")):
         make_keys(tmp_path, "a")
-    with pytest.raises(ConfigError, match="must be a plain word"):
+    with pytest.raises(ConfigError, match=mentions("server")):
         make_keys(tmp_path, "../a")
 
 
@@ -567,7 +566,7 @@ import sys
 for name in ("torch", "safetensors", "hydra", "gymnasium", "mujoco"):
     sys.modules[name] = None
 import numpy as np
-from policies.client import Client, RemotePolicy
+from policies.serving.client import Client, RemotePolicy
 with Client(sys.argv[1], timeout_s=120) as client:
     robot = RemotePolicy(client, seed=1)
     for step in range(5):
@@ -633,13 +632,13 @@ def test_a_client_says_when_nobody_answers_and_when_another_policy_does() -> Non
         with running(ServedPolicy(flow(), fingerprint="a"), port=port):
             client.decide(observed(), (0,))
         client._timeout_s, client._retries = 0.1, 1
-        with pytest.raises(ServingError, match=r"did not answer 2 times within 0\.1 s"):
+        with pytest.raises(ServingError, match=mentions("2 0.1")):
             client.decide(observed(), (0,))
         client._timeout_s, client._retries = patience
         with running(ServedPolicy(flow(), fingerprint="b"), port=port):  # other weights, same shapes
             client.decide(observed(), (0,))
         with running(ServedPolicy(small_policy(), fingerprint="c"), port=port):
-            with pytest.raises(ServingError, match="serves another policy now") as caught:
+            with pytest.raises(ServingError, match=mentions("policy")) as caught:
                 client.decide(observed(), (0,))
             assert caught.value.reason == "schema"
 
@@ -652,7 +651,7 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 import numpy as np
 from policies.server import Server, ServerSettings
-from policies.wire import Feature, Schema
+from policies.serving.messages import Feature, Schema
 
 class Still:
     schema = Schema({"observation": Feature((2, 3))}, Feature((1, 2)), "still", 10.0)

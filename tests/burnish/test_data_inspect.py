@@ -295,7 +295,7 @@ def test_the_command_takes_a_bare_path_and_prints_what_it_found(
     [
         ([], "dataset="),
         (["samples=0"], "samples 1 0"),
-        (["beta=-1"], "beta 0 finite -1.0"),
+        (["beta=-1"], "beta 0 -1.0"),
         (["nowhere.hdf5"], "nowhere.hdf5"),
         (["toy.hdf5", "against=other.hdf5", "measures=false"], "against="),
         (["nowhere.hdf5", "sample=1"], "sample"),

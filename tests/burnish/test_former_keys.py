@@ -45,7 +45,7 @@ def removed() -> object:
 
 
 def test_a_former_name_that_is_typed_takes_effect_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    typed = ["algo=renamed", "algo.pace=2", "algo.inner.portion=0.25", "reader.mask=train", "tunes=true"]
+    typed = ["algo=renamed", "algo.pace=2", "algo.inner.portion=0.25", "data.mask=train", "tunes=true"]
     found = compose_command("train", typed)
     assert found.config.algo == Renamed(2.0, Inner(0.25))
     assert found.config.reader == {"mask": "train"} and found.config.requires_init

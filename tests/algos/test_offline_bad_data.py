@@ -145,9 +145,7 @@ def test_a_recording_of_single_cut_steps_has_no_transition(tmp_path: Path) -> No
 def test_rewards_that_are_all_zero_are_refused_with_what_to_do(tmp_path: Path, changes: Any) -> None:
     rewards = np.full(FRAMES, -changes.get("reward_shift", 0.0))
     path = written(tmp_path / "poor.hdf5", rewards=rewards)
-    with pytest.raises(
-        ConfigError, match=r"poor\.hdf5: all 60 rewards are .*algo=iql .*reader\.task=.*algo=bc"
-    ):
+    with pytest.raises(ConfigError, match=mentions("poor.hdf5 60 algo=iql reader.task= algo=bc")):
         run_on(path, IqlConfig(**SMALL, **changes))
 
 

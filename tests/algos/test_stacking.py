@@ -25,6 +25,7 @@ from algos.offline.batched_seeds import (
     stack_parameters,
     stacked,
 )
+from algos.offline.config import OfflineConfig
 from algos.offline.loop import OfflineRun
 from algos.prdc import PrdcConfig
 from algos.rebrac import RebracConfig
@@ -103,7 +104,7 @@ def test_every_seed_learns_what_it_would_learn_alone(kind: Any, options: dict[st
 
 
 def test_every_algorithm_that_trains_several_seeds_is_among_these() -> None:
-    able = {name for name, part in registry.parts("algo").items() if hasattr(part, "together")}
+    able = {name for name, part in registry.parts("algo").items() if issubclass(part, OfflineConfig)}
     assert able == {registry.name_of("algo", kind()) for kind, _ in ABLE}
 
 

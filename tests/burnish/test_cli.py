@@ -76,7 +76,7 @@ def test_an_unknown_command_is_one_line_with_a_suggestion(capsys: pytest.Capture
         (["train", "device=tpu"], "device"),
         (["train", "dataset=x", "seed=-1"], "seed must be from 0 to 4294967295; got -1."),
         (["eval", "policy=x", f"first_seed={10**30}"], "first_seed must be from 0 to"),
-        (["collect", "env=avoid", "env.demonstrator.noise=nan"], "noise >= 0"),
+        (["collect", "env=avoid", "env.expert.noise=nan"], "env.expert.noise must be at least 0; got nan"),
         (["collect", "env=avoid", "noise=nan"], "noise must be at least 0; got nan."),
         (["collect", "env=avoid", f"first_seed={10**30}"], "first_seed must be from 0 to"),
         (["report", "run=x", "episodes=-1"], "episodes must be at least 0; got -1."),

@@ -127,9 +127,9 @@ def test_a_configuration_survives_being_written_down(overrides: list[str]) -> No
 def test_values_of_a_restored_configuration_can_be_changed_but_not_its_parts() -> None:
     data = describe(compose_config("train", ["algo=dppo"]))
     assert restore(TrainConfig, data, Overrides.parse(["algo.iterations=7"])).algo.iterations == 7
-    with pytest.raises(ConfigError, match="would replace a part"):
+    with pytest.raises(ConfigError, match=mentions("key=value")):
         restore(TrainConfig, data, Overrides.parse(["algo=bc"]))
-    with pytest.raises(ConfigError, match=r"unknown key 'algo\.iteration'"):
+    with pytest.raises(ConfigError, match=mentions("algo.iteration")):
         restore(TrainConfig, data, Overrides.parse(["algo.iteration=7"]))
 
 

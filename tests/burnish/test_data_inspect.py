@@ -247,7 +247,7 @@ def test_options_reach_the_reader(tmp_path: Path, noisy: EpisodeDataset) -> None
     write_d4rl(tmp_path / "toy.hdf5", replace(noisy, extras={"x": torch.zeros(400)}))
     facts = inspected(tmp_path / "toy.hdf5", data={"d4rl_compat": True}, measures=False)
     assert facts["frames"] == 398, "time-outs are no official transitions"
-    with pytest.raises(ConfigError, match=r"reader\.compact is an option of ogbench; .* is d4rl"):
+    with pytest.raises(ConfigError, match=mentions("reader.compact d4rl")):
         inspected(tmp_path / "toy.hdf5", data={"compact": True})
 
 
@@ -295,10 +295,7 @@ def test_the_command_takes_a_bare_path_and_prints_what_it_found(
     [
         ([], "dataset="),
         (["samples=0"], "samples 1 0"),
-        (["beta=-1"], "beta 0 finite -1.0"),
-        ([], "data inspect needs dataset=<file or folder>"),
-        (["samples=0"], "samples must be at least 1; got 0"),
-        (["beta=-1"], "beta must be above 0; got -1.0"),
+        (["beta=-1"], "beta 0 -1.0"),
         (["nowhere.hdf5"], "nowhere.hdf5"),
         (["toy.hdf5", "against=other.hdf5", "measures=false"], "against="),
         (["nowhere.hdf5", "sample=1"], "sample"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from messages import mentions
 
 import burnish
 from envs.datasets import Episode, EpisodeDataset, write_d4rl
@@ -45,7 +46,7 @@ def test_a_run_reads_as_it_was_told_and_keeps_what_it_was_told(demos: Path) -> N
     provenance = json.loads((run.directory.policy_path() / "config.json").read_text())["provenance"]
     assert provenance["reader"] == {"d4rl_compat": True}
     burnish.train(resume=run.path)  # compares the data with what the checkpoint knows of it
-    with pytest.raises(CheckpointError, match="belongs to a run on other data"):
+    with pytest.raises(CheckpointError, match=mentions("init= data")):
         burnish.train("reader.d4rl_compat=false", resume=run.path)
 
 
@@ -59,12 +60,10 @@ def test_a_dataset_may_be_a_name(demos: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_mistakes_are_refused_before_a_run_exists(demos: Path) -> None:
-    with pytest.raises(ConfigError, match=r"reader\.task is an option of ogbench; .* is d4rl"):
+    with pytest.raises(ConfigError, match=mentions("reader.task d4rl")):
         train(demos, "reader.task=cube")
-    with pytest.raises(
-        ConfigError, match=r"reader=\{'task': 'cube'\} are options of a dataset's reader; give dataset="
-    ):
+    with pytest.raises(ConfigError, match=mentions("reader={'task cube dataset=")):
         burnish.train("reader.task=cube", algo="dppo", env="avoid", directory=demos.parent / "run")
-    with pytest.raises(ConfigError, match=r"reader belongs to compose=\[a,b\]"):
+    with pytest.raises(ConfigError, match=mentions("compose=")):
         burnish.evaluate(demos.parent, "reader.task=cube")
     assert not (demos.parent / "run").exists()

@@ -604,5 +604,5 @@ def test_a_file_of_an_evaluation_is_written_whole_or_not_at_all(
 
 def test_an_algorithm_that_learns_in_an_environment_takes_no_dataset(tmp_path: Path) -> None:
     config = compose_config("train", ["algo=ppo", "env=avoid", "process=gaussian", "dataset=some.hdf5"])
-    with pytest.raises(ConfigError, match=r"algo=ppo learns in an environment and takes no dataset"):
+    with pytest.raises(ConfigError, match=mentions("algo=ppo")):
         launch.train(config, RunContext(tmp_path / "run"))

@@ -215,7 +215,7 @@ def test_time_limit_cuts_files_without_timeouts_at_every_multiple(tmp_path):
     assert read_d4rl(path).lengths.tolist() == [4, 6]
     missed = write_d4rl(tmp_path / "b.hdf5", timeouts=np.zeros(10, bool))
     assert read_d4rl(missed, max_episode_steps=3).lengths.tolist() == [3, 1, 3, 3]
-    with pytest.raises(DatasetError, match=r"a\.hdf5: .*'timeouts'.* Give reader\.max_episode_steps=<steps>"):
+    with pytest.raises(DatasetError, match=mentions("a.hdf5 timeouts reader.max_episode_steps=")):
         read_d4rl(path, d4rl_compat=True)
 
 
@@ -293,7 +293,7 @@ def test_successors_that_are_hardly_ever_the_next_row_are_told(tmp_path, caplog,
 
 def test_what_is_not_finite_under_infos_is_refused_with_the_way_to_leave_it_out(tmp_path):
     path = write_d4rl(tmp_path / "a.hdf5", **{"infos/qvel": np.full((10, 2), np.nan)})
-    with pytest.raises(DatasetError, match=r"key 'infos/qvel' must be finite; .*reader\.infos=false"):
+    with pytest.raises(DatasetError, match=mentions("infos/qvel finite reader.infos=false")):
         read_d4rl(path)
     assert read_d4rl(path, infos=False).num_frames == 10
 

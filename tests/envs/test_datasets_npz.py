@@ -123,7 +123,7 @@ def test_a_regular_dataset_that_was_saved_keeps_its_successors_and_last_actions(
     assert data.lengths.tolist() == [length - 1 for length in LENGTHS] and data.rewards.tolist() == [*rewards]
     for key in ("observations", "actions", "next_observations", "truncated"):
         assert torch.equal(getattr(data, key), getattr(original, key))
-    with pytest.raises(DatasetError, match=r"saved\.npz: reader\.compact=true .* Leave reader\.compact out"):
+    with pytest.raises(DatasetError, match=mentions("saved.npz reader.compact=true reader.compact")):
         read_dataset(tmp_path / "saved.npz", compact=True)
 
 
@@ -216,7 +216,7 @@ def test_the_scaling_of_states_and_actions_is_undone(tmp_path):
 
 def test_scaled_numbers_are_left_alone_on_request(tmp_path):
     path = write_dppo(tmp_path / "train.npz", limits=None)
-    with pytest.raises(DatasetError, match=r"normalization\.npz: expected the limits .*reader\.scaled=true"):
+    with pytest.raises(DatasetError, match=mentions("normalization.npz reader.scaled=true")):
         read_dataset(path)
     data = read_dataset(path, scaled=True)
     np.testing.assert_array_equal(data.observations, dppo_arrays()["states"])

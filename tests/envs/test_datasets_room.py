@@ -263,7 +263,7 @@ def test_what_fits_on_no_disk_is_refused(
 ) -> None:
     path = write(tmp_path, data)
     monkeypatch.setattr(array_storage, "free_disk", lambda folder: 1000)
-    with pytest.raises(DatasetError, match=r"reading it takes .* GiB.*has 0.00 GiB.*reader.cache=<folder>"):
+    with pytest.raises(DatasetError, match=mentions("GiB 0.00 reader.cache=")):
         read_dataset(path)
 
 
@@ -274,7 +274,7 @@ def test_a_disk_that_is_full_is_an_error_and_not_the_end(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(array_storage.os, "posix_fallocate", full)
-    with pytest.raises(DatasetError, match=r"no room for .*No space left on device.*reader.cache=<folder>"):
+    with pytest.raises(DatasetError, match=mentions("No space left reader.cache=")):
         Disk(tmp_path).empty((10, 2), np.float32)
 
 

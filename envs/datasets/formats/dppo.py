@@ -112,7 +112,7 @@ def read_limits(path: str | Path) -> Arrays:
         raise DatasetError(
             f"{path}: expected the limits that states and actions were scaled by; there is no such file. "
             f"Copy it from where the data is from, give it as reader.normalization=<file>, or leave the data "
-            f"scaled (data.scaled=true)."
+            f"scaled (reader.scaled=true)."
         )
     limits = {key: value.astype(np.float64) for key, value in read_npz(path, _LIMITS).items()}
     for what in ("obs", "action"):

@@ -1,4 +1,4 @@
-"""CloningBatch of robosuite's tasks, replayed by our engine and by robosuite's own `step`.
+"""Demonstrations of robosuite's tasks, replayed by our engine and by robosuite's own `step`.
 
     OMP_NUM_THREADS=1 python -m benchmarks.simulators.replay [lift can square] [--episodes 10]
 

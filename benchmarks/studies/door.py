@@ -4,7 +4,7 @@
     python -m benchmarks.studies.door --dataset door-human.hdf5 --policy runs/door
     python -m benchmarks.studies.door --report                               the page from what is there
 
-The file is a D4RL file with the starts of its episodes (docs/environments.md#adroit). CloningBatch are
+The file is a D4RL file with the starts of its episodes (docs/environments.md#adroit). Demonstrations are
 replayed open loop from their own starts; the clone plays 100 episodes from starts that the task draws, and
 100 from those of the demonstrations. The numbers are written to docs/results/door/door.json, and the page
 docs/results/door.md is made of them.
@@ -83,7 +83,7 @@ executed (`{" ".join(RECIPE)}`).
 - *replay*: the recorded actions, open loop, each demonstration from its own start. They were recorded with an
   older simulator.
 - *drawn starts*: the clone where the task draws the place of the door and the hand starts at rest.
-  CloningBatch begin otherwise: the arm has moved, and some doors stand where the task never puts one.
+  Demonstrations begin otherwise: the arm has moved, and some doors stand where the task never puts one.
 - *recorded starts*: the clone where the demonstrations began, each start four times (`env.starts`); the
   interval is over episodes, and does not speak of other starts.
 

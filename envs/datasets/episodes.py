@@ -1,4 +1,4 @@
-"""CloningBatch and logged experience as flat tensors with an episode index.
+"""Demonstrations and logged experience as flat tensors with an episode index.
 
 Legend: N frames of E episodes, Do and Da observation and action widths, T frames of one episode. A frame is
 (observation, action, reward, end flags); the observation after its action is the next frame's observation,

@@ -27,7 +27,7 @@ class Option:
     """One option of a reader.
 
     Attributes:
-        name: What it is called, below `data`.
+        name: Name of the key below `reader`.
         hint: Its type.
         default: What it is when left out.
         text: What it decides.

@@ -1,13 +1,9 @@
-"""Samplers: how a denoiser is integrated from noise to an action chunk. The only loops are here.
+"""The denoising loop: from noise to an action chunk along the step table of any sampler.
 
-Legend: B batch, K denoising steps, k step in the order of execution, Th horizon, Da action width;
-alpha, sigma signal and noise amplitudes, a prime marks the next step. In the notation of
-`policies.samplers.step_table`:
+Legend: B batch, K denoising steps, k step in the order of execution, Th horizon, Da action width.
 
-    ddpm   to_x0 x0 + to_eps eps = posterior mean of q(x' | x, x0)                (arXiv 2006.11239, eq. 7)
-    ddim   to_x0 = alpha', to_eps = sqrt(sigma'^2 - s^2), s = eta * ddpm's std    (arXiv 2010.02502, eq. 12)
-
-Samplers of other paths are in `policies.samplers.ode`.
+The steps themselves are in `policies.samplers.ddpm` (DDPM, DDIM) and `policies.samplers.ode` (Euler and other paths);
+`policies.samplers.step_table` turns them into numbers.
 """
 
 from __future__ import annotations
@@ -189,6 +185,3 @@ def _check(
         )
     if hooks and cond is None:
         raise CapabilityError("denoise(hooks=...) needs `cond`, which hooks may read; got None.")
-
-
-# -- the samplers ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""CloningBatch replayed by the fast engine and by robosuite; see `benchmarks/simulators/replay.py`."""
+"""Demonstrations replayed by the fast engine and by robosuite; see `benchmarks/simulators/replay.py`."""
 
 from __future__ import annotations
 

@@ -305,7 +305,7 @@ def _flat(group: h5py.Group, layout: list[tuple[str, int]], num: int, source: st
 
 
 class _Demos:
-    """CloningBatch put together one by one; optional keys survive if every demonstration has them.
+    """Demonstrations put together one by one; optional keys survive if every demonstration has them.
 
     Args:
         source: Names the file in error messages.

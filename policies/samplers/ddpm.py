@@ -1,7 +1,7 @@
 """DDPM and DDIM on the trained noise levels of a diffusion, in the conventions of diffusers and DPPO.
 
-Legend: alpha, sigma amplitudes of signal and noise at a level, a prime marks the next one; `bar` alpha^2, `var` sigma^2;
-level -1 is the clean chunk. In the notation of `policies.samplers.step_table`:
+Legend: alpha, sigma amplitudes of signal and noise at a level, a prime marks the next one; `bar` alpha^2,
+`var` sigma^2; level -1 is the clean chunk. In the notation of `policies.samplers.step_table`:
 
     ddpm   to_x0 x0 + to_eps eps = posterior mean of q(x' | x, x0)                (arXiv 2006.11239, eq. 7)
     ddim   to_x0 = alpha', to_eps = sqrt(sigma'^2 - s^2), s = eta * ddpm's std    (arXiv 2010.02502, eq. 12)

@@ -2,8 +2,8 @@
 
 Legend: B batch, K denoising steps, k step in the order of execution, Th horizon, Da action width.
 
-The steps themselves are in `policies.samplers.ddpm` (DDPM, DDIM) and `policies.samplers.ode` (Euler and other paths);
-`policies.samplers.step_table` turns them into numbers.
+The steps themselves are in `policies.samplers.ddpm` (DDPM, DDIM) and `policies.samplers.ode` (Euler and
+others); `policies.samplers.step_table` turns them into numbers.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from policies.policy import Policy, PolicyConfig
 AT_BOUND = 0.98  # fraction of the action or latent bounds beyond which an entry counts as saturated
 
 Metrics = dict[str, float | Tensor]
-"""`component/quantity` -> value; tensors are read out by the logger, never inside a hot path."""
+"""`component/quantity` -> value; only the logger converts tensors to numbers."""
 
 
 Draws = Mapping[str, Tensor]

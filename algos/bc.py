@@ -49,7 +49,7 @@ EMA_RULES: Mapping[str, Callable[[float, int, int], DecayRule]] = {
     "power": lambda decay, start, every: PowerDecay(max_value=decay, update_after=start, every=every),
     "delayed": DelayedDecay,
 }
-"""How averaged weights follow, by name: takes `ema_decay`, `ema_start` and `ema_every`."""
+"""EMA decay rules by name; arguments `ema_decay`, `ema_start` and `ema_every`."""
 THREADS = 1  # torch threads, unless `num_threads` is set
 
 
@@ -78,7 +78,7 @@ class BcConfig(Checked):
     dp_compat_mean: bool = False  # average the loss over padding too, as Diffusion Policy does
     log_every: int = bounded(100, ge=1, was="block_steps")  # gradient steps between two log rows
     validation_fraction: float = bounded(0.05, ge=0, lt=1)  # fraction of episodes held out, rounded down
-    validation_every: int | None = bounded(None, ge=0)  # steps; null: a tenth of the run; 0: at the end
+    validation_every: int | None = bounded(None, ge=0)  # gradient steps; null: a tenth; 0: at the end
     validation_windows: int = bounded(256, ge=1)  # held-out windows, at most
     validation_samples: int = bounded(8, ge=1)  # chunks sampled per window
     teacher: str | None = path_field()  # run or policy directory of the teacher for consistency distillation

@@ -59,7 +59,7 @@ class DppoConfig(PpoConfig):
     eta: float = bounded(1.0, gt=0, le=1)  # eta of DDIM in exploration; 0 in evaluation
     gamma_denoising: float = bounded(0.99, ge=0, le=1)  # discount per denoising step, towards noisier ones
     clip_range_base: float = bounded(0.01, gt=0)  # clip range at s = 0; `clip_range` holds at s = S-1
-    clip_range_rate: float = bounded(3.0, ge=-_MAX_CLIP_RATE, le=_MAX_CLIP_RATE)  # its growth rate over s
+    clip_range_rate: float = bounded(3.0, ge=-_MAX_CLIP_RATE, le=_MAX_CLIP_RATE)  # its exponential growth
     min_sampling_std: float = bounded(0.1, gt=0)  # exploration noise floor, normalised action units
     min_log_prob_std: float = bounded(0.1, gt=0)  # noise floor in densities, normalised action units
     noise_clip: float = bounded(3.0, gt=0, le=math.inf)  # clip of exploration noise, standard deviations

@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 VARIANTS = ("na", "sac")
 DISTILLATION_LATENTS = ("gaussian", "box", "mixture")
 STILL = {"eta": 0.0, "eta_per_dim": (), "min_std": 0.0, "final_std": None}
-"""Settings that make a sampler deterministic after the start, where it has them."""
+"""Settings that make a sampler deterministic given its start noise, if it has them."""
 
 
 class SteeredActor:
@@ -218,10 +218,10 @@ class NoiseAliasedUpdate(SacUpdate):
 class DsrlConfig(OffPolicyConfig):
     """DSRL: reinforcement learning over the noise of a frozen policy."""
 
-    target_entropy: float | None = bounded(0.0, ge=-math.inf)  # per latent; null: minus half its width
+    target_entropy: float | None = bounded(0.0, ge=-math.inf)  # of a latent; null: minus half its width
     variant: str = bounded("na", choices=VARIANTS)  # na: noise-aliased critics | sac: critics over noise only
     distillation_share: float = bounded(0.5, gt=0)  # distillation steps per critic update, for na
-    distillation_latents: str = bounded("gaussian", choices=DISTILLATION_LATENTS)  # for na
+    distillation_latents: str = bounded("gaussian", choices=DISTILLATION_LATENTS)  # where to distil, for na
     denoising_steps: int | None = bounded(None, ge=1)  # of the frozen policy; null: its saved sampler
     steering: Steering = field(default_factory=Steering)
 

@@ -35,7 +35,7 @@ class RlpdConfig(SacConfig):
     critic_layer_norm: bool = True  # layer normalisation before each activation
     aggregate: str = bounded("subset_min", choices=AGGREGATES)  # reduction over critics in targets
     actor_aggregate: str = bounded("mean", choices=AGGREGATES)  # reduction over critics in the actor loss
-    target_entropy: float | None = bounded(None, ge=-math.inf)  # per chunk; null: minus half its size
+    target_entropy: float | None = bounded(None, ge=-math.inf)  # of a chunk; null: minus half its size
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -26,7 +26,7 @@ from policies.protocols import TE, Cond, Observation
 from policies.registry import name_of
 
 UNITS_RTOL, UNITS_ATOL = 1e-4, 1e-5
-"""How closely the maps of actions must agree."""
+"""Tolerance between the action normalisations of teacher and student."""
 
 
 class Teacher:

@@ -68,9 +68,9 @@ class OfflineConfig(Checked):
     steps: int = bounded(1_000_000, ge=1)  # gradient steps of the critic
     batch_size: int = bounded(256, ge=1)  # transitions
     gamma: float = bounded(0.99, ge=0, le=1)  # discount per environment step
-    reward_scale: float = bounded(1.0, gt=0)  # factor of rewards: reward_scale r + reward_shift
+    reward_scale: float = bounded(1.0, gt=0)  # rewards become reward_scale r + reward_shift
     reward_shift: float = bounded(0.0, ge=-math.inf)  # see reward_scale
-    normalize_returns: float | None = bounded(None, gt=0, was="return_range")  # range of scaled returns
+    normalize_returns: float | None = bounded(None, gt=0, was="return_range")  # return span after scaling
     actor_lr: float = bounded(3e-4, gt=0)  # Adam
     critic_lr: float = bounded(3e-4, gt=0)  # Adam
     tau: float = bounded(0.005, gt=0, le=1)  # Polyak coefficient of the target networks

@@ -4,8 +4,8 @@ Legend: M rows, B queries of a batch, k list length. A tree has no preparation a
 lists cost time once per queried row and little afterwards. The fastest depends on data, machine and run
 length. Candidates are timed on the same few queries and extrapolated to the run::
 
-    seconds = batches * seconds of a batch  +  rows ever asked for * seconds of a list
-    rows ever asked for = M (1 - exp(-batches B / M)),   rows being drawn with replacement
+    seconds = batches * seconds of a batch  +  rows ever queried * seconds of a list
+    rows ever queried = M (1 - exp(-batches B / M)),   rows are drawn with replacement
 
 All candidates are exact: the choice affects time and ties only. A checkpoint stores it.
 """
@@ -164,13 +164,14 @@ def build_search(
 ) -> Search:
     """Return a search over rows.
 
-    how: `lists`, `tree`, `brute`, `approximate` (lists without fallback), or `auto`: the faster of lists and
-        tree on a CPU, of brute force and tree on an accelerator. Small datasets are not timed: lists on a
-        CPU, brute force on an accelerator.
-    rows: Rows to search.
-    load: Expected load, for `auto`.
-    generator: Draws the timed queries.
-    clock: Seconds; None: process time on a CPU, else wall time.
+    Args:
+        how: `lists`, `tree`, `brute`, `approximate` (lists without fallback), or `auto`: the faster of lists
+            and tree on a CPU, of brute force and tree on an accelerator. Small datasets are not timed: lists
+            on a CPU, brute force on an accelerator.
+        rows: Rows to search.
+        load: Expected load, for `auto`.
+        generator: Draws the timed queries.
+        clock: Seconds; None: process time on a CPU, else wall time.
 
     Raises:
         ConfigError: See `Rows.search`.

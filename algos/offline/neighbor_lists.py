@@ -19,7 +19,7 @@ from torch import Tensor
 _TRIED = 16  # timed rows per method
 _TILE = 2**22  # distances held at once
 NODES = 60
-"""Bytes that the nodes of scipy's tree take for each of its rows, about, whatever their width."""
+"""Approximate bytes per row of scipy's tree nodes, for any width."""
 
 Found = tuple[Tensor, Tensor]
 

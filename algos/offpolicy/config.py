@@ -36,7 +36,7 @@ class OffPolicyConfig(Checked):
     offline_ratio: float = bounded(0.0, ge=0, lt=1)  # fraction of a batch drawn from the dataset
     # values
     gamma: float = bounded(0.99, ge=0, le=1)  # discount per control step; per chunk with paper_compat
-    reward_scale: float = bounded(1.0, gt=0)  # rewards are scale r + shift
+    reward_scale: float = bounded(1.0, gt=0)  # rewards become reward_scale r + reward_shift
     reward_shift: float = bounded(0.0, ge=-math.inf)  # see reward_scale
     value_offset: float = bounded(0.0, ge=-math.inf)  # added to all values through the rewards; see the page
     tau: float = bounded(0.005, gt=0, le=1)  # Polyak coefficient of the target networks
@@ -49,7 +49,7 @@ class OffPolicyConfig(Checked):
     subset: int = 2  # critics in subset_min, resampled at every step
     pessimism: float = bounded(0.5, ge=0)  # standard deviations subtracted by mean_std
     # entropy
-    target_entropy: float | None = bounded(None, ge=-math.inf)  # per latent; null: minus half its width
+    target_entropy: float | None = bounded(None, ge=-math.inf)  # of a latent; null: minus half its width
     init_alpha: float = bounded(1.0, gt=0)  # initial temperature
     learn_alpha: bool = True  # tune the temperature towards the target entropy
     entropy_in_target: bool = True  # include the entropy of later actions in target values

@@ -70,8 +70,8 @@ class Discounting:
 def _worth(rule: Discounting, steps: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return a table of chunk outcomes, and the factors (3,) that map an end to its row.
 
-    Rows: l = 0 ... Ta executed steps, for four cases: neither, terminated, truncated, both. Columns: Ta
-    reward factors, 0 beyond l; the sum of the shifts; the discount after the chunk.
+    Rows: l = 0 ... Ta executed steps, for four cases: neither, terminated, truncated, both. Ta + 2
+    columns: Ta reward factors, 0 beyond l; the sum of the shifts; the discount after the chunk.
     """
     step, length = torch.arange(steps), torch.arange(steps + 1)[:, None]
     inner = 1.0 if rule.paper_compat else rule.gamma

@@ -20,7 +20,7 @@ Critic = Callable[[Tensor], Tensor]
 """Maps normalised observations (B, C) to values (B,)."""
 
 VALUE_ROWS = 4096
-"""Rows of one forward pass of the critic outside of training; keeps activations in the cache."""
+"""Rows per critic forward pass outside of training, so that activations fit the cache."""
 
 
 @dataclass(frozen=True)

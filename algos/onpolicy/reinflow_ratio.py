@@ -1,6 +1,6 @@
 """ReinFlow ratio: a deterministic sampler plus learned noise is a chain of known density.
 
-Legend: B rows, K denoising steps, S tuned ones, the last (mostly all), Th horizon, Da action width; x_0 start
+Legend: B rows, K denoising steps, S tuned last steps (usually all), Th horizon, Da action width; x_0 start
 noise, x_K the chunk::
 
     x_{k+1} = step(x_k),                                     k = 0 … K-S-1, by the frozen initial network

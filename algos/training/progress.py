@@ -60,7 +60,7 @@ def key_numbers(values: Mapping[str, float], count: int = 3) -> str:
 
 
 FIRST_LINE_S = 20.0
-"""Seconds between lines while the first iteration is under way."""
+"""Seconds between log lines during the first iteration."""
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def announced(what: str, seconds: float = FIRST_LINE_S) -> Iterator[None]:
 
 
 LONG_S = 3600.0
-"""Seconds from which a run is announced as a long one."""
+"""Estimated duration [s] from which a run counts as long."""
 
 
 def planned(total: int, unit: str, rate: float) -> str:

@@ -24,7 +24,7 @@ from policies.policy import Policy
 _log = logging.getLogger(__name__)
 
 Evaluator = Callable[[Policy, int], Mapping[str, float]]
-"""Evaluates the policy of a step; names without a component are logged as `eval/<name>`."""
+"""(policy, step) -> metrics; names without a component are logged as `eval/<name>`."""
 
 
 SAID_AFTER = 2
@@ -419,7 +419,7 @@ def all_finite(policy: Policy) -> bool:
 
 
 def _due(before: int, now: int, every: int, total: int) -> bool:
-    """Return whether a multiple of `every` (0: none) or the end was passed after `before`; True if `before` < 0."""
+    """Return whether a multiple of `every` (0: none) or the end lies after `before` (below 0: True)."""
     if now <= before:
         return False
     return before < 0 or now >= total or (every > 0 and now // every > before // every)

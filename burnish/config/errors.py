@@ -13,7 +13,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBase
 from policies.errors import BurnishError
 
 USER_ERRORS = (BurnishError, HydraException, OmegaConfBaseException)
-"""Errors a user causes and can repair; anything else is a defect and keeps its traceback."""
+"""User errors; other exceptions are internal errors and keep their traceback."""
 
 
 _NO_LIST = re.compile(r"Invalid value assigned: (\w+) is not a ListConfig")

@@ -12,7 +12,7 @@ from policies.errors import ConfigError
 from policies.paths import path_field
 
 OF_COMPOSE = ("weights", "operator", "temperature", "sampler", "dataset", "reader", "search", "estimate")
-"""Keys that a single policy has no use for."""
+"""Keys that are unused for a single policy."""
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from policies import registry
 from policies.policy_config import PART_GROUPS
 
 GROUPS = ("algo", "env", *PART_GROUPS, "source")
-"""Hydra groups filled from the registry; the chosen part stands under the group's name."""
+"""Hydra groups filled from the registry; the chosen part is the value of the group's key."""
 RENAMED: ContextVar[Mapping[str, str]] = ContextVar("renamed")
-"""Present names of keys by former ones, both from the top of the configuration, of one composition."""
+"""Former to present key names of one composition, both from the top of the configuration."""
 _PROVIDER = "burnish"
 _SCHEMAS = {f"{one.config_name}_schema": one for one in COMMANDS.values() if one.schema is not None}
 

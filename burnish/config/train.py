@@ -44,10 +44,10 @@ class TrainConfig(BuildSettings):
 
     algo: Any = None  # algorithm
     env: Any = None  # task; null: no rollouts (cloning from a file)
-    dataset: str | None = path_field()  # file of demonstrations or transitions, or name of a downloaded dataset
+    dataset: str | None = path_field()  # file of demonstrations or transitions, or name of a download
     reader: dict[str, Any] = bounded({}, was="data")  # options of the format's reader: see Data
     init: str | None = path_field()  # policy to start from: a run or a policy directory
-    requires_init: bool = bounded(False, was="tunes")  # set by fine-tuning experiments; warns when `init` is missing
+    requires_init: bool = bounded(False, was="tunes")  # set by fine-tuning experiments; warns without init
     resume: str | None = path_field()  # run to resume, with its last configuration
     name: str | None = MISSING  # suffix of the run directory's name; default: the algorithm's name
     seed: int = 0  # seed of all random streams of the run

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from burnish.config.evaluate import EvalConfig
 
 ESTIMATE = "estimate"
-"""Instead of weights: take those that the demonstrations suggest."""
+"""Value of `weights`: estimate them from demonstrations."""
 PAGE, FACTS, POLICY = "composition.md", "composition.json", "policy"
 
 

@@ -82,7 +82,7 @@ class OnPolicy:
         config: Hyper-parameters.
         setup: Environment, seed, threads, workers, device.
         ratio: Acts and scores; holds the policy in training with its exploration sampler.
-        trainable: Part of the policy in training.
+        trainable: Trained part of the policy.
         bc_term: Behaviour-cloning term towards the initial policy; None: off.
         export_policy: Returns an independent copy of the policy with its evaluation sampler.
         moments: Running observation statistics, if the normaliser is fitted during training.

@@ -7,10 +7,10 @@ Da action width; z start noise, e the end of the flow from z, s the deviation of
     log ratio = log N(s_old u; shift, s^2) - log N(s_old u; 0, s_old^2)
     Brownian term = mean ((1 - t) v(x, t) - (x - t v_old(x, t)))^2
 
-A small velocity change shifts the end of the flow by about as much: the new policy takes the old action as
-noise around a shifted end. One network evaluation per draw; the path is not integrated again. The Brownian
-term pulls the velocity towards minus the flow's score, which keeps ends spread; it replaces an entropy, which
-has no closed form here.
+A small velocity change shifts the end of the flow by about as much: under the new policy, the old action is a
+noisy sample around a shifted end. One network evaluation per draw; the path is not integrated again. The
+Brownian term pulls the velocity towards minus the flow's score, which keeps ends spread; its value corresponds
+to an entropy, which has no closed form here.
 
 Source: PolicyFlow, arXiv 2602.01156; the first velocity of the Brownian term is the learned one, as in its
 algorithm (in the text's equation it is the old one, which has no gradient).

@@ -3,9 +3,8 @@
     <root>/<date>/<name>/
       config.yaml  overrides.txt  environment.json  metrics.jsonl  eval/*.json
       checkpoints/<step>/policy/                    the exported policy (see policies.storage.policy_folder)
-          checkpoints/<step>/training_state/state.pt    resume state: tensors and plain values
-          checkpoints/<step>/SHA256SUMS                 checksums of both; that of the resume state is
-          verified
+      checkpoints/<step>/training_state/state.pt    resume state: tensors and plain values
+      checkpoints/<step>/SHA256SUMS                 checksums of both; the resume state's is verified
       checkpoints/last -> <step>
 
 A checkpoint is written to a temporary folder, flushed to disk and renamed. The rename is atomic: after a

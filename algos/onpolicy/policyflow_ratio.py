@@ -9,7 +9,7 @@ Da action width; z start noise, e the end of the flow from z, s the deviation of
 
 A small velocity change shifts the end of the flow by about as much: under the new policy, the old action is a
 noisy sample around a shifted end. One network evaluation per draw; the path is not integrated again. The
-Brownian term pulls the velocity towards minus the flow's score, which keeps ends spread; its value corresponds
+Brownian term pulls the velocity towards minus the score, which keeps ends spread; its value corresponds
 to an entropy, which has no closed form here.
 
 Source: PolicyFlow, arXiv 2602.01156; the first velocity of the Brownian term is the learned one, as in its
